@@ -1,7 +1,6 @@
-"""An old commit beside this tree, in turns and in one run: decoding, a prompt, and the host's part
-of a step.
+"""Compares an old commit with this tree, in turn within one run: decode, prefill, and host time.
 
-The model is the one of `cpu_peers.py`: random weights in the geometry of Qwen3-0.6B, in bfloat16.
+The model is that of `cpu_peers.py`: random weights in the geometry of Qwen3-0.6B, in bfloat16.
 
     python benchmarks/beside_commit.py [--old COMMIT] [--rounds N] [--json FILE]
 """
@@ -35,11 +34,12 @@ CACHE_TOKENS = 8448
 START_SECONDS = 300.0
 
 Readings = dict[str, dict[str, list[float]]]
-"""By case and tree, a figure for each round."""
+"""By case and tree, one figure per round."""
 
 
 def extracted(commit: str, folder: Path) -> Path:
-    """The tree of a commit, with this tree's native library: the commit's own is not built."""
+    """Extract the tree of a commit and copy this tree's native library into it; the commit's own
+    library is not built."""
     archive = subprocess.run(["git", "archive", commit], cwd=ROOT, check=True, capture_output=True).stdout
     with tarfile.open(fileobj=io.BytesIO(archive)) as tree:
         tree.extractall(folder, filter="data")
@@ -51,8 +51,8 @@ def extracted(commit: str, folder: Path) -> Path:
 
 
 def _describe(declared: Path) -> None:
-    """What an installation would say of a device package: its entry points, whose contract is the
-    commit's own."""
+    """Write the metadata of an installed device package, so that the commit's own entry points are
+    found."""
     project = tomllib.loads(declared.read_text(encoding="utf-8"))["project"]
     made = declared.with_name(f"{project['name'].replace('-', '_')}-{project['version']}.dist-info")
     made.mkdir()
@@ -67,14 +67,14 @@ def _describe(declared: Path) -> None:
 
 
 def search_path(tree: Path) -> str:
-    """Where a tree's packages are found before any that are installed."""
+    """Return a PYTHONPATH on which a tree's packages come before installed ones."""
     devices = sorted(folder.parent for folder in tree.glob("devices/*/pyproject.toml"))
     return os.pathsep.join(str(tree / part) for part in ("", *devices, "benchmarks", "benchmarks/peers"))
 
 
 def python_of(tree: Path, folder: Path) -> Path:
-    """An interpreter that finds the packages of `tree` first; a child unsets what its parent says
-    of the path."""
+    """Write an interpreter script that finds the packages of `tree` first; a script, because
+    `Child` does not pass PYTHONPATH on."""
     script = folder / f"python-{tree.name}"
     script.write_text(f'#!/bin/sh\nPYTHONPATH="{search_path(tree)}" exec "{sys.executable}" "$@"\n', encoding="utf-8")
     script.chmod(0o755)
@@ -82,8 +82,8 @@ def python_of(tree: Path, folder: Path) -> Path:
 
 
 def measure_steps(trees: Mapping[str, Path], rounds: int, folder: Path, found: Readings) -> None:
-    """Tokens each second of each case, the trees by turns; while one is measured the other is held
-    still."""
+    """Measure tokens per second of each case, on the trees in turn; the other tree's process is
+    stopped meanwhile."""
     job = {"model": str(CHECKPOINT), "format": "bf16", "threads": os.cpu_count(), "cache_tokens": CACHE_TOKENS}
     children = {
         name: Child(python_of(tree, folder), "sglcore", job, folder / f"{name}.log") for name, tree in trees.items()
@@ -108,8 +108,8 @@ def _add(found: Readings, case: Case, name: str, answer: Mapping[str, float]) ->
 
 
 def measure_host(trees: Mapping[str, Path], rounds: int, folder: Path, found: Readings) -> None:
-    """Microseconds of the host's part of a decode step, by batch size: `host_overhead.py` of each
-    tree."""
+    """Measure host microseconds of a decode step, by batch size, with each tree's own
+    `host_overhead.py`."""
     for number in range(rounds):
         for name, tree in sorted(trees.items(), reverse=bool(number % 2)):
             result = folder / "host.json"
@@ -124,7 +124,7 @@ def measure_host(trees: Mapping[str, Path], rounds: int, folder: Path, found: Re
 
 
 def main() -> None:
-    """Print, and write where asked."""
+    """Measure, print, and with `--json` write the results."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--old", default="2349cd2", help="the commit that this tree is compared with")
     parser.add_argument("--rounds", type=int, default=4)

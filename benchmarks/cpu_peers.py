@@ -1,10 +1,9 @@
-"""How fast sglcore is on this processor beside other engines, and how far all are from what the
-machine allows.
+"""Compares sglcore with other engines on this CPU, and all of them with the machine's bounds.
 
 Random weights in the geometry of Qwen3-0.6B. Every engine is a child process in its own
-environment; all that are loaded are held still except the one that is measured, and each round runs
-every case once on each of them, so a ratio compares readings that are minutes apart. Bandwidth and
-matrix peak are measured in the same run.
+environment; all loaded engines are stopped except the measured one. Each round runs every case once
+on each engine, so a ratio compares readings that are minutes apart. Memory bandwidth and peak
+matrix throughput are measured in the same run.
 
     make bench-cpu                                   # install what can be installed, then all of it
     python benchmarks/cpu_peers.py [--engines sglcore,vllm] [--cases b1,prefill] [--rounds N]
@@ -32,7 +31,7 @@ from results import machine, write_results
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, print, write; 1 if ours has no figure in any case."""
+    """Measure, print, write; returns 1 if sglcore has no figure in any case."""
     options = parse(arguments)
     make_checkpoint(CHECKPOINT)
     measured = Measurement(options.engines, options.cases, options.rounds, say)
@@ -55,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The options, names already turned into engines and cases."""
+    """Parse the options; names become engines and cases."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--engines", help=f"of {','.join(engine.name for engine in ENGINES)} (all)")
     parser.add_argument("--cases", help=f"of {','.join(case.name for case in CASES)} (all)")
@@ -74,7 +73,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def write(options: argparse.Namespace, measured: Measurement) -> list[dict[str, object]]:
-    """The rows so far; written to the result file if there is one."""
+    """Return the rows so far; writes them to the result file if there is one."""
     found = rows(measured.results, options.cases, [engine.name for engine in options.engines], measured.bounds)
     if options.json:
         content: dict[str, object] = {
@@ -94,22 +93,22 @@ def write(options: argparse.Namespace, measured: Measurement) -> list[dict[str, 
 
 
 def bounds_content(measured: Measurement) -> dict[str, object]:
-    """The bounds in readable units."""
+    """Return the bounds in readable units."""
     assert measured.bounds is not None
     peaks = {f"{kind}_gflops": round(rate / 1e9) for kind, rate in measured.bounds.peaks.items()}
     return {"gb_per_s": round(measured.bounds.bandwidth / 1e9, 2), "threads": measured.threads, **peaks}
 
 
 def engine_version(engine: Engine) -> str | None:
-    """Of the distribution in the engine's environment; None if it is not there."""
+    """Return the version in the engine's environment; None if it is not installed."""
     libraries = [str(path) for path in (engine.home / "lib").glob("python*/site-packages")]
     found: list[Distribution] = list(distributions(name=engine.distribution, path=libraries))
     return found[0].version if found else None
 
 
 def tokens_text(measured: Measurement) -> str:
-    """Whether engines with the same weights begin a fixed prompt with the same token: that they run
-    the same model."""
+    """Say whether engines with bf16 weights continue a fixed prompt with the same token, as they
+    must if they run the same model."""
     firsts = {engine: ids[0] for (form, engine), ids in measured.results.tokens.items() if form == "bf16" and ids}
     if len(set(firsts.values())) <= 1:
         return f"same first token by {', '.join(firsts) or 'nobody'}"
@@ -117,14 +116,14 @@ def tokens_text(measured: Measurement) -> str:
 
 
 def ratio_text(each: dict[str, object]) -> str:
-    """The median of a ratio, with the least and the most."""
+    """Format a ratio's median, minimum and maximum."""
     ratio = each["ratio"]
     assert isinstance(ratio, dict)
     return f"{ratio['median']} ({ratio['min']} to {ratio['max']})"
 
 
 def draw(file: str, found: list[dict[str, object]], cases: Sequence[Case], measured: Measurement) -> None:
-    """The picture, or why there is none."""
+    """Draw the roofline, or print why it is not drawn."""
     if measured.bounds is None:
         say("no picture: the bounds could not be measured")
         return
@@ -135,7 +134,7 @@ def draw(file: str, found: list[dict[str, object]], cases: Sequence[Case], measu
 
 
 def say(text: str) -> None:
-    """Progress, with the time."""
+    """Print progress with the time."""
     print(f"{datetime.now():%H:%M:%S} {text}", flush=True)
 
 

@@ -1,10 +1,10 @@
-"""Decode and prompt speed of a model of random weights on a device, beside the time its bytes take
-and transformers.
+"""Decode and prefill speed of a model with random weights on a device, compared with its memory
+bandwidth and with transformers.
 
-The floor of a decode step is its weights read once, at the speed that a plain copy reaches on the
-same device in the same run; at larger batches the cache is read as well, which this floor leaves
-out. The peer is transformers' `generate` with sdpa and a dynamic cache, on the same weights in the
-same process.
+The lower bound of a decode step is the time to read its weights once at the speed of a plain copy,
+measured on the same device in the same run. It leaves out the KV cache, which matters at larger
+batches. The peer is transformers' `generate` with sdpa and a dynamic cache, on the same weights in
+the same process.
 
     python benchmarks/device_decode.py [--device NAME] [--geometry 0.6B|8B] [--batches 1,32]
         [--graph off] [--json FILE]
@@ -57,13 +57,13 @@ GEOMETRIES: Mapping[str, Mapping[str, int | bool]] = {
         "tie_word_embeddings": False,
     },
 }
-"""Those of Qwen3, and one that is smaller; heads have 128 values, and the vocabulary is 151,936."""
+"""Qwen3's sizes and a smaller one; the head size is 128, the vocabulary size 151,936."""
 PROMPT, TOKENS, LONG = 128, 128, 2048
 
 
 def make(folder: Path, geometry: str, device: str, context: int = 8192) -> int:
-    """Write a checkpoint of random bf16 weights, drawn on `device`, with a context of so many
-    tokens; returns the bytes that a decode step reads of it."""
+    """Write a checkpoint of random bf16 weights, drawn on `device`, with a context of `context`
+    tokens; returns the bytes of weights that a decode step reads."""
     config = AutoConfig.for_model(
         "qwen3", vocab_size=151936, head_dim=128, max_position_embeddings=context, **GEOMETRIES[geometry]
     )
@@ -90,7 +90,7 @@ def make(folder: Path, geometry: str, device: str, context: int = 8192) -> int:
 
 
 def copy_speed(device: str) -> float:
-    """Bytes a second, read and written, of a plain copy of 2 GiB (256 MiB on the host)."""
+    """Return bytes per second, read plus written, of a plain copy of 2 GiB (256 MiB on the CPU)."""
     size = (1 << 28) if device == "cpu" else (1 << 31)
     source = torch.zeros(size, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
@@ -105,20 +105,20 @@ def copy_speed(device: str) -> float:
 
 
 def wait(device: str) -> None:
-    """Wait for all that the device was given."""
+    """Wait until the device has finished all its work."""
     if device != "cpu":
         torch.get_device_module(device).synchronize()
 
 
 def prompts(batch: int, length: int) -> list[list[int]]:
-    """Token ids that no two requests share."""
+    """Return random token ids, int [batch][length], so that prompts have no common prefix."""
     draw = np.random.default_rng(batch * 10_007 + length)
     return [list(map(int, row)) for row in draw.integers(10, 150_000, (batch, length))]
 
 
 def decode(llm: LLM, batch: int) -> float:
-    """Tokens a second of `batch` requests, from the step in which all have begun to the one in
-    which the first ends."""
+    """Return decode tokens per second of `batch` requests, from the step after which each has a
+    token to the one in which the first request ends."""
     params = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True)
     outputs = [llm.engine.add(ids, params) for ids in prompts(batch, PROMPT)]
     while not all(output.outputs[0].token_ids for output in outputs):
@@ -133,7 +133,7 @@ def decode(llm: LLM, batch: int) -> float:
 
 
 def prefill(llm: LLM, seed: int) -> float:
-    """Prompt tokens a second of one prompt of `LONG` tokens."""
+    """Return prompt tokens per second of one prompt of `LONG` tokens."""
     begin = time.perf_counter()
     output = llm.engine.add(prompts(seed, LONG)[-1], SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True))
     while not output.finished:
@@ -142,7 +142,8 @@ def prefill(llm: LLM, seed: int) -> float:
 
 
 def peer_speeds(folder: Path, device: str, batches: Sequence[int]) -> dict[str, float]:
-    """Decode tokens a second of transformers at each batch size, and prompt tokens a second."""
+    """Return transformers' decode tokens per second at each batch size, and its prompt tokens per
+    second."""
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, attn_implementation="sdpa")
     model = model.to(device)
     options = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
@@ -167,7 +168,7 @@ def peer_speeds(folder: Path, device: str, batches: Sequence[int]) -> dict[str, 
 
 
 def our_speeds(llm: LLM, batches: Sequence[int]) -> dict[str, float]:
-    """The best of three decodes at each batch size, the first of which warms up, and of three long
+    """Return the best of three decodes at each batch size (the first warms up), and of three long
     prompts."""
     found = {str(batch): max(decode(llm, batch) for _ in range(3)) for batch in batches}
     return found | {"prefill": max(prefill(llm, seed) for seed in (5, 6, 7))}

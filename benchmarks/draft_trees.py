@@ -1,15 +1,14 @@
-"""Trees of proposals beside chains: tokens of a step with the heads of the embedded model, and host
-time of building trees.
+"""Draft trees compared with chains: tokens per step with the draft heads of the embedded model, and
+host time of building trees.
 
-Floor of the host time: a sort and three gathers over the records of every request; nothing of it
-grows with the vocabulary.
+Lower bound of the host time: a sort and three gathers over the records of each request; it does not
+depend on the vocabulary size.
 
     python benchmarks/draft_trees.py [--prompts 64] [--written 128] [--requests 64]
         [--depths 1 2 3 4 5 6] [--json FILE]
 
-With `--depths`, for each number of forwards of the draft: a chain, trees of 8 nodes with as many
-beams as `WIDTHS`, and the tree of everything that beams recorded, which no choice of 8 of its nodes
-can surpass.
+With `--depths`, for each number of draft forwards: a chain, trees of 8 nodes for each beam width in
+`WIDTHS`, and the tree of all recorded candidates, an upper bound for any 8 nodes of it.
 """
 
 from __future__ import annotations
@@ -44,12 +43,12 @@ SHAPES: Mapping[str, Mapping[str, int]] = MappingProxyType(
         "tree of 16 nodes, 4 beams": {"draft_tokens": 15, "draft_width": 4, "draft_depth": CHAIN},
     }
 )
-"""All by as many forwards of the draft."""
+"""Each shape takes CHAIN draft forwards."""
 NODES, WIDTHS = 8, (2, 3, 4, 7)
 
 
 def prompts_of(count: int) -> list[list[int]]:
-    """The beginnings of stories that the model writes on."""
+    """Return `count` beginnings of stories as token ids."""
     tokenizer = Tokenizer.from_file(str(embedded_model() / "tokenizer.json"))
     texts = [f"Once upon a time {name} had a {thing}. One day" for name in NAMES for thing in THINGS]
     return [tokenizer.encode(text, add_special_tokens=False).ids for text in texts[:count]]
@@ -58,8 +57,8 @@ def prompts_of(count: int) -> list[list[int]]:
 def tokens_of_a_step(
     kind: str, prompts: Sequence[list[int]], written: int, settings: Mapping[str, Any]
 ) -> dict[str, float]:
-    """By temperature, tokens that a step of verification brought a request, its own one among
-    them."""
+    """Return, by temperature, tokens per verification step of a request, including the token that
+    the model draws itself."""
     found = {}
     with LLM(device="cpu", speculative=kind, max_requests=len(prompts), **settings) as llm:
         for temperature in TEMPERATURES:
@@ -74,8 +73,8 @@ def tokens_of_a_step(
 
 
 def shapes_of(depth: int) -> dict[str, dict[str, int]]:
-    """A chain, and the trees of `NODES` nodes that there can be, by `depth` forwards of the draft
-    each."""
+    """Return a chain, all possible trees of `NODES` nodes, and the trees of all recorded
+    candidates, with `depth` draft forwards each."""
     found = {"chain": {"draft_tokens": depth}}
     for width in WIDTHS:
         shape, given = TreeShape(width, depth, NODES), {"draft_width": width, "draft_depth": depth}
@@ -90,7 +89,7 @@ def shapes_of(depth: int) -> dict[str, dict[str, int]]:
 def tokens_by_shape(
     kind: str, prompts: Sequence[list[int]], written: int, shapes: Mapping[str, Mapping[str, int]]
 ) -> dict[str, dict[str, float]]:
-    """As `tokens_of_a_step`, by shape; printed."""
+    """Measure and print `tokens_of_a_step` for each shape."""
     found = {}
     for name, settings in shapes.items():
         own = found[name] = tokens_of_a_step(kind, prompts, written, settings)
@@ -100,8 +99,8 @@ def tokens_by_shape(
 
 @torch.inference_mode()
 def host_time(requests: int, kernels: KernelTable) -> dict[str, float]:
-    """Median microseconds of what a step does beside forwards and draws, for a tree of 8 nodes of
-    each request: building it, and finding the right path."""
+    """Return median host microseconds of a step without forwards and draws, for one tree of 8 nodes
+    per request: building the trees, and finding the accepted paths."""
     shape = TreeShape(3, CHAIN, 8)
     tables = TreeTables(requests + 1, shape.nodes, torch.device("cpu"), kernels)
     slots = torch.arange(1, requests + 1, dtype=torch.int32)

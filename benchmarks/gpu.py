@@ -1,9 +1,9 @@
-"""What an accelerator does, in ten minutes: its bounds, and the engine's kernels, attention and
-steps as shares of them.
+"""Measures an accelerator in ten minutes: its bounds, and the engine's kernels, attention and steps
+as shares of them.
 
-Every part runs in a process of its own, with its own limit; results are written to the file as they
-come, and a table is printed last. Correctness comes first: laws of the conformance kit on this
-device, and nothing is measured where they do not hold.
+Every part runs in its own process with its own time limit; results are written to the file as they
+come, and a table is printed last. Laws of the conformance kit run first on this device; if they
+fail, nothing is measured.
 
     python benchmarks/gpu.py [--part NAME]... [--seconds N] [--device NAME] [--set NAME=VALUE]...
         [--json FILE] [--go-on]
@@ -31,19 +31,20 @@ from on_gpu.table import table
 from results import machine
 
 IMPORTS = ("torch", "sglcore.engine.core", "sglcore.runtime.bring_up", "sglcore.models.loader")
-"""What takes seconds to import and touches no device."""
+"""Modules that take seconds to import and touch no device."""
 DRY_SECONDS = 20
-"""A part may take so many times its limit in a dry run, on whatever machine that is."""
+"""Factor of a part's time limit in a dry run, which may be on a slow machine."""
 
 
 def main(words: list[str] | None = None) -> int:
-    """Measure the parts that were asked for; 1 if one of them failed."""
+    """Measure the chosen parts; returns 1 if one of them failed."""
     chosen = _options(words)
     parts = [_slower(part) if chosen.dry else part for part in with_needs(chosen.part)]
     if chosen.child:
         (part,) = (part for part in parts if part.name == chosen.child)
         serve(part, IMPORTS, lambda part, report, earlier: _measure(chosen, part, report, earlier))
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that parts end, and what there is is printed
+    # Exit normally, so that the parts end and the results are printed.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     results = Results(Path(chosen.json), _about(chosen))
     command = [sys.executable, __file__, *_own_words(chosen)]
     seconds = chosen.seconds * (DRY_SECONDS if chosen.dry else 1)
@@ -55,7 +56,8 @@ def main(words: list[str] | None = None) -> int:
 
 
 def _about(chosen: argparse.Namespace) -> dict[str, Any]:
-    """When, where and of what. A copy of the files alone has no commit: it is told."""
+    """Return date, machine, commit and settings. In a copy without git, `--commit` gives the
+    commit."""
     made = machine()
     made |= {"host": platform.node(), "system": platform.platform(), "commit": chosen.commit or made["commit"]}
     date = datetime.now(UTC).isoformat(timespec="seconds")
@@ -78,7 +80,7 @@ def _options(words: list[str] | None) -> argparse.Namespace:
 
 
 def _own_words(chosen: argparse.Namespace) -> list[str]:
-    """What the process of a part is told beside the part."""
+    """Return the options that a part's process gets in addition to the part."""
     words = ["--dry"] if chosen.dry else []
     words += ["--device", chosen.device] if chosen.device else []
     return words + [word for given in chosen.set for word in ("--set", given)]

@@ -1,8 +1,8 @@
-"""What grammars cost the host: compiling, one row's mask, and a step of the embedded model whose
-rows are all constrained.
+"""Host cost of grammars: compilation, one request's mask, and a step of the embedded model with all
+requests constrained.
 
-The large vocabulary is the embedded tokenizer's with random pairs of its tokens added, as many as
-today's models have.
+The large vocabulary is the embedded tokenizer's plus random pairs of its tokens, up to LARGE
+tokens, a size that today's models have.
 
     python benchmarks/grammar.py [--rows 64] [--json FILE]
 """
@@ -53,8 +53,8 @@ GRAMMARS = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Milliseconds to compile; microseconds of one mask (median and the slowest of a hundred) and
-    of one token."""
+    """Milliseconds to compile; microseconds to fill one mask (median and 99th percentile) and to
+    accept one token (median)."""
 
     compile_ms: float
     fill_us: float
@@ -63,7 +63,7 @@ class Cost:
 
 
 def larger(tokenizer: Tokenizer, size: int) -> Tokenizer:
-    """The tokenizer with pairs of its tokens added, up to `size`."""
+    """Return the tokenizer with random pairs of its tokens added, up to `size` tokens."""
     rng, saved = np.random.default_rng(0), json.loads(tokenizer.to_str())
     vocabulary = saved["model"]["vocab"]
     special = {token["id"] for token in saved["added_tokens"]}
@@ -76,7 +76,7 @@ def larger(tokenizer: Tokenizer, size: int) -> Tokenizer:
 
 
 def measure(backend: GrammarBackend, grammar: Grammar, size: int) -> Cost:
-    """One grammar, followed by random walks."""
+    """Measure one grammar with random walks of allowed tokens."""
     backend.compile(Grammar("regex", "x"))
     begin = time.perf_counter()
     compiled = backend.compile(grammar)
@@ -104,8 +104,8 @@ def measure(backend: GrammarBackend, grammar: Grammar, size: int) -> Cost:
 
 
 def step_ms(rows: int, grammar: Grammar | None, overlap: bool) -> float:
-    """Median milliseconds of a step of so many rows of the embedded model in float32, all
-    constrained or all free."""
+    """Return median milliseconds of a decode step of `rows` requests of the embedded model in
+    float32, all constrained by `grammar` (None: free)."""
     started = start(resolve_config({"max_requests": rows, "dtype": "float32", "kv_cache_memory": 256 << 20}, {}))
     codec, limits = TextCodec(started.model_path), started.worker.limits
     eos_ids = frozenset(eos_token_ids(started.model_path))
@@ -133,7 +133,7 @@ def step_ms(rows: int, grammar: Grammar | None, overlap: bool) -> float:
 
 
 def main() -> None:
-    """Measure, print, and write if asked."""
+    """Measure, print, and with `--json` write the results."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rows", type=int, default=64)
     parser.add_argument("--json")

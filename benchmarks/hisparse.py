@@ -1,22 +1,23 @@
-"""What rows in host memory cost a decode step: tokens a second beside all of them on the device, at
-the hit rate that is measured.
+"""Cost of keeping KV entries of sparse attention in host memory (hisparse): decode throughput
+compared with all entries on the device, at the measured hit rate.
 
-On the simulated accelerator a decode step keeps the device busy for --step milliseconds, and one
-with rows in host memory for as long as the copies of those that it misses take besides: a token
-reads --rows rows of --row-bytes in each of --layers layers, and what is not on the device comes
-over a bus of --bus gigabytes a second, of which nothing is hidden. Times are stretched by
---stretch, so that the slow host of a simulation is not what a step waits for. The engine is whole,
-with graphs; each of its requests stands for --times of them, and each row that is missing of its
-random model of one layer for as many of the geometry's. The device has 16 times less memory for
-rows than a whole context takes.
+On the simulated accelerator a decode step keeps the device busy for --step milliseconds, and with
+hisparse also for the time of the copies of missed entries: a token reads --rows entries of
+--row-bytes bytes in each of --layers layers, and entries that are not on the device come over a bus
+of --bus gigabytes per second; no copy overlaps with computation. All times are multiplied by
+--stretch, so that a step does not wait for the slow host of a simulation. The engine is complete,
+with graphs. Each of its requests stands for --times requests, and the random model has one layer:
+its share of missed entries is applied to the entries of all --layers layers. The device has 16
+times less memory for entries than a full context takes.
 
-Which rows are chosen is up to weights and text. Of random weights the next token chooses others.
-Here all tokens share a part of their embeddings, which queries see and keys do not, so that `own`,
-the size of the other part, makes the hit rate, which is measured; a row of the results for each.
-`needed` is the hit rate at which the model of copies alone gives 0.8 of all rows' throughput.
+Weights and text decide which entries attention selects; with random weights each token selects
+other entries. Here all tokens share one part of their embeddings, which queries see and keys do
+not. `own`, the size of the other part, thus sets the hit rate, which is measured; the results have
+a row for each `own`. `needed` is the hit rate at which the cost model of copies alone gives 0.8 of
+the throughput with all entries on the device.
 
-And the host's time to plan such a step for 256 requests, beside a step with all rows on the device:
-processor time, the least of many, on the processor's own device.
+It also measures the host time to plan such a step for 256 requests, with and without hisparse:
+minimum CPU time of many calls, on the CPU device.
 
     python benchmarks/hisparse.py [--device KIND] [--requests 4] [--times 4] [--json FILE]
 """
@@ -91,9 +92,9 @@ BUFFERS = json.dumps({"device_buffer_size": 2 * TOP_K, "host_to_device_ratio": 6
 
 @dataclass(frozen=True, slots=True)
 class Copies:
-    """What a step's copies take: `rows` of `row_bytes` that a token reads in each of `layers`, over
-    `bus` gigabytes a second, of `times` the requests; and the `step` beside them in milliseconds;
-    all as long as `stretch` times that."""
+    """Cost model of a step: a token reads `rows` entries of `row_bytes` bytes in each of `layers`
+    layers over `bus` gigabytes per second; the engine's requests count `times` times. `step`:
+    milliseconds of a step without copies. `stretch`: factor of simulated times."""
 
     rows: int
     row_bytes: int
@@ -104,18 +105,19 @@ class Copies:
     times: int
 
     def milliseconds(self, missed: float) -> float:
-        """Of copies, where so many tokens, or parts of one, have none of their rows on the
-        device."""
+        """Return milliseconds of copies if `missed` tokens (may be a fraction) have none of their
+        entries on the device."""
         return missed * self.times * self.rows * self.layers * self.row_bytes / self.bus / 1e6
 
     def needed(self, requests: int) -> float:
-        """The hit rate with which a step of so many takes 1 / WANTED of one without copies."""
+        """Return the hit rate at which a step of `requests` requests takes 1 / WANTED of the time
+        of a step without copies."""
         return 1 - self.step * (1 / WANTED - 1) / self.milliseconds(requests)
 
 
 class Busy:
-    """A model whose forwards keep the device busy: `base` milliseconds and those of the copies.
-    Behind the graph, at the output layer, which each forward has once."""
+    """Wraps a model; each forward keeps the device busy for `copies.step` milliseconds plus its
+    copies. This happens at the output layer, which runs once per forward, after the graph."""
 
     def __init__(self, model: Model, sim: sglcore_sim.Simulator, copies: Copies, hisparse: HiSparseCoordinator | None):
         self._model, self._sim, self._copies, self._hisparse = model, sim, copies, hisparse
@@ -131,7 +133,7 @@ class Busy:
         return self._model(batch)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """The model's, when the device has been busy."""
+        """Keep the device busy, then return the model's logits."""
         copying = 0.0
         if self._hisparse is not None:
             missed = self._sim.host_view(self._hisparse.missed)[:, : len(hidden)]
@@ -147,8 +149,8 @@ class Busy:
 
 @dataclass(frozen=True, slots=True)
 class Decoded:
-    """Of decode steps of all requests at once: milliseconds of one, of its copies as the model has
-    them, and of the host's processor; and the hit rate."""
+    """Means over decode steps of all requests: milliseconds of a step, of its copies by the cost
+    model, and of host CPU time; and the hit rate."""
 
     step_ms: float
     copy_ms: float
@@ -157,7 +159,7 @@ class Decoded:
 
 
 class Engine:
-    """A checkpoint on a device, its rows on that too unless `hisparse` is given."""
+    """A checkpoint on a device, with its KV entries there too unless `hisparse` is given."""
 
     def __init__(self, folder: Path, device: str, requests: int, **settings: object) -> None:
         sizes = {"max_model_len": CONTEXT, "max_requests": requests, "page_size": PAGE, "max_batch_tokens": CONTEXT}
@@ -176,12 +178,13 @@ class Engine:
 
     @property
     def hisparse(self) -> HiSparseCoordinator | None:
-        """What brings rows, if they are in host memory."""
+        """The coordinator of hisparse, if enabled."""
         return self.worker.runner.attn_backend.hisparse
 
     def decode(self, sim: sglcore_sim.Simulator, copies: Copies) -> Decoded:
-        """STEPS of texts as long as may be, when all of them are decoded; the first have had a step
-        for each other one's prompt."""
+        """Measure STEPS decode steps of all requests near the end of the context, after each
+        request has brought WARM tokens. Prompts are prefilled one after the other, so the first
+        requests have decoded more tokens; prompt lengths leave room for these."""
         runner, rng = self.worker.runner, np.random.default_rng(0)
         runner.model = busy = Busy(runner.model, sim, copies, self.hisparse)
         tokens = STEPS + WARM + 3 * self._requests
@@ -207,7 +210,7 @@ class Engine:
 
 @contextmanager
 def engine(folder: Path, device: str, requests: int, **settings: object) -> Iterator[Engine]:
-    """One that is closed."""
+    """Make an engine that is closed at the end of the block."""
     made = Engine(folder, device, requests, **settings)
     try:
         yield made
@@ -216,8 +219,8 @@ def engine(folder: Path, device: str, requests: int, **settings: object) -> Iter
 
 
 def write_model(folder: Path, own: float) -> Path:
-    """A random DeepSeek-V3.2 whose tokens' embeddings are one that all share and `own` of each;
-    index keys are made of the latter."""
+    """Write a random DeepSeek-V3.2. A token's embedding is a vector that all tokens share plus
+    `own` times a random one; the index keys do not see the shared vector."""
     make_model(folder, "deepseek_v32", SIZES)
     weights = load_file(folder / "model.safetensors")
     generator, embed = torch.Generator().manual_seed(0), weights["model.embed_tokens.weight"]
@@ -232,7 +235,7 @@ def write_model(folder: Path, own: float) -> Path:
 
 
 def least_microseconds(run: Callable[[], object]) -> float:
-    """Processor time of one call, the least of many."""
+    """Return the minimum CPU microseconds of REPEATS calls."""
     taken = []
     for _ in range(REPEATS):
         begin = time.process_time_ns()
@@ -242,7 +245,7 @@ def least_microseconds(run: Callable[[], object]) -> float:
 
 
 def batches(requests: int) -> tuple[ScheduleBatch, ForwardBatch]:
-    """A decode step of so many requests, on the host and on the processor."""
+    """Make a decode step of `requests` requests, as host arrays and as CPU tensors."""
     lens = CONTEXT - np.arange(requests, dtype=np.int32) % PAGE
     slots, offsets = np.arange(1, requests + 1, dtype=np.int32), np.arange(requests + 1, dtype=np.int32)
     none = np.zeros(0, np.int32)
@@ -263,9 +266,9 @@ def batches(requests: int) -> tuple[ScheduleBatch, ForwardBatch]:
 
 @torch.inference_mode()
 def host_times(folder: Path) -> dict[str, float]:
-    """Microseconds of the host for a decode step of 256 requests: a plan with all rows on the
-    device, one with rows in host memory, and what counts them; where a graph is replayed, the last
-    alone."""
+    """Return host microseconds of a decode step of 256 requests: the plan with all entries on the
+    device, the plan with hisparse, hisparse's part of it, and its counting. When a graph is
+    replayed, only counting runs."""
     host, staged = batches(PLANNED)
     found = dict[str, float]()
     for name, hisparse in (("plan", "off"), ("plan_with_rows_in_host_memory", BUFFERS)):
@@ -280,8 +283,9 @@ def host_times(folder: Path) -> dict[str, float]:
 
 
 def memory(copies: Copies, buffer_rows: int) -> dict[str, float]:
-    """Bytes on the device of the geometry's rows, for a context of SMALLER times the buffers: of a
-    request's buffers with their tables, and of its rows if all were there."""
+    """Return device bytes per request for a context of SMALLER times the buffers, by the given
+    geometry: all entries resident, the buffers, the buffers with their tables (`slot_bytes`), and
+    the staging memory that all requests share."""
     kept = KeptRows(copies.row_bytes, torch.uint8, Place.HOST_PAGES)
     layers, pages = range(copies.layers), SMALLER * buffer_rows // 64
     shape = SwapShape(dict.fromkeys(layers, "latent"), tuple(layers), kept, copies.rows, buffer_rows, 64, pages, 2)
@@ -310,7 +314,7 @@ def main() -> None:
     parser.add_argument("--json")
     asked = parser.parse_args()
     copies = Copies(asked.rows, asked.row_bytes, asked.layers, asked.bus, asked.step, asked.stretch, asked.times)
-    # Before anything that imports Triton, whose interpreter it chooses.
+    # Before any import of Triton, because it selects Triton's interpreter.
     sim, rows = sglcore_sim.install(asked.device), []
     with tempfile.TemporaryDirectory() as name:
         folders = {own: write_model(Path(name) / str(own), own) for own in OWN}
@@ -341,7 +345,8 @@ def main() -> None:
 
 
 def compare(resident: Decoded, swapping: Decoded, copies: Copies, stretch: float) -> dict[str, float]:
-    """The hit rate, what the model of copies makes of it, and what the engine did."""
+    """Return the hit rate, the relative throughput that the cost model expects, and the measured
+    one."""
     row = {
         "hits": swapping.hits,
         "copy_ms": swapping.copy_ms,

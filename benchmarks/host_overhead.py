@@ -1,8 +1,8 @@
-"""Host time of one decode step when the model's forward and the draw cost nothing.
+"""Host time of one decode step with a model and a sampler that cost nothing.
 
-Counted: scheduling, isolation, staging into the registry, page-table differences, attention
-planning, sampling bookkeeping, collect and finish. The model returns a constant, and the draw
-returns constant tokens. Floor: about 40 tensor-library calls of 0.5 to 1 microsecond at batch 1.
+Included: scheduling, isolation, staging into the registry, page-table differences, attention
+planning, sampling bookkeeping, collect and finish. The model returns a constant, the sampler
+constant tokens. Lower bound: about 40 tensor-library calls of 0.5 to 1 microsecond at batch 1.
 
     python benchmarks/host_overhead.py [--json FILE]
 """
@@ -33,7 +33,7 @@ STEPS = 600
 
 
 class NoModel:
-    """Hidden states and logits that were made before."""
+    """A model that returns hidden states and logits made in advance."""
 
     def __init__(self, model: object, rows: int) -> None:
         self.attention_layers = model.attention_layers  # pyright: ignore
@@ -41,29 +41,29 @@ class NoModel:
         self._logits = torch.zeros(rows, 16)
 
     def __call__(self, batch: ForwardBatch) -> Tensor:
-        """[T, 8] of zeros."""
+        """Return zeros [T, 8]."""
         return self._hidden[: batch.num_tokens]
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[N, 16] of zeros."""
+        """Return zeros [N, 16]."""
         return self._logits[: hidden.shape[0]]
 
 
 class NoDraw(Sampler):
-    """Token 5 for everybody."""
+    """A sampler that returns token 5 for every request."""
 
     def __init__(self, rows: int) -> None:
         super().__init__(16, "cpu")
         self._tokens = SampledTokens(torch.full((rows,), 5, dtype=torch.int32), torch.zeros(rows, dtype=torch.bool))
 
     def sample(self, logits: Tensor, state: SamplingState) -> SampledTokens[Tensor]:
-        """Constant tokens."""
+        """Return the constant tokens."""
         count = logits.shape[0]
         return SampledTokens(self._tokens.token_ids[:count], self._tokens.bad_rows[:count])
 
 
 def make_loop(batch_size: int, greedy: bool) -> Loop:
-    """A running engine of `batch_size` decoding requests over the no-op model."""
+    """Make a loop with `batch_size` requests over the no-op model."""
     config = resolve_config({"max_requests": batch_size, "max_model_len": 1024, "max_batch_tokens": 4096, "threads": 1})
     worker = start(config).worker
     assert isinstance(worker, TpModelWorker)
@@ -81,7 +81,7 @@ def make_loop(batch_size: int, greedy: bool) -> Loop:
 
 
 def measure(batch_size: int, greedy: bool) -> np.ndarray:
-    """Microseconds of each steady decode step."""
+    """Return microseconds of each decode step after a warm-up."""
     loop = make_loop(batch_size, greedy)
     for _ in range(30):
         loop.step()

@@ -1,12 +1,12 @@
-"""Decode attention over latent rows on one accelerator, beside what its memory allows:
-DeepSeek-V4's window and chosen blocks, V3.2's chosen rows, V3's whole context, and the indexer that
-chooses.
+"""Decode attention over latent (MLA) KV entries on one accelerator, compared with its memory
+bandwidth: DeepSeek-V4's window and selected blocks, V3.2's selected entries, V3's whole context,
+and the indexer that selects.
 
-Floor of a row: the rows that a token's lists name, once for all of its heads, q and the result; or
-the keys that the indexer scores, and its scores. The bound is that at the bandwidth of a copy of a
-gigabyte, measured first. Goal: at batch 64 and 32,768 tokens of context, attention reaches at least
-60 % of it. Caches are emptied between rounds. A result counts only where the first token's equals
-the reference's.
+Minimum bytes of a case: the KV entries that a token reads, once for all heads, plus q and the
+result; or the keys that the indexer scores, plus its scores. The bound is their time at the
+bandwidth of a copy of 1 GiB, measured first. Goal: at batch 64 and 32,768 tokens of context,
+attention reaches at least 60 % of it. Caches are cleared between rounds. A case counts only if the
+first token's result agrees with the reference.
 
     python benchmarks/latent_attention.py DEVICE [--json FILE] [--batch N] [--context N]
         [--rounds N]
@@ -36,13 +36,13 @@ PAGE = 64
 WINDOW = 128
 CLOSE = 2e-2
 BY_TOKEN = frozenset({"q", "weights", "logits", "chosen", "more_chosen", "token_slots", "lens"})
-"""Arguments that have a row for each token."""
+"""Arguments with one row per token."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """A call whose first argument and result have a row for each token, and the bytes that it can
-    not do without."""
+    """A call of a kernel entry. Its first argument and its result have one row per token; `floor`:
+    the minimum bytes that it moves."""
 
     name: str
     entry: str
@@ -50,11 +50,11 @@ class Case:
     floor: int
 
     def run(self, table: Any) -> Tensor:
-        """Of the entry of a table or of the reference's module."""
+        """Call the entry of a kernel table or of the reference module."""
         return getattr(table, self.entry)(*self.args)
 
     def error(self, table: KernelTable) -> float:
-        """Of the first token."""
+        """Return the relative error of the first token's result."""
         names = KernelTable.declared()[self.entry].parameters
         first = [
             arg[:1] if name in BY_TOKEN and arg is not None else arg for name, arg in zip(names, self.args, strict=True)
@@ -64,12 +64,12 @@ class Case:
 
 
 def size_of(*tensors: Tensor) -> int:
-    """Bytes."""
+    """Return the bytes of tensors."""
     return sum(tensor.numel() * tensor.itemsize for tensor in tensors)
 
 
 class Rows:
-    """Pools and lists of random rows, of so many requests that have so much context each."""
+    """Pools and index lists with random values for `batch` requests of `context` tokens each."""
 
     def __init__(self, batch: int, context: int, device: str) -> None:
         self.batch, self.context, self.device = batch, context, device
@@ -77,27 +77,27 @@ class Rows:
         self.slots = torch.arange(batch, dtype=torch.int32, device=device)
 
     def values(self, *shape: int) -> Tensor:
-        """bfloat16, normal."""
+        """Return normal values in bfloat16."""
         return torch.randn(shape, device=self.device, dtype=torch.bfloat16)
 
     def pool(self, ratio: int, size: int, codec: RowCodec | None) -> Tensor:
-        """A row for each `ratio` tokens of every request."""
+        """Return a pool with one entry per `ratio` tokens of every request."""
         rows = self.values(self.batch * self.context // ratio, size)
         return rows if codec is None else torch.cat([codec.encode(part) for part in rows.split(1 << 16)])
 
     def chosen(self, rows: int, count: int) -> Tensor:
-        """int32 [batch, count], distinct for each request."""
+        """Return sorted selected entries, int32 [batch, count]; each request has its own."""
         own = rows // self.batch
         picks = [torch.randperm(own, device=self.device)[:count].sort()[0] + own * row for row in range(self.batch)]
         return torch.stack(picks).int()
 
     def pages(self, rows: int) -> tuple[Tensor, Tensor]:
-        """A table in random order, and lens that are everything."""
+        """Return a page table in random order, and full lengths."""
         table = torch.randperm(rows // PAGE, device=self.device).int().view(self.batch, -1)
         return table, torch.full((self.batch,), rows // self.batch, dtype=torch.int32, device=self.device)
 
     def blocks(self, heads: int, top_k: int, codec: RowCodec | None) -> Case:
-        """V4: a window, and chosen blocks of four tokens."""
+        """Return V4's case: a sliding window, and selected blocks of four tokens."""
         q, window, rows = self.values(self.batch, heads, 512), self.pool(32, 512, codec), self.pool(4, 512, codec)
         lists = self.chosen(window.shape[0], WINDOW), self.chosen(rows.shape[0], top_k)
         floor = self.batch * (WINDOW + top_k) * size_of(rows[0]) + 2 * size_of(q)
@@ -107,7 +107,7 @@ class Rows:
         return Case(f"window and {top_k} blocks{form}, {heads} heads", "sparse_mqa", args, floor)
 
     def latent(self, heads: int, top_k: int) -> Case:
-        """V3.2's chosen rows, or all of V3's."""
+        """Return V3.2's case with `top_k` selected entries, or V3's with all (`top_k` 0)."""
         q, rows = self.values(self.batch, heads, 576), self.pool(1, 576, None)
         floor = self.batch * (top_k or self.context) * size_of(rows[0]) + size_of(q) + size_of(q[..., :512])
         if top_k:
@@ -118,7 +118,7 @@ class Rows:
         return Case(f"all latent rows, {heads} heads", "paged_mqa", args, floor)
 
     def scores(self, ratio: int, codec: RowCodec | None) -> Case:
-        """64 heads of the indexer over all keys."""
+        """Return the case of 64 indexer heads that score all keys."""
         q, keys = self.values(self.batch, 64, 128), self.pool(ratio, 128, codec)
         table, lens = self.pages(keys.shape[0])
         width = self.context // ratio
@@ -127,7 +127,7 @@ class Rows:
         return Case(f"scores of {width} keys{form}", "index_logits", args, size_of(q, keys) + 4 * self.batch * width)
 
     def choice(self, ratio: int, top_k: int) -> Case:
-        """The highest scores."""
+        """Return the case that selects the highest scores."""
         width = self.context // ratio
         logits = torch.randn(self.batch, width, device=self.device)
         table, lens = self.pages(self.batch * width)
@@ -135,7 +135,7 @@ class Rows:
         return Case(f"{top_k} of {width} scores", "index_top_k", args, size_of(logits) + 4 * self.batch * top_k)
 
     def cases(self) -> Iterator[Callable[[], Case]]:
-        """Made one after another, since pools are large."""
+        """Yield functions that make one case each, because the pools are large."""
         for heads, top_k, codec in ((64, 512, None), (64, 512, RowCodec(512, exact=64)), (128, 1024, None)):
             yield lambda heads=heads, top_k=top_k, codec=codec: self.blocks(heads, top_k, codec)
         for heads, top_k in ((16, 2048), (128, 2048), (16, 0)):
@@ -147,14 +147,14 @@ class Rows:
 
 
 def seconds(run: Callable[[], object], rounds: int) -> float:
-    """The median of `rounds` on the device."""
+    """Return the median device seconds of a call."""
     found = do_bench(run, warmup=100, rep=max(100, rounds * 5), return_mode="median")
     assert isinstance(found, float)
     return found / 1e3
 
 
 def bandwidth(device: str, rounds: int) -> float:
-    """Bytes a second, read and written, of a copy."""
+    """Return bytes per second, read plus written, of a copy of 1 GiB."""
     source = torch.empty(1 << 30, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     return 2 * size_of(source) / seconds(lambda: target.copy_(source), rounds)

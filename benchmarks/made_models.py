@@ -1,5 +1,4 @@
-"""Models of random weights for benchmarks: any type of transformers, at a size that a processor
-runs."""
+"""Models with random weights for benchmarks: any transformers model type, at a size for a CPU."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ import transformers
 from transformers import AutoConfig, AutoModelForCausalLM
 
 DEMO = Path(__file__).resolve().parents[1] / "sglcore" / "assets" / "demo"
-"""Whose tokenizer they have."""
+"""The embedded model; the models get its tokenizer."""
 BASE: Mapping[str, Any] = {
     "vocab_size": 16000,
     "hidden_size": 768,
@@ -31,8 +30,8 @@ BASE: Mapping[str, Any] = {
 
 
 def make_model(folder: Path, kind: str, sizes: Mapping[str, Any], max_shard_size: str = "50GB") -> int:
-    """Save a model of transformers' type `kind` in bfloat16, of `BASE` and its own sizes; returns
-    how many weights it has."""
+    """Save a model of transformers' type `kind` in bfloat16, with `BASE` overridden by `sizes`;
+    returns its number of weights."""
     transformers.logging.disable_progress_bar()
     torch.manual_seed(0)
     config = AutoConfig.for_model(kind, **{**BASE, **sizes})

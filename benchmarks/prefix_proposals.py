@@ -1,8 +1,8 @@
-"""Host time of a step's lookups of proposals in the prefix cache, for many requests that write
-texts which are there.
+"""Host time to look up draft tokens in the prefix cache, per step, for many requests that generate
+cached texts.
 
-Floor: a slice of a list and a comparison of bytes for each request, and a dictionary lookup for
-each page that it fills.
+Lower bound: a list slice and a byte comparison per request, and a dictionary lookup per page that
+it fills.
 
     python benchmarks/prefix_proposals.py [--requests 64] [--tokens 4096] [--page-size 16]
         [--json FILE]
@@ -26,7 +26,7 @@ COUNT, PROMPT, ROUNDS = 4, 512, 5
 
 
 def make_memory(texts: np.ndarray, page_size: int) -> Memory:
-    """One in whose cache the whole pages of texts int32[B, M] are."""
+    """Make a memory with the full pages of texts, int32[B, M], in its prefix cache."""
     pages = texts.size // page_size + 1
     memory = Memory(Limits(texts.shape[1], len(texts), page_size, pages, 8192, 1 << 15), prefix_cache=True)
     page = 0
@@ -39,7 +39,7 @@ def make_memory(texts: np.ndarray, page_size: int) -> Memory:
 
 
 def measure(texts: np.ndarray, page_size: int) -> list[float]:
-    """Microseconds of each step that emits `COUNT` + 1 tokens of every request."""
+    """Return microseconds of each lookup, when every request gains `COUNT` + 1 tokens per step."""
     memory, taken = make_memory(texts, page_size), []
     proposals = PrefixProposals(memory, COUNT)
     requests = [Request(f"r{row}", text[:PROMPT].copy(), SamplingParams()) for row, text in enumerate(texts)]

@@ -1,12 +1,13 @@
-"""What running requests feel of a long prompt, as chunks in their own steps and as slices of layers
-between them.
+"""How a long prompt delays running requests: chunked prefill compared with layered prefill (slices
+of layers between decode steps).
 
-Some chats decode. Between two quiet times a prompt of 8,192 tokens comes; the time between two
-tokens of the chats while that prompt's first token is awaited is compared with what it is when
-nothing else runs, half of it before and half of it after, because a step takes longer as the chats
-grow. Throughput is that of the whole load: all tokens of the chats, and the prompt, by the time
-that all of them took. A chunk has as many tokens as a step may have (`--chunk`). A form is what is
-asked of slices, and perhaps of their lane: off, auto/interleave, auto/priority, 4096/priority.
+Some chats decode. After a quiet period a prompt of 8,192 tokens arrives, and another quiet period
+follows. The inter-token latency of the chats until the prompt's first token is compared with that
+of the quiet periods; there is one before and one after, because steps take longer as the chats
+grow. Throughput is over the whole load: all tokens of the chats plus the prompt, divided by the
+total time. A chunk has the maximum number of tokens of a step (`--chunk`). A form is a value of
+`prompt_slices`, with an optional value of `prompt_lane`: off, auto/interleave, auto/priority,
+4096/priority.
 
     python benchmarks/prompt_slices.py [--device NAME] [--geometry 0.1B|0.6B|8B] [--chats N]
         [--rounds N] [--json FILE]
@@ -32,18 +33,18 @@ LONG, SHORT, QUIET = 8192, 128, 64
 
 
 def params(tokens: int) -> SamplingParams:
-    """Greedy, and exactly so many."""
+    """Return parameters for exactly `tokens` greedy tokens."""
     return SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
 
 
 def ids(draw: np.random.Generator, length: int) -> list[int]:
-    """A prompt that nobody else has."""
+    """Return a random prompt, so that no two prompts are alike."""
     return draw.integers(10, 150_000, length).tolist()
 
 
 def play(llm: LLM, chats: int, tokens: int, seed: int) -> dict[str, Any]:
-    """One load: seconds between tokens of a chat, before the long prompt and while it runs, and
-    tokens a second."""
+    """Run one load. Returns seconds between tokens of a chat before, during and after the long
+    prompt, the seconds to the prompt's first token, and tokens per second."""
     draw, step = np.random.default_rng(seed), llm.engine.step
     outputs = [llm.engine.add(ids(draw, SHORT), params(tokens)) for _ in range(chats)]
     while not all(output.outputs[0].token_ids for output in outputs):
@@ -79,7 +80,8 @@ def play(llm: LLM, chats: int, tokens: int, seed: int) -> dict[str, Any]:
 
 
 def take(step: Any, output: Any, last: float, into: list[float]) -> float:
-    """One step; if it brought a token, the seconds since the one before, and when it came."""
+    """Run one step. If it brought a token of the chat, append the seconds since the token before to
+    `into` and return the time; otherwise return `last`."""
     had = len(output.token_ids)
     step()
     if len(output.token_ids) == had:
@@ -90,7 +92,7 @@ def take(step: Any, output: Any, last: float, into: list[float]) -> float:
 
 
 def measure(folder: Path, chosen: argparse.Namespace, slices: str) -> dict[str, Any]:
-    """All rounds of one form; the first, with other tokens, is not counted."""
+    """Measure all rounds of one form; the first round, with another seed, is a warm-up."""
     settings = {"device": chosen.device, "max_requests": chosen.chats + 2, "max_model_len": LONG + 2048}
     asked, _, lane = slices.partition("/")
     settings |= {"prompt_slices": asked, "prompt_lane": lane or "auto"}
@@ -113,7 +115,7 @@ def measure(folder: Path, chosen: argparse.Namespace, slices: str) -> dict[str, 
 
 
 def table(found: Mapping[str, Mapping[str, Any]]) -> None:
-    """A row for each form."""
+    """Print a row for each form."""
     whole = found["off"]["tokens_a_second"]
     for name, each in found.items():
         quiet = each["quiet_p50_ms"]

@@ -1,13 +1,12 @@
-"""Two ranks on the processor beside one rank of two threads, the way of a step to ranks, and how
-soon a death is known.
+"""Two ranks on the CPU compared with one rank of two threads; latency of sending a step to ranks;
+and how soon a rank's death is detected.
 
-Decode: one model three ways, in the same run and in turn: one rank of two threads, two ranks of one
-thread each whose steps are recorded, and the same step by step. A ratio is of two runs side by
-side; besides that of all pairs there is that of the quiet ones, in which other processes took less
-than a twentieth of the cores. Batches: from the step's record to the last rank that has decoded it.
-Deaths: a rank is killed in mid-step; until the leader knows, until every client has its error,
-until the next answer. The soak, if asked for: so many random steps, and what is held before and
-after.
+Decode: one model in three ways, in turn within one run: one rank with two threads, two ranks with
+one thread each and graphs, and the same without graphs. Each ratio is of two adjacent runs. Besides
+the quantiles of all ratios there are those of quiet rounds, in which other processes used less than
+5 % of the cores. Batches: time from a step's record to the last rank that has decoded it. Deaths: a
+rank is killed during a step; times until the leader knows, until every client has its error, and
+until the next answer. Soak (optional): `--soak` random steps, and the held memory before and after.
 
     PYTHONPATH=. python benchmarks/ranks.py [--json FILE] [--rounds 25] [--kills 5]
         [--soak 10000] [--parts decode]
@@ -53,13 +52,13 @@ WAYS: Mapping[str, dict[str, Any]] = {
 }
 ONE, RECORDED, EAGER = WAYS
 READERS, SENT, EVERY = 3, 1500, 0.002
-"""Ranks that a batch goes to, how often, and seconds between two."""
+"""Number of ranks that receive a batch, number of batches, and seconds between two batches."""
 QUIET = 0.05
 PORT, STREAMS = 8341, 8
 
 
 def quantiles(values: list[float], digits: int = 1) -> dict[str, float]:
-    """Median, the middle half, and both ends."""
+    """Return the median, both quartiles, minimum and maximum."""
     found = np.percentile(values, [50, 25, 75, 0, 100])
     return {
         name: round(float(each), digits)
@@ -68,7 +67,7 @@ def quantiles(values: list[float], digits: int = 1) -> dict[str, float]:
 
 
 class Others:
-    """The share of the cores that other processes, and the machine's host, take while a block
+    """Measures the share of the cores that other processes, and the hypervisor, use while a block
     runs."""
 
     def __init__(self, pids: list[int]) -> None:
@@ -93,7 +92,7 @@ def _busy() -> int:
 
 
 def tokens_per_second(llm: LLM, batch: int) -> float:
-    """Of decoding alone: from the step after which every request has a token."""
+    """Return the decode throughput from the step after which every request has a token."""
     rng = np.random.default_rng(0)
     params = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True)
     outputs = [llm.engine.add(rng.integers(10, 2000, 16).tolist(), params) for _ in range(batch)]
@@ -107,7 +106,7 @@ def tokens_per_second(llm: LLM, batch: int) -> float:
 
 @contextmanager
 def started(folder: Path) -> Iterator[dict[str, LLM]]:
-    """Every way at once; who does not run sleeps."""
+    """Start the engines of all ways; those that do not run sleep."""
     with ExitStack() as stack:
         found = {}
         for name, settings in WAYS.items():
@@ -118,13 +117,13 @@ def started(folder: Path) -> Iterator[dict[str, LLM]]:
 
 
 def pids_of(llm: LLM) -> list[int]:
-    """Of its ranks' processes."""
+    """Return the process ids of its ranks; empty for one rank."""
     worker: Any = llm.started.worker
     return list(worker.pids) if llm.config.tp > 1 else []
 
 
 def decode_speeds(rounds: int) -> dict[str, Any]:
-    """Tokens per second of every way at every batch size, and the ratios."""
+    """Measure tokens per second of every way at every batch size, and the ratios."""
     with tempfile.TemporaryDirectory() as name:
         weights = make_model(Path(name), "llama", SIZES)
         with started(Path(name)) as llms:
@@ -132,7 +131,7 @@ def decode_speeds(rounds: int) -> dict[str, Any]:
 
 
 def compare(llms: dict[str, LLM], batch: int, rounds: int) -> dict[str, Any]:
-    """All ways in turn, each round in another order."""
+    """Run all ways in turn, each round in another order, after one warm-up each."""
     speeds: dict[str, list[float]] = {name: [] for name in llms}
     shares: list[float] = []
     for llm in llms.values():
@@ -158,7 +157,7 @@ def compare(llms: dict[str, LLM], batch: int, rounds: int) -> dict[str, Any]:
 
 
 def decode_batch(step: int, rows: int) -> ScheduleBatch:
-    """A step of rows that each bring their last token, as a scheduler sends it."""
+    """Make a decode step of `rows` requests, as a scheduler sends it."""
     ints = np.arange(rows, dtype=np.int32)
     ends, pages = np.arange(rows + 1, dtype=np.int32), np.zeros(0, np.int32)
     none = np.zeros(rows + 1, np.int32)
@@ -169,7 +168,8 @@ def decode_batch(step: int, rows: int) -> ScheduleBatch:
 
 
 def read_batches(stream_: socket.socket, said: memoryview, place: int) -> None:
-    """A rank that decodes, and says when it had done so; nobody is woken by that."""
+    """Run a rank that decodes each batch and stores the time in shared memory, which wakes no other
+    process."""
     channel = Channel(stream_, 1)
     while (frame := channel.receive()).kind is Kind.STEP:
         decode(frame.body)
@@ -178,7 +178,7 @@ def read_batches(stream_: socket.socket, said: memoryview, place: int) -> None:
 
 
 def broadcast(rows: int) -> dict[str, float]:
-    """Microseconds from a step's record to the last reader that has decoded it."""
+    """Measure microseconds from a step's record to the last reader that has decoded it."""
     said = memoryview(mmap.mmap(-1, mmap.PAGESIZE)).cast("q")
     channels, found = [], []
     for place in range(READERS):
@@ -205,7 +205,7 @@ def broadcast(rows: int) -> dict[str, float]:
 
 
 def death_in_the_leader(folder: Path) -> float:
-    """Milliseconds from the kill of a rank in mid-step until its leader knows what happened."""
+    """Measure milliseconds from killing a rank during a step until the leader raises WorkerLost."""
     llm = LLM(model=str(folder), tp=2, threads=1, kv_cache_memory=64 << 20)
     try:
         params = SamplingParams(max_tokens=1000, ignore_eos=True)
@@ -225,14 +225,14 @@ def death_in_the_leader(folder: Path) -> float:
 
 
 async def ended(body: Mapping[str, Any]) -> tuple[str, float]:
-    """How a stream ended, and when."""
+    """Run a stream; returns how and when it ended."""
     found = await stream(PORT, request_bytes("/v1/completions", body))
     return found.ended, time.perf_counter()
 
 
 async def death_at_clients(pid: int) -> tuple[float, float, int]:
-    """Milliseconds from the kill until the last of several streams has its error, and until the
-    next answer; how many streams had told nothing yet, and began again."""
+    """Measure milliseconds from killing a rank until the last of STREAMS streams has its error, and
+    until the next answer. Also returns how many streams had sent nothing yet and were restarted."""
     body = {"prompt": [5] * 8, "max_tokens": 1000, "ignore_eos": True, "stream": True}
     streams = [asyncio.ensure_future(ended(body)) for _ in range(STREAMS)]
     while get(f"http://127.0.0.1:{PORT}/server_info/stats")["running"] < STREAMS:
@@ -249,8 +249,8 @@ async def death_at_clients(pid: int) -> tuple[float, float, int]:
 
 
 def deaths(kills: int) -> dict[str, Any]:
-    """Seen by the leader of a made model's ranks, and by clients of a server that restarts with the
-    embedded one."""
+    """Measure detection of deaths by the leader (random model), and by clients of a server that
+    restarts (embedded model)."""
     with tempfile.TemporaryDirectory() as name:
         make_model(Path(name), "llama", SIZES)
         in_leader = [death_in_the_leader(Path(name)) for _ in range(kills)]
@@ -270,7 +270,8 @@ def deaths(kills: int) -> dict[str, Any]:
 
 
 def soaked(steps: int) -> dict[str, Any]:
-    """What is held before and after, and memory, of ranks of a very small model."""
+    """Run a soak test on ranks of a very small model. Returns what is held (equal before and after,
+    asserted) and how many bytes each process has grown."""
     from tests.checkpoints import llama, save
 
     with tempfile.TemporaryDirectory() as name:

@@ -1,4 +1,4 @@
-"""What every result file says about where and when it was measured."""
+"""Writes result files, and describes the machine and versions of a measurement."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 def machine() -> dict[str, str]:
-    """Processor, Python, library versions and commit."""
+    """Return processor, Python, library versions and commit."""
     return {
         "processor": _processor(),
         "python": platform.python_version(),
@@ -22,7 +22,7 @@ def machine() -> dict[str, str]:
 
 
 def write_results(file: str, content: dict[str, object]) -> None:
-    """Write one result file as readable JSON."""
+    """Write one result file as indented JSON."""
     Path(file).parent.mkdir(parents=True, exist_ok=True)
     Path(file).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 

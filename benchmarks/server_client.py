@@ -1,4 +1,4 @@
-"""The least client that streams: raw sockets on asyncio, so that what is measured is the server."""
+"""A minimal streaming client: raw sockets on asyncio, so that the client's own cost is small."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from typing import Any
 
 @dataclass(slots=True)
 class Streamed:
-    """One streamed request: seconds to the first piece and to the end, its status, and how it
-    ended."""
+    """One streamed request: HTTP status, seconds to the first event and to the end, how it ended
+    ("done", "error", "answered", "left" or "cut"), and the number of events."""
 
     status: int
     first: float
@@ -29,7 +29,7 @@ class Streamed:
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """A server that is ready, and the process of its frontend."""
+    """A ready server: its address and the process id of its frontend."""
 
     url: str
     pid: int
@@ -37,7 +37,7 @@ class Served:
 
 @contextmanager
 def served(*flags: str, port: int = 8321) -> Iterator[Served]:
-    """A server of the embedded model as a process of its own, once it is ready."""
+    """Start a server of the embedded model, wait until it is ready, and end it after the block."""
     command = [sys.executable, "-m", "sglcore.cli", "serve", "--port", str(port), "--quiet", *flags]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, env={**os.environ, "SGLCORE_LOG_LEVEL": "warning"})
     url = f"http://127.0.0.1:{port}"
@@ -62,20 +62,21 @@ def _wait_ready(process: subprocess.Popen[bytes], url: str) -> None:
 
 
 def get(url: str) -> Any:
-    """The JSON of an address."""
+    """Return the JSON of an address. Waits."""
     with urllib.request.urlopen(url, timeout=30) as answer:
         return json.load(answer)
 
 
 def request_bytes(path: str, body: Mapping[str, Any] | bytes) -> bytes:
-    """An HTTP request for one connection."""
+    """Return the bytes of an HTTP POST request for one connection."""
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
     head = f"POST {path} HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\nconnection: close\r\n"
     return f"{head}content-length: {len(content)}\r\n\r\n".encode() + content
 
 
 async def stream(port: int, request: bytes, *, leave_after: int | None = None) -> Streamed:
-    """Send a request and read its events. `leave_after`: close the connection after so many."""
+    """Send a request and read its events. `leave_after`: close the connection after this number of
+    events."""
     begin = time.perf_counter()
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     first, events, ended, status = 0.0, 0, "cut", 0

@@ -1,9 +1,9 @@
-"""What two halves hide of collectives, and what running requests feel of a long prompt, on a
-simulated device in virtual time.
+"""Two-batch overlap and layered prefill on a simulated device in virtual time: how much of the
+collectives two micro-batches hide, and how a long prompt delays running requests.
 
-No accelerator is needed: `sglcore_sim.clocks` gives operations, links and streams the time that
-they would take by the speeds below, whatever this machine takes. One rank, whose sums take as long
-as the link says.
+No accelerator is needed: `sglcore_sim.clocks` computes the time of operations, links and streams
+from the speeds below, independent of this machine. One rank; its all-reduces take as long as the
+link says.
 
     python benchmarks/simulated_overlap.py [--kind NAME] [--json FILE]
 """
@@ -40,7 +40,7 @@ SPEEDS = Speeds(flops=1e12, bandwidth=1e11, start=1e-6, launch=1e-7, alpha=0.0, 
 
 
 class OneRank(Group):
-    """Its sums go over the link of the simulated device."""
+    """A group of one rank; its all-reduces go over the link of the simulated device."""
 
     def __init__(self, simulated: Any) -> None:
         none: Any = None
@@ -58,7 +58,7 @@ class OneRank(Group):
 
 
 class SimulatedSite(Site):
-    """The same batch on the simulated device."""
+    """The batch of `Site` on the simulated device."""
 
     def __init__(self, sim: Any, folder: Path) -> None:
         store: Any = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
@@ -66,7 +66,7 @@ class SimulatedSite(Site):
         super().__init__(folder, self.group, str(sim.device()))
 
     def seconds(self, speeds: Speeds, run: Callable[[], None]) -> float:
-        """Of a step; virtual, so that once is enough."""
+        """Return the virtual seconds of a step; deterministic, so one run is enough."""
         torch.accelerator.synchronize()
         with virtual_time(self.sim, speeds) as clock:
             run()
@@ -75,7 +75,8 @@ class SimulatedSite(Site):
 
 
 def halves_table(sim: Any) -> dict[str, Any]:
-    """Computing of the whole and of halves, and for every part of it as waits what is hidden."""
+    """Measure computing time of the whole batch and of micro-batches, and for each of PARTS the
+    hidden communication."""
     with tempfile.TemporaryDirectory() as name, torch.inference_mode():
         site = SimulatedSite(sim, Path(name))
         whole = site.seconds(SPEEDS, site.whole)
@@ -88,7 +89,7 @@ def halves_table(sim: Any) -> dict[str, Any]:
 def halves_row(
     site: SimulatedSite, whole: float, computing: float, part: float, sums: int, size: int
 ) -> dict[str, float]:
-    """With waits that are `part` of the computing."""
+    """Measure with communication that takes `part` of the computing time."""
     alpha, beta = link_of(part, whole, sums, size)
     speeds = replace(SPEEDS, alpha=alpha, beta=beta)
     ways = {"whole": site.whole, **{f"stagger {each}": partial(site.in_halves, each) for each in STAGGERS}}
@@ -99,13 +100,13 @@ def halves_row(
 LONG, SHORT, CHATS, QUIET, TOKENS_OF_CHATS = 2048, 16, 4, 24, 600
 FORMS = ("off/auto", "auto/interleave", "auto/priority")
 LANE_SHARE = 0.4
-"""Of the device, that what runs beside a decode step, which goes first, gets: such a step waits for
-memory most of the time."""
+"""The share of the device that prefill gets while a decode step, which has priority, runs: a decode
+step waits for memory most of the time."""
 
 
 def slices_table(kind: str) -> dict[str, Any]:
-    """The time between two tokens of chats while a long prompt is awaited, as a multiple of what it
-    is before and after."""
+    """Measure each form: the inter-token latency of chats during a long prompt, as a multiple of
+    that before and after it."""
     found = {}
     with tempfile.TemporaryDirectory() as name:
         write_checkpoint(Path(name))
@@ -122,7 +123,7 @@ def slices_table(kind: str) -> dict[str, Any]:
 
 
 def slices_row(folder: Path, kind: str, asked: str, lane: str) -> dict[str, Any]:
-    """One form. The pace of slices learns from virtual time."""
+    """Measure one form. The pace controller of slices sees virtual time."""
     settings: dict[str, Any] = {"device": kind, "graph": "off", "kernels": "reference", "attention_backend": "gathered"}
     settings |= {"max_requests": CHATS + 2, "max_model_len": LONG + TOKENS_OF_CHATS, "max_batch_tokens": 1024}
     llm = LLM(str(folder), prompt_slices=asked, prompt_lane=lane, prefix_cache=False, **settings)
@@ -140,7 +141,7 @@ def slices_row(folder: Path, kind: str, asked: str, lane: str) -> dict[str, Any]
 
 
 def played(llm: LLM, clock: VirtualTime) -> dict[str, Any]:
-    """Chats that decode all along, and in their midst a long prompt."""
+    """Run chats that decode throughout, with one long prompt in between."""
     engine, draw = llm.engine, np.random.default_rng(0)
 
     def add(length: int, tokens: int) -> Any:
@@ -171,7 +172,7 @@ def played(llm: LLM, clock: VirtualTime) -> dict[str, Any]:
 def gaps(
     step: Callable[[], object], output: Any, clock: VirtualTime, goes_on: Callable[[list[float]], bool]
 ) -> list[float]:
-    """Virtual seconds between tokens of an output."""
+    """Run steps while `goes_on`; returns the virtual seconds between tokens of an output."""
     found, last, had = list[float](), clock.now, len(output.token_ids)
     while goes_on(found):
         step()
@@ -182,7 +183,7 @@ def gaps(
 
 
 def main() -> None:
-    """Print, and write where asked."""
+    """Measure, print, and with `--json` write the results."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kind", default="cuda", help="of the simulated device")
     parser.add_argument("--json", help="write the figures to this file")

@@ -1,9 +1,8 @@
-"""DeepSeek-V4's attention beside dense attention on a processor, by the length of the text: a
-decode step, and a prompt.
+"""DeepSeek-V4's attention compared with dense attention on the CPU, by context length: time of a
+decode step, and of a prompt.
 
-Both models are random, of about 0.3 billion weights in bfloat16, with as many layers, heads,
-elements of a head and experts; the dense one is a Qwen 3 with experts, whose heads share
-`--kv-heads` keys and values.
+Both models are random, with about 0.3 billion weights in bfloat16 and equal numbers of layers and
+heads, head size and experts per token. The dense model is a Qwen 3 MoE with `--kv-heads` KV heads.
 
     python benchmarks/sparse_context.py [--short 2048] [--long 32768] [--dense-long 16384]
         [--prompt 8192] [--busy] [--json FILE]
@@ -60,8 +59,8 @@ SPARSE: Mapping[str, Any] = {
 
 
 def write_sparse(folder: Path, context: int) -> int:
-    """Ratios, window and streams are those of the published models; returns how many weights it
-    has."""
+    """Write the sparse model, with compression ratios, window and streams of the published models;
+    returns its number of weights."""
     config = transformers.DeepseekV4Config(**SPARSE, max_position_embeddings=context)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     table = model.model.layers[0].mlp.gate.tid2eid
@@ -70,7 +69,8 @@ def write_sparse(folder: Path, context: int) -> int:
 
 
 def write_dense(folder: Path, context: int, kv_heads: int) -> int:
-    """As many experts, and the width of the one that every token passes is in each of theirs."""
+    """Write the dense model; returns its number of weights. It uses the same number of experts per
+    token; it has no shared expert, so its experts are wider instead."""
     given = {**SHARED, "moe_intermediate_size": 768, "num_experts": 12, "num_key_value_heads": kv_heads}
     config = transformers.Qwen3MoeConfig(**given, max_position_embeddings=context)
     return _save(transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16), folder)
@@ -85,7 +85,7 @@ class Served:
     """A worker and its scheduler, for one request at a time."""
 
     def __init__(self, folder: Path, context: int, is_busy: bool) -> None:
-        """`is_busy`: as the option says."""
+        """`is_busy`: measure CPU time of one thread, as `--busy` says."""
         given = {
             "model": str(folder),
             "device": "cpu",
@@ -99,7 +99,7 @@ class Served:
         self.loop = Loop(Scheduler(self.worker.limits, prefix_cache=False), self.worker, overlap=False)
 
     def run(self, length: int) -> tuple[float, float]:
-        """Seconds to the first token of a random prompt, and the median of a step after it."""
+        """Return seconds to the first token of a random prompt, and the median of a decode step."""
         prompt = np.random.default_rng(length).integers(3, VOCAB, length).astype(np.int32)
         params = SamplingParams(temperature=0.0, max_tokens=1 + WARM + STEPS, ignore_eos=True)
         request = Request(f"{length}", prompt, params)
@@ -116,7 +116,7 @@ class Served:
 
 
 def measure(folder: Path, lengths: Sequence[int], context: int, is_busy: bool) -> dict[str, Any]:
-    """Milliseconds of a decode step and seconds of the prompt, by length."""
+    """Return milliseconds of a decode step and seconds of the prompt, by prompt length."""
     served, found = Served(folder, context, is_busy), {}
     served.run(256)
     for length in lengths:
@@ -128,7 +128,7 @@ def measure(folder: Path, lengths: Sequence[int], context: int, is_busy: bool) -
 
 
 def main() -> None:
-    """Measure, print, and write if asked to."""
+    """Measure, print, and with `--json` write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default in (("short", 2048), ("long", 32768), ("dense-long", 16384), ("prompt", 8192), ("kv-heads", 4)):
         parser.add_argument(f"--{name}", type=int, default=default)

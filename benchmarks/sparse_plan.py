@@ -1,9 +1,9 @@
-"""Time to plan attention over windows and compressed blocks, for a step of decode requests at 8k
-tokens.
+"""Time to plan DeepSeek-V4's attention (sliding window and compressed blocks) for a decode step at
+8k tokens.
 
-The geometry is DeepSeek-V4-Flash's: a window of 128, blocks of 4 and of 128 tokens. Nothing of the
-pool is read. `plan` makes its tensors, `refresh` writes into those of a graph, `steps` plans four
-draft steps at once. Floor: a plan's tensors filled once, by as many calls as there are tensors.
+The geometry is DeepSeek-V4-Flash's: a window of 128, blocks of 4 and of 128 tokens. The pool is not
+read. `plan` makes new tensors, `refresh` writes into a graph's tensors, `steps` plans four draft
+steps at once. Lower bound: fill each of the plan's tensors once, with one call per tensor.
 
     python benchmarks/sparse_plan.py [--requests 256] [--tokens 8192] [--kernels native]
         [--json FILE]
@@ -41,7 +41,7 @@ NET = CompressedConfig(
 
 
 def make_backend(requests: int, tokens: int, kernels: KernelTable) -> DeepseekV4AttnBackend:
-    """A backend over a pool that has addresses alone."""
+    """Make a backend over a pool on the meta device, which has no memory."""
     table = ReqToTokenPool(requests, tokens + PAGE, PAGE, "cpu")
     windows = WindowTable(requests, WINDOW, PAGE, PAGE, "cpu")
     for each in (table, windows):
@@ -53,7 +53,7 @@ def make_backend(requests: int, tokens: int, kernels: KernelTable) -> DeepseekV4
 
 
 def make_batch(requests: int, tokens: int) -> ForwardBatch:
-    """Decode requests of about so many tokens, each with its own place in a page."""
+    """Make a decode batch of requests with about `tokens` tokens, at different page offsets."""
     lens = tokens - torch.arange(requests, dtype=torch.int32) % (PAGE // 2)
     starts = (lens - WINDOW).clamp(min=0) // PAGE * PAGE
     cells = torch.arange(requests)
@@ -73,13 +73,13 @@ def make_batch(requests: int, tokens: int) -> ForwardBatch:
 
 
 def tensors(plan: CompressedPlan) -> list[torch.Tensor]:
-    """What a plan is made of."""
+    """Return the tensors of a plan."""
     events = [(each.reads, each.block_positions, each.out_rows, each.writes) for each in plan.completed.values()]
     return [plan.window, plan.window_out, *plan.blocks.values(), *(each for event in events for each in event)]
 
 
 def microseconds(run: Callable[[], object]) -> dict[str, float]:
-    """Of one call, at the median and at the 90th of a hundred."""
+    """Return microseconds of one call: median and 90th percentile."""
     taken = []
     for _ in range(REPEATS):
         start = time.perf_counter()

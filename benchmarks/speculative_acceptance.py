@@ -1,10 +1,9 @@
-"""Acceptance of proposals by how much of the prompt the prefix cache had, and by where in the
-context a text goes on.
+"""Acceptance of draft tokens by the cached share of the prompt, and by the position in the context.
 
-Neither should matter much: tokens of a step that fall with the cached part tell of a draft whose
-cells the cache has not, and ones that fall with the position of a draft that reads wrong cells. The
-embedded model goes on with held-out texts, greedily, four proposals a step; a figure is of all
-requests alike, with its standard error between them.
+Neither should matter much. If tokens per step fall with the cached share, the cache lacks the
+draft's KV entries; if they fall with the position, the draft reads wrong KV slots. The embedded
+model continues held-out texts greedily with four draft tokens per step. Each figure is over all
+requests, with its standard error between requests.
 
     python benchmarks/speculative_acceptance.py [--texts N] [--json FILE] [--png FILE]
 """
@@ -35,7 +34,7 @@ STYLES = {"ngram": ("#6b4fa0", "v"), "eagle3": ("#0b6e63", "o"), "mtp": ("#b3640
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """Tokens of a step, at a share of the prompt or a place in the context."""
+    """Tokens per step (`tau`) with standard error, at a cached share or a position (`at`)."""
 
     at: float
     tau: float
@@ -44,8 +43,8 @@ class Point:
 
 
 def texts(llm: LLM, number: int) -> list[list[int]]:
-    """Token ids of held-out documents, one behind the other, as many as the context holds beside
-    what is written."""
+    """Return `number` texts of held-out documents, concatenated up to PLACES[-1] token ids, which
+    leaves room in the context for the WRITTEN tokens."""
     found, indices = [], count()
     most = PLACES[-1]
     for index in range(number):
@@ -57,18 +56,18 @@ def texts(llm: LLM, number: int) -> list[list[int]]:
 
 
 def engine(kind: str, requests: int, is_cached: bool) -> LLM:
-    """One over the embedded model."""
+    """Make an engine with the embedded model."""
     given = {"speculative": kind, "draft_tokens": DRAFTS, "max_requests": requests, "prefix_cache": is_cached}
     return LLM(device="cpu", **given)
 
 
 def written(llm: LLM, prompts: Sequence[list[int]], tokens: int = WRITTEN) -> list[RequestOutput]:
-    """What comes after the prompts."""
+    """Continue the prompts greedily by exactly `tokens` tokens."""
     return llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True))
 
 
 def point(at: float, outputs: Sequence[RequestOutput]) -> Point:
-    """Of a ratio of sums, with its standard error."""
+    """Return tokens per verification step (a ratio of sums) with its standard error."""
     steps = np.array([output.outputs[0].verified_steps for output in outputs], float)
     tokens = steps + [output.outputs[0].accepted_tokens for output in outputs]
     tau = tokens.sum() / steps.sum()
@@ -77,8 +76,7 @@ def point(at: float, outputs: Sequence[RequestOutput]) -> Point:
 
 
 def by_cached(kind: str, prompts: Sequence[list[int]]) -> list[Point]:
-    """Of prompts whose beginnings the prefix cache has, in an engine of their own for each
-    share."""
+    """Measure with each share of the prompts in the prefix cache, in a new engine per share."""
     found = []
     for share in SHARES:
         with engine(kind, len(prompts), True) as llm:
@@ -91,13 +89,14 @@ def by_cached(kind: str, prompts: Sequence[list[int]]) -> list[Point]:
 
 
 def by_place(kind: str, whole: Sequence[list[int]]) -> list[Point]:
-    """Of texts that go on behind so many tokens, at the middle of what is written."""
+    """Measure texts that continue after each of PLACES tokens; `at` is the middle of the
+    continuation."""
     with engine(kind, len(whole), False) as llm:
         return [point(place + WRITTEN / 2, written(llm, [text[:place] for text in whole])) for place in PLACES]
 
 
 def save_png(file: Path, found: dict[str, dict[str, list[Point]]]) -> None:
-    """Both panels. Raises ModuleNotFoundError without matplotlib."""
+    """Draw both panels. Raises ModuleNotFoundError without matplotlib."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -1,15 +1,14 @@
-"""What verified proposals are worth where the device, not the host, is what a step waits for:
-tokens a second over plain decode's.
+"""Speed-up of speculative decoding over plain decode when steps are bound by the device.
 
 On the simulated accelerator each forward of the embedded model keeps the device busy for --step
-milliseconds, whatever it verifies, and each forward of its draft for a share c of that. The host
-goes on meanwhile, and waits where it would on hardware. k proposals that bring tau tokens a step
-are then worth tau / (1 + f c), if the host is hidden and nothing waits in between; asked for is
-that within a tenth. f is k where a forward brings one proposal, and 1 where it brings a block of
-them. The device's arithmetic runs on the host too, so that `host_ms`, processor time of a step, is
-more than the host's own. Where steps do not overlap, as on a device that must be told lengths, only
-the drafts hide the host. On a busy machine set OMP_NUM_THREADS=1: torch's threads wait for each
-other's cores.
+milliseconds, however many tokens it verifies, and each draft forward for a fraction c of that. The
+host continues meanwhile, and waits where it would on hardware. k draft tokens that bring tau tokens
+per step then give a speed-up of tau / (1 + f c), if host time is hidden and nothing else waits; the
+goal is to be within 10 % of it. f is k if a draft forward brings one token, and 1 if it brings a
+block. The device's arithmetic runs on the host too, so `host_ms`, the CPU time of a step, is more
+than the scheduling time. If steps do not overlap, as on a device that needs lengths from the host,
+only the draft forwards hide host time. On a busy machine set OMP_NUM_THREADS=1: torch's threads
+wait for each other's cores.
 
     python benchmarks/speculative_latency.py [--device KIND] [--step MS] [--batch N] [--json FILE]
 """
@@ -46,7 +45,7 @@ from sglcore.schedule.scheduler import Scheduler
 
 COSTS = (0.1, 0.25)
 HEADS = (("eagle3", (2, 4, 7)), ("mtp", (2, 4)), ("dflash", (2, 4, 7)))
-"""What proposes, and how many."""
+"""Drafters, and their numbers of draft tokens."""
 TOKENS = 96
 THINGS = [
     "scarf",
@@ -69,8 +68,8 @@ THINGS = [
 
 
 class Busy:
-    """A model whose forwards keep the device busy for `milliseconds` each. They are counted at the
-    output layer, which each has once, behind the graph."""
+    """Wraps a model; each forward keeps the device busy for `milliseconds`. This happens at the
+    output layer, which runs once per forward, after the graph."""
 
     def __init__(self, model: Model, sim: sglcore_sim.Simulator) -> None:
         self._model, self._sim = model, sim
@@ -86,7 +85,7 @@ class Busy:
         return self._model(batch)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """The model's, when the device has been busy."""
+        """Keep the device busy, then return the model's logits."""
         self._sim.busy(self.milliseconds)
         return self._model.logits(hidden)
 
@@ -97,8 +96,8 @@ class Busy:
 
 @dataclass(frozen=True, slots=True)
 class Decoded:
-    """What decode steps of all requests brought, in how many, and the seconds of these, each
-    request's by itself; and processor time of the host for one step of all, in milliseconds."""
+    """Tokens, steps and seconds of decode, each summed over requests; and host CPU milliseconds of
+    one step of the batch."""
 
     tokens: int
     steps: int
@@ -107,7 +106,7 @@ class Decoded:
 
     @property
     def rate(self) -> float:
-        """Tokens a second of one request."""
+        """Tokens per second of one request."""
         return self.tokens / self.seconds
 
     @property
@@ -117,8 +116,8 @@ class Decoded:
 
 
 class Engine:
-    """The embedded model on the simulated device. `target` and `draft` (None: nothing proposes) say
-    how busy it keeps that."""
+    """The embedded model on the simulated device. `target` and `draft` (None: no draft model) set
+    how long their forwards keep the device busy."""
 
     def __init__(self, sim: sglcore_sim.Simulator, batches: tuple[int, ...], **settings: object) -> None:
         given = {"device": sim.kind.name, "prefix_cache": False, "max_model_len": 256, "max_requests": max(batches)}
@@ -134,8 +133,8 @@ class Engine:
         self._loop = Loop(Scheduler(worker.limits, prefix_cache=False), worker, overlap=self.overlaps)
 
     def decode(self, prompts: list[list[int]], step: float, cost: float = 0.0) -> Decoded:
-        """Continue the prompts at once, where a forward takes `step` milliseconds and one of the
-        draft `cost` of that."""
+        """Continue the prompts as one batch; a target forward takes `step` milliseconds, a draft
+        forward `cost` times that."""
         self.target.milliseconds = step
         if self.draft is not None:
             self.draft.milliseconds = step * cost
@@ -150,7 +149,7 @@ class Engine:
             outputs, now = self._loop.step(), time.perf_counter()
             turns += 1
             for output in outputs:
-                # The first brings the prompt's token, and the second begins the first whole step.
+                # Output 1 has the prefill's token; the time of output 2 starts the measurement.
                 name = output.request_id
                 seen[name] += 1
                 first.setdefault(name, now) if seen[name] == 2 else None
@@ -166,14 +165,14 @@ class Engine:
 
 
 def busy(runner: ModelRunner, sim: sglcore_sim.Simulator) -> Busy:
-    """The runner's model from here on."""
+    """Wrap the runner's model in `Busy`; returns the wrapper."""
     runner.model = made = Busy(runner.model, sim)
     return made
 
 
 @contextmanager
 def engine(sim: sglcore_sim.Simulator, batches: tuple[int, ...], **settings: object) -> Iterator[Engine]:
-    """One that is closed."""
+    """Make an engine that is closed at the end of the block."""
     made = Engine(sim, batches, **settings)
     try:
         yield made
@@ -212,8 +211,8 @@ def main() -> None:
 
 
 def compare(found: Decoded, plain: Decoded, forwards: float) -> dict[str, float]:
-    """A step's tokens, what they are worth where it takes as long as `forwards` of the target, and
-    what they were."""
+    """Return tokens per step, the expected speed-up if a step takes the time of `forwards` target
+    forwards, and the measured one."""
     tau, speed_up = found.tokens / found.steps, found.rate / plain.rate
     row = {"tau": tau, "expected": tau / forwards, "speed_up": speed_up, "ratio": speed_up * forwards / tau}
     row |= {"step_ms": found.step_ms, "token_ms": 1e3 / found.rate, "host_ms": found.host_ms}

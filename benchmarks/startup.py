@@ -1,5 +1,5 @@
-"""How long a person waits: importing the package, listing devices, and the first token of the
-embedded model.
+"""Start-up times: importing the package, listing devices, and the first token of the embedded
+model.
 
 python benchmarks/startup.py [--json FILE]
 """
@@ -22,7 +22,7 @@ FIRST_TOKEN = (
 
 
 def seconds(command: list[str]) -> float:
-    """Wall time of one process."""
+    """Return the wall-clock seconds of one process."""
     begin = time.perf_counter()
     subprocess.run(command, check=True, capture_output=True)
     return time.perf_counter() - begin

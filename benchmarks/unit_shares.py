@@ -1,10 +1,11 @@
-"""What decode steps and prompts cost each other on one device, by how its compute units are shared.
+"""How decode and prefill slow each other down on one device, by how they share its compute units
+(SMs).
 
-Decode steps are replays of one graph of matrix products and norms in the sizes of eight layers of
-Qwen3-8B, one after the other; a prompt's layers are the same over many rows, without end. Shares:
-*priority*, both on all units, decode steps first; *apart*, each on units of its own, for which the
-graph is captured on its part; *kept*, prompts keep to a part and decode steps go first on all
-units, which is what slices with `--prompt-lane partition` do. For NVIDIA GPUs, with cuda-bindings.
+Decode steps are consecutive replays of one graph with the matrix products and norms of eight layers
+of Qwen3-8B; prefill runs the same layers over many rows, without end. Ways to share: *priority*:
+both on all units, decode first; *apart*: each on its own units, with the graph captured on these;
+*kept*: prefill keeps to a part of the units and decode has priority on all, which is what slices
+with `--prompt-lane partition` do. For NVIDIA GPUs, with cuda-bindings.
 
     python benchmarks/unit_shares.py [--rows 32] [--json FILE]
 """
@@ -24,15 +25,15 @@ from torch import Tensor
 
 LAYERS = 8
 SIZES = ((4096, 6144), (4096, 4096), (4096, 24576), (12288, 4096))
-"""Of the products of a layer: queries, keys and values; output; gate and up; down."""
+"""Inputs and outputs of a layer's products: q, k and v; output; gate and up; down."""
 SECONDS = 0.6
-"""Of each share."""
+"""Seconds of each measurement."""
 AHEAD = 2
-"""Steps, and passes of the prompt, that are queued before the first of them has ended."""
+"""How many decode steps, and prefill passes, are queued at a time."""
 
 
 class Load:
-    """Weights of some layers, and what goes through them."""
+    """Weights of LAYERS layers, and functions that run them."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -40,18 +41,18 @@ class Load:
         self.weights = [[torch.randn(size, **options) * 0.01 for size in SIZES] for _ in range(LAYERS)]
 
     def rows(self, count: int) -> list[Tensor]:
-        """What each product of a layer takes."""
+        """Return inputs with `count` rows for each product of a layer."""
         return [torch.randn(count, size[0], device=self.device, dtype=torch.bfloat16) for size in SIZES]
 
     def run(self, rows: list[Tensor]) -> None:
-        """All layers."""
+        """Run all layers."""
         for weights in self.weights:
             for given, weight in zip(rows, weights, strict=True):
                 made = given @ weight
                 torch.nn.functional.rms_norm(made, made.shape[-1:])
 
     def captured(self, stream: torch.Stream, rows: list[Tensor]) -> Callable[[], None]:
-        """The replay of a graph of all layers, captured on a stream."""
+        """Capture a graph of all layers on a stream; returns its replay."""
         with stream:
             self.run(rows)
         torch.accelerator.synchronize()
@@ -67,8 +68,8 @@ class Load:
 def play(
     load: Load, decode: tuple[torch.Stream, Callable[[], None]] | None, prompt: tuple[torch.Stream, int] | None
 ) -> dict[str, float]:
-    """For some time: milliseconds between the ends of two decode steps, and layers of the prompt a
-    second."""
+    """Run decode, prefill or both for SECONDS. Returns quantiles of the milliseconds between the
+    ends of two decode steps, and prefill layers per second."""
     rows = [] if prompt is None else load.rows(prompt[1])
     if prompt is not None:
         with prompt[0]:
@@ -107,8 +108,8 @@ def _now(device: torch.device) -> torch.Event:
 
 
 def split(driver: Any, units: int) -> tuple[torch.Stream, torch.Stream]:
-    """A stream on so many units, which goes first, and one on all others. Their contexts live as
-    long as the process."""
+    """Return a high-priority stream on `units` units, and a stream on all others. Their contexts
+    live as long as the process."""
 
     def done(answer: tuple[Any, ...]) -> Any:
         assert not int(answer[0]), answer[0]
@@ -130,7 +131,7 @@ def split(driver: Any, units: int) -> tuple[torch.Stream, torch.Stream]:
 
 
 def measure(rows: int) -> dict[str, dict[str, float]]:
-    """Every share, beside prompts of several lengths."""
+    """Measure every way to share, with prompts of several lengths."""
     driver = import_module("cuda.bindings.driver")
     load, found = Load(torch.device("cuda:0")), dict[str, dict[str, float]]()
     given, first, whole = load.rows(rows), torch.Stream("cuda:0", priority=-1), torch.Stream("cuda:0")

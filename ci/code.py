@@ -1,5 +1,4 @@
-"""What of a source file a machine reads: Python without its comments, docstrings and blank
-lines."""
+"""Reduces a source file to its code: Python without comments, docstrings and blank lines."""
 
 from __future__ import annotations
 
@@ -13,15 +12,15 @@ _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 def code_of(path: Path) -> bytes:
-    """The bytes of a file that tests of it could notice. A file that is no valid Python, or none at
-    all, counts whole."""
+    """Return the bytes of a file that can change the outcome of a test. A file that is not Python,
+    or not valid Python, is returned whole."""
     whole = path.read_bytes()
     return _code_of_python(whole) if path.suffix == ".py" else whole
 
 
 @cache
 def _code_of_python(whole: bytes) -> bytes:
-    """Once for each text: many groups cover the same files."""
+    """Cached by content, because many groups cover the same files."""
     try:
         text = whole.decode()
         lines = _without_comments(text)
@@ -42,8 +41,8 @@ def _without_comments(text: str) -> list[bytes]:
 
 
 def _docstrings(tree: ast.Module) -> list[ast.expr]:
-    """The strings at the beginning of modules, classes and functions, and those below what is set
-    there."""
+    """Return the docstrings: strings at the beginning of modules, classes and functions, and
+    strings after an assignment in their bodies."""
     bodies = [node.body for node in ast.walk(tree) if isinstance(node, _DOCUMENTED)]
     found = [
         statement.value
@@ -55,7 +54,7 @@ def _docstrings(tree: ast.Module) -> list[ast.expr]:
 
 
 def _cut(lines: list[bytes], string: ast.expr) -> None:
-    """Take a string out of its lines, and nothing beside it."""
+    """Remove a string from its lines; other code on these lines stays."""
     first, last = string.lineno - 1, (string.end_lineno or string.lineno) - 1
     before, after = lines[first][: string.col_offset], lines[last][string.end_col_offset :]
     lines[first : last + 1] = [before + after] + [b""] * (last - first)

@@ -1,8 +1,8 @@
-"""Environments of lanes that declare their own: what they name is installed there from this
-checkout, and nothing else.
+"""Virtual environments of lanes that declare their own: only the declared packages are installed,
+with folders of this checkout in place.
 
-An environment lies below `build/environments` and is made again only when what it was made of has
-changed.
+An environment lies below `build/environments` and is made again only when its digest (interpreter,
+requirements, pins, pyproject.toml files) has changed.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ from ci.lanes import ROOT, Lane
 FOLDER = Path("build") / "environments"
 CONSTRAINTS = "constraints.txt"
 STAMP = "made-of"
-"""The file in an environment with the digest of what it was made of; the last to be written."""
+"""The file in an environment that holds its digest; written last."""
 SUITE = ("pytest", "pytest-xdist", "hypothesis", "coverage")
-"""What runs the tests and watches them, in every environment."""
+"""Packages for running and watching tests, installed in every environment."""
 
 
 def folder_of(lane: Lane, root: Path = ROOT) -> Path:
-    """Where the environment of a lane lies."""
+    """Return the folder of a lane's environment."""
     return root / FOLDER / lane.name
 
 
 def python_of(lane: Lane, root: Path = ROOT) -> Path:
-    """The interpreter that runs a lane: this one, or that of its own environment."""
+    """Return the interpreter of a lane: this one, or its environment's."""
     return folder_of(lane, root) / "bin" / "python" if lane.environment else Path(sys.executable)
 
 
 def prepare(lane: Lane, root: Path = ROOT) -> bool:
-    """Make the environment of a lane if it has one and it is not there as declared; waits. True: it
-    was made now.
+    """Make the environment of a lane if the lane declares one and it is missing or outdated; waits.
+    Returns whether it was made.
 
-    Raises CalledProcessError when pip can not install what is declared.
+    Raises CalledProcessError when pip can not install the declared packages.
     """
     if not lane.environment:
         return False
@@ -56,8 +56,9 @@ def prepare(lane: Lane, root: Path = ROOT) -> bool:
 
 
 def pip_command(lane: Lane, root: Path = ROOT) -> tuple[str, ...]:
-    """How this interpreter's pip installs into it: folders of the checkout in place, everything at
-    the pinned versions. What is imported is compiled then; pip would compile everything."""
+    """Return the command with which this interpreter's pip installs into the environment: folders
+    of the checkout in editable mode, everything at pinned versions. `--no-compile`: imports compile
+    what they need, pip would compile all."""
     words = tuple(
         part for word in (*lane.environment, *SUITE) for part in (("-e", word) if is_checkout(word, root) else (word,))
     )
@@ -67,8 +68,8 @@ def pip_command(lane: Lane, root: Path = ROOT) -> tuple[str, ...]:
 
 
 def torch_words(lane: Lane, root: Path = ROOT) -> tuple[str, ...]:
-    """What pip is told so that it takes torch's processor build, as the installer chooses that;
-    waits for its index. Nothing in an environment of which no folder asks for torch."""
+    """Return pip's arguments for torch's CPU build, chosen by the installer; waits for the index.
+    Empty if no folder in the environment requires torch."""
     from tools.installer.choice import Wanted, choose
     from tools.installer.needs import needs_of
     from tools.installer.sources import asker, configured, this_machine
@@ -93,19 +94,19 @@ def torch_words(lane: Lane, root: Path = ROOT) -> tuple[str, ...]:
 
 
 def pins(lane: Lane, root: Path = ROOT) -> str:
-    """The pinned versions that hold in it."""
+    """Return the lines of constraints.txt without the lane's `unpinned` packages."""
     lines = (root / CONSTRAINTS).read_text().splitlines(keepends=True)
     return "".join(line for line in lines if line.partition("==")[0].strip() not in lane.unpinned)
 
 
 def is_checkout(word: str, root: Path) -> bool:
-    """A requirement that is a folder of the checkout."""
+    """Return whether a requirement is a folder of the checkout."""
     return (root / word / "pyproject.toml").is_file()
 
 
 def digest(lane: Lane, root: Path = ROOT) -> str:
-    """What an environment is made of, in 64 letters: interpreter, requirements, pins, and the
-    declarations of folders."""
+    """Return the SHA-256 (64 hex digits) of an environment's inputs: interpreter, requirements,
+    pins, and the pyproject.toml of its folders."""
     folders = (root / word / "pyproject.toml" for word in lane.environment if is_checkout(word, root))
     declared = (file.read_text() for file in folders if file.is_file())
     parts = (sys.version, sys.base_prefix, *lane.environment, *SUITE, pins(lane, root), *declared)

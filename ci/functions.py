@@ -1,4 +1,4 @@
-"""The functions of a Python file, and which of them a set of lines belongs to."""
+"""Finds the functions of a Python file, and the functions that contain given lines."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ from pathlib import Path
 from types import MappingProxyType
 
 MODULE = ""
-"""Stands for the lines of a file that are in no function: they run when it is imported."""
+"""The name for lines outside of functions; they run at import."""
 
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 @cache
 def bodies_of(path: Path) -> MappingProxyType[str, int]:
-    """The lines of each function's own body as a number whose bit N is line N, by the function's
-    dotted name. Lines of a function inside are that one's. Empty for a file that does not parse."""
+    """Return the lines of each function's body, by the function's dotted name, as a bit mask (bit N
+    for line N). Lines of a nested function count for that function only. Empty for a file that does
+    not parse."""
     try:
         tree = ast.parse(path.read_text())
     except (SyntaxError, UnicodeDecodeError):
@@ -33,8 +34,8 @@ def bodies_of(path: Path) -> MappingProxyType[str, int]:
 
 
 def functions_at(path: Path, lines: Iterable[int]) -> list[str]:
-    """The functions of a file that have one of these lines, their heads and decorators too; MODULE
-    for other lines."""
+    """Return the innermost functions that contain these lines, including their signatures and
+    decorators; MODULE for lines outside of functions."""
     spans = _spans(path)
     found: dict[str, None] = {}
     for line in lines:
@@ -53,7 +54,7 @@ def _spans(path: Path) -> tuple[tuple[str, int, int], ...]:
 
 
 def _functions(node: ast.AST, before: str) -> Iterator[tuple[str, _Function]]:
-    """Every function below a node with its dotted name."""
+    """Yield every function below a node with its dotted name."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, _Function):
             yield before + child.name, child
@@ -65,7 +66,7 @@ def _functions(node: ast.AST, before: str) -> Iterator[tuple[str, _Function]]:
 
 
 def _first(node: _Function) -> int:
-    """The line where a function begins, its decorators counted."""
+    """Return the first line of a function, including decorators."""
     return min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
 
 

@@ -1,9 +1,9 @@
-"""Closed groups: many tests over few files, run whole when one of the files has changed, in parts
-by turns otherwise.
+"""Closed groups: many tests that cover few files. A group runs whole when one of these files has
+changed, and otherwise one part of it per turn.
 
 A group is a row `[[group]]` of `devices/*/ci.toml` or `tests/ci.toml`. `ci/digests/NAME` is the
-digest of what it covered when it last passed whole; the run that finds another one runs the group
-whole and, where it passes, writes the file.
+digest of the covered files when the group last passed whole. A run that computes another digest
+runs the group whole and, if it passes, writes the file.
 """
 
 from __future__ import annotations
@@ -26,35 +26,34 @@ PLACES = ("devices/*/ci.toml", "tests/ci.toml")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """One row. A test belongs to the first group declared that has it."""
+    """One row. A test belongs to the first declared group that matches it."""
 
     name: str
-    """The group's name, and that of its file below `ci/digests`."""
+    """The group's name, and the name of its file below `ci/digests`."""
     lane: str
-    """The lane that runs it; a pattern makes a group on each lane that matches and runs on any
-    machine, `NAME-LANE`, and `{device}` in its files is that lane's device."""
+    """The lane that runs it. A pattern makes one group, `NAME-LANE`, for each matching lane that
+    needs no hardware; `{device}` in `tests` and `sources` is then that lane's device."""
     tests: tuple[str, ...]
-    """Patterns of tests' names, with parameters where a pattern has a bracket (`[[]`)."""
+    """Patterns of test names; a pattern with a bracket (`[[]`) also matches parameters."""
     sources: tuple[str, ...]
-    """Patterns of the files that the tests cover, beside the tests' own."""
+    """Patterns of files that the tests cover, in addition to the test files."""
     share: int
-    """How many of 100 tests each turn takes while nothing has changed; a test that makes many
-    checks may be taken always, with 100, and take a part of its checks by the fixture
-    `selection`."""
+    """Percentage of the tests that each turn takes while nothing has changed. A test with many
+    checks can have 100 and select a part of its checks with the fixture `selection`."""
     pins: tuple[str, ...] = ()
-    """Packages of `constraints*.txt` whose versions the tests cover."""
+    """Packages in `constraints*.txt`; their versions are part of the digest."""
     skips: bool = False
-    """A test that says that this lane can not run it leaves the group whole, because another lane
-    runs it."""
+    """A skipped test does not prevent that the group has passed whole, because another lane runs
+    that test."""
 
     def has(self, test: str) -> bool:
-        """Whether a test, by pytest's name for it, is of this group."""
+        """Return whether a test, by its pytest node id, matches this group."""
         name = test.partition("[")[0]
         return any(fnmatchcase(test if "[" in pattern else name, pattern) for pattern in self.tests)
 
     def digest(self, root: Path = ROOT) -> str:
-        """What the group covers, in 64 letters: the code of its files with their names, and the
-        versions of its packages."""
+        """Return the SHA-256 (64 hex digits) of what the group covers: the names and code of its
+        files, and the versions of `pins`."""
         total = hashlib.sha256()
         for path in self.files(root):
             total.update(path.relative_to(root).as_posix().encode() + b"\0" + code_of(path) + b"\0")
@@ -64,19 +63,18 @@ class Group:
         return total.hexdigest()
 
     def files(self, root: Path = ROOT) -> list[Path]:
-        """What `sources` and `tests` name, in order."""
+        """Return the files that `sources` and `tests` match, sorted."""
         patterns = {*self.sources, *(pattern.partition("::")[0] for pattern in self.tests)}
         found = {path for pattern in patterns for path in root.glob(pattern) if path.is_file()}
         return sorted(path for path in found if path.suffix not in (".pyc", ".so"))
 
     def is_fresh(self, root: Path = ROOT) -> bool:
-        """It covers what it covered when it last passed whole."""
+        """Return whether nothing it covers has changed since it last passed whole."""
         return stored(root).get(self.name) == self.digest(root)
 
 
 def groups(root: Path = ROOT) -> tuple[Group, ...]:
-    """Every group in the order in which they are declared, those of packages first; raises
-    LaneError."""
+    """Return all groups in declaration order, device packages first. Raises LaneError."""
     known = lanes(root)
     found = [group for place in PLACES for path in sorted(root.glob(place)) for group in _read(path, known)]
     names = [group.name for group in found]
@@ -87,7 +85,7 @@ def groups(root: Path = ROOT) -> tuple[Group, ...]:
 
 
 def group_of(test: str, found: Sequence[Group]) -> Group | None:
-    """The group of one lane's that a test is of."""
+    """Return the first of a lane's groups that matches a test; None if none does."""
     return next((group for group in found if group.has(test)), None)
 
 
@@ -97,8 +95,8 @@ def _read(path: Path, known: Sequence[Lane]) -> list[Group]:
 
 
 def _on_lanes(row: dict[str, Any], known: Sequence[Lane]) -> list[dict[str, Any]]:
-    """A row whose lane is a pattern is one for each lane on any machine, with that lane's name in
-    its own and its device's in patterns of files."""
+    """Expand a row with a pattern as lane into one row for each matching lane that needs no
+    hardware and is no group's; other rows stay as they are."""
     pattern = str(row.get("lane", ""))
     if "*" not in pattern:
         return [row]
@@ -125,7 +123,7 @@ def _group(path: Path, row: dict[str, Any]) -> Group:
 
 
 def group_named(name: str, found: tuple[Group, ...]) -> Group:
-    """One group; an unknown name is an error that lists the known ones."""
+    """Return the group of a name. Raises LaneError with the known names."""
     for group in found:
         if group.name == name:
             return group
@@ -133,13 +131,13 @@ def group_named(name: str, found: tuple[Group, ...]) -> Group:
 
 
 def stored(root: Path = ROOT) -> Mapping[str, str]:
-    """What each group covered when it last passed whole."""
+    """Read the digest of each group from when it last passed whole."""
     return {path.name: path.read_text().strip() for path in (root / STORED).glob("*")}
 
 
 def store(digests: Mapping[str, str], root: Path = ROOT) -> list[str]:
-    """Keep the digests of groups that have passed whole, and forget groups that are no longer
-    declared. Returns the names of those that have another digest than before."""
+    """Write the digests of groups that have passed whole, and delete those of groups that are no
+    longer declared. Returns the names of groups with a changed digest."""
     known, before = {group.name for group in groups(root)}, stored(root)
     changed = sorted(name for name, digest in digests.items() if name in known and before.get(name) != digest)
     (root / STORED).mkdir(exist_ok=True)
@@ -151,8 +149,8 @@ def store(digests: Mapping[str, str], root: Path = ROOT) -> list[str]:
 
 
 def passed_whole(record: Mapping[str, Any]) -> dict[str, str]:
-    """Of a lane's record: the digests of the groups that ran whole, of which nothing failed or was
-    skipped."""
+    """Return the digests of the groups that ran whole in a lane's record, and all tests passed
+    (skips are allowed in groups with `skips`)."""
     own = [group for group in groups() if group.lane == record["lane"]]
     outcomes: dict[str, set[str]] = {group.name: set() for group in own}
     for test, known in record["tests"].items():

@@ -1,4 +1,4 @@
-"""Lanes: where tests run. Each device package declares its own in `ci.toml`; nothing here knows a
+"""Lanes: where tests run. Each device package declares its lanes in `ci.toml`; this module knows no
 device by name.
 
 A lane is one device on one kind of machine: the host itself, a simulated accelerator, or hardware
@@ -14,13 +14,13 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 HOST = "host"
-"""The capability of the lane that runs what needs no device at all."""
+"""The capability of the lane that runs the tests that need no device."""
 SELF_HOSTED = "self-hosted"
-"""The label of every runner that is not GitHub's own."""
+"""The label of every runner that is not hosted by GitHub."""
 TORCH = "torch"
-"""The capability of every lane in the project's own environment, where torch is installed."""
+"""The capability of lanes in the project's own environment, where torch is installed."""
 TEXTS = ("name", "simulator", "image", "options", "source", "group")
-"""The keys of a row that hold a text; most hold a list."""
+"""The keys of a row that hold a string; the others hold a list, `vendor_torch` a boolean."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,79 +31,78 @@ class Lane:
     device: str
     """The folder of `devices/` that declares it."""
     capabilities: frozenset[str]
-    """What it offers; a test that needs more runs elsewhere."""
+    """What it offers; a test that needs other capabilities runs elsewhere."""
     simulator: str = ""
-    """What `--sim` takes; "" on a real device."""
+    """The value of `--sim`; "" on a real device."""
     runner: tuple[str, ...] = ()
     """Labels of a machine that has the hardware; empty: any machine will do."""
     image: str = ""
     """The container that its job runs in; "" for none."""
     options: str = ""
-    """What the container is started with, such as the devices that it gets."""
+    """Options for starting the container, such as the devices that it gets."""
     packages: tuple[str, ...] = ()
     """Packages of the distribution that the image lacks and apt-get installs there."""
     setup: tuple[str, ...] = ()
-    """Lines of bash that its job runs in the checkout before anything is installed for Python."""
+    """Lines of bash that its job runs in the checkout before Python packages are installed."""
     source: str = ""
-    """A script of the vendor's, to be sourced wherever Python is started."""
+    """A vendor's script that is sourced before Python is started."""
     torch: tuple[str, ...] = ()
-    """The versions of torch that it is run with, each by a job; the first here."""
+    """The versions of torch that it runs with, one job each; a local run uses the first."""
     vendor_torch: bool = False
-    """The vendor's torch lies in the machine's own Python, and is kept."""
+    """The machine's own Python has the vendor's torch, which is kept."""
     environment: tuple[str, ...] = ()
     """Requirements of an environment of its own, in which nothing else is installed; empty: the
     project's."""
     unpinned: tuple[str, ...] = ()
-    """Packages of which that takes another version than constraints.txt has, because a library
-    there asks for it."""
+    """Packages that its environment installs without the version of constraints.txt, because a
+    library there requires another."""
     folders: tuple[str, ...] = ()
-    """The tests it runs; empty: all that it may."""
+    """Files and folders of the tests that it runs; empty: the defaults of `tests`."""
     ignore: tuple[str, ...] = ()
-    """Files among them that it can not even collect."""
+    """Test files that it can not even collect."""
     only: frozenset[str] = frozenset()
-    """It leaves out tests that need none of these, because another lane runs them; empty: it leaves
-    out none."""
+    """It takes only tests that need one of these capabilities, because another lane runs the rest;
+    empty: no restriction."""
     group: str = ""
-    """The group (ci/groups.py) that all its tests are of: it is run only where that is run
-    whole."""
+    """The group (ci/groups.py) of all its tests: the lane runs only when this group runs whole."""
 
     @property
     def needs_hardware(self) -> bool:
-        """It runs on a machine of its own."""
+        """Whether it needs a machine with its hardware."""
         return bool(self.runner)
 
     @property
     def is_hosted(self) -> bool:
-        """GitHub has the machine: nobody needs to bring one."""
+        """Whether GitHub provides the machine."""
         return SELF_HOSTED not in self.runner
 
     @property
     def tests(self) -> tuple[str, ...]:
-        """The folders whose tests may run here."""
+        """The folders of tests that may run on this lane."""
         if self.folders:
             return self.folders
         own = (f"devices/{self.device}/tests",)
         return ("tests", *own, "simulator/tests") if self.simulator else ("tests", *own)
 
     def missing(self, needs: frozenset[str]) -> list[str]:
-        """What keeps a test that needs these capabilities from running here, in order; nothing if
-        it runs."""
+        """Return, sorted, the needed capabilities that the lane lacks, or that the test needs one
+        of `only`; empty if the test runs."""
         lacking = sorted(needs - self.capabilities)
         return lacking or ([] if not self.only or needs & self.only else [f"a need of {', '.join(sorted(self.only))}"])
 
     def takes(self, word: str) -> bool:
-        """Whether a file or folder that a person asks for is one of those that it runs; all are,
-        unless it lists them."""
+        """Return whether the lane runs a requested file or folder; any, unless `folders` is set."""
         path = Path(word.partition("::")[0])
         return not self.folders or any(path.is_relative_to(folder) for folder in self.folders)
 
 
 class LaneError(Exception):
-    """A `ci.toml` that can not be used: which, what was found and what was wanted."""
+    """A `ci.toml` or option that can not be used: says which, what was found and what is valid."""
 
 
 def lanes(root: Path = ROOT) -> tuple[Lane, ...]:
-    """Every lane of every package, the host's first, then by name; raises LaneError."""
+    """Return all lanes of all packages: the host's first, hardware lanes last, each by name. Raises
+    LaneError."""
     found = [lane for path in sorted(root.glob("devices/*/ci.toml")) for lane in read(path)]
     names = [lane.name for lane in found]
     twice = sorted({name for name in names if names.count(name) > 1})
@@ -113,7 +112,7 @@ def lanes(root: Path = ROOT) -> tuple[Lane, ...]:
 
 
 def read(path: Path) -> tuple[Lane, ...]:
-    """The lanes of one `ci.toml`."""
+    """Read the lanes of one `ci.toml`. Raises LaneError."""
     device = path.parent.name
     try:
         declared = tomllib.loads(path.read_text())
@@ -163,7 +162,7 @@ def _lane(path: Path, device: str, row: dict[str, Any], shared: list[str]) -> La
 
 
 def lane_named(name: str, found: tuple[Lane, ...]) -> Lane:
-    """One lane; an unknown name is an error that lists the known ones."""
+    """Return the lane of a name. Raises LaneError with the known names."""
     for lane in found:
         if lane.name == name:
             return lane
@@ -171,10 +170,10 @@ def lane_named(name: str, found: tuple[Lane, ...]) -> Lane:
 
 
 def needs_of(path: Path, declared: frozenset[str]) -> frozenset[str]:
-    """What a test in a file needs: what it declares, and what the folder it stands in says.
+    """Return the capabilities that a test needs: the declared ones, and one by its folder.
 
-    A package's tests need the package; the simulator's need it; a test of `tests/` that declares
-    nothing needs no device, and so runs on the host's lane alone.
+    Tests of a device package need the package, tests of the simulator need the simulator. A test of
+    `tests/` that declares nothing needs HOST, so it runs on the host's lane only.
     """
     parts = path.parts
     if "devices" in parts:

@@ -1,6 +1,6 @@
-"""The pytest side of a lane: tests that it can not run are left out with the capability they miss,
-those that a sample does not take with the reason, and it is recorded what ran. A test says what it
-needs with `@pytest.mark.needs("streams")`, never which device.
+"""The pytest plugin of a lane: deselects tests that the lane can not run (with the missing
+capability) and tests that this run does not take (with the reason), and records what ran. A test
+declares capabilities with `@pytest.mark.needs("streams")`, never a device.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from ci.lanes import HOST, ROOT, Lane, lane_named, lanes, needs_of
 from ci.selection import Selection, Wanted
 
 DEVICE = "LANE_DEVICE"
-"""The environment variable in which a test finds the name of the lane's device."""
+"""The environment variable that gives tests the name of the lane's device."""
 
 
 def add_options(parser: pytest.Parser) -> None:
-    """What is said of a lane, and of which of its tests to take."""
+    """Add the options that name a lane and select its tests."""
     group = parser.getgroup("lanes")
     group.addoption("--lane", default="", help="the lane of devices/*/ci.toml to run as; left out, the host's")
     group.addoption("--lane-record", default="", help="write what ran on the lane to this file")
@@ -45,16 +45,16 @@ def add_options(parser: pytest.Parser) -> None:
 
 
 EVERY = 60.0
-"""Seconds after which the record is written again while tests run."""
+"""Seconds between two writes of the record while tests run."""
 PROCESSOR = "processor"
-"""The property of a report in which the processor's seconds of a test are."""
+"""The property of a report that holds the CPU seconds of a test."""
 SESSION = "session"
-"""The one in which those of fixtures are that a whole session shares: the first file that asks for
-one does not cost that."""
+"""The property that holds the seconds of session-scoped fixtures; they are not counted as a cost of
+the file that first uses them."""
 
 
 class LaneRun:
-    """One run of pytest on one lane: selects, and keeps what happened to each test."""
+    """One run of pytest on one lane: selects the tests and records their outcomes."""
 
     def __init__(self, lane: Lane, selection: Selection, record: str) -> None:
         self.lane = lane
@@ -71,8 +71,8 @@ class LaneRun:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_ignore_collect(self, collection_path: Path) -> bool | None:
-        """A file of `tests/` in which, and in whose folder's conftest.py, nobody says what is
-        needed is the host's: other lanes need not even import it."""
+        """Skip, except on the host's lane, files of `tests/` that have no `needs(` in them or in
+        their folder's conftest.py: their tests run on the host only, so they are not imported."""
         is_shared = collection_path.is_relative_to(ROOT / "tests") and collection_path.name.startswith("test_")
         if HOST in self.lane.capabilities or not is_shared or not collection_path.is_file():
             return None
@@ -81,7 +81,7 @@ class LaneRun:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_collection(self) -> Generator[None, object, object]:
-        """No garbage is looked for while the tests are gathered."""
+        """Disable the garbage collector while tests are collected."""
         gc.disable()
         try:
             return (yield)
@@ -90,8 +90,8 @@ class LaneRun:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_setup(self, item: pytest.Item) -> None:
-        """What has been imported stays. No garbage is looked for in it, which would be most of what
-        a capture of graphs costs in a process that holds thousands of tests and all of torch."""
+        """Freeze imported modules (`gc.freeze`). Otherwise collecting garbage among thousands of
+        tests and all of torch would be most of the cost of a graph capture."""
         self._item = item
         if len(sys.modules) != self._modules:
             self._modules = len(sys.modules)
@@ -99,7 +99,7 @@ class LaneRun:
             gc.freeze()
 
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
-        """Leave out what the lane can not run, and what is not taken of the rest."""
+        """Deselect tests that the lane can not run or that this run does not take."""
         kept, left = [], []
         for item in items:
             marks = [str(name) for mark in item.iter_markers("needs") for name in mark.args]
@@ -116,7 +116,7 @@ class LaneRun:
 
     @pytest.hookimpl(wrapper=True, trylast=True)
     def pytest_runtest_call(self, item: pytest.Item) -> Generator[None, object, object]:
-        """Measure the processor's seconds of a test, and of the processes that it waited for."""
+        """Measure the CPU seconds of a test, including child processes that it waited for."""
         before = _processor()
         try:
             return (yield)
@@ -125,7 +125,7 @@ class LaneRun:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_fixture_setup(self, fixturedef: pytest.FixtureDef[Any]) -> Generator[None, object, object]:
-        """Measure what is made once for all files."""
+        """Measure the set-up seconds of session-scoped fixtures."""
         start = time.monotonic()
         try:
             return (yield)
@@ -134,7 +134,8 @@ class LaneRun:
                 self._item.user_properties.append((SESSION, time.monotonic() - start))
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Keep the outcome, and the reason of a skip."""
+        """Record the outcome and seconds of a test, its file's fixture seconds, and the reason of a
+        skip. Writes the record every EVERY seconds."""
         if report.when != "call":
             file = report.nodeid.partition("::")[0]
             shared = _of_session(report) if report.when == "setup" else 0.0
@@ -153,7 +154,8 @@ class LaneRun:
             self._due = time.monotonic() + EVERY
 
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
-        """A worker hands over what it left out; the others write the record."""
+        """In an xdist worker: send the deselected tests to the controller. Otherwise write the
+        record."""
         handed = getattr(session.config, "workeroutput", None)  # foreign: pytest-xdist's attribute of a worker
         if handed is not None:
             handed |= {"left_out": self._left_out, "not_taken": self._not_taken}
@@ -161,7 +163,7 @@ class LaneRun:
             self._write(self._covered if took_all(self.lane, session.config, exitstatus) else {})
 
     def _write(self, whole: dict[str, str]) -> None:
-        """Write the record; what a run that is killed has found out is in the one before."""
+        """Write the record. If the run is killed, the previous write remains."""
         assert self._record is not None
         values = {
             "lane": self.lane.name,
@@ -177,7 +179,7 @@ class LaneRun:
         self._record.write_text(json.dumps(values, indent=1, sort_keys=True))
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        """A run that the lane left nothing of says on which lanes the tests run."""
+        """If the lane could run none of the tests, print which lanes can."""
         if self._tests or not self._left_out:
             return
         needs = sorted({name for missing in self._left_out.values() for name in missing})
@@ -190,32 +192,31 @@ class LaneRun:
         )
 
     def pytest_unconfigure(self) -> None:
-        """Python looks through everything when it ends, and some libraries report what it then
-        misses."""
+        """Undo `gc.freeze`: some libraries report objects that Python does not collect at exit."""
         gc.unfreeze()
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any) -> None:
-        """What a worker left out."""
+        """Take over the tests that an xdist worker deselected."""
         handed = getattr(node, "workeroutput", {})  # foreign: pytest-xdist's attribute of a node
         self._left_out.update(handed.get("left_out", {}))
         self._not_taken.update(handed.get("not_taken", {}))
 
 
 def _of_session(report: pytest.TestReport) -> float:
-    """Seconds of the fixtures that were made in a test's setup for the whole session."""
+    """Seconds of session-scoped fixtures that were set up within a test's setup."""
     return sum(float(str(value)) for name, value in report.user_properties if name == SESSION)
 
 
 def _processor() -> float:
-    """Seconds of the processor so far, of this process and of the children that have ended."""
+    """CPU seconds so far of this process and of its children that have ended."""
     times = os.times()
     return times.user + times.system + times.children_user + times.children_system
 
 
 def took_all(lane: Lane, config: pytest.Config, exitstatus: int) -> bool:
-    """A run came to its end, and nobody had asked for some of the lane's tests only: what a group's
-    renewal rests on."""
+    """Return whether a run completed and no option restricted it to some of the lane's tests; only
+    then may the digests of its groups be renewed."""
     asked = config.option
     has_ended = exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED) and not asked.maxfail
     is_narrowed = asked.keyword or asked.markexpr or asked.deselect
@@ -223,7 +224,8 @@ def took_all(lane: Lane, config: pytest.Config, exitstatus: int) -> bool:
 
 
 def configure(config: pytest.Config) -> None:
-    """Take up the lane: its device in the environment, its selection and its record."""
+    """Set up the lane: export its device, and register its plugin (selection and record) and, with
+    `--impact`, the watcher."""
     config.addinivalue_line("markers", "needs(*capabilities): what a lane must offer to run this test")
     found = lanes()
     name = config.getoption("--lane")
@@ -253,19 +255,19 @@ def configure(config: pytest.Config) -> None:
 
 
 def _lines(config: pytest.Config, option: str) -> list[str]:
-    """Of the file that an option names; none without it."""
+    """Return the lines of the file that an option names; none if the option is not given."""
     name = str(config.getoption(option))
     return Path(name).read_text().splitlines() if name else []
 
 
 def _only_controls(config: pytest.Config) -> bool:
-    """Whether this process runs no tests, because its workers do."""
+    """Return whether this process runs no tests itself, because xdist workers do."""
     is_worker = hasattr(config, "workerinput")  # foreign: pytest-xdist's attribute of a worker
     return not is_worker and bool(config.getoption("numprocesses", 0))
 
 
 def run_of(config: pytest.Config) -> LaneRun:
-    """This run."""
+    """Return the `LaneRun` plugin of this run."""
     run = config.pluginmanager.get_plugin("lane")
     assert isinstance(run, LaneRun)
     return run

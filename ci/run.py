@@ -1,8 +1,7 @@
-"""Runs lanes side by side, says of each failure whose it is, and leaves a record of each for the
-table.
+"""Run lanes in parallel, classify each failure, and leave a record of each lane for the table.
 
-A lane that runs beside others has one process, so that each pays once for what every process pays:
-imports, collection, servers, compiled code. One that runs alone has all of them.
+A lane that runs alongside others has one process, so that it pays the costs of a process (imports,
+collection, servers, compiled code) once. A lane that runs alone has all worker processes.
 """
 
 from __future__ import annotations
@@ -23,13 +22,13 @@ from ci.lanes import HOST, ROOT, Lane
 
 RECORDS = ROOT / "build" / "lanes"
 LANE = "{lane}"
-"""In an option of a run: the name of each lane."""
+"""A placeholder in the options of a run; replaced with the name of each lane."""
 TAIL = 4000
-"""Characters of the output that the class of a failure is read from."""
+"""How many last characters of the output are searched for the class of a failure."""
 
 
 class Failure(Enum):
-    """Whose a failure is."""
+    """The cause of a failure."""
 
     INFRA = "infra"
     """The machine: killed, out of time or disk, a worker lost."""
@@ -43,17 +42,17 @@ class Failure(Enum):
 
 _INFRA = ("No space left on device", "Cannot allocate memory", "crashed while running", "node down: Not properly")
 NO_PLUGINS = "-p no:schemathesis -p no:langsmith_plugin -p no:anyio"
-"""What libraries of tests bring to every pytest, also to those that tests start, and that costs
-seconds at each start."""
+"""Disables plugins that installed packages add to every pytest, including those that tests start;
+loading them costs seconds at each start."""
 _NAMED = ("FAILED ", "ERROR ")
-"""How a line of pytest's summary begins that names a test."""
+"""How the lines of pytest's summary begin that name a test."""
 _IMAGE = ("No module named", "could not be built", "No matching distribution")
 
 
 @dataclass(frozen=True, slots=True)
 class Ran:
     """One lane's run: its exit status, seconds, the class of its failure (None: it passed), and the
-    lines of pytest's summary that name what failed."""
+    lines of pytest's summary that name failed tests."""
 
     lane: Lane
     status: int
@@ -63,7 +62,7 @@ class Ran:
 
 
 def classify(status: int, output: str) -> Failure | None:
-    """The class of a run from pytest's exit status and the end of its output."""
+    """Classify a run by pytest's exit status and the end of its output; None: it passed."""
     if status == 0:
         return None
     if status < 0 or status > 128 or any(sign in output for sign in _INFRA):
@@ -74,14 +73,15 @@ def classify(status: int, output: str) -> Failure | None:
 
 
 def record_of(lane: Lane) -> Path:
-    """The file in which a lane's run is recorded."""
+    """Return the file that holds the record of a lane's run."""
     return RECORDS / f"{lane.name}.json"
 
 
 def command(
     lane: Lane, workers: int, words: Sequence[str] = (), taken: Sequence[str] = (), is_kept: bool = True
 ) -> tuple[str, ...]:
-    """How pytest is called for a lane; `taken` are options that say which tests to take."""
+    """Return the pytest command of a lane. `taken`: options that select tests; `is_kept`: write a
+    record."""
     simulated = (f"--sim={lane.simulator}",) if lane.simulator else ()
     record = (f"--lane-record={record_of(lane)}",) if is_kept else ()
     return (
@@ -100,16 +100,16 @@ def command(
 
 
 def environ(around: Mapping[str, str]) -> dict[str, str]:
-    """What a lane's processes find in their environment. What they import is compiled once,
-    whatever is said outside: a run starts hundreds of processes, and the install leaves the
-    compiling to them."""
+    """Return the environment variables of a lane's processes. PYTHONDONTWRITEBYTECODE is removed: a
+    run starts hundreds of processes, and packages are installed without byte code, so the first
+    import must store it."""
     own = {"OMP_NUM_THREADS": "1", "PYTEST_ADDOPTS": NO_PLUGINS, **around}
     return {name: value for name, value in own.items() if name != "PYTHONDONTWRITEBYTECODE"}
 
 
 def run_all(lanes: Sequence[Lane], workers: int, words: Sequence[str] = (), taken: Sequence[str] = ()) -> list[Ran]:
-    """Run lanes here, as many side by side as there may be processes; the host's, which has most
-    tests, after the others and in all processes. Waits."""
+    """Run lanes on this machine, up to `workers` in parallel; then the host's lane, which has the
+    most tests, with all `workers` processes. Waits."""
     for lane in lanes:
         shutil.rmtree(RAW / lane.name, ignore_errors=True)
     last = [lane for lane in lanes if HOST in lane.capabilities]
@@ -121,8 +121,8 @@ def run_all(lanes: Sequence[Lane], workers: int, words: Sequence[str] = (), take
 
 
 def run_each(asked: Sequence[tuple[Lane, Sequence[str]]]) -> list[Ran]:
-    """Run some tests of each of these lanes side by side, a process for each; leaves no record.
-    Waits."""
+    """Run the given tests of each lane, all lanes in parallel with one process each; leaves no
+    record. Waits."""
     with ThreadPoolExecutor(max(1, len(asked))) as threads:
         return list(threads.map(lambda each: run(each[0], 0, each[1], is_beside=len(asked) > 1, is_kept=False), asked))
 
@@ -135,9 +135,11 @@ def run(
     is_beside: bool = False,
     is_kept: bool = True,
 ) -> Ran:
-    """Run one lane here, its output as it comes, with its name before each line if it runs beside
-    others, and then in one process; waits. An environment of its own is made first. A record is
-    left if `is_kept`."""
+    """Run one lane on this machine and print its output as it comes; waits.
+
+    First makes the lane's environment if it declares one. With `is_beside` the lane runs in
+    parallel with others: it gets at most one worker process, and each line begins with its name.
+    Leaves a record if `is_kept`."""
     print(f"\n== lane {lane.name} ==", flush=True)
     if is_kept:
         record_of(lane).unlink(missing_ok=True)
@@ -168,8 +170,8 @@ def run(
 
 
 def report(runs: Sequence[Ran]) -> str:
-    """One line for each lane, and after them what failed: whoever keeps only the end of the output
-    has it."""
+    """Return one line for each lane, then the failed tests; these come last so that the end of the
+    output has them."""
     lines = [
         f"  {ran.lane.name:<14} {'passed' if ran.failure is None else 'FAILED: ' + ran.failure.value:<18} {ran.seconds:6.0f} s"
         for ran in runs

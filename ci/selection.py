@@ -1,8 +1,8 @@
-"""Which of a lane's tests a run takes.
+"""Selects the tests of a lane that a run takes.
 
-Without a turn, all. With one: every cheap test; of the slow ones a part, the next part at the next
-turn, and those near to what has changed, or all of them; a closed group whole where it is stale,
-and else a part of it by turns.
+Without a turn: all. With a turn: all cheap tests; one part of the slow tests (the next turn takes
+the next part) and the slow tests near to what has changed, or all slow tests; a closed group whole
+if it is stale, otherwise one part of it.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from ci.sharing import Sharing
 SLOW = Path("ci") / "slow.txt"
 LATER = "slow, and another turn's"
 PARTS = re.compile(r"# (\d+) turns")
-"""The first line of the file: how many turns take all slow tests."""
+"""The first line of the file: after how many turns each slow test has run once."""
 
 
 @dataclass(frozen=True, slots=True)
 class Slow:
-    """The tests that are not run at every turn."""
+    """The slow tests: each runs in one of `turns` turns."""
 
     names: frozenset[str] = frozenset()
-    """Their shared names (`shared_name`), and files whose tests all go together because they share
-    what costs most."""
+    """Their shared names (`shared_name`). A file's name stands for all its tests, which run in the
+    same turn because they share costly fixtures."""
     turns: int = 10
-    """In so many turns each of them is taken once."""
+    """Each slow test is taken once in this number of turns."""
 
     def name_of(self, test: str) -> str:
-        """The one of `names` by which a test goes; empty for a cheap test."""
+        """Return the entry of `names` that contains a test; empty for a cheap test."""
         name = shared_name(test)
         file = name.partition("::")[0]
         return file if file in self.names else name if name in self.names else ""
@@ -44,25 +44,25 @@ class Slow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
-    """What a run is asked to take."""
+    """The options that select tests."""
 
     turn: int | None = None
-    """The rotation's number, as a rule the number of commits; None: everything, on every lane that
-    can run it."""
+    """The number of the rotation, normally the number of commits; None: every test, on every lane
+    that can run it."""
     turns: int = 1
-    """The parts that are taken at once: this turn's and the next ones'."""
+    """How many parts of the slow tests this run takes: this turn's and the next ones'."""
     is_whole: bool = False
-    """All slow tests are taken; groups go by their digests, and lanes share tests out."""
+    """Take all slow tests. Groups still go by their digests, and lanes still share tests."""
     only: str = ""
-    """The tests of the group of this name alone."""
+    """Take only the tests of the group with this name."""
     fresh: frozenset[str] | None = None
-    """The groups that cover what they did when they last passed; None: this is looked up."""
+    """Groups with unchanged files since they last passed; None: compare the digests."""
     near: Collection[str] = field(default=frozenset())
-    """Slow tests that are taken because they run what has changed."""
+    """Slow tests to take because they run changed code."""
 
 
 class Selection:
-    """What a run takes of the tests that its lane can run."""
+    """Selects from the tests that a lane can run."""
 
     def __init__(self, lane: Lane, wanted: Wanted | None = None, slow: Slow | None = None) -> None:
         self._wanted = wanted or Wanted()
@@ -71,20 +71,20 @@ class Selection:
         known, told = (() if self.turn is None else self._groups), self._wanted.fresh
         fresh = {group.name for group in known if (group.is_fresh() if told is None else group.name in told)}
         self.whole: tuple[str, ...] = tuple(group.name for group in self._groups if group.name not in fresh)
-        """The groups that are taken whole."""
+        """Names of the groups that are taken whole."""
         self.sampled: tuple[str, ...] = tuple(sorted(fresh))
-        """The groups of which a part is taken."""
+        """Names of the groups that are taken in part."""
         self.takes_all = self.turn is None or self._wanted.is_whole
-        """No slow test is left to another turn."""
+        """All slow tests are taken; none is left to another turn."""
         self._slow = slow_tests() if slow is None else slow
         self._sharing = None if self.turn is None else Sharing(lane, self.turn, self._slow.turns)
 
     def covered(self) -> dict[str, str]:
-        """The digests of what the groups that are taken whole cover now; reads all their files."""
+        """Compute the digests of the groups that are taken whole; reads all their files."""
         return {group.name: group.digest() for group in self._groups if group.name in self.whole}
 
     def left_out(self, items: Sequence[pytest.Item]) -> dict[str, str]:
-        """The tests that are not taken, each with the reason."""
+        """Return the tests that are not taken, each with the reason."""
         shared: Mapping[str, str] = self._sharing.left_out(items) if self._sharing else {}
         near = self._wanted.near
         reasons = (
@@ -105,21 +105,20 @@ class Selection:
         return LATER if name and not self._is_turn(name, self._slow.turns) else ""
 
     def _is_turn(self, name: str, rounds: int) -> bool:
-        """Of so many parts, whether a name is in one that is taken."""
+        """Return whether a name is in a part that is taken, when `rounds` parts rotate."""
         first = (self.turn or 0) * self._wanted.turns
         return (zlib.crc32(name.encode()) - first) % rounds < self._wanted.turns
 
 
 def shared_name(test: str) -> str:
-    """A test's name without the package in whose folder it stands: packages name tests of one kind
-    alike."""
+    """Return a test's name with `*` in place of its device package: packages give tests of the same
+    kind the same name."""
     parts = test.split("/")
     return "/".join(["devices", "*", *parts[2:]]) if parts[0] == "devices" and len(parts) > 2 else test
 
 
 def slow_tests(root: Path = ROOT) -> Slow:
-    """The tests of `ci/slow.txt`; a test that no run of everything has timed is not among them.
-    Raises LaneError."""
+    """Read `ci/slow.txt`; it lists only tests that a full run has timed. Raises LaneError."""
     file = root / SLOW
     if not file.is_file():
         return Slow()

@@ -1,8 +1,8 @@
-"""Which of the simulated lanes takes a test that several of them can run.
+"""Decides which simulated lane takes a test that several of them can run.
 
-The rule: a test of `tests/` runs on one of them, and on the next one at the next commit. A
-package's own tests and the simulator's run on each of their lanes. `tests/sharing.toml` has the
-exceptions, each with its reason.
+The rule: a test of `tests/` runs on one of these lanes, and on the next lane at the next commit.
+Tests of a device package and of the simulator run on each of their lanes. `tests/sharing.toml` has
+the exceptions, each with its reason.
 """
 
 from __future__ import annotations
@@ -32,28 +32,28 @@ class SharingRow:
     tests: str
     """A pattern of files."""
     reason: str
-    """Why the rule does not hold for them."""
+    """Why the rule does not apply to them."""
     runs_on: str = ""
-    """"every": each lane takes the tests; "one": one of them does, although they stand in a
-    package's folder."""
+    """"every": each lane takes the tests; "one": one lane does, although they are in a package's
+    folder."""
     rotates: str = ""
     """A parameter: each lane takes every test with one value of it, the next lane with the next
     value."""
     only: str = ""
-    """A regular expression for the names of the tests that this row is about."""
+    """A regular expression for the names of the tests; the row applies to matching ones."""
     lanes: tuple[str, ...] = ()
-    """The lanes that share the tests out (empty: all simulated lanes that can run the test)."""
+    """The lanes that share the tests (empty: all simulated lanes that can run the test)."""
 
     def has(self, test: str) -> bool:
-        """Whether this row is about a test, by pytest's name."""
+        """Return whether this row applies to a test, by its pytest node id."""
         file, _, name = test.partition("::")
         return fnmatchcase(file, self.tests) and re.search(self.only, name) is not None
 
 
 class Sharing:
-    """What one lane takes of the tests that several simulated lanes can run; `turn` moves every
-    test to the next lane. A slow test is taken in one of `turns` turns; when its turn comes again,
-    it is the next lane's."""
+    """Selects, for one lane, from the tests that several simulated lanes can run. Each `turn` moves
+    every test to the next lane. A slow test runs in one of `turns` turns; the next time it runs on
+    the next lane."""
 
     def __init__(self, lane: Lane, turn: int, turns: int, root: Path = ROOT) -> None:
         self._lane = lane.name
@@ -62,7 +62,8 @@ class Sharing:
         self._rows = exceptions(root) if any(each.name == lane.name for each in self._simulated) else None
 
     def left_out(self, items: Sequence[pytest.Item]) -> dict[str, str]:
-        """The tests that another lane takes, or takes with this value, each with the reason."""
+        """Return the tests that this lane does not take, each with the reason: another lane takes
+        them, or another value of the rotating parameter is due."""
         if self._rows is None:
             return {}
         rows = {item.nodeid: self._row(item.nodeid) for item in items}
@@ -94,14 +95,14 @@ class Sharing:
         return "" if taker == self._lane else ELSEWHERE
 
     def _able(self, item: pytest.Item) -> tuple[str, ...]:
-        """The simulated lanes that can run a test."""
+        """Return the names of the simulated lanes that can run a test."""
         marks = frozenset(str(name) for mark in item.iter_markers("needs") for name in mark.args)
         needs = needs_of(item.path.relative_to(ROOT), marks)
         return tuple(lane.name for lane in self._simulated if not lane.missing(needs))
 
 
 class Places:
-    """Tests of a row in their order, and the place of each value among those of its parameter."""
+    """The tests of a row in order, and the index of each parameter's values."""
 
     def __init__(self, items: Sequence[pytest.Item]) -> None:
         self._values: dict[str, list[Any]] = {}
@@ -115,8 +116,8 @@ class Places:
                     values.append(value)
 
     def is_turn(self, item: pytest.Item, rotates: str, turn: int) -> bool:
-        """Whether a test is taken: each law, each value of the other parameters and each lane takes
-        the next value of the parameter that rotates."""
+        """Return whether a test is taken: the rotating parameter's value moves by one with each
+        lane and turn, each test function, and each value of the other parameters."""
         values = values_of(item)
         others = sum(self._values[name].index(value) for name, value in values.items() if name != rotates)
         known = self._values[rotates]
@@ -124,7 +125,8 @@ class Places:
 
 
 def exceptions(root: Path = ROOT) -> tuple[SharingRow, ...]:
-    """The rows of `tests/sharing.toml`, the first that is about a test counts; raises LaneError."""
+    """Read the rows of `tests/sharing.toml`; the first row that matches a test applies. Raises
+    LaneError."""
     file = root / EXCEPTIONS
     rows = tomllib.loads(file.read_text()).get("exception", ()) if file.is_file() else ()
     return tuple(_row(row) for row in rows)
@@ -140,11 +142,11 @@ def _row(row: dict[str, Any]) -> SharingRow:
 
 
 def values_of(item: pytest.Item) -> Mapping[str, Any]:
-    """A test's parameters and their values."""
+    """Return a test's parameters and their values."""
     made: Any = getattr(item, "callspec", None)  # foreign: pytest gives it to tests with parameters only
     return made.params if made else {}
 
 
 def law_of(item: pytest.Item) -> str:
-    """A test's name without its parameters."""
+    """Return a test's name without its parameters."""
     return item.nodeid.partition("[")[0]

@@ -1,4 +1,4 @@
-"""Finds the commit since which one test fails, by git's bisection in a worktree of its own."""
+"""Finds the first commit at which a test fails, with `git bisect` in a separate worktree."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ci.run import environ
 
 TREE = Path("build") / "since"
 FARTHEST = 1024
-"""How many commits back a passing one is looked for."""
+"""How many commits back the search for a passing commit goes."""
 
 
 class Bisection:
@@ -28,10 +28,10 @@ class Bisection:
         self._words = command(test, lane)
 
     def run(self, good: str = "") -> str:
-        """The first commit at which the test fails; `good` is one at which it passes, empty: it is
-        looked for. Waits.
+        """Return the first commit at which the test fails. `good`: a commit at which it passes;
+        empty: search for one. Waits.
 
-        Raises LaneError where the test passes now, or fails as far back as it is looked for."""
+        Raises LaneError if the test passes at HEAD, or fails at all commits that were searched."""
         self._remove()
         words = ("git", "worktree", "add", "--detach", str(self._tree), "HEAD")
         made = subprocess.run(words, cwd=self._root, capture_output=True, text=True, check=False)
@@ -56,7 +56,7 @@ class Bisection:
         return git("rev-parse", "refs/bisect/bad", root=self._tree).strip()
 
     def _passing(self) -> str:
-        """A commit at which the test passes: 1, 2, 4 ... before this one."""
+        """Return a commit at which the test passes: HEAD~1, HEAD~2, HEAD~4 ... are tried."""
         back = 1
         while back <= FARTHEST:
             name = git("rev-parse", "--verify", "--quiet", f"HEAD~{back}", root=self._root).strip()
@@ -81,13 +81,13 @@ class Bisection:
         git("worktree", "prune", root=self._root)
 
     def _environ(self) -> dict[str, str]:
-        """What is imported is what stands in the worktree."""
+        """Return an environment in which imports come from the worktree."""
         folders = (self._tree, self._tree / "simulator", *sorted((self._tree / "devices").glob("*")))
         return environ(os.environ) | {"PYTHONPATH": os.pathsep.join(map(str, folders))}
 
 
 def command(test: str, lane: Lane) -> tuple[str, ...]:
-    """How one test is run on a lane, from the folder of a checkout."""
+    """Return the command that runs one test on a lane, in the folder of a checkout."""
     simulated = (f"--sim={lane.simulator}",) if lane.simulator else ()
     pytest = (str(python_of(lane)), "-m", "pytest", "-n0", "-p", "no:cacheprovider")
     return (*pytest, f"--lane={lane.name}", *simulated, test)

@@ -1,6 +1,6 @@
-"""The table of tests and lanes: what ran where, when, why not, and which gap is known. A test that
-ran nowhere is red, unless a lane that is not always run could: then it waits for that, and is
-counted."""
+"""The table of tests and lanes: what ran where and when, the reasons for what did not run, and the
+known gaps. A test that ran on no lane is an error, unless a lane that does not always run could run
+it: then it is counted as waiting for that lane."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ _KIT = re.compile(r"^devices/[^/]+/tests/test_conformance\.py")
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """What happened to one test on one lane: "passed", "failed", "skipped" with its reason, "left
-    out" with what the lane lacks, by name in `missing`, "not taken" by a sample, or "elsewhere"
-    where another lane's turn it is; `at` is when, in seconds since 1970."""
+    """The outcome of one test on one lane: "passed", "failed", "skipped" with the reason, "left
+    out" with the capabilities that the lane lacks in `missing`, "not taken" (another turn takes
+    it), or "elsewhere" (it is another lane's turn). `at`: time of the run, seconds since 1970."""
 
     outcome: str
     at: int
@@ -36,8 +36,8 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Tests by lane. `gaps` are the laws that a lane's package declares it does not hold;
-    `declared` are all lanes."""
+    """Outcomes by test and lane. `lanes`: those with a record; `gaps`: by device package, the laws
+    that it declares as not satisfied; `declared`: all lanes."""
 
     lanes: tuple[str, ...]
     tests: Mapping[str, Mapping[str, Cell]]
@@ -46,13 +46,13 @@ class Table:
 
     @property
     def never_ran(self) -> tuple[str, ...]:
-        """Tests that no lane ran, that no sample left for another run, and that no lane that was
-        not run could run."""
+        """Tests that no lane ran, that are not left to another turn, and that wait for no other
+        lane."""
         return tuple(test for test in self._idle if not self._is_sampled(test) and not self.waits_for(test))
 
     @property
     def not_taken(self) -> int:
-        """How many tests ran on no lane because of a sample."""
+        """How many tests ran on no lane because they are left to another turn."""
         return sum(map(self._is_sampled, self._idle))
 
     @property
@@ -75,8 +75,9 @@ class Table:
         return any(cell.outcome == outcome for cell in self.tests[test].values())
 
     def waits_for(self, test: str) -> str:
-        """The lane with hardware or of a group, not run and of the same device as one that left the
-        test out, that has all which that one lacks."""
+        """Return the lane that can run a test later, or "": a lane with hardware or of a group that
+        was not run, of the same device as a lane that left the test out, with all capabilities that
+        this one lacks."""
         devices = {lane.name: lane.device for lane in self.declared}
         for name, cell in self.tests[test].items():
             for lane in self.declared:
@@ -87,12 +88,12 @@ class Table:
         return ""
 
     def why_not(self, test: str) -> str:
-        """Each lane's reason for not running a test."""
+        """Return each lane's reason for not running a test."""
         return "; ".join(f"{lane}: {cell.reason}" for lane, cell in self.tests[test].items())
 
 
 def read(records: Sequence[Path], root: Path = ROOT) -> Table:
-    """The table of some lanes' records."""
+    """Read the records of lanes into a table."""
     tests: dict[str, dict[str, Cell]] = defaultdict(dict)
     names: list[str] = []
     known_groups = groups(root)
@@ -114,19 +115,18 @@ def read(records: Sequence[Path], root: Path = ROOT) -> Table:
 
 
 def everyones(test: str) -> str:
-    """A test's name without the package that it stands in: packages whose lanes share tests out
-    name them alike."""
+    """Return a test's name with `*` in place of its device package: lanes of several packages share
+    tests of the same name."""
     return re.sub(r"^devices/[^/]+/", "devices/*/", test)
 
 
 def shared(test: str) -> str:
-    """The conformance kit is one suite, whichever package's file runs it: each of its laws is one
-    row."""
+    """Return the name of a test's row: laws of the conformance kit get one row for all packages."""
     return _KIT.sub("devices/*/tests/test_conformance.py", test)
 
 
 def gaps(root: Path) -> dict[str, tuple[str, ...]]:
-    """The laws in each package's `gaps.toml`."""
+    """Read the laws in each package's `gaps.toml`, by device."""
     found = {}
     for path in sorted(root.glob("devices/*/*/gaps.toml")):
         found[path.parent.parent.name] = tuple(row["law"] for row in tomllib.loads(path.read_text()).get("gap", ()))
@@ -139,7 +139,7 @@ _MARKS = MappingProxyType(
 
 
 def markdown(table: Table) -> str:
-    """One row a test; below, the reasons of skips, and the gaps."""
+    """Return the table in Markdown: one row per test, then the reasons of skips, and the gaps."""
     when: dict[str, float] = {}
     for cells in table.tests.values():
         when |= {lane: max(cell.at, when.get(lane, 0.0)) for lane, cell in cells.items()}
@@ -168,7 +168,7 @@ def markdown(table: Table) -> str:
 
 
 def summary(table: Table) -> str:
-    """By folder and lane: how many tests ran."""
+    """Return the numbers of tests that ran, by folder and lane, as text."""
     counts: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
     for test, cells in table.tests.items():
         parts = test.split("::")[0].split("/")

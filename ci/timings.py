@@ -1,9 +1,8 @@
-"""What tests cost, from the records of lanes, and which of them are slow: `ci/slow.txt`, which a
-run of everything writes.
+"""Computes test costs from the records of lanes, and which tests are slow: `ci/slow.txt`, which a
+full run writes.
 
-A suite that grows must not make `make test` longer. So what is fixed is not what a cheap test may
-cost, nor how many turns take all slow tests, but how long the cheap tests may take together, and
-how long a turn may.
+A growing suite must not make `make test` longer. Therefore the total time of the cheap tests and
+the time of a turn are fixed; the cost limit of a cheap test and the number of turns follow.
 """
 
 from __future__ import annotations
@@ -21,25 +20,25 @@ from ci.lanes import ROOT
 from ci.selection import SLOW, Slow, shared_name, slow_tests
 
 ALWAYS = 200.0
-"""Seconds of the cheapest tests, on all lanes together, that are run always."""
+"""Seconds of the tests that always run, on all lanes together: the cheapest ones."""
 TURN = 120.0
-"""Seconds of the other tests that a turn takes."""
+"""Seconds of slow tests in one turn."""
 LIMIT = 0.5
-"""Seconds that a test may cost and be run always, wherever it stands."""
+"""A test that costs more seconds is slow even if it would fit into ALWAYS."""
 PART = 0.75
-"""Of the seconds by the clock."""
+"""The fraction of wall-clock seconds that counts."""
 SHARED = 2.0
-"""Seconds of a file's fixtures on a lane beyond which its tests go together, so that they are paid
-for in one turn, ..."""
+"""A file with more seconds of fixtures on a lane is slow as a whole, so that the fixtures run in
+one turn only, ..."""
 PER_TEST = 0.1
-"""... unless there are so many tests in it that the part of each is less than so many seconds."""
+"""... unless the fixtures' seconds divided by the number of its tests are at most this."""
 MARGIN = 0.2
-"""A test changes sides only if it is so much, as a part of its cost, beyond the limit: costs vary
-from run to run."""
+"""Hysteresis: a test changes between cheap and slow only if its cost is beyond the limit by this
+fraction, because costs vary between runs."""
 
 
 def timed(records: Sequence[Path], slow: Slow) -> list[Timed]:
-    """Every test that ran, by the records of the lanes."""
+    """Return every test that ran with its cost, from the records of lanes."""
     found = []
     for path in records:
         record = json.loads(path.read_text())
@@ -49,9 +48,9 @@ def timed(records: Sequence[Path], slow: Slow) -> list[Timed]:
 
 
 def costs(record: Mapping[str, Any]) -> dict[str, float]:
-    """Seconds of each test of a lane that ran: its processor's seconds, or three quarters of those
-    by the clock where that is more, because others may use the machine; and its part of what the
-    fixtures of its file took."""
+    """Return the cost in seconds of each test that ran on a lane: its CPU seconds, or PART of its
+    wall-clock seconds if that is more (other processes may use the machine), plus its share of PART
+    of its file's fixture seconds."""
     ran = {test: known for test, known in record["tests"].items() if known["outcome"] != "skipped"}
     counts = Counter(test.partition("::")[0] for test in ran)
     fixtures = record.get("fixtures", {})
@@ -67,10 +66,11 @@ def _own(known: Mapping[str, Any]) -> float:
 
 
 def slow_of(records: Sequence[Path], before: Slow) -> Slow:
-    """The slow tests: all but the cheapest that fit into the time for cheap ones. What a test costs
-    is the most that it does on a lane, and it takes the time of all lanes that ran it. Those of
-    closed groups are not among them: their group says when they run. Tests of a file with costly
-    fixtures go by the file's name. What did not run keeps its place."""
+    """Compute the slow tests: all except the cheapest that fit into ALWAYS and cost at most LIMIT.
+
+    Tests are ranked by their highest cost on a lane; their costs on all lanes count against ALWAYS.
+    Tests of closed groups are not included: their group decides when they run. A file with costly
+    fixtures is one entry. A slow test that did not run stays slow."""
     worst: dict[str, float] = {}
     together: dict[str, float] = defaultdict(float)
     ran: set[str] = set()
@@ -94,7 +94,7 @@ def slow_of(records: Sequence[Path], before: Slow) -> Slow:
 
 
 def _costly(fixtures: Mapping[str, float], tests: Iterable[str]) -> list[str]:
-    """The files whose fixtures make their tests slow."""
+    """Return the files with fixtures that make their tests slow (SHARED, PER_TEST)."""
     counts = Counter(test.partition("::")[0] for test in tests)
     return [
         file
@@ -108,7 +108,7 @@ def _weight(is_slow: bool) -> float:
 
 
 def _beyond(ranked: Mapping[str, float], together: Mapping[str, float]) -> frozenset[str]:
-    """The tests behind those that fit, the cheapest first."""
+    """Take tests, cheapest first, while they fit into ALWAYS and LIMIT; return the rest."""
     left = ALWAYS
     for place, name in enumerate(order := sorted(ranked, key=lambda name: (ranked[name], name))):
         left -= together[name]
@@ -118,7 +118,7 @@ def _beyond(ranked: Mapping[str, float], together: Mapping[str, float]) -> froze
 
 
 def write_slow(slow: Slow, root: Path = ROOT) -> tuple[int, int]:
-    """Write `ci/slow.txt`; returns how many names are new, and how many went."""
+    """Write `ci/slow.txt`; returns the numbers of added and of removed names."""
     before = slow_tests(root).names
     text = "".join(f"{line}\n" for line in (f"# {slow.turns} turns", *sorted(slow.names)))
     (root / SLOW).write_text(text)

@@ -1,6 +1,6 @@
-"""The oldest torch that the runtime must also run on, and the newest, have no build here: their
-public names are kept, and what the code uses is held against them. `python -m ci.torch_names WHEEL`
-writes the list of a version from its wheel, for any platform.
+"""Public names of the oldest and the newest supported torch, which are not installed here: they are
+stored, and a test compares the names that the code uses with them. `python -m ci.torch_names WHEEL`
+writes the list of a version from a wheel of any platform.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ FOLDER = Path(__file__).parent / "data"
 CODE = ("sglcore/**/*.py", "devices/*/sglcore_*/**/*.py")
 STUBS = ("torch/_C/__init__.pyi", "torch/_C/_VariableFunctions.pyi", "torch/_C/_acc/__init__.pyi")
 CLASSES = ("Tensor", "Stream", "Event")
-"""Classes whose members are kept too."""
+"""Classes that have their members stored too."""
 
 
 def stored_versions() -> dict[str, dict[str, list[str]]]:
-    """What `names_of_wheel` gave, by torch's version, the oldest first."""
+    """Read the stored results of `names_of_wheel`, by torch version, oldest first."""
     texts = [json.loads(file.read_text()) for file in FOLDER.glob("torch_names_*.json")]
     found = {names["version"][0]: names for names in texts}
     return dict(sorted(found.items(), key=lambda item: [int(part) for part in item[0].split(".")]))
 
 
 def names_of_wheel(wheel: Path) -> dict[str, list[str]]:
-    """The names of each torch module in a wheel that has public Python source, and the members of
-    `CLASSES`."""
+    """Return, from a wheel, the names in each torch module that has public Python source, the
+    members of `CLASSES`, and the version as `version`."""
     with zipfile.ZipFile(wheel) as files:
         sources = {name: files.read(name).decode() for name in files.namelist() if _wanted(name)}
         version = (
@@ -53,8 +53,8 @@ def names_of_wheel(wheel: Path) -> dict[str, list[str]]:
 
 
 def _wanted(name: str) -> bool:
-    """Public modules down to the third level, the stubs, and where the classes' Python parts
-    live."""
+    """Return whether to read a file: public modules down to the third level, the stubs, and the
+    files with the Python parts of `CLASSES`."""
     if name in STUBS or name in ("torch/_tensor.py", "torch/_streambase.py"):
         return True
     parts = Path(name).with_suffix("").parts
@@ -64,7 +64,7 @@ def _wanted(name: str) -> bool:
 
 
 def _defined(tree: ast.AST) -> Iterator[str]:
-    """Names that a module binds at its top level, in whatever branch."""
+    """Yield the names that a module binds at its top level, in any branch."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             yield node.name
@@ -86,7 +86,7 @@ def _members(tree: ast.AST, kind: str) -> Iterator[str]:
 
 
 def unknown_names(stored: Mapping[str, list[str]], root: Path = ROOT) -> list[str]:
-    """`file:line: name` of each torch name in the code that the stored version does not have."""
+    """Return `file:line: name` of each torch name in the code that the stored version lacks."""
     modules = {module: frozenset(names) for module, names in stored.items() if module != "version"}
     missing = _missing_members(modules)
     found = []
@@ -99,8 +99,8 @@ def unknown_names(stored: Mapping[str, list[str]], root: Path = ROOT) -> list[st
 
 
 def _missing_members(modules: Mapping[str, frozenset[str]]) -> frozenset[str]:
-    """Methods of the installed torch's classes that the stored version lacks, as not yet or no more
-    there; no object of ours has such a name."""
+    """Return methods of the installed torch's classes that the stored version lacks (not yet added,
+    or removed). Any use of such a name counts as torch's: no object of ours has it."""
     import torch
 
     kinds = (torch.Tensor, torch.Stream, torch.Event)
@@ -110,8 +110,8 @@ def _missing_members(modules: Mapping[str, frozenset[str]]) -> frozenset[str]:
 
 
 def _uses(tree: ast.AST, missing: frozenset[str]) -> Iterator[tuple[int, str]]:
-    """Dotted names that start at torch, in expressions and imports, and members that another torch
-    lacks."""
+    """Yield line and name of dotted names that start at torch, in expressions and imports, and of
+    the members in `missing`."""
     inner = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
     imported = (alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names)
     start = "torch." if any(name.split(".")[0] == "torch" for name in imported) else "no name of torch is bound here"
@@ -136,8 +136,8 @@ def _dotted(node: ast.expr) -> str:
 
 
 def _is_unknown(name: str, modules: Mapping[str, frozenset[str]]) -> bool:
-    """Walk down the modules; what follows the last known one must be a name in it. Registered
-    operators are not names."""
+    """Return whether a name is unknown: find its longest prefix that is a known module or class;
+    the next part must be a name in it. Registered operators (torch.ops) are always known."""
     parts = name.split(".")
     if parts[:2] == ["torch", "ops"]:
         return False

@@ -1,8 +1,8 @@
-"""The pytest plugin that records which test runs which lines, by coverage.py.
+"""The pytest plugin that records with coverage.py which test runs which lines.
 
-What a test's own process runs is recorded with the test's name. What a process that it starts runs
-is recorded with the name of the test's file, because a server serves all tests of a file. A fixture
-that several tests share is watched with the first of them, if that one is.
+Lines that run in the test's process are recorded under the test's name. Lines that run in a child
+process are recorded under the test's file, because a server serves all tests of a file. A shared
+fixture is recorded under the first test that uses it, if that test is watched.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from ci.impact import SOURCES
 from ci.lanes import ROOT
 
 CONTEXT = "IMPACT_FILE"
-"""The environment variable in which a child finds the file of the test that started it."""
+"""The environment variable that tells a child process the file of the test that started it."""
 START = "COVERAGE_PROCESS_START"
-"""The one by which coverage.py is told to watch a child."""
+"""The environment variable that makes coverage.py watch a child process."""
 CHILDREN = """[run]
 source =
     {sources}
@@ -35,8 +35,8 @@ disable_warnings = no-data-collected,module-not-imported,module-not-measured,cou
 
 
 class Watcher:
-    """Watches the tests for which `is_due` says so, until pytest ends. `folder` is made; each
-    process writes files of its own there."""
+    """Watches the tests for which `is_due` is true, until pytest ends. Creates `folder`; each
+    process writes its own files there."""
 
     def __init__(self, folder: Path, is_due: Callable[[str], bool]) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -51,7 +51,7 @@ class Watcher:
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[Any]:
-        """All that is run until the next test is this test's."""
+        """Record all lines until the next test under this test's name, if it is due."""
         if self._is_due(item.nodeid):
             os.environ[START] = str(self._settings)
             os.environ[CONTEXT] = item.nodeid.partition("::")[0]
@@ -63,7 +63,7 @@ class Watcher:
         return (yield)
 
     def pytest_unconfigure(self) -> None:
-        """Write what was seen."""
+        """Stop, and write the recorded lines."""
         self._pause()
         self._cover.save()
 

@@ -1,8 +1,8 @@
-"""The GitHub workflow generated from the lanes: a job for each lane and torch, and one that joins
-what they recorded.
+"""Generates the GitHub workflow from the lanes: one job per lane and torch version, and one job
+that joins their records.
 
-Every job is written out: no step is made of an expression, so what stands there is what bash gets.
-Workflows without the header are written by hand and left alone.
+Every job is written out without a matrix or computed steps, so the file shows what bash runs.
+Workflows without the header are written by hand and stay as they are.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ FILE = "ci.yml"
 HEADER = "# Written by `python -m ci workflows --write` from devices/*/ci.toml; a test holds it to them.\n"
 UBUNTU = "ubuntu-24.04"
 PYTHON = "3.11"
-"""What lanes without hardware run on: GitHub's machine, and the oldest Python that is served."""
+"""Lanes without hardware run on GitHub's machine with the oldest supported Python."""
 VENV = ".venv/bin/python"
 CHECKOUT = "      - uses: actions/checkout@v6\n        with: {fetch-depth: 0}\n"
-"""With its history: which slow tests are due hangs on the number of commits."""
+"""With full history: the number of commits decides which slow tests run."""
 SETUP_PYTHON = f'      - uses: actions/setup-python@v6\n        with: {{python-version: "{PYTHON}"}}\n'
 APT = ("apt-get update -qq", "DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends")
 
@@ -47,15 +47,15 @@ jobs:
 
 
 def texts(found: Sequence[Lane], root: Path = ROOT) -> Mapping[str, str]:
-    """Every generated workflow by its file's name; raises LaneError where a lane can not be
-    installed as it says."""
+    """Generate every workflow, by file name. Raises LaneError if a lane can not be installed as
+    declared."""
     rows = [(lane, version) for lane in found for version in lane.torch or ("",)]
     joined = [_id(lane, version) for lane, version in rows if version in ("", *lane.torch[:1])]
     return {FILE: HEADER + HEAD + "".join(_job(*row, root) for row in rows) + _joining(joined)}
 
 
 def _id(lane: Lane, version: str) -> str:
-    """The name of a job: one for each torch where a lane has several."""
+    """Return the job's id; it has the torch version if the lane has several."""
     return f"{lane.name}-torch-{version.replace('.', '-')}" if len(lane.torch) > 1 else lane.name
 
 
@@ -72,13 +72,14 @@ def _job(lane: Lane, version: str, root: Path) -> str:
 
 
 def _has_runner(lane: Lane) -> str:
-    """A machine of one's own is asked only where it is there, and never with a stranger's code."""
+    """Condition of a self-hosted job: the repository has such a runner, and the code does not come
+    from a pull request (which may be a stranger's)."""
     return f"vars.RUNNERS_{lane.device.upper()} == 'yes' && github.event_name != 'pull_request'"
 
 
 def _steps(lane: Lane, version: str, root: Path) -> str:
-    """A lane's steps: what the image lacks, the checkout, what the lane sets up, Python's packages,
-    the tests, the record. That of its first torch is joined with the others'."""
+    """Return a lane's steps: system packages, checkout, the lane's set-up, Python packages, tests,
+    upload of the record. Only the record of the lane's first torch version joins the table."""
     source = [f"source {lane.source}"] if lane.source else []
     trusted = ['git config --global --add safe.directory "$GITHUB_WORKSPACE"'] if lane.image else []
     run = f'{VENV} -m ci run {lane.name} --tests "$TESTS"'
@@ -103,15 +104,15 @@ LINT = (".venv/bin/ruff format --check .", ".venv/bin/ruff check .", ".venv/bin/
 
 
 def _run(name: str, lines: Sequence[str], condition: str = "") -> str:
-    """One step of bash; nothing where it has no lines."""
+    """Return one bash step; empty if it has no lines."""
     own = [f"        if: ${{{{ {condition} }}}}"] if condition else []
     body = ["        run: |", *(f"          {line}" for line in lines)]
     return "\n".join([f"      - name: {name}", *own, *body, ""]) if lines else ""
 
 
 def _install(lane: Lane, version: str, root: Path) -> list[str]:
-    """How a lane's Python gets its packages. One of an environment of its own makes that when it is
-    run."""
+    """Return the commands that install a lane's Python packages. A lane with its own environment
+    makes it when it runs, and gets only pytest here."""
     made = f"python3 -m venv {'--system-site-packages ' if lane.vendor_torch else ''}.venv"
     if lane.environment:
         return [made, f"{VENV} -m pip install --quiet -c constraints.txt pytest"]
@@ -119,8 +120,8 @@ def _install(lane: Lane, version: str, root: Path) -> list[str]:
 
 
 def _wanted(lane: Lane, version: str, root: Path) -> list[str]:
-    """The installer's options: everything on the host's lane and on simulated ones, the device's
-    own package on others."""
+    """Return the installer's options: all packages on the host's lane and on simulated lanes, the
+    device's package on others. Raises LaneError if the simulator does not support the torch."""
     fits = _simulator_takes(version, root)
     if lane.simulator and not fits:
         raise LaneError(f"lane {lane.name} asks for torch {version}, which the simulator does not take; name another")
@@ -132,7 +133,7 @@ def _wanted(lane: Lane, version: str, root: Path) -> list[str]:
 
 
 def _simulator_takes(version: str, root: Path) -> bool:
-    """Whether the simulator can be installed beside a torch."""
+    """Return whether the simulator's requirements allow a torch version."""
     from packaging.requirements import Requirement
 
     path = root / "simulator" / "pyproject.toml"
@@ -147,7 +148,7 @@ def _upload(name: str, path: str) -> str:
 
 
 def _joining(needs: Sequence[str]) -> str:
-    """The job that joins all records of a run, and is red where a test ran nowhere."""
+    """Return the job that joins all records of a run and fails if a test ran on no lane."""
     lines = [f"    needs: {json.dumps(list(needs))}"]
     lines += ["    if: ${{ !cancelled() && inputs.lane == '' && inputs.tests == '' }}", f"    runs-on: [{UBUNTU}]"]
     download = "      - uses: actions/download-artifact@v7\n        with: {pattern: record-*, path: records}\n"
@@ -161,20 +162,19 @@ def _joining(needs: Sequence[str]) -> str:
 
 
 def generated(root: Path = ROOT) -> dict[str, str]:
-    """The stored workflows that this module wrote, by name: those that begin with its header.
-    Others are written by hand."""
+    """Read the stored workflows that this module wrote, by file name: those with its header."""
     found = {path.name: path.read_text() for path in (root / FOLDER).glob("*.yml")}
     return {name: text for name, text in found.items() if text.startswith(HEADER)}
 
 
 def differences(root: Path = ROOT) -> list[str]:
-    """Generated workflow files that are not what the lanes say."""
+    """Return the names of generated files that are missing, outdated or superfluous."""
     wanted, stored = texts(lanes(root), root), generated(root)
     return sorted(name for name in wanted.keys() | stored.keys() if wanted.get(name) != stored.get(name))
 
 
 def main(write: bool) -> int:
-    """Write the files, or name those that differ; 1 if some do."""
+    """With `write`, write the files. Print the files that differ; returns 1 if any does."""
     if write:
         (ROOT / FOLDER).mkdir(parents=True, exist_ok=True)
         for name in generated():

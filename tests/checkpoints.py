@@ -1,5 +1,4 @@
-"""Tiny random checkpoints, saved by the transformers library, which is then the oracle of whoever
-loads them."""
+"""Tiny random checkpoints, saved by transformers, which is also the oracle for loading them."""
 
 from __future__ import annotations
 
@@ -33,15 +32,16 @@ SIZES: Mapping[str, Any] = MappingProxyType(
         "eos_token_id": 2,
     }
 )
-"""Odd enough that a swapped dimension shows; `initializer_range` is large, so that a wrong weight
-shows."""
+"""Sizes that differ, so that a swapped dimension shows; `initializer_range` is large, so that a
+wrong weight shows."""
 
 Oracle = Any
 """A transformers model."""
 
 
 def make_oracle(config: Oracle, architecture: str, seed: int = 0) -> Oracle:
-    """A random model in float32; norms and biases are random too, so that a lost one shows."""
+    """Return a random model in float32; norms and biases are random too, so that a missing one
+    shows."""
     torch.manual_seed(seed)
     config._attn_implementation = "eager" if architecture.startswith(("Gemma2", "GptOss", "Mamba")) else "sdpa"
     if any(name in architecture for name in ("Moe", "GptOss", "NemotronH")):
@@ -78,7 +78,7 @@ def qwen2(**changes: Any) -> Oracle:
 
 
 def qwen3(**changes: Any) -> Oracle:
-    """A Qwen 3; its heads are wider than hidden size over heads."""
+    """A Qwen 3; its head size is larger than hidden size / heads."""
     return make_oracle(transformers.Qwen3Config(**{**SIZES, "head_dim": 20, **changes}), "Qwen3ForCausalLM")
 
 
@@ -94,21 +94,22 @@ def mixtral(**changes: Any) -> Oracle:
 
 
 def qwen2_moe(**changes: Any) -> Oracle:
-    """A sparse Qwen 2, whose second layer is dense."""
+    """A sparse Qwen 2; its second layer is dense."""
     sizes = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 20, "mlp_only_layers": [1]}
     config = transformers.Qwen2MoeConfig(**{**SIZES, **sizes, "shared_expert_intermediate_size": 28, **changes})
     return make_oracle(config, "Qwen2MoeForCausalLM")
 
 
 def glm4_moe(**changes: Any) -> Oracle:
-    """A GLM-4.5, whose first layer is dense; of four groups of experts a token's are of three."""
+    """A GLM-4.5 with a dense first layer; each token's experts come from three of four groups."""
     sizes = {"head_dim": 12, "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 20}
     rules = {"n_group": 4, "topk_group": 3, "routed_scaling_factor": 1.5, "use_qk_norm": True, "attention_bias": True}
     model = make_oracle(transformers.Glm4MoeConfig(**{**SIZES, **sizes, **rules, **changes}), "Glm4MoeForCausalLM")
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
             buffer.copy_(torch.randn_like(buffer) * 0.1)
-    # Files have a layer behind the last, which predicts a further token and which nobody runs.
+    # Published files also have an MTP layer after the last one, which the model itself does
+    # not run.
     model.model.layers.append(torch.nn.ModuleDict({"eh_proj": torch.nn.Linear(4, 4, bias=False)}))
     return model
 
@@ -126,16 +127,18 @@ def glm4(**changes: Any) -> Oracle:
 
 
 def gpt_oss(**changes: Any) -> Oracle:
-    """A gpt-oss whose first layer has a window. Its experts' limit is low enough to clamp."""
+    """A gpt-oss with a sliding window in its first layer. Its activation limit is low enough to
+    clamp."""
     sizes = {"head_dim": 12, "num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 6, "swiglu_limit": 0.8}
     yarn = rope("yarn", factor=4.0, original_max_position_embeddings=16, beta_fast=32.0, beta_slow=1.0, truncate=False)
     return make_oracle(transformers.GptOssConfig(**{**SIZES, **sizes, **yarn, **changes}), "GptOssForCausalLM")
 
 
 def with_mxfp4_experts(model: Oracle, folder: Path) -> Path:
-    """Save a gpt-oss as it is published, its experts as random codes, and give the model their
-    values."""
-    # This import takes as long as all others of this file, which a hundred files of tests import.
+    """Save a gpt-oss as it is published, with random MXFP4 codes as experts, and give the model the
+    decoded values."""
+    # This import takes as long as all others of this file together; a hundred test files import
+    # this file.
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
     generator = torch.Generator().manual_seed(4)
@@ -157,7 +160,7 @@ def with_mxfp4_experts(model: Oracle, folder: Path) -> Path:
 
 
 def phi3(**changes: Any) -> Oracle:
-    """A Phi 3 or 4, which rotates part of a head."""
+    """A Phi 3 or 4 with partial rotary."""
     sizes = {"partial_rotary_factor": 0.5}
     return make_oracle(transformers.Phi3Config(**{**SIZES, **sizes, **changes}), "Phi3ForCausalLM")
 
@@ -177,7 +180,7 @@ def granite_moe(**changes: Any) -> Oracle:
 
 
 def granite_hybrid(**changes: Any) -> Oracle:
-    """A Granite 4 whose second layer has attention."""
+    """A Granite 4 with attention in its second layer."""
     space = {"mamba_n_heads": 8, "mamba_n_groups": 2, "mamba_d_state": 12, "mamba_chunk_size": 16, "mamba_d_conv": 3}
     experts = {"num_local_experts": 5, "num_experts_per_tok": 2, "shared_intermediate_size": 28}
     kinds = {"layer_types": ["linear_attention", "full_attention", "linear_attention"], "num_hidden_layers": 3}
@@ -191,7 +194,7 @@ def olmo2(**changes: Any) -> Oracle:
 
 
 def olmo3(**changes: Any) -> Oracle:
-    """An OLMo 3 whose layer without a window has a rotary embedding of its own."""
+    """An OLMo 3; its full-attention layer has other rotary settings."""
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 5e5}
     kinds = {"full_attention": yarn, "sliding_attention": {"rope_type": "default", "rope_theta": 5e5}}
     sizes = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6, "rope_parameters": kinds}
@@ -199,7 +202,7 @@ def olmo3(**changes: Any) -> Oracle:
 
 
 def gemma3(**changes: Any) -> Oracle:
-    """A Gemma 3 for text: every second layer has a window, and a rotary embedding of its own."""
+    """A text-only Gemma 3: every second layer has a sliding window, with other rotary settings."""
     kinds = ["sliding_attention", "full_attention"]
     sizes = {**SIZES, "head_dim": 20, "layer_types": kinds, "query_pre_attn_scalar": 24, "sliding_window": 6}
     return make_oracle(transformers.Gemma3TextConfig(**{**sizes, **changes}), "Gemma3ForCausalLM")
@@ -211,15 +214,16 @@ def gemma(**changes: Any) -> Oracle:
 
 
 def gemma2(**changes: Any) -> Oracle:
-    """A Gemma 2 whose first layer has a window; its caps are low enough to bend."""
+    """A Gemma 2 with a sliding window in its first layer; its softcaps are low enough to have an
+    effect."""
     sizes = {"head_dim": 20, "sliding_window": 6, "query_pre_attn_scalar": 24}
     caps = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}
     return make_oracle(transformers.Gemma2Config(**{**SIZES, **sizes, **caps, **changes}), "Gemma2ForCausalLM")
 
 
 def hybrid_sizes() -> dict[str, Any]:
-    """Three layers, the second with attention, of whose heads a half is rotated. The epsilon keeps
-    norms of small sums from making float32's own error large."""
+    """Sizes of three layers, with attention in the second and half of each head rotated. The large
+    epsilon keeps norms of small sums from amplifying float32 rounding."""
     heads = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 12}
     sizes = {"linear_value_head_dim": 8, "num_hidden_layers": 3, "head_dim": 24, "rms_norm_eps": 1e-3}
     kinds = {"layer_types": ["linear_attention", "full_attention", "linear_attention"]}
@@ -235,7 +239,7 @@ _EXPERTS = {
 
 
 def qwen3_next(**changes: Any) -> Oracle:
-    """A Qwen3-Next whose third layer is dense."""
+    """A Qwen3-Next with a dense third layer."""
     config = transformers.Qwen3NextConfig(**{**hybrid_sizes(), **_EXPERTS, "mlp_only_layers": [2], **changes})
     config._experts_implementation = "eager"
     return make_oracle(config, "Qwen3NextForCausalLM")
@@ -255,14 +259,14 @@ def qwen35_moe(**changes: Any) -> Oracle:
 
 
 def lfm2(**changes: Any) -> Oracle:
-    """An LFM2 whose second layer has attention; its feed-forward blocks are 48 wide, two thirds of
-    what its file says."""
+    """An LFM2 with attention in its second layer; its feed-forward blocks are 48 wide, two thirds
+    of the configured size."""
     sizes = {"layer_types": ["conv", "full_attention", "conv"], "num_hidden_layers": 3, "block_multiple_of": 16}
     return make_oracle(transformers.Lfm2Config(**{**SIZES, **sizes, **changes}), "Lfm2ForCausalLM")
 
 
 def lfm2_moe(**changes: Any) -> Oracle:
-    """A sparse LFM2, whose first layer is dense."""
+    """A sparse LFM2 with a dense first layer."""
     sizes = {"layer_types": ["conv", "full_attention", "conv"], "num_hidden_layers": 3, "num_dense_layers": 1}
     experts = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 20, "routed_scaling_factor": 1.5}
     model = make_oracle(transformers.Lfm2MoeConfig(**{**SIZES, **sizes, **experts, **changes}), "Lfm2MoeForCausalLM")
@@ -273,9 +277,9 @@ def lfm2_moe(**changes: Any) -> Oracle:
 
 
 def nemotron_h(**changes: Any) -> Oracle:
-    """A Nemotron-H with a layer of each kind. Its class limits the time steps of prompts from below
-    by another number than its file's limit, and those of single tokens not at all; here it limits
-    none."""
+    """A Nemotron-H with a layer of each kind. Its transformers class limits the time steps of
+    prompts by another number than the configured one, and those of single tokens not at all; here
+    the limit has no effect."""
     space = {"mamba_num_heads": 8, "mamba_head_dim": 12, "n_groups": 2, "ssm_state_size": 12, "conv_kernel": 3}
     kinds = ["linear_attention", "mlp", "full_attention", "moe", "linear_attention"]
     experts = {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 20, "n_group": 4}
@@ -291,21 +295,22 @@ def nemotron_h(**changes: Any) -> Oracle:
 
 
 def exaone4(**changes: Any) -> Oracle:
-    """An EXAONE 4, which has no file of ours: every second layer has a window, and full ones have
-    no rotary embedding."""
+    """An EXAONE 4, which has no file of ours: every second layer has a sliding window, and
+    full-attention layers have no rotary embedding."""
     sizes = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6}
     return make_oracle(transformers.Exaone4Config(**{**SIZES, **sizes, **changes}), "Exaone4ForCausalLM")
 
 
 def falcon(**changes: Any) -> Oracle:
-    """A Falcon, which attends by itself, with one head of keys and values."""
+    """A Falcon with its own attention in its class, and one K/V head."""
     sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2, "vocab_size": 97}
     own = {"initializer_range": 0.2, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
     return make_oracle(transformers.FalconConfig(**{**sizes, **own, **changes}), "FalconForCausalLM")
 
 
 def falcon_h1(**changes: Any) -> Oracle:
-    """A Falcon H1, which has no file of ours: each layer attends and has a Mamba 2 beside it."""
+    """A Falcon H1, which has no file of ours: each layer has attention and a Mamba 2 in
+    parallel."""
     heads = {"mamba_n_heads": 4, "mamba_d_head": 24, "mamba_d_ssm": 96, "mamba_d_state": 8, "mamba_chunk_size": 16}
     sizes = {**SIZES, "head_dim": 20, **heads, **changes}
     return make_oracle(transformers.FalconH1Config(**sizes), "FalconH1ForCausalLM")
@@ -319,14 +324,14 @@ def mamba2(**changes: Any) -> Oracle:
 
 
 def bert(architecture: str = "BertModel", **changes: Any) -> Oracle:
-    """A BERT encoder, or one of the models around it."""
+    """A BERT encoder, or a BERT model with a head."""
     sizes = {name: size for name, size in SIZES.items() if name != "num_key_value_heads"}
     return make_oracle(transformers.BertConfig(**{**sizes, **changes}), architecture)
 
 
 def roberta(architecture: str = "XLMRobertaModel", **changes: Any) -> Oracle:
-    """A RoBERTa or XLM-RoBERTa encoder, or one of the models around it; positions begin behind that
-    of padding."""
+    """A RoBERTa or XLM-RoBERTa encoder, or a model with a head; positions begin after the padding
+    position."""
     sizes = {name: size for name, size in SIZES.items() if name != "num_key_value_heads"}
     kind = transformers.XLMRobertaConfig if architecture.startswith("XLM") else transformers.RobertaConfig
     own = {"pad_token_id": 1, "type_vocab_size": 1, "layer_norm_eps": 1e-5}
@@ -334,15 +339,15 @@ def roberta(architecture: str = "XLMRobertaModel", **changes: Any) -> Oracle:
 
 
 def modernbert(architecture: str = "ModernBertModel", **changes: Any) -> Oracle:
-    """A ModernBERT encoder, or one of the models around it: two of its three layers see three
-    tokens to either side."""
+    """A ModernBERT encoder, or a model with a head: two of its three layers see three tokens to
+    either side."""
     sizes = {name: size for name, size in SIZES.items() if name not in ("num_key_value_heads", "num_hidden_layers")}
     own = {"num_hidden_layers": 3, "local_attention": 6, "cls_token_id": 1, "sep_token_id": 2}
     return make_oracle(transformers.ModernBertConfig(**{**sizes, **own, **changes}), architecture)
 
 
 def rope(kind: str, **numbers: Any) -> dict[str, Any]:
-    """Rope parameters in the dialect of transformers 5."""
+    """Return rope parameters in the dialect of transformers 5."""
     return {"rope_parameters": {"rope_theta": 10000.0, "rope_type": kind, **numbers}}
 
 
@@ -424,7 +429,7 @@ CAUSAL: Mapping[str, Callable[[], Oracle]] = MappingProxyType(
         "qwen3-moe-every-second": lambda: qwen3_moe(decoder_sparse_step=2),
     }
 )
-"""Language models by name; each call makes one, seeded."""
+"""Language models by name; each call makes one from a fixed seed."""
 
 
 def oracle_logprobs(model: Oracle, ids: list[int]) -> Tensor:

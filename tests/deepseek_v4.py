@@ -1,5 +1,5 @@
-"""Tiny random DeepSeek-V4 checkpoints in each dialect, by transformers, which is the oracle of
-whoever loads them."""
+"""Tiny random DeepSeek-V4 checkpoints in each dialect, made by transformers, which is also the
+oracle for loading them."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ SIZES: Mapping[str, Any] = MappingProxyType(
         "eos_token_id": 2,
     }
 )
-"""With 16 heads no score of an index is 0 by chance, which would be a tie."""
+"""With 16 heads no indexer score is 0 by chance, which would be a tie."""
 YARN = {"rope_type": "yarn", "factor": 16, "original_max_position_embeddings": 256, "beta_fast": 32, "beta_slow": 1}
 
 
 def deepseek_v4(seed: int = 0, **changes: Any) -> Oracle:
-    """A random model in float32, with nothing left at what it begins with."""
+    """Return a random model in float32, with no parameter left at its initial value."""
     given = {**SIZES, "rope_parameters": dict(YARN), **changes}
     lists = {name: list(value) for name, value in given.items() if isinstance(value, tuple)}
     config = transformers.DeepseekV4Config(**{**given, **lists, "compress_rates": dict(given["compress_rates"])})
@@ -85,13 +85,12 @@ def _random(name: str, values: Tensor) -> Tensor:
 
 
 def with_module_names(model: Oracle, folder: Path) -> Path:
-    """By the names of transformers' modules, experts in one piece; its own form of the
-    configuration."""
+    """Save with transformers' module names, fused experts, and transformers' configuration."""
     return _write(folder, model.config.to_dict(), {**model.state_dict()})
 
 
 def with_published_names(model: Oracle, folder: Path) -> Path:
-    """As DeepSeek publishes them, with what predicts further tokens, and the published form of the
+    """Save with the names that DeepSeek publishes, with MTP layers and the published
     configuration."""
     own = revert_weight_conversion(model, model.state_dict())
     weights = {re.sub(r"^model\.", "", name): values for name, values in own.items()}
@@ -105,7 +104,8 @@ def _published(name: str) -> str:
 
 
 def published_config(config: Any) -> dict[str, Any]:
-    """The same in the published form, if ratios are what that has words for."""
+    """Return the configuration in its published form, if it has words for the compression
+    ratios."""
     found = config.to_dict()
     ratios = {SLIDING: 0, SPARSE: 4, HEAVY: 128}
     found["compress_ratios"] = [*(ratios[kind] for kind in found.pop("layer_types")), 0]
@@ -118,7 +118,8 @@ def published_config(config: Any) -> dict[str, Any]:
 
 
 def _next_token(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Of sizes like those of the last layer, which is no sliding one but for what it has more."""
+    """Return weights of the MTP layers, with the last layer's sizes without compressor and
+    indexer."""
     torch.manual_seed(7)
     last = max(int(name.split(".")[1]) for name in weights if name.startswith("layers."))
     layer = {
@@ -137,8 +138,8 @@ def _next_token(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 class DenseStreams:
-    """The layer that predicts one token more, of a checkpoint by the published names, by the
-    modules of transformers: a layer with the window alone, and the ends of a model around it."""
+    """The MTP layer of a checkpoint with published names, in transformers' modules: a window-only
+    layer with the input and output parts of a model."""
 
     def __init__(self, folder: Path) -> None:
         one = {"num_hidden_layers": 1, "layer_types": (SLIDING,), "mlp_layer_types": ("moe",)}
@@ -153,8 +154,8 @@ class DenseStreams:
         self._own = own
 
     def __call__(self, ids: Tensor, streams: Tensor) -> Tensor:
-        """Tokens [T], and the streams [T, n * H] of those before them, to the streams behind the
-        layer."""
+        """Take tokens [T] and the streams [T, n * H] of the tokens before them; returns the streams
+        after the layer."""
         model, count, places = self._shell.model, len(ids), torch.arange(len(ids))
         before = self._projected("h", streams.view(count, -1, 64))
         begun = self._projected("e", model.embed_tokens(ids)).unsqueeze(1)
@@ -165,13 +166,13 @@ class DenseStreams:
         return model.layers[0]((begun + before)[None], position_embeddings=turned, **given)[0].flatten(1)
 
     def logits(self, streams: Tensor) -> Tensor:
-        """[N, n * H] to [N, vocab]."""
+        """Map streams [N, n * H] to logits [N, vocab]."""
         model = self._shell.model
         return self._shell.lm_head(model.norm(model.hc_head(streams.view(1, len(streams), -1, 64))))[0]
 
     @torch.no_grad()
     def propose(self, following: Sequence[int], features: Tensor, path: Sequence[int]) -> Tensor:
-        """As `DenseDraft.propose`."""
+        """See `DenseDraft.propose`."""
         ids, rows, found = list(following), features, []
         for token in (*path, 0):
             made = self(torch.tensor(ids), rows)[-1:]
@@ -187,7 +188,7 @@ class DenseStreams:
 
 @torch.no_grad()
 def streams_of(model: Oracle, tokens: Sequence[int]) -> Tensor:
-    """[n, streams * H]: what each token has behind the last layer."""
+    """Return each token's streams after the last layer, [n, streams * H]."""
     found: list[Tensor] = []
     hook = model.model.hc_head.register_forward_pre_hook(lambda module, given: found.append(given[0][0].flatten(1)))
     model(torch.tensor([tokens]))
@@ -204,8 +205,8 @@ def _write(folder: Path, config: Mapping[str, Any], weights: Mapping[str, Tensor
 
 
 def with_float8(folder: Path, block: int = 32) -> tuple[Path, Path]:
-    """Of a checkpoint by the published names: one whose projections are 8-bit floats with powers of
-    two for each block, and one with the values that these stand for."""
+    """From a checkpoint with published names, write one with float8 projections and power-of-two
+    block scales, and one with the values that these decode to."""
     weights, config = load_file(folder / "model.safetensors"), json.loads((folder / "config.json").read_text())
     floats, values = dict(weights), dict(weights)
     for name, weight in weights.items():

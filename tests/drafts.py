@@ -1,5 +1,5 @@
-"""Tiny random drafts in the published formats, and what they propose by dense torch: every proposal
-by a forward from scratch."""
+"""Tiny random drafts in the published formats, and their draft tokens in dense torch: each by a
+forward from scratch."""
 
 from __future__ import annotations
 
@@ -26,13 +26,14 @@ from tests.checkpoints import SIZES, Oracle, save
 
 LAYERS = 6
 AUX_IDS = (0, 2, 4)
-"""What a configuration says: the layers behind which a stream is taken."""
+"""The layers with hidden states that a draft takes as features, as its configuration names them."""
 
 TARGET: Mapping[str, Any] = MappingProxyType({"num_hidden_layers": LAYERS})
 
 
 class Eagle3Layer(nn.Module):
-    """Attention over two rows side by side, by transformers' own attention."""
+    """An EAGLE-3 layer: transformers' attention over the token's embedding and the features,
+    concatenated."""
 
     input_layernorm: nn.Module
     hidden_norm: nn.Module
@@ -61,8 +62,8 @@ class Eagle3Layer(nn.Module):
 
 
 class DenseDraft(nn.Module):
-    """What all have in common. `target` gives embedding and output layer; modules are called as in
-    published files."""
+    """Base of all drafts. `target` has the embedding and the output layer; module names are those
+    of published files."""
 
     target: Any
     config: Any
@@ -70,15 +71,14 @@ class DenseDraft(nn.Module):
 
     def __init__(self, target: Oracle, **changes: Any) -> None:
         super().__init__()
-        # Beside the parameters, which are the draft's own.
+        # Set outside the module's parameters, which hold only the draft's own.
         self.__dict__["target"] = target
         self.__dict__["config"] = LlamaConfig(**{**SIZES, "num_hidden_layers": 1, **changes})
         self.config._attn_implementation = "eager"
         self.__dict__["rotary"] = LlamaRotaryEmbedding(self.config)
 
     def turned(self, count: int) -> dict[str, Any]:
-        """What layers are given beside their rows: positions from 0, and each sees those before
-        it."""
+        """Return the further arguments of layers: positions from 0, and a causal mask."""
         places = torch.arange(count)
         mask = torch.full((count, count), -torch.inf).triu(1)[None, None]
         return {
@@ -95,8 +95,8 @@ class DenseDraft(nn.Module):
 
     @torch.no_grad()
     def propose(self, following: Sequence[int], features: Tensor, path: Sequence[int]) -> Tensor:
-        """Log-probabilities [len(path) + 1, vocab]: after cells of tokens `following`, the token
-        after each of `features` [L, F], and after each token of a path of proposals."""
+        """Return log-probabilities [len(path) + 1, vocab] after the KV entries of `features` [L, F]
+        with their next tokens `following`, and after each draft token of a path."""
         ids, rows, found = list[Any](following), self.project(features), []
         for token in (*path, None):
             recurrent = self(self.target.model.embed_tokens(torch.tensor(ids))[None], rows[None])[0]
@@ -172,7 +172,7 @@ class DenseEagle3(DenseDraft):
 
 
 class DFlashLayer(nn.Module):
-    """Queries of a block over keys and values of features and of the block."""
+    """A DFlash layer: queries of the block, and keys and values of the features and the block."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
@@ -197,7 +197,7 @@ class DFlashLayer(nn.Module):
 
 
 class DenseDFlash(DenseDraft):
-    """A block of masks behind a root, by one forward over all features before it."""
+    """Drafts a block of mask tokens after a root, by one forward over all features before it."""
 
     def __init__(self, target: Oracle, block: int, mask: int, **changes: Any) -> None:
         super().__init__(target, head_dim=12, **changes)
@@ -209,7 +209,7 @@ class DenseDFlash(DenseDraft):
 
     @torch.no_grad()
     def propose(self, following: Sequence[int], features: Tensor, path: Sequence[int]) -> Tensor:
-        """Log-probabilities [block - 1, vocab], whatever the path: the last of `following` is the
+        """Return log-probabilities [block - 1, vocab] for any path; the last of `following` is the
         root."""
         ids = torch.tensor([following[-1], *[self.mask] * (self.block - 1)])
         hidden, context = self.target.model.embed_tokens(ids), self.hidden_norm(self.fc(features))
@@ -220,8 +220,8 @@ class DenseDFlash(DenseDraft):
 
 
 class DenseNextToken(DenseDraft):
-    """DeepSeek's scheme around a layer and norm of transformers' own, `shell` being a model of one
-    layer. MiMo's has the other side first, and no first token."""
+    """DeepSeek's MTP around a transformers layer and norm; `shell` is a model with one layer. MiMo
+    concatenates in the other order, and sets the first token to zero."""
 
     def __init__(self, target: Oracle, shell: Oracle, is_mimo: bool) -> None:
         super().__init__(target)
@@ -240,8 +240,8 @@ class DenseNextToken(DenseDraft):
 
 
 class DenseHeads(DenseDraft):
-    """Layers of which each proposes one token: each by one forward over all cells, of what the
-    layer before it made of them and of tokens one place further on."""
+    """Several MTP layers with one draft token each: each runs one forward over all KV entries, on
+    the output of the layer before and on tokens one position later."""
 
     def __init__(self, heads: Sequence[DenseNextToken]) -> None:
         super().__init__(heads[0].target)
@@ -249,7 +249,7 @@ class DenseHeads(DenseDraft):
 
     @torch.no_grad()
     def propose(self, following: Sequence[int], features: Tensor, path: Sequence[int]) -> Tensor:
-        """As `DenseDraft.propose`."""
+        """See `DenseDraft.propose`."""
         ids, found, rows = torch.tensor([*following, *path]), [], features[None]
         for depth, head in enumerate(self.heads[: len(path) + 1]):
             token = self.target.model.embed_tokens(ids[depth : depth + len(features)])
@@ -259,7 +259,7 @@ class DenseHeads(DenseDraft):
 
 
 def randomized(model: Any, seed: int = 3) -> Any:
-    """With weights of which a wrong one shows, and norms that are not 1."""
+    """Set random weights, large enough that a wrong one shows, and norms that are not 1."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -269,7 +269,7 @@ def randomized(model: Any, seed: int = 3) -> Any:
 
 
 def with_config(folder: Path, **changes: Any) -> Path:
-    """Change words of a folder's configuration; None takes one away."""
+    """Change keys of a folder's configuration; None removes one."""
     file = folder / "config.json"
     config = {**json.loads(file.read_text()), **changes}
     file.write_text(json.dumps({name: value for name, value in config.items() if value is not None}))
@@ -277,7 +277,7 @@ def with_config(folder: Path, **changes: Any) -> Path:
 
 
 def publish(draft: DenseDraft, folder: Path, **words: Any) -> Path:
-    """A folder of its own, as EAGLE's are."""
+    """Save a draft in its own folder, as EAGLE drafts are published."""
     folder.mkdir(exist_ok=True)
     draft.config.save_pretrained(folder)
     save_file({name: value.contiguous() for name, value in draft.state_dict().items()}, folder / "model.safetensors")
@@ -285,14 +285,14 @@ def publish(draft: DenseDraft, folder: Path, **words: Any) -> Path:
 
 
 def eagle(target: Oracle, folder: Path, **changes: Any) -> DenseDraft:
-    """An EAGLE draft in `folder`."""
+    """Make an EAGLE draft in `folder`."""
     made = randomized(DenseEagle(target, **changes))
     publish(made, folder)
     return made
 
 
 def eagle3(target: Oracle, folder: Path, rows: int = 40, norm_output: bool = False, **changes: Any) -> DenseDraft:
-    """An EAGLE-3 draft in `folder`; without `rows` the output layer is the target's."""
+    """Make an EAGLE-3 draft in `folder`; with `rows` 0 it uses the target's output layer."""
     torch.manual_seed(1)
     made = randomized(DenseEagle3(target, rows, norm_output, **changes))
     ids = {"eagle_aux_hidden_state_layer_ids": list(AUX_IDS), "use_aux_hidden_state": True}
@@ -303,7 +303,7 @@ def eagle3(target: Oracle, folder: Path, rows: int = 40, norm_output: bool = Fal
 
 
 def dflash(target: Oracle, folder: Path, block: int = 5, layers: int = 2, **own: Any) -> DenseDraft:
-    """A DFlash draft in `folder`."""
+    """Make a DFlash draft in `folder`."""
     made = randomized(DenseDFlash(target, block, mask := target.config.vocab_size - 1, num_hidden_layers=layers))
     words = {"mask_token_id": mask, "target_layer_ids": list(AUX_IDS), **own}
     publish(made, folder, block_size=block, dflash_config=words)
@@ -311,8 +311,8 @@ def dflash(target: Oracle, folder: Path, block: int = 5, layers: int = 2, **own:
 
 
 def by_speculators(folder: Path) -> None:
-    """Publish an EAGLE-3 draft as the library speculators does: the layer's words apart, ids of the
-    layers before, which is read."""
+    """Rewrite an EAGLE-3 draft to the format of the speculators library: the layer's settings are
+    nested, and layer ids are one higher."""
     file = folder / "config.json"
     raw = json.loads(file.read_text())
     eagle, names = (
@@ -328,7 +328,7 @@ def by_speculators(folder: Path) -> None:
 
 
 def renamed(folder: Path, old: str, new: str) -> None:
-    """Call tensors otherwise."""
+    """Rename tensors of a checkpoint."""
     file = folder / "model.safetensors"
     save_file({name.replace(old, new): value for name, value in load_file(file).items()}, file)
 
@@ -364,14 +364,14 @@ NAMES: Mapping[str, Mapping[str, str]] = MappingProxyType(
         ),
     }
 )
-"""What the parts of `DenseNextToken` are called in files."""
+"""Names of the parts of `DenseNextToken` in files."""
 
 
 def next_tokens(
     target: Oracle, folder: Path, make: Callable[..., Oracle], count: int, names: str = "deepseek", **one: Any
 ) -> DenseHeads:
-    """The target's folder, with so many layers behind its last, each of which predicts a further
-    token; `make(**one)` is a model of one such layer."""
+    """Save the target with `count` MTP layers after its last one; `make(**one)` makes a model with
+    one such layer."""
     save(target, folder)
     shells = [make(num_hidden_layers=1, **one) for _ in range(count)]
     heads = [
@@ -387,7 +387,7 @@ def next_tokens(
 
 
 def _published(head: DenseNextToken, names: str, index: int, target: Oracle) -> dict[str, Tensor]:
-    """The tensors of the layer of this number, by their names in files."""
+    """Return the tensors of the MTP layer with this index, by their names in files."""
     place, stored = index if names == "mimo" else target.config.num_hidden_layers + index, {}
     for name, value in head.state_dict().items():
         for ours, theirs in NAMES[names].items():
@@ -402,5 +402,5 @@ def _published(head: DenseNextToken, names: str, index: int, target: Oracle) -> 
 def next_token(
     target: Oracle, folder: Path, make: Callable[..., Oracle], names: str = "deepseek", **one: Any
 ) -> DenseNextToken:
-    """The same with one layer, which proposes all tokens."""
+    """Save the target with one MTP layer, which drafts all tokens."""
     return cast(DenseNextToken, next_tokens(target, folder, make, 1, names, **one).heads[0])

@@ -1,5 +1,5 @@
-"""Tiny random drafts that keep no keys and values, in Gemma 4's format, and what they propose by
-transformers' layers over what transformers' target keeps."""
+"""Tiny random drafts without a KV cache, in Gemma 4's format, and their draft tokens by
+transformers' layers over the KV cache of transformers' target."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ KINDS = ("sliding_attention", "full_attention")
 
 
 class Shared(Gemma4TextConfig):
-    """All layers have keys and values from elsewhere; the library's own class refuses that none of
-    them makes any."""
+    """All layers take keys and values from elsewhere; the library's own class refuses a model in
+    which no layer computes any."""
 
     @property
     def kv_sharing_modes(self) -> list[str | None]:
@@ -31,8 +31,8 @@ class Shared(Gemma4TextConfig):
 
 
 def kept_of(target: Oracle, ids: Tensor) -> tuple[Tensor, dict[str, tuple[Tensor, Tensor]]]:
-    """What a target makes of each of ids int [L], after its last norm, [L, H], and keys and values
-    of its last layer of each kind, [1, heads, L, head_dim]."""
+    """Return the target's hidden states of ids int [L] after its last norm, [L, H], and keys and
+    values of its last layer of each kind, [1, heads, L, head_dim]."""
     if target.config.model_type == "gemma4_text":
         found = target.model(ids[None], return_shared_kv_states=True)
         return found.last_hidden_state[0], dict(found.shared_kv_states)
@@ -45,13 +45,13 @@ def kept_of(target: Oracle, ids: Tensor) -> tuple[Tensor, dict[str, tuple[Tensor
 
 
 class DenseFrozen(nn.Module):
-    """The draft, with the target that it reads beside its parameters."""
+    """The draft; the target that it reads is not among its parameters."""
 
     target: Any
 
     def __init__(self, target: Oracle, sizes: dict[str, int], kinds: Sequence[str], groups: int = 0) -> None:
-        """`sizes` are those of heads, of layers with a window and of those without; `groups` of
-        tokens, 0 for none."""
+        """`sizes`: the head sizes of layers with and without a window; `groups`: the number of
+        vocabulary groups, 0 for none."""
         super().__init__()
         self.__dict__["target"] = target
         own = target.config
@@ -88,8 +88,8 @@ class DenseFrozen(nn.Module):
             self.masked_embedding.token_ordering.copy_(torch.randperm(own.vocab_size))
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[1, size] to [1, vocab]; what the library gives tokens that it leaves out, none of the
-        others has."""
+        """Map [1, size] to [1, vocab]; tokens that the draft leaves out get -inf. The library gives
+        these the minimum, which no other token has."""
         weight = self.model.embed_tokens.weight
         if not self.config.use_ordered_embeddings:
             return hidden @ weight.T
@@ -98,8 +98,8 @@ class DenseFrozen(nn.Module):
 
     @torch.no_grad()
     def propose(self, tokens: Sequence[int], root: int, path: Sequence[int]) -> Tensor:
-        """Log-probabilities [len(path) + 1, vocab]: after tokens that have cells and a root that
-        has none, and after each of a path of proposals."""
+        """Return log-probabilities [len(path) + 1, vocab] after tokens with KV entries and a root
+        without one, and after each draft token of a path."""
         hidden, kept = kept_of(self.target, torch.tensor(tokens))
         recurrent, place, found = hidden[-1:], torch.tensor([[len(tokens) - 1]]), []
         if "sliding_attention" in kept:
@@ -118,13 +118,13 @@ class DenseFrozen(nn.Module):
 def frozen(
     target: Oracle, folder: Path, kinds: Sequence[str], head_dim: int, global_head_dim: int, groups: int = 0
 ) -> DenseFrozen:
-    """A draft in `folder`, of layers of these kinds."""
+    """Make a draft in `folder` with layers of these kinds."""
     torch.manual_seed(1)
     sizes = {"head_dim": head_dim, "global_head_dim": global_head_dim}
     made = randomized(DenseFrozen(target, sizes, kinds, groups))
     for place, layer in enumerate(made.model.layers):
         layer.layer_scalar.fill_(0.7 + 0.2 * place)
-        # Scores that no rounding of the target's keys moves far.
+        # Small scores, so that rounding of the target's keys does not change them much.
         layer.self_attn.q_norm.weight.data.mul_(0.4)
     folder.mkdir(exist_ok=True)
     made.config.save_pretrained(folder)

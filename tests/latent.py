@@ -1,5 +1,5 @@
-"""Tiny random checkpoints with latent attention, saved by transformers, which is the oracle of
-whoever loads them."""
+"""Tiny random checkpoints with latent attention, saved by transformers, which is also the oracle
+for loading them."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ SIZES: Mapping[str, Any] = MappingProxyType(
         **YARN,
     }
 )
-"""No two parts of a head are of one size, so that a swapped one shows."""
+"""All parts of a head have different sizes, so that a swapped one shows."""
 INDEXER: Mapping[str, Any] = MappingProxyType({"index_topk": 16, "index_head_dim": 32, "index_n_heads": 16})
-"""Of 16 heads: the sum of few rectified ones is 0 often, and of equals no order is right."""
+"""With 16 heads: a sum of few rectified scores is often 0, and ties have no defined order."""
 
 
 def make_oracle(config: Oracle, architecture: str, seed: int = 0) -> Oracle:
-    """In float32. Every weight has a part in what comes out, as large as the others'."""
+    """Return a model in float32. Every weight contributes about equally to the output."""
     config._attn_implementation = "eager"
     config._experts_implementation = "eager"
     model, generator = getattr(transformers, architecture)(config).eval(), torch.Generator().manual_seed(seed)
@@ -66,8 +66,8 @@ def make_oracle(config: Oracle, architecture: str, seed: int = 0) -> Oracle:
 
 
 def deepseek_v2(**changes: Any) -> Oracle:
-    """A DeepSeek-V2 whose experts are in groups, of which a token takes from fewer than it takes
-    experts: a group counts by its largest, so that otherwise the groups would bind nobody."""
+    """A DeepSeek-V2 with expert groups, where a token chooses fewer groups than experts: a group is
+    scored by its best expert, so otherwise the limit would have no effect."""
     rules = {"topk_method": "group_limited_greedy", "routed_scaling_factor": 1.7, "n_group": 4, "topk_group": 2}
     rules |= {"num_experts_per_tok": 3}
     return make_oracle(transformers.DeepseekV2Config(**{**SIZES, **rules, **changes}), "DeepseekV2ForCausalLM")
@@ -79,19 +79,19 @@ def deepseek_v3(**changes: Any) -> Oracle:
 
 
 def deepseek_v32(**changes: Any) -> Oracle:
-    """A DeepSeek-V3.2, whose tokens see 16."""
+    """A DeepSeek-V3.2; each token sees 16 tokens."""
     config = transformers.DeepseekV32Config(**{**SIZES, **INDEXER, **changes})
     return make_oracle(config, "DeepseekV32ForCausalLM")
 
 
 def glm4_moe_lite(**changes: Any) -> Oracle:
-    """A GLM-4.7-Flash, whose inner norms have another epsilon than the others."""
+    """A GLM-4.7-Flash; its inner norms have another epsilon than the others."""
     sizes = {**SIZES, "n_group": 1, "rms_norm_eps": 1e-2, **rope("default")}
     return make_oracle(transformers.Glm4MoeLiteConfig(**{**sizes, **changes}), "Glm4MoeLiteForCausalLM")
 
 
 def glm_moe_dsa(**changes: Any) -> Oracle:
-    """A GLM-5, the second of whose layers sees what the first did."""
+    """A GLM-5; its second layer shares the indexer's choice of the first."""
     sizes = {**SIZES, **INDEXER, "n_group": 1, **rope("default"), "indexer_types": ["full", "shared", "full"]}
     return make_oracle(transformers.GlmMoeDsaConfig(**{**sizes, **changes}), "GlmMoeDsaForCausalLM")
 
@@ -110,17 +110,17 @@ LATENT: Mapping[str, Callable[[], Oracle]] = MappingProxyType(
         "glm-moe-dsa": glm_moe_dsa,
     }
 )
-"""By name; each call makes one, seeded."""
+"""Models by name; each call makes one from a fixed seed."""
 
 
 BLOCK = 16
 WHOLE = ("embed_tokens", "lm_head", "norm", "gate.weight", "weights_proj", "bias")
-"""Parts of the names of what published files have in full."""
+"""Parts of the names of tensors that published files do not quantize."""
 
 
 def publish(oracle: Oracle, folder: Path) -> Oracle:
-    """Save it as DeepSeek's files are: floats of 8 bits with scales of blocks, layers that predict
-    further tokens, and the configuration's older words. Returns the model that they mean."""
+    """Save as DeepSeek's files are published: float8 with block scales, MTP layers, and older
+    configuration keys. Returns the model with the decoded values."""
     generator = torch.Generator().manual_seed(5)
     save(oracle, folder)
     values = load_file(folder / "model.safetensors")
@@ -142,7 +142,7 @@ def publish(oracle: Oracle, folder: Path) -> Oracle:
 
 
 def _older(config: dict[str, Any]) -> dict[str, Any]:
-    """The same in the words of the files of 2024."""
+    """Return the configuration with the keys of files published in 2024."""
     scaling = config.pop("rope_parameters")
     theta, kind = scaling.pop("rope_theta"), scaling.pop("rope_type")
     for name in ("head_dim", "qk_head_dim", "layer_types", "mlp_layer_types", "dtype", "rope_interleave"):

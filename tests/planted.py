@@ -1,4 +1,4 @@
-"""Modules with a defect, for laws that must catch it."""
+"""Modules with a planted defect, for laws that must catch it."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 
 
 def planted(module: ModuleType, sound: str, defect: str) -> Any:
-    """A copy of a module in which the one occurrence of `sound` reads `defect`; the module itself
-    stays as it is."""
+    """Return a copy of a module with the one occurrence of `sound` replaced by `defect`; the module
+    itself does not change."""
     source = inspect.getsource(module)
     assert source.count(sound) == 1, f"found {source.count(sound)} times {sound!r} in {module.__name__}, wanted 1"
     copy = ModuleType(module.__name__)

@@ -1,5 +1,5 @@
-"""`python WORDS` in a process of its own that need not import torch and pytest again: it is forked
-from one that has."""
+"""Runs `python WORDS` in a new process without importing torch and pytest again: it is forked from
+a process that has them."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 PRELOADED = ("torch", "numpy", "pytest", "rich", "typer", "tokenizers", "safetensors", "regex", "jinja2")
-"""Nobody's but others' modules: ours are imported by each process, with all that this may do."""
+"""Third-party modules only: each process imports sglcore's modules itself, with all their
+effects."""
 
 
 def run(
     words: Sequence[str], cwd: Path, environ: Mapping[str, str], text: str = "", timeout: float = 600
 ) -> subprocess.CompletedProcess[str]:
-    """What `python -m MODULE ...`, `python -c CODE ...` gives with this environment and standard
-    input; waits.
+    """Run `python -m MODULE ...` or `python -c CODE ...` with this environment and standard input;
+    waits for the end. Raises TimeoutExpired.
 
-    For tests of what a process does. How one starts, and what it imports, is for a process that
-    really starts.
+    For tests of what a process does. Tests of how a process starts and what it imports need a real
+    start.
     """
     with TemporaryDirectory() as folder:
         streams = [Path(folder) / name for name in ("in", "out", "err")]
@@ -42,11 +43,11 @@ def run(
 
 
 def _become(words: Sequence[str], cwd: Path, environ: Mapping[str, str], streams: Sequence[Path]) -> None:
-    """Be the process that the interpreter makes of these words."""
+    """Act as the process that the interpreter makes from these words."""
     gc.freeze()
     for number, path in enumerate(streams):
         os.dup2(os.open(path, os.O_RDWR | os.O_CREAT), number)
-    sys.stdin = os.fdopen(0, encoding="utf-8")  # the fork's own reads nothing
+    sys.stdin = os.fdopen(0, encoding="utf-8")  # the fork server's standard input is empty
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(environ)

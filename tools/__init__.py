@@ -1,1 +1,1 @@
-"""Programs for people who work on this checkout; no package of it imports them."""
+"""Programs for developers of this checkout; its packages do not import them."""

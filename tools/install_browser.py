@@ -1,7 +1,6 @@
-"""Chromium for the tests of the page, from the system's packages where this process may install
-them.
+"""Installs Chromium for the tests of the web page with apt-get, if run as root.
 
-It never fails: without a browser those tests fail and say so, and everything else runs.
+It never fails: without a browser those tests fail with a message, and all others run.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ APT = (("apt-get", "update", "-qq"), ("apt-get", "install", "-y", "-qq", "--no-i
 
 
 def main() -> int:
-    """0, with a line that says what was done."""
+    """Install if needed and print what was done; always returns 0. Waits."""
     if shutil.which(NAME):
         return 0
     if shutil.which("apt-get") is None or os.geteuid() != 0:

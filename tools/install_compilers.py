@@ -1,7 +1,7 @@
-"""A compiler for Arm and an emulator of it, for the tests of the native kernels there, from the
-system's packages where this process may install them.
+"""Installs an Arm cross compiler and an Arm emulator for the tests of the native Arm kernels with
+apt-get, if run as root.
 
-It never fails: without them those tests fail and say so, and everything else runs.
+It never fails: without them those tests fail with a message, and all others run.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ import subprocess
 import sys
 
 PROGRAMS = {"aarch64-linux-gnu-g++": "g++-aarch64-linux-gnu", "qemu-aarch64": "qemu-user"}
-"""Each with the package that it comes in."""
+"""Programs and the packages that contain them."""
 APT = (("apt-get", "update", "-qq"), ("apt-get", "install", "-y", "-qq", "--no-install-recommends"))
 
 
 def main() -> int:
-    """0, with a line that says what was done."""
+    """Install if needed and print what was done; always returns 0. Waits."""
     packages = [package for program, package in PROGRAMS.items() if shutil.which(program) is None]
     if not packages or sys.platform != "linux":
         return 0

@@ -1,11 +1,11 @@
-"""Install sglcore with the device packages that this machine needs, into the interpreter that runs
+"""Installs sglcore with the device packages that this machine needs into the interpreter that runs
 this file.
 
-The processor's package is always installed; an accelerator's package is installed when its probe
-sees the hardware, and decides which build of torch is taken. The declarations and probes are read
-from this checkout, so nothing need be installed before. For tests, `--all` takes every package and
-the simulator. What a package compiles is begun while pip fetches torch. Standard library only;
-`installer` has the parts.
+The CPU package is always installed. An accelerator's package is installed if its probe finds the
+hardware; it then determines the torch build. Declarations and probes are read from this checkout,
+so nothing needs to be installed before. For tests, `--all` installs every package and the
+simulator. Packages compile their native code while pip downloads torch. Standard library only; the
+parts are in `installer`.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from tools.installer.sources import Machine, Sources, asker, configured, this_ma
 SIMULATOR = "simulator"
 WHEELS = "build/wheels"
 DEVICE = "SGLCORE_DEVICE"
-"""The variable by which a start chooses its device."""
+"""The environment variable that selects the device of an engine."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the four facts of every package, then install; 1 with one line about what was wrong,
+    """Print every package's probe results, then install. Returns 1 with one line about an error,
     130 when interrupted."""
     options = parse(arguments)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -50,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def install(options: argparse.Namespace) -> int:
-    """The steps in order; raises InstallError."""
+    """Run the steps in order. Waits; raises InstallError."""
     sys.path.insert(0, str(options.root))
     found = packages.find(options.root)
     shown = wanted_packages(found, options)
@@ -74,7 +74,7 @@ def install(options: argparse.Namespace) -> int:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The options."""
+    """Parse the options."""
     parser = argparse.ArgumentParser(description="Install sglcore and the device packages that this machine needs.")
     parser.add_argument("--dry-run", action="store_true", help="print the facts and the commands only")
     parser.add_argument("--extra", default="", help="an extra to install of sglcore and of each package that has it")
@@ -91,21 +91,20 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def wanted_packages(found: Sequence[Found], options: argparse.Namespace) -> list[Found]:
-    """Those that are installed: the processor's, and the accelerators that are to be usable, or
-    all."""
+    """Return the packages to install: the CPU's and those of the chosen accelerators, or all."""
     devices = packages.chosen(found, named(found, options))
     return [item for item in found if options.all or item.is_host or item in devices]
 
 
 def named(found: Sequence[Found], options: argparse.Namespace) -> list[str]:
-    """The devices that were asked for; the one that a start would be given by the variable is, if a
-    package has it."""
+    """Return the devices named by `--device`, or else by SGLCORE_DEVICE if a package has that
+    name."""
     name = os.environ.get(DEVICE, "").partition(":")[0]
     return options.device or [item.folder.name for item in found if item.folder.name == name]
 
 
 def wanted_torch(found: Sequence[Found], options: argparse.Namespace, machine: Machine) -> Wanted:
-    """What torch must be for; raises InstallError."""
+    """Return the requirements on torch. Raises InstallError."""
     devices = packages.chosen(found, named(found, options))
     hosts = [needs for item in found if item.is_host and (needs := needs_of(item.folder)) is not None]
     if len(hosts) != 1:
@@ -125,7 +124,7 @@ def wanted_torch(found: Sequence[Found], options: argparse.Namespace, machine: M
 
 
 def with_simulator(folders: list[Path], choice: Choice, options: argparse.Namespace) -> list[Path]:
-    """The packages, with the simulator after them where it is wanted and allows this torch."""
+    """Return the packages, followed by the simulator if it is wanted and supports this torch."""
     simulator = options.root / SIMULATOR
     if not options.all or options.without_simulator or not simulator.is_dir():
         return folders
@@ -146,8 +145,8 @@ def carry_out(
     here: running.Place,
     begun: Sequence[running.Building],
 ) -> None:
-    """Run the commands. What torch asks for is known when it is there; what is compiled ahead,
-    before it would be compiled."""
+    """Run the commands. Torch is installed first, because only its metadata says whether it brings
+    Triton. Builds that run ahead are awaited before the last command, which would repeat them."""
     running.check_disk(choice, here)
     torch = commands.of_torch(choice, commands.constraints_for(options.root, choice.number))
     has_triton = choice.brings_triton
@@ -166,9 +165,9 @@ def carry_out(
 
 
 def fetch_wheels(root: Path, folders: Sequence[Path], sources: Sources) -> None:
-    """Vendors' wheels that tests read but never install, as a package's `[tool.sglcore]
-    test-wheels` names them. Without one, the tests that need it are skipped, and a run of all lanes
-    says so."""
+    """Download the vendors' wheels in each package's `[tool.sglcore] test-wheels`; tests read them
+    but never install them. Without a wheel the tests that need it are skipped, which a run of all
+    lanes reports."""
     for wheel in [wheel for folder in folders for wheel in settings(folder).get("test-wheels", ())]:
         pip = (sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps")
         ran = subprocess.run((*pip, "-d", str(root / WHEELS), wheel), cwd=root, check=False, capture_output=True)

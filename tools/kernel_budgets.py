@@ -1,8 +1,8 @@
-"""What each Triton kernel costs on each chip, without the chip: compile ahead of time, read
-registers, memory and spills.
+"""Resource usage of each Triton kernel on each GPU architecture, without the GPU: compiles ahead of
+time and reads registers, shared memory and spills.
 
-`python tools/kernel_budgets.py` compares with the stored budgets and says what differs; `--write`
-records what there is. Two processes share the targets; Triton's cache makes a second run quick.
+`python tools/kernel_budgets.py` compares with the stored budgets and prints differences; `--write`
+stores the current figures. Two processes share the targets; Triton's cache makes a second run fast.
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ LIMITS: Mapping[str, tuple[str, int | str, int, int]] = MappingProxyType(
         "hip:gfx950": ("hip", "gfx950", 64, 163_840),
     }
 )
-"""Backend, architecture, threads of a warp and bytes of shared memory that a program may have, by
-target."""
+"""By target: backend, architecture, threads per warp, and maximum bytes of shared memory per
+program."""
 
 OPTIONS: Mapping[str, Mapping[str, int]] = MappingProxyType({"cuda": {"maxnreg": 96}, "hip": {"waves_per_eu": 4}})
-"""Launch options of a backend's own, which must reach its compiler: each bounds the registers of a
+"""Launch options of one backend, which must reach its compiler: each limits registers per
 thread."""
 
 FLOATS: Mapping[str, str] = MappingProxyType({"hip:gfx942": "e4m3fnuz", "hip:gfx950": "e4m3fn"})
-"""The 8-bit floats that kernels have converted by an instruction, by target, as the device's
-package says."""
+"""By target, the 8-bit float format that kernels convert with an instruction, as in the device
+package."""
 
 
 def differences(stored: Figures, found: Figures, targets: tuple[str, ...] = tuple(LIMITS)) -> list[str]:
-    """One line for every figure that is not as stored: regressions, improvements, kernels that came
-    or went."""
+    """Return one line for every figure that differs from the stored one: regressions, improvements,
+    and new or removed kernels."""
     lines: list[str] = []
     for kernel in sorted(stored.keys() | found.keys()):
         for target in targets:
@@ -66,8 +66,9 @@ def differences(stored: Figures, found: Figures, targets: tuple[str, ...] = tupl
 
 
 def absent(stored: Figures, found: Figures, target: str, cases: tuple[str, ...]) -> list[str]:
-    """One line for every stored figure of these cases that none of the same kernel's has: of a
-    sample it is not known which case would have compiled a kernel first."""
+    """Return one line for every stored figure of these cases that does not occur for the same
+    kernel in `found`. Labels are not compared: in a sample, another case may compile a kernel
+    first."""
     lines: list[str] = []
     for label, targets in stored.items():
         case, _, kernel = label.partition(": ")
@@ -88,10 +89,10 @@ def _difference(what: str, before: int, now: int) -> list[str]:
 
 
 def measure(targets: tuple[str, ...] = tuple(LIMITS), cases: tuple[str, ...] = ()) -> Figures:
-    """Compile everything, or these cases, for the targets, in processes of their own, and read the
-    figures."""
+    """Compile all cases, or these, for the targets in child processes, and return the figures.
+    Waits. Raises RuntimeError."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    # Triton asks for the choice to be made; this is what its launches do by default.
+    # Ahead-of-time compilation needs this set; the value is the default of Triton's launches.
     environment |= {"PYTHONPATH": str(ROOT), "TRITON_DEFAULT_FP_FUSION": "1"}
     command = [sys.executable, __file__, *(("--cases", *cases) if cases else ()), "--targets"]
     workers = [
@@ -109,7 +110,7 @@ def measure(targets: tuple[str, ...] = tuple(LIMITS), cases: tuple[str, ...] = (
 
 
 class NoLauncher:
-    """Launches nothing."""
+    """A launcher that does nothing."""
 
     def __init__(self, *_: Any) -> None: ...
 
@@ -117,8 +118,8 @@ class NoLauncher:
 
 
 class NoDevice:
-    """A Triton driver of a device that is not there: kernels compile for it and are launched
-    nowhere."""
+    """A Triton driver for a device that does not exist: kernels are compiled for it but never
+    launched."""
 
     launcher_cls = NoLauncher
 
@@ -130,32 +131,32 @@ class NoDevice:
         self.utils = self
 
     def get_current_target(self) -> Any:
-        """The target that kernels are compiled for."""
+        """Return the target that kernels are compiled for."""
         return self._target
 
     def get_current_device(self) -> int:
-        """A number of its own for each target, by which Triton keeps compiled kernels apart."""
+        """Return a number that is unique per target; Triton caches compiled kernels by it."""
         return self._index
 
     def get_current_stream(self, _: int) -> int:
-        """No stream."""
+        """Return 0: there are no streams."""
         return 0
 
     def get_device_properties(self, _: int) -> dict[str, int]:
-        """The shared memory, above which Triton refuses a kernel."""
+        """Return the maximum shared memory; Triton refuses kernels that need more."""
         return {"max_shared_mem": self._shared}
 
     def load_binary(self, *_: Any) -> tuple[None, None, int, int, int]:
-        """Nothing is loaded."""
+        """Load nothing."""
         return None, None, 0, 0, 1024
 
     def unload_module(self, _: Any) -> None:
-        """Nothing was loaded."""
+        """Do nothing."""
 
 
 def compile_for(target: str, wanted: Sequence[str] = ()) -> Figures:
-    """Run every case, or those that are wanted, against a device that is not there; figures of each
-    kernel that a case compiled first."""
+    """Run all cases, or the wanted ones, with `NoDevice`; returns the figures of each kernel under
+    the case that compiled it first."""
     from triton.runtime import driver
 
     from sglcore.runtime.kernels.triton import Tuning
@@ -190,8 +191,8 @@ def _compiled(modules: tuple[ModuleType, ...], device: int) -> Iterator[tuple[st
 
 
 def figures_of(compiled: Any) -> dict[str, int]:
-    """Registers of a thread, bytes of shared memory, bytes of stack of a thread, and spilled
-    registers."""
+    """Return registers per thread, bytes of shared memory, bytes of stack per thread, and (hip)
+    spilled registers."""
     if "cubin" in compiled.asm:
         return _figures_of_cubin(compiled.asm["cubin"]) | {"shared": compiled.metadata.shared}
     names = {"registers": "vgpr_count", "stack": "private_segment_fixed_size", "spills": "vgpr_spill_count"}
@@ -213,7 +214,7 @@ def _figures_of_cubin(binary: bytes) -> dict[str, int]:
 
 
 def main() -> int:
-    """0 if all is as stored, or recorded; 1 with a line for each difference."""
+    """Compare or store the figures; returns 1 with a line for each difference, otherwise 0."""
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("--write", action="store_true", help="record the figures")
     options.add_argument("--targets", nargs="+", default=[], help="compile for these here and print the figures")

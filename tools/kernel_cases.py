@@ -1,4 +1,4 @@
-"""The calls whose kernels are compiled ahead of time: real shapes of models that are served, in
+"""Kernel calls that `kernel_budgets.py` compiles ahead of time, with shapes of supported models, in
 every dtype that is used."""
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ KERNELS: tuple[ModuleType, ...] = (
     *(compressor, grouped_product, indexer, rows, softmax, sparse_attention),
     *(triton_decode, triton_extend),
 )
-"""Where the kernels are."""
+"""The modules with kernels."""
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 PAGE, CELLS, TOKENS = 16, 64, 64
@@ -66,8 +66,8 @@ ATTENTION: tuple[tuple[torch.dtype, int, dict[str, Any], tuple[int, ...]], ...] 
     (F16, 128, {}, (16,)),
     (F32, 64, {}, (16,)),
 )
-"""(dtype, head size, what else the layer asks for, splits); one dtype in every form, the others
-once."""
+"""(dtype, head size, further arguments of the layer, numbers of splits); bfloat16 in every variant,
+the others once."""
 
 LATENT: tuple[tuple[torch.dtype, int, RowCodec | None, int, int, int], ...] = (
     (BF16, 512, None, 64, 640, 4),
@@ -79,16 +79,16 @@ LATENT: tuple[tuple[torch.dtype, int, RowCodec | None, int, int, int], ...] = (
     (F16, 512, None, 64, 640, 4),
     (F32, 512, None, 64, 640, 4),
 )
-"""(dtype, elements of a row, its codec, heads, rows that a token's lists name or 0 for all of its
-request's, tokens). Rows of 512 are DeepSeek-V4's: 128 of them in a window, the rest compressed, and
-sinks; those of 576 are V3's."""
+"""(dtype, elements of a KV entry, its codec, heads, selected entries per token or 0 for all of its
+request, tokens). Entries of 512 elements are DeepSeek-V4's: 128 in a window, the others compressed,
+with sinks; those of 576 are V3's."""
 
 Cases = dict[str, Callable[[], object]]
 
 
 def cases(tuning: Tuning) -> Cases:
-    """Every case by its name; rows in eight bits have the floats that the device converts, if it
-    does."""
+    """Return every case by name. Entries in 8 bits have the float format that the device converts
+    in hardware, if any."""
     every: Cases = {}
     for dtype in (BF16, F16, F32):
         every |= {f"{name} {str(dtype)[6:]}": case for name, case in _elementwise(dtype, tuning).items()}
@@ -120,8 +120,8 @@ def cases(tuning: Tuning) -> Cases:
 
 
 def bounded_cases(tuning: Tuning, options: Mapping[str, Option]) -> Cases:
-    """Decode attention launched with options that only the vendor's compiler knows, which bound a
-    thread's registers."""
+    """Return a case of decode attention with a vendor's compiler options that limit registers per
+    thread."""
     bounded = replace(tuning, decode=replace(tuning.decode, options=options))
     return {
         "decode bfloat16 heads of 128 with bounded registers": partial(
@@ -156,7 +156,7 @@ def _elementwise(dtype: torch.dtype, tuning: Tuning) -> Cases:
 
 
 def _recurrent(dtype: torch.dtype, tuning: Tuning) -> Cases:
-    """Layers of Qwen3-Next, and of Granite 4 with Mamba 2."""
+    """Recurrent layers of Qwen3-Next, and of Granite 4 with Mamba 2."""
     ints = torch.empty(4, dtype=torch.int32)
     x, taps = torch.empty(TOKENS, 8192, dtype=dtype), torch.empty(4, 8192, dtype=dtype)
     tails, gains = torch.empty(CELLS, 3, 8192, dtype=dtype), torch.empty(1, 128, dtype=dtype)
@@ -177,7 +177,7 @@ def _recurrent(dtype: torch.dtype, tuning: Tuning) -> Cases:
 
 
 def _latent(tuning: Tuning) -> Cases:
-    """Rows of DeepSeek-V4 and of V3.2, and its index keys."""
+    """Latent KV entries of DeepSeek-V4 and V3.2, and index keys."""
     heads, x, angles = (
         torch.empty(TOKENS, 64, 512, dtype=BF16),
         torch.empty(TOKENS, 576, dtype=BF16),
@@ -200,7 +200,7 @@ def _latent(tuning: Tuning) -> Cases:
 
 
 def _streams(tuning: Tuning) -> Cases:
-    """Four streams, and experts, of DeepSeek-V4."""
+    """The four residual streams of DeepSeek-V4 (hyper-connections), its routing and its experts."""
     h, fn = torch.empty(TOKENS, 4, 4096, dtype=BF16), torch.empty(24, 16384)
     floats, comb = torch.empty(24), torch.empty(TOKENS, 4, 4)
     logits, ints = torch.empty(TOKENS, 256, dtype=BF16), torch.empty(TOKENS, dtype=torch.int32)
@@ -219,7 +219,7 @@ def _streams(tuning: Tuning) -> Cases:
 
 
 def _lists(tuning: Tuning) -> Cases:
-    """Windows, and blocks of 128 tokens and of 4."""
+    """Plans of DeepSeek-V4's attention: sliding windows, and blocks of 128 and of 4 tokens."""
     ints, table = torch.empty(TOKENS, dtype=torch.int32), torch.empty(CELLS, 64, dtype=torch.int32)
     rows, out = ints[:4], torch.empty(TOKENS, 128, dtype=torch.int32)
     where = torch.empty(TOKENS, dtype=torch.int64)
@@ -237,7 +237,7 @@ def _lists(tuning: Tuning) -> Cases:
 
 
 def _verification(tuning: Tuning) -> Cases:
-    """Four requests with a root and three proposals each, of at most seven."""
+    """Verification of four requests with a root and three draft tokens each, of at most seven."""
     last, table, ints = (
         torch.empty(CELLS, dtype=torch.int32),
         torch.empty(CELLS, 7, dtype=torch.int32),
@@ -256,8 +256,8 @@ def _verification(tuning: Tuning) -> Cases:
 
 
 def _trees(tuning: Tuning) -> Cases:
-    """Of four requests, trees of eight nodes by three beams four deep, and of 32 nodes by sixteen
-    beams three deep."""
+    """Draft trees of four requests: 8 nodes from 3 beams of depth 4, and 32 nodes from 16 beams of
+    depth 3."""
     cases: Cases = {}
     for width, depth, nodes in ((3, 4, 8), (16, 3, 32)):
         most = width + (depth - 1) * width**2
@@ -280,7 +280,7 @@ def _ints(*sizes: int) -> torch.Tensor:
 
 
 def _swapping(tuning: Tuning) -> Cases:
-    """What DeepSeek-V4 and V3.2 choose, of twice as many rows on the device."""
+    """hisparse with the selections of DeepSeek-V4 and V3.2; buffers hold twice the selection."""
     cases: Cases = {}
     for count, size in ((512, 512), (2048, 576)):
         chosen, ints = torch.empty(4, count, dtype=torch.int32), torch.empty(4, dtype=torch.int32)
@@ -326,12 +326,13 @@ def _mqa(
 
 
 def _own(codec: RowCodec, tuning: Tuning) -> RowCodec:
-    """In the floats that the device converts."""
+    """Return the codec with the float format that the device converts in hardware, if any."""
     return codec if tuning.float8 is None else replace(codec, float8=tuning.float8)
 
 
 def _indexer(dtype: torch.dtype, tuning: Tuning) -> Cases:
-    """The indexer and the compressors of DeepSeek-V4, and the grouped half of its output."""
+    """The indexer and the compressors of DeepSeek-V4, and the grouped part of its output
+    projection."""
     q, ints = torch.empty(4, 64, 128, dtype=dtype), torch.empty(4, dtype=torch.int32)
     keys, codes = torch.empty(CELLS, 128, dtype=dtype), torch.empty(CELLS, RowCodec(128).num_bytes, dtype=torch.uint8)
     asked = torch.empty(4, 16, dtype=torch.int32), ints, ints, PAGE

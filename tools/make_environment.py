@@ -1,9 +1,9 @@
-"""Make the environment that `make` installs into: `python3 tools/make_environment.py .venv`, by the
-interpreter that it stands on.
+"""Makes the virtual environment that `make` installs into, from the interpreter that runs this
+file: `python3 tools/make_environment.py .venv`.
 
-An environment that is there and works stays; one that was left half made, or whose interpreter is
-gone, is made again. Where the interpreter has a vendor's torch, the environment sees its packages.
-Standard library only.
+An environment that works stays. One that is incomplete, or has lost its interpreter, is made again.
+If the interpreter has a vendor's torch, the environment sees the interpreter's packages. Standard
+library only.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from tools.installer.pythons import AGAIN, ROOT, served
 
 BARE = "import json, sys; print(json.dumps('%d.%d' % sys.version_info[:2]))"
 CHECK = f"import importlib.metadata as m; assert m.distribution('pip').read_text('INSTALLER'); {BARE}"
-"""Programs that print an interpreter's version; the second fails where pip is not there, or not
-whole."""
+"""Programs that print an interpreter's version; the second fails if pip is missing or
+incomplete."""
 OWN = f"{sys.version_info[0]}.{sys.version_info[1]}"
 PLAIN = re.compile(r"[\d.]+(\+cpu)?")
-"""Versions of torch that are no vendor's: the public index has them, or its processor build."""
+"""Versions of torch that are not a vendor's: from the public index, or the CPU build."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """0 when the environment is there; 1 with one line about what was wrong, 130 when
+    """Make the environment. Returns 0 if it is ready, 1 with one line about an error, 130 when
     interrupted."""
     parser = argparse.ArgumentParser(description="Make the environment that make installs into.")
     parser.add_argument("--works", action="store_true", help="say yes where this interpreter is that of one that works")
@@ -52,13 +52,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def works(asked: str) -> bool:
-    """Whether the environment of this interpreter is whole, and of the version of the Python that
-    was asked for, if any."""
+    """Return whether this interpreter's environment is complete and has the version of the
+    requested Python, if one is given."""
     return sys.prefix != sys.base_prefix and has_whole_pip() and (not asked or _version(asked, BARE) in ("", OWN))
 
 
 def has_whole_pip() -> bool:
-    """Who installs it writes INSTALLER last."""
+    """Return whether pip is installed completely: installers write the file INSTALLER last."""
     try:
         return bool(distribution("pip").read_text("INSTALLER"))
     except PackageNotFoundError:
@@ -66,7 +66,8 @@ def has_whole_pip() -> bool:
 
 
 def make(folder: Path, same: bool = False) -> int:
-    """Make it unless it works. `same`: one of another Python is made again."""
+    """Make the environment unless it works; returns the exit status. `same`: make an environment of
+    another Python version again. Waits."""
     if has_pip(folder, same) or mend(folder, same):
         return 0
     if folder.exists():
@@ -87,7 +88,7 @@ def make(folder: Path, same: bool = False) -> int:
 
 
 def explain(said: str) -> str:
-    """Why no environment could be made, in one line."""
+    """Return in one line why no environment could be made."""
     if "No space left" in said or "Errno 28" in said:
         return f"no space is left on the disk of this folder: free some; then {AGAIN} again"
     if "ensurepip" in said:
@@ -98,13 +99,15 @@ def explain(said: str) -> str:
 
 
 def has_pip(folder: Path, same: bool = False) -> bool:
-    """It has pip, and its interpreter is one that is served; `same`: of this one's version."""
+    """Return whether the environment has pip and a supported interpreter; `same`: one of this
+    interpreter's version."""
     is_one = (folder / "pyvenv.cfg").is_file()  # without it, its python is the interpreter below it
     return is_one and _version(str(folder / "bin" / "python"), CHECK) in ([OWN] if same else served())
 
 
 def mend(folder: Path, same: bool = False) -> bool:
-    """Put pip into an environment that lacks nothing else, as others make them."""
+    """Install pip into an environment that lacks only pip, as other tools make them; returns
+    whether it then works."""
     python = folder / "bin" / "python"
     if not (folder / "pyvenv.cfg").is_file() or _version(str(python), BARE) not in ([OWN] if same else served()):
         return False
@@ -112,7 +115,7 @@ def mend(folder: Path, same: bool = False) -> bool:
 
 
 def vendors_torch() -> str:
-    """The version of a vendor's torch in this interpreter that the packages can be with; "" where
+    """Return the version of a vendor's torch in this interpreter that all packages support; "" if
     there is none."""
     try:
         found = version("torch")

@@ -1,14 +1,15 @@
-"""Mutation testing of the host's half of a step, by cosmic-ray: its mutants of a sample of places,
-each against the fastest tests that run its line. What is drawn depends on the code of a place
-alone: a change elsewhere draws no others.
+"""Mutation testing of the host side of a step with cosmic-ray: mutants of a sample of source
+positions, each against the fastest tests that run its line. The sample depends only on the code at
+a position: a change elsewhere does not change it.
 
     python tools/mutation.py                 # the whole sample
-    python tools/mutation.py --minutes 20    # as many of it as that takes, of each folder alike
-    python tools/mutation.py --again   # only mutants that survived and are unanswered
+    python tools/mutation.py --minutes 20    # the part that fits, equally from each folder
+    python tools/mutation.py --again   # only mutants that survived and are not in mutation.toml
     python tools/mutation.py --file sglcore/step/rows.py --all   # every mutant of a file
 
-Works in a copy of the tree below build/mutation. Leaves the tool's session there (`cr-report`,
-`cr-html` read it) and report.md. Fails if fewer of a folder are killed than mutation.toml demands.
+Works in a copy of the tree below build/mutation, and leaves cosmic-ray's session (for `cr-report`,
+`cr-html`) and report.md there. Fails if the share of killed mutants of a folder is below the floor
+in mutation.toml.
 """
 
 from __future__ import annotations
@@ -51,8 +52,8 @@ Name = tuple[str, ...]
 
 @dataclass(frozen=True, slots=True)
 class Mutant:
-    """One of the tool's mutants, `occurrence` of what its operator can do to the file: line `line`
-    was `was`."""
+    """A cosmic-ray mutant: change number `occurrence` of `operator` in `file`; line `line`, `was`,
+    becomes `becomes`."""
 
     job: str
     file: str
@@ -65,12 +66,12 @@ class Mutant:
 
     @property
     def name(self) -> Name:
-        """What stays the same while the code around it changes."""
+        """Its identity, which does not change with the code around it."""
         return self.file, self.definition, self.was, self.becomes
 
 
 def main() -> int:
-    """0 if enough is killed of every folder."""
+    """Run the mutants and write the report; returns 0 if enough are killed in every folder."""
     asked = _arguments()
     config = tomllib.loads((ROOT / "tools" / "mutation.toml").read_text())
     providers = cosmic_ray.plugins.OPERATOR_PROVIDERS
@@ -123,7 +124,7 @@ def _arguments() -> argparse.Namespace:
 
 
 def _copy_tree() -> None:
-    """What git knows or would add, and what is built beside it, as it is now."""
+    """Copy the files that git knows or would add, and built libraries, in their current state."""
     shutil.rmtree(TREE, ignore_errors=True)
     listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     names = subprocess.run(listed, cwd=ROOT, capture_output=True, check=True, text=True).stdout.split("\0")
@@ -142,9 +143,9 @@ def _files(config: dict[str, Any], only: list[str] | None) -> list[Path]:
 
 
 def _sample(config: dict[str, Any], asked: argparse.Namespace) -> tuple[dict[str, int], list[Any]]:
-    """How many mutants each folder has, and those that are drawn: places by the digest of what they
-    are, so that a change elsewhere draws no others, and of each the mutant with the least digest.
-    The folders take turns."""
+    """Return how many mutants each folder has, and the sample. Positions are ranked by a digest of
+    their code, so that a change elsewhere does not change the sample; each gives the mutant with
+    the lowest digest. The folders alternate."""
     dull = re.compile("|".join(config["leave_out_lines"]))
     counts: dict[str, int] = dict.fromkeys(config["folders"], 0)
     places: dict[str, dict[Any, tuple[str, Any]]] = {folder: {} for folder in counts}
@@ -167,7 +168,7 @@ def _sample(config: dict[str, Any], asked: argparse.Namespace) -> tuple[dict[str
 
 
 def _listed(files: list[Path]) -> tuple[Any, ...]:
-    """All of the tool's mutants of these files."""
+    """Return all cosmic-ray mutants of these files."""
     with use_db(":memory:", WorkDB.Mode.create) as session:
         init(files, session, {})
         return session.work_items
@@ -184,7 +185,7 @@ def _parsed(file: str) -> ast.Module:
 
 
 def _is_annotation(file: str, place: tuple[int, int]) -> bool:
-    """Annotations are text that nobody reads."""
+    """Return whether a position is in a type annotation, which is not executed."""
     return any(
         (note.lineno, note.col_offset) <= place < (note.end_lineno or 0, note.end_col_offset or 0)
         for note in _annotations(file)
@@ -211,8 +212,8 @@ def _mutant(item: Any) -> Mutant:
 
 
 def _statement(file: str, line: int) -> range:
-    """The lines of the innermost statement: of one with a body its head, of a function's head or
-    decorator its body."""
+    """Return the lines of the innermost statement at a line: for a compound statement its header;
+    for a function's signature or decorators the function's body."""
     found = range(line, line + 1)
     for node in ast.walk(_parsed(file)):
         if not isinstance(node, ast.stmt):
@@ -241,7 +242,7 @@ def _tried(mutant: Mutant, tests: Tests, record: Record, config: dict[str, Any])
         outcome = tests.run(chosen, 2 * estimate + 8)
         if outcome == "passed" and mutant.file.startswith(config["streams"]["folder"]):
             outcome = tests.run(config["streams"]["arguments"], 40)
-    # The compiled file is that of these stamps.
+    # Restore the timestamps, so that Python's compiled file stays valid.
     os.utime(path, ns=(stamps.st_atime_ns, stamps.st_mtime_ns))
     return _result(outcome, mutant)
 
@@ -257,7 +258,7 @@ def _result(outcome: str, mutant: Mutant) -> WorkResult:
 
 
 def _killed() -> dict[Name, str]:
-    """What the last run has killed, and how."""
+    """Return the mutants that the last run killed, with the outcome."""
     if not SESSION.is_file():
         return {}
     with use_db(SESSION, WorkDB.Mode.open) as session:
@@ -268,8 +269,8 @@ def _killed() -> dict[Name, str]:
 def _report(
     session: WorkDB, mutants: Iterable[Mutant], total: dict[str, int], floor: int, answers: set[Name], is_part: bool
 ) -> tuple[str, bool]:
-    """Of those that were tried: the table of the folders, then what lives without an answer; and
-    whether enough is killed."""
+    """Report on the mutants that were tried: a table of folders, then survivors that are not in
+    `answers`. Also returns whether enough were killed."""
     outcomes = {job: result.output for job, result in session.results}
     mutants = [mutant for mutant in mutants if mutant.job in outcomes]
     rows, is_good = [], True

@@ -1,5 +1,5 @@
-"""An operator of cosmic-ray's kind that forgets: a call, a raise, a deletion or what is set on an
-object becomes `pass`."""
+"""A cosmic-ray operator that removes statements: a call, a raise, a deletion, an augmented
+assignment, or an assignment to an attribute or item becomes `pass`."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ Position = tuple[tuple[int, int], tuple[int, int]]
 
 
 class RemoveStatement(Operator):
-    """What a statement does beside naming a value is left out."""
+    """Replaces a statement with side effects by `pass`; plain assignments to names stay."""
 
     def mutation_positions(self, node: Any) -> Iterator[Position]:
-        """The place of a statement of these kinds, as (line, column) of its two ends."""
+        """Yield (start, end) of a statement of these kinds, each as (line, column)."""
         if (
             node.parent is not None
             and node.parent.type == "simple_stmt"
@@ -27,12 +27,12 @@ class RemoveStatement(Operator):
             yield node.start_pos, node.end_pos
 
     def mutate(self, node: Any, index: int) -> Any:
-        """`pass` in its place."""
+        """Return `pass` as its replacement."""
         return Keyword("pass", node.start_pos, prefix=node.get_first_leaf().prefix)
 
     @classmethod
     def examples(cls) -> tuple[Example, ...]:
-        """What the tool's own tests try."""
+        """Examples for cosmic-ray's own tests."""
         return (Example("f(x)\n", "pass\n"), Example("a.b = c\n", "pass\n"), Example("raise E\n", "pass\n"))
 
 
@@ -48,8 +48,7 @@ def _acts(node: Any) -> bool:
 
 
 class Chosen:
-    """Of the tool's operators, which its own `core` provides, those whose names `pattern` matches,
-    and ours."""
+    """Provides the operators with names that `pattern` matches: cosmic-ray's (`core`) and ours."""
 
     def __init__(self, core: Mapping[str, type[Operator]], pattern: str) -> None:
         self._core = core

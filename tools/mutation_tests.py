@@ -1,5 +1,5 @@
-"""Runs tests in forks of this process, which has imported everything they need but the project, and
-records which of them run which lines."""
+"""Runs tests in forks of this process, which has imported all their dependencies except the
+project, and records which test runs which lines."""
 
 from __future__ import annotations
 
@@ -22,24 +22,25 @@ from hypothesis import Phase, settings
 
 PROFILE = "mutation"
 WALL = 40
-"""How many times the processor's time that a run may take a run may last: others use the machine
-too."""
+"""Factor between the CPU limit and the wall-clock limit of a run: other processes may use the
+machine."""
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """Which tests run a line, by file and line; their seconds of the processor; the modules that
-    they import."""
+    """`lines`: tests by file and line; `seconds`: CPU seconds by test; `modules`: the modules that
+    the tests import from outside the tree."""
 
     seconds: dict[str, float]
     lines: dict[str, dict[str, list[str]]]
     modules: list[str]
 
     def tests_of(self, file: str, lines: Iterable[int], seconds: float) -> list[str]:
-        """As many as fit into so many seconds, but one at least: tests that run these lines, then
-        those that run others of the file, for what runs once in a process; where nobody runs the
-        lines but who imports them, those of the folder too. Those of its folder come first, then of
-        the folders around it; each function's fastest case before any second one."""
+        """Choose tests that together fit into `seconds`, at least one: first tests that run these
+        lines, then tests that run other lines of the file, because some code runs once per process.
+        If no test runs the lines (they run at import), tests of the file's folders are added.
+        Within each group, tests in the nearest folder come first, and the fastest case of each test
+        function before any second case."""
         of_file = self.lines.get(file, {})
         folders = [f"tests/{name}/" for name in reversed(Path(file).parts[1:-1])]
         nearest = {test for line in lines for test in of_file.get(str(line), ())}
@@ -74,8 +75,9 @@ class Tests:
         settings.register_profile(PROFILE, deadline=None, database=None, phases=(Phase.explicit, Phase.generate))
 
     def record(self, folders: Sequence[str], sources: Sequence[str], file: Path) -> Record:
-        """Run all tests of these folders once, watched, and import what they import. Raises
-        RuntimeError if one fails that is not left out (`--deselect`)."""
+        """Run all tests of these folders once with coverage, write the record, and import the
+        modules that they import. Waits. Raises RuntimeError if a test fails that is not excluded
+        (`--deselect`)."""
         process = _forked(self._watched, folders, sources, file)
         process.join()
         if process.exitcode:
@@ -83,17 +85,17 @@ class Tests:
         return self.recorded(file)
 
     def recorded(self, file: Path) -> Record:
-        """An earlier run's record, with the same imports."""
+        """Read an earlier run's record and import its modules."""
         record = Record(**json.loads(file.read_text()))
         for name in record.modules:
-            # Some were written for one run: compiled code.
+            # Some modules existed for one run only (generated code).
             with contextlib.suppress(Exception):
                 importlib.import_module(name)
         return record
 
     def run(self, tests: Sequence[str], seconds: float) -> str:
-        """Run them until one fails: "passed", "failed" or "timeout", which is more than so many
-        seconds of the processor."""
+        """Run tests until one fails. Returns "passed", "failed" or "timeout" (more than `seconds`
+        of CPU time). Waits."""
         process = _forked(self._limited, tests, seconds)
         process.join(WALL * seconds)
         if process.is_alive():
@@ -123,7 +125,7 @@ class Tests:
         return code
 
     def _modules(self) -> list[str]:
-        """What is imported from elsewhere than the tree, in the order in which it was."""
+        """Return the imported modules from outside the tree, in import order."""
         places = ((name, getattr(module, "__file__", None)) for name, module in list(sys.modules.items()))
         return [name for name, file in places if file and not Path(file).is_relative_to(self._tree)]
 
@@ -153,7 +155,7 @@ class Tests:
 
 
 class _Watcher:
-    """Tells coverage which test runs, and keeps how long each took."""
+    """Tells coverage which test runs, and records each test's CPU seconds."""
 
     def __init__(self, cover: Any) -> None:
         self._cover = cover

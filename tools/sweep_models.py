@@ -1,18 +1,18 @@
-"""Every causal language model that the installed transformers has, as a tiny random one: by its own
-forward, and by this engine.
+"""Compares every causal language model type of the installed transformers, as a tiny random model:
+its own forward against this engine.
 
     python tools/sweep_models.py  # all types: a line each, and build/sweep/models.json
     python tools/sweep_models.py gemma2 gpt_oss     # some
     python tools/sweep_models.py --write  # all, then docs/models.md and the proven types
 
-Compared are log-probabilities in float32: a prompt in random chunks beside another request, then
-single tokens of both, ragged, as decode steps; then what the scheduler serves, with prefix hits and
-retraction. Each type runs in a child process with bounded memory and time. Needs a machine without
+It compares log-probabilities in float32: a prompt in random chunks batched with another request,
+then ragged decode steps of both; then requests through the scheduler, with prefix hits and
+preemption. Each type runs in a child process with limited memory and time. Needs a machine without
 a device.
 
-What a type is, is told by its configuration and its class: a wrapper has configurations of other
-models in its own, the decoder of an encoder says so or attends to one, and an encoder has masked
-words to guess, or sees what comes. The others are text decoders.
+Configuration and class give the group of a type: a wrapper's configuration contains other models'
+configurations; a decoder of an encoder declares it or has cross attention; an encoder is a masked
+language model, or is not causal. All others are text decoders.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ from sglcore.device.errors import SglcoreError  # noqa: E402
 from tests.models.transformers_cases import compare, compare_served, sizes_of, tiny_model  # noqa: E402
 
 EQUAL = 2e-4
-"""The greatest difference of log-probabilities that counts as equal."""
+"""The largest difference of log-probabilities that counts as equal."""
 SMALL = 3_000_000
-"""Parameters of a tiny model at most; a configuration that gives more was not shrunk."""
+"""The most parameters of a tiny model; with more, the configuration was not shrunk."""
 SECONDS, BYTES = 90, 6 << 30
 TYPES = ROOT / "sglcore" / "models" / "transformers_types.py"
 PAGE = ROOT / "docs" / "models.md"
@@ -60,8 +60,8 @@ BEGIN, END = "<!-- written by tools/sweep_models.py -->", "<!-- end -->"
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of one type: equal, differs, refused (with the engine's words) or failed (before
-    anything was compared)."""
+    """The result of one type: equal, differs, refused (with the engine's message) or failed (before
+    any comparison)."""
 
     kind: str
     verdict: str
@@ -90,7 +90,7 @@ def sweep_one(kind: str, sizes: dict[str, Any]) -> Verdict:
 
 
 def _declared(kind: str) -> str:
-    """What a type is, by its configuration alone."""
+    """Return the group of a type by its configuration only."""
     made = CONFIG_MAPPING[kind]
     if any(getattr(each, "model_type", "any") for each in cast("Mapping[str, Any]", made.sub_configs).values()):
         return "wrapper"
@@ -100,7 +100,7 @@ def _declared(kind: str) -> str:
 
 
 def _is_causal(model: PreTrainedModel) -> bool:
-    """Whether a later token changes nothing of what is said of earlier ones."""
+    """Return whether logits do not depend on later tokens."""
     tokens = torch.tensor([[5, 7, 9, 11, 13], [5, 7, 9, 11, 17]])
     with torch.no_grad():
         first, second = model(tokens, use_cache=False).logits[:, :4]
@@ -108,7 +108,7 @@ def _is_causal(model: PreTrainedModel) -> bool:
 
 
 def _compared(model: PreTrainedModel) -> tuple[str, float | None, str]:
-    """The verdict, the greatest difference, and words."""
+    """Return the verdict, the largest difference, and the error message."""
     with tempfile.TemporaryDirectory() as folder:
         try:
             error = max(compare(model, Path(folder)), compare_served(model, Path(folder)))
@@ -130,7 +130,7 @@ def _line(error: BaseException) -> str:
 
 
 def in_child(kind: str, sizes: dict[str, Any]) -> Verdict:
-    """The same in a process of its own, which may take too much or too long."""
+    """Run `sweep_one` in a child process with limits on memory and time. Waits."""
     reader, writer = os.pipe()
     child = os.fork()
     if not child:
@@ -149,7 +149,7 @@ def in_child(kind: str, sizes: dict[str, Any]) -> Verdict:
 
 
 def main() -> None:
-    """Sweep, print, and write if asked to."""
+    """Compare all types, print, and with `--write` write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("types", nargs="*")
     parser.add_argument("--write", action="store_true")
@@ -182,7 +182,7 @@ def _counts(verdicts: Sequence[Verdict]) -> str:
 
 
 def write(verdicts: Sequence[Verdict]) -> None:
-    """The list of proven types, and the table of docs/models.md."""
+    """Write the list of proven types, and the table of docs/models.md."""
     equal = sorted((each.kind, each.error or 0.0) for each in verdicts if each.verdict == "equal")
     names = "".join(f'        "{kind}",\n' for kind, _ in equal)
     head = TYPES.read_text().partition("VERSION = ")[0]
@@ -198,7 +198,7 @@ def write(verdicts: Sequence[Verdict]) -> None:
 
 
 def _why(found: Verdict) -> str:
-    """In a cell of a table."""
+    """Return the reason as a table cell."""
     if found.verdict == "differs":
         return f"its log-probabilities differ by {found.error:.2g}"
     what = {"refused": "refused", "failed": "not compared"}[found.verdict]

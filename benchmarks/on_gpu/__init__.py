@@ -1,2 +1,1 @@
-"""Parts of `benchmarks/gpu.py`: each measures one thing on an accelerator, in a process of its
-own."""
+"""Parts of `benchmarks/gpu.py`: each measures one thing on an accelerator, in its own process."""

@@ -1,6 +1,6 @@
-"""A layer's attention over pages: every backend of the package that serves here, as shares of what
-its keys and values take to read, or its products to compute; and torch's own over tensors without
-pages."""
+"""Attention of one layer over KV pages with every backend of the package that works here, as a
+share of the bound (reading keys and values, or computing the products); and torch's SDPA over
+tensors without pages."""
 
 from __future__ import annotations
 
@@ -26,27 +26,28 @@ from .run import Run, share
 from .sizes import BYTES, Geometry
 
 Rows = tuple[tuple[int, int], ...]
-"""How many requests, and how many tokens each has."""
+"""Groups of requests: (number of requests, tokens of each)."""
 VOCAB = 1024
 PAGE = 128
-"""Cells that a request's last page may have beyond its tokens, at most."""
+"""Upper bound of unused KV slots in a request's last page."""
 LAYERS = 4
-"""Each with keys and values of its own, one after the other: no cache holds those of the next."""
+"""Layers with their own keys and values that run in turn, so that the next one's are not in the
+device's cache."""
 AGAIN = 4
-"""Times that all layers are in one graph, whose launch is then no part of the figure."""
+"""How often a graph runs all layers, so that its launch time does not count."""
 
 
 def measure(run: Run) -> None:
-    """A row for each backend and case."""
+    """Report a row for each backend and case."""
     geometry = smaller(run.sizes.geometries[run.sizes.attention_of], LAYERS, VOCAB)
     for name in run.package.attention:
         if name in ("reference", "gathered") and not run.is_dry:
-            continue  # plain torch, which defines correct
+            continue  # plain torch: it defines correct results and is not fast
         try:
             _backend(run, geometry, name)
-        except ConfigError as error:  # it does not serve here, and says why
+        except ConfigError as error:  # it does not support this device or geometry
             run.report.skip(f"attention {name}", str(error))
-        except Exception as error:  # of a library, which the others do not need
+        except Exception as error:  # its library fails; the other backends do not need it
             if run.is_dry:
                 raise
             run.report.skip(f"attention {name}", f"{type(error).__name__}: {error}"[:500])
@@ -122,19 +123,21 @@ def _row(run: Run, backend: str, mode: str, case: str, read: float, flops: float
 
 
 def _cell(geometry: Geometry) -> int:
-    """Bytes of a token's keys and values in one layer."""
+    """Return bytes of a token's keys and values in one layer."""
     return geometry.kv_bytes // geometry.layers
 
 
 def _flops(geometry: Geometry, before: int, new: int) -> float:
-    """Of causal attention: each query over what is before it, half of the new ones on average."""
+    """Return operations of causal attention of one layer: each query attends to all `before`
+    tokens and on average to half of the new ones."""
     return 4 * geometry.heads * geometry.head_dim * new * (before + new / 2)
 
 
 def _staged(
     run: Run, made: Opened, before: Sequence[int], new: Sequence[int], mode: ForwardMode
 ) -> tuple[ForwardBatch, tuple[Attention, ...]]:
-    """A step on the device, each request over pages of its own, and the layers."""
+    """Stage a step on the device, with separate pages for each request; also returns the attention
+    layers. Waits."""
     runner: ModelRunner = made.built["runner"]
     page = made.built["limits"].page_size
     counts = [-(-(old + more) // page) for old, more in zip(before, new, strict=True)]
@@ -159,7 +162,7 @@ def _staged(
 
 
 def _of_torch(run: Run, geometry: Geometry) -> None:
-    """Prompts of one length, and rows of one length, without pages."""
+    """Measure torch's SDPA without pages: decode with equal lengths, and prefill of one prompt."""
     with run.stream():
         _without_pages(run, geometry)
 

@@ -1,5 +1,5 @@
-"""What the device can do at most, in this run: copy, read, multiply, and go from one node of a
-graph to the next."""
+"""Measures the device's bounds: copy and read bandwidth, matrix product throughput, and the time
+per node of a graph."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .run import Run
 
 
 def measure(run: Run) -> None:
-    """Each as a row: `bound` and its `value`, in bytes, operations or microseconds."""
+    """Report a row for each bound: `bound`, `unit` and `value`."""
     run.report.note(about=run.about(), ledger=run.ledger, state=run.state())
     with run.stream():
         _copies(run)
@@ -32,7 +32,7 @@ def _copies(run: Run) -> None:
 
 
 def _nodes(run: Run) -> None:
-    """A graph of many kernels that do nothing to speak of."""
+    """Measure graphs of many tiny kernels: time per node."""
     one, count = run.random(1), run.sizes.nodes
 
     def adds() -> Tensor:
@@ -47,7 +47,7 @@ def _nodes(run: Run) -> None:
             launch = _empty(run, options)
             us = run.replayed_us(lambda: _times(launch, count, one))  # noqa: B023  called at once
             run.report.row(bound=name, unit="us", value=None if us is None else us / count)
-        except Exception as error:  # no Triton for this device, or no such option of its compiler
+        except Exception as error:  # no Triton for this device, or its compiler lacks the option
             run.report.skip(name, f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
 
 
@@ -58,7 +58,7 @@ def _times(launch: Callable[[], object], count: int, given: Tensor) -> Tensor:
 
 
 def _empty(run: Run, options: dict[str, Any]) -> Callable[[], object]:
-    """The launch of a kernel without work, in Triton."""
+    """Compile an empty Triton kernel; returns a function that launches it."""
     from .empty import empty
 
     target = run.random(1)

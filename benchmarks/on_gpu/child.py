@@ -1,4 +1,4 @@
-"""The process of one part: it imports, waits for its turn, and says what it finds as lines of JSON.
+"""The process of one part: it imports, waits for its turn, and reports results as JSON lines.
 Standard library only."""
 
 from __future__ import annotations
@@ -16,30 +16,30 @@ from .parts import Part
 
 
 class Report:
-    """What a part says of itself, line by line, as soon as it is known."""
+    """Writes the messages of a part, one JSON line each, at once. Thread-safe."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
         self._lock = threading.Lock()
 
     def row(self, **values: Any) -> None:
-        """Something that was measured."""
+        """Report a measurement."""
         self._say({"rows": values})
 
     def skip(self, what: str, why: str) -> None:
-        """Something that this device, or this machine, does not have."""
+        """Report something that this device or machine does not have."""
         self._say({"skipped": {"what": what, "why": why}})
 
     def note(self, **values: Any) -> None:
-        """Something about the part as a whole, by a name of its own."""
+        """Report named values about the part as a whole."""
         self._say(values)
 
     def ready(self) -> None:
-        """All is imported: the device may be given."""
+        """Report that imports are done and the part can have the device."""
         self._say({"ready": True})
 
     def end(self, verdict: str, reason: str = "") -> None:
-        """The last line."""
+        """Report the verdict; the last line."""
         self._say({"end": verdict, "reason": reason})
 
     def _say(self, message: Mapping[str, Any]) -> None:
@@ -49,13 +49,13 @@ class Report:
 
 
 class PartFailed(Exception):
-    """What a part found is wrong; its text is the reason."""
+    """The part found an error; its text is the reason."""
 
 
 def serve(part: Part, imports: Sequence[str], run: Callable[[Part, Report, Mapping[str, Any]], None]) -> None:
-    """Be the process of a part: import these modules, wait for the device, then `run`. What a
-    library prints goes to the error stream, and who takes the standard input (pytest does) takes an
-    empty one. Ends the process when the one that started it ends."""
+    """Run a part's process: import these modules, wait for the device, then call `run`; never
+    returns. Libraries that print write to the error stream, and code that reads standard input
+    (pytest does) gets an empty one. Ends the process when its parent ends."""
     report, asked = Report(os.fdopen(os.dup(1), "w", encoding="utf-8")), os.fdopen(os.dup(0), encoding="utf-8")
     os.dup2(2, 1)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
@@ -71,11 +71,11 @@ def serve(part: Part, imports: Sequence[str], run: Callable[[Part, Report, Mappi
         report.end("failed", _reason(error))
         os._exit(1)
     report.end("passed")
-    os._exit(0)  # threads of compilers and of the device may be there
+    os._exit(0)  # threads of compilers or of the device may still run
 
 
 def call(part: Part, *args: Any) -> None:
-    """The part's own function."""
+    """Call the part's function."""
     module, _, name = part.function.partition(":")
     getattr(import_module(module, __package__), name)(*args)
 
@@ -90,10 +90,10 @@ def _reason(error: BaseException) -> str:
 
 def _listen(asked: TextIO, turns: Queue[str]) -> None:
     turns.put(asked.readline() or _gone())
-    asked.read()  # until whoever started this has ended
+    asked.read()  # returns when the parent ends
     _gone()
 
 
 def _gone() -> str:
-    """Whoever started this has ended."""
+    """End this process, because its parent has ended."""
     os._exit(3)

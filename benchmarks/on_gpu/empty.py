@@ -1,4 +1,4 @@
-"""A Triton kernel that does nothing, in a file of its own: not every device has Triton."""
+"""An empty Triton kernel, in its own file because not every device has Triton."""
 
 from __future__ import annotations
 

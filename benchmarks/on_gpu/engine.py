@@ -1,5 +1,5 @@
-"""A model end to end, as the engine serves it: decode steps of several batches, drawn greedily and
-by top-p, and prompts."""
+"""A model end to end in the engine: decode steps of several batch sizes with greedy and top-p
+sampling, and prefill."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from .run import Run, share
 GREEDY: Mapping[str, Any] = MappingProxyType({"temperature": 0.0})
 TOP_P: Mapping[str, Any] = MappingProxyType({"temperature": 0.8, "top_p": 0.95, "seed": 7})
 SHOWN = 8
-"""Tokens of one request that a peer on the same weights is compared with."""
+"""How many tokens of one request are compared with a peer's on the same weights."""
 TIMES = 3
-"""Each is measured so often, after one that warms up; the best counts."""
+"""Number of measurements after a warm-up; the best counts."""
 
 
 def measure(run: Run) -> None:
-    """A row for each batch and way to draw, and for each length of a prompt."""
+    """Report a row for each batch size and sampling method, and for each prompt length."""
     sizes, geometry = run.sizes, run.geometry
     with opened(run, geometry, max_requests=max(sizes.batches)) as made:
         run.report.note(ledger=made.ledger, ready_seconds=made.seconds, state=run.state(), about=run.about())
@@ -46,13 +46,13 @@ def measure(run: Run) -> None:
 
 
 def prompts(batch: int, length: int, vocab: int) -> list[list[int]]:
-    """Token ids that no two requests share, as far as the vocabulary goes."""
+    """Return random token ids, int [batch][length], so that prompts have no common prefix."""
     draw = np.random.default_rng(batch * 10_007 + length)
     return [list(map(int, row)) for row in draw.integers(10, vocab - 10, (batch, length))]
 
 
 def first_tokens(engine: Engine, run: Run) -> list[int]:
-    """What follows one prompt, greedily."""
+    """Return SHOWN greedy tokens after one prompt."""
     params = SamplingParams(max_tokens=SHOWN, ignore_eos=True, **GREEDY)
     output = engine.add(prompts(1, run.sizes.prompt, engine.vocab_size)[0], params)
     while not output.finished:
@@ -61,7 +61,7 @@ def first_tokens(engine: Engine, run: Run) -> list[int]:
 
 
 def fill(engine: Engine, run: Run, batch: int, tokens: int, **params: Any) -> list[RequestOutput]:
-    """So many requests, run to the step in which each has its first token."""
+    """Add `batch` requests and run until each has its first token."""
     given = SamplingParams(max_tokens=tokens, ignore_eos=True, **params)
     outputs = [engine.add(ids, given) for ids in prompts(batch, run.sizes.prompt, engine.vocab_size)]
     while not all(output.outputs[0].token_ids for output in outputs):
@@ -70,14 +70,14 @@ def fill(engine: Engine, run: Run, batch: int, tokens: int, **params: Any) -> li
 
 
 def drain(engine: Engine) -> None:
-    """Until nothing runs."""
+    """Run until all requests are finished."""
     while engine.has_work:
         engine.step()
 
 
 def _decode(engine: Engine, run: Run, batch: int, params: Mapping[str, Any]) -> float:
-    """Seconds of a step, from the one in which all have begun to the one in which the first
-    ends."""
+    """Return seconds per step, from the step after which every request has a token to the one in
+    which the first request ends."""
     outputs = fill(engine, run, batch, run.sizes.tokens, **params)
 
     def count() -> int:
@@ -92,7 +92,7 @@ def _decode(engine: Engine, run: Run, batch: int, params: Mapping[str, Any]) -> 
 
 
 def _prompt(engine: Engine, length: int) -> float:
-    """Seconds from a prompt to its first token."""
+    """Return seconds from adding a prompt to its first token."""
     params = SamplingParams(max_tokens=1, ignore_eos=True, **GREEDY)
     (ids,) = prompts(1, length, engine.vocab_size)
     begin = time.perf_counter()

@@ -1,9 +1,9 @@
-"""The kernels of a decode step, by torch's profiler: how often each runs, how long, and what its
-bytes are worth.
+"""Profiles the kernels of a decode step with torch's profiler: number of launches, time, and the
+bound by the bytes that each moves.
 
-Which bytes are whose is read from one step without graphs, in which every entry of the kernel table
-and the attention say what they were given and what they gave; a graph's replay runs the same
-kernels, by the same names.
+The bytes of each kernel come from one step without graphs, in which calls of kernel table entries
+and of attention are marked with the bytes of their arguments. A graph replay runs kernels of the
+same names.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from .run import Run, share
 
 MARK = "entry:"
 PARTLY = frozenset({"k_cache", "v_cache", "cos_sin_cache", "page_table"})
-"""Arguments of which a call reads or writes as many rows as it has tokens."""
+"""Arguments that a call reads or writes only in part: one row per token."""
 
 
 @dataclass(slots=True)
 class Bytes:
-    """What one kernel moved in a step without graphs."""
+    """Bytes that one kernel moved in a step without graphs, and the entries that launched it."""
 
     entries: set[str]
     launches: int = 0
@@ -41,7 +41,7 @@ class Bytes:
 
 
 def measure(run: Run) -> None:
-    """A row for each kernel of each batch, the longest first."""
+    """Report a row for each kernel of each batch size, the longest total time first."""
     activities = set(supported_activities())
     if activities <= {ProfilerActivity.CPU} and not run.is_dry:
         run.report.skip("profile", "this torch has no profiler of the device: found the host's alone")
@@ -74,7 +74,7 @@ def _batch(run: Run, made: Opened, batch: int, known: Mapping[str, Bytes]) -> No
 
 
 def _profiled(made: Opened, run: Run, batch: int, steps: int) -> Iterable[Any]:
-    """Events of so many decode steps in a row."""
+    """Return the profiler's events of `steps` consecutive decode steps."""
     engine = made.engine
     fill(engine, run, batch, steps + 8, **GREEDY)
     for _ in range(2):
@@ -88,8 +88,8 @@ def _profiled(made: Opened, run: Run, batch: int, steps: int) -> Iterable[Any]:
 
 
 def _device_work(run: Run, events: Iterable[Any]) -> Iterable[tuple[str, float]]:
-    """Name and microseconds of what ran on the device; of the host's own operations in a dry run,
-    where no kernel is."""
+    """Yield name and microseconds of device kernels; in a dry run, which has no kernels, of the
+    host's leaf operations."""
     for event in events:
         is_host = event.device_type == DeviceType.CPU
         is_range = event.is_user_annotation or event.name.startswith(MARK)
@@ -98,8 +98,8 @@ def _device_work(run: Run, events: Iterable[Any]) -> Iterable[tuple[str, float]]
 
 
 def _bytes(run: Run, made: Opened, batch: int) -> dict[str, Bytes]:
-    """Bytes by the names of kernels, from one step. Of an entry of several kernels the longest has
-    them."""
+    """Return bytes by kernel name, from one step. If an entry runs several kernels, its bytes count
+    for the longest."""
     found: dict[str, Bytes] = {}
     for event in _profiled(made, run, batch, 1):
         if not event.name.startswith(MARK) or event.device_type != DeviceType.CPU:
@@ -115,7 +115,8 @@ def _bytes(run: Run, made: Opened, batch: int) -> dict[str, Bytes]:
 
 
 def _kernels_of(event: Any, is_dry: bool) -> list[tuple[str, float]]:
-    """Of an event and all below it, but for what has a mark of its own."""
+    """Return name and time of the kernels of an event and its children, except children that have
+    their own mark."""
     found = [(kernel.name, kernel.duration) for kernel in event.kernels]
     for child in event.cpu_children:
         if not child.name.startswith(MARK):
@@ -125,7 +126,7 @@ def _kernels_of(event: Any, is_dry: bool) -> list[tuple[str, float]]:
 
 
 def _recorded_table(table: KernelTable) -> KernelTable:
-    """The same functions, each within a mark of its name."""
+    """Return the table with each function wrapped in a mark of its name."""
     given = {
         name: tuple(Limited(_recorded(name, each.function), each.takes) for each in candidates)
         for name, candidates in table.candidates.items()
@@ -145,8 +146,8 @@ def _recorded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def _marked(name: str, given: Mapping[str, Any]) -> Iterator[None]:
-    """With the bytes of what a call is given. What it gives is rows too, and few beside a weight or
-    a context."""
+    """Mark a call with its name and the bytes of its arguments. Results are not counted: they are
+    small compared with a weight or a context."""
     tensors = {key: value for key, value in given.items() if isinstance(value, Tensor)}
     rows = next((len(tensor) for tensor in tensors.values() if tensor.dim()), 0)
     moved = 0.0
@@ -158,7 +159,8 @@ def _marked(name: str, given: Mapping[str, Any]) -> Iterator[None]:
 
 
 def _recorded_attention(backend: AttentionBackend) -> AttentionBackend:
-    """The same backend, whose `attend` is within a mark."""
+    """Return the backend with `attend` wrapped in a mark of the bytes of keys, values, queries and
+    results."""
     kind: Any = type(backend)
 
     def attend(self: Any, q: Tensor, layer: Any, batch: Any, plan: Any) -> Tensor:

@@ -1,5 +1,5 @@
-"""Correct first: laws of the conformance kit about the kernels, the attention and the graphs that
-are measured afterwards."""
+"""Checks correctness first: runs the laws of the conformance kit for the kernels, attention and
+graphs that later parts measure."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ ENTRIES = (
     *("linear", "rms_norm", "rotary", "silu_and_mul", "gated_linear", "embedding", "head", "draw", "greedy"),
     *("store_kv", "cache_locations"),
 )
-"""What a dense model's step runs: entries with these words in their names."""
+"""Words in the names of kernel entries that a dense model's step runs."""
 OTHERS = ("mxfp4", "moe", "latent", "sparse", "limited", "grouped_linear", "gated_rms_norm")
-"""And not these."""
+"""Words that exclude an entry."""
 
 
 def measure(run: Run) -> None:
-    """A row for each law. Raises PartFailed with those that do not hold."""
+    """Report a row for each law. Raises PartFailed with the laws that fail."""
     preferred = next(iter(find_target(run.package.name).usable_attention()), "")
     for note in ("state", "about"):
         run.report.note(**{note: getattr(run, note)()})
@@ -48,7 +48,7 @@ def measure(run: Run) -> None:
 
 
 def _words(attention: str, is_dry: bool) -> str:
-    """Which cases, for pytest's `-k`."""
+    """Return the expression for pytest's `-k` that selects the cases."""
     if is_dry:
         return "tiny and dense or kernel_is_reference and silu_and_mul and not limited"
     entries = f"kernel_is_reference and ({' or '.join(ENTRIES)}) and not ({' or '.join(OTHERS)})"

@@ -1,5 +1,5 @@
-"""Models of random weights that are drawn on the device: nothing is written but a configuration,
-and whoever draws a weight of a name on this device draws the same."""
+"""Models with random weights that are drawn on the device; only a configuration is written. A
+weight's name is the seed, so the engine and its peer have the same weights."""
 
 from __future__ import annotations
 
@@ -40,11 +40,12 @@ from .sizes import Geometry
 
 SPREAD = 0.02
 PLAIN: Mapping[str, Any] = MappingProxyType({"speculative": "off"})
-"""Of every engine, unless a setting says otherwise: plain decode steps."""
+"""Default settings of every engine here: plain decode."""
 
 
 def draw(name: str, target: Tensor) -> None:
-    """Fill a weight of a checkpoint's name: always the same on a device."""
+    """Fill a weight with random values seeded by its checkpoint name; always the same on one kind
+    of device."""
     generator = torch.Generator(target.device).manual_seed(zlib.crc32(name.encode()))
     drawn = torch.randn(target.shape, generator=generator, device=target.device, dtype=torch.float32) * SPREAD
     target.copy_(drawn.add_(1) if "norm" in name else drawn)
@@ -52,7 +53,7 @@ def draw(name: str, target: Tensor) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """Where a weight comes from: nowhere."""
+    """A weight source that draws random values instead of reading a file."""
 
     name: str
     num_bytes: int
@@ -64,14 +65,15 @@ class Drawn:
         report(self.num_bytes)
 
     def stored(self, report: Callable[[int], None]) -> Any:
-        """There is nothing but values."""
+        """Raise TypeError: the weight has no packed form."""
         raise TypeError(f"{self.name!r} is plain")
 
 
 def model(
     config: EngineConfig, facts: Facts, ledger: DecisionLedger, model_path: Path, kernels: KernelTable
 ) -> Architecture:
-    """In the place of the bring-up's step of this name: the model of a folder without weights."""
+    """Replaces the bring-up step `model`: make the model of a folder without weights and draw its
+    weights."""
     model_config, architectures = choose_implementation("native", model_path, ledger)
     dtype = choose_dtype(config.dtype, model_config.dtype, facts)
     weights = Weights(getattr(torch, dtype.effective), torch.device(facts.tensor_device))
@@ -87,7 +89,7 @@ def model(
 
 @contextmanager
 def folder_of(geometry: Geometry, context: int) -> Iterator[Path]:
-    """A checkpoint's folder without its weights."""
+    """Make a temporary checkpoint folder without weights."""
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)
         (folder / "config.json").write_text(json.dumps(geometry.config(context)), encoding="utf-8")
@@ -98,7 +100,7 @@ def folder_of(geometry: Geometry, context: int) -> Iterator[Path]:
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """An engine, what its bring-up built, by step, in how many seconds, and what was decided."""
+    """An engine, the results and seconds of its bring-up steps, and its decisions by topic."""
 
     engine: Engine
     built: Mapping[str, Any]
@@ -110,8 +112,8 @@ class Opened:
 def opened(
     run: Run, geometry: Geometry, wrapped: Mapping[str, Callable[[Any], Any]] | None = None, **settings: Any
 ) -> Iterator[Opened]:
-    """An engine with a model that is drawn; `wrapped` change what steps of the bring-up build.
-    Closes it."""
+    """Open an engine with a drawn model and close it at the end of the block. `wrapped`: by bring-
+    up step, a function that changes its result."""
     context = settings.setdefault("max_model_len", run.sizes.context)
     with folder_of(geometry, context) as folder:
         config = resolve_config(
@@ -133,5 +135,5 @@ def opened(
 
 
 def smaller(geometry: Geometry, layers: int, vocab: int) -> Geometry:
-    """The same layers, fewer of them, with fewer tokens to know."""
+    """Return the geometry with at most `layers` layers and a vocabulary of at most `vocab`."""
     return replace(geometry, layers=min(layers, geometry.layers), vocab=min(vocab, geometry.vocab))

@@ -1,5 +1,5 @@
-"""What is measured, in order: the parts, how long each may take, and which results it stands on.
-Standard library only."""
+"""The list of parts in order, with their time limits and the parts that they need. Standard library
+only."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One part. `function` is "module:name", of this package if it begins with a dot, called with a
-    `Run`; `seconds` is its own limit, from when the device is its; `needs` are parts that run
-    first. `stops`: if it fails, nothing after it is measured, unless that was asked for. `of`: the
-    geometry that it measures; empty: none."""
+    """One part. `function`: "module:name", called with a `Run`; a leading dot means this package.
+    `seconds`: its time limit, from when it gets the device. `needs`: parts that run first. `stops`:
+    if it fails, later parts do not run, unless `--go-on` is given. `of`: name of the geometry that
+    it measures; empty: none."""
 
     name: str
     function: str
@@ -34,13 +34,13 @@ PARTS = (
     Part("peer-0.6B", ".peer:measure", 60, of="0.6B"),
     Part("peer-8B", ".peer:measure", 110, of="8B"),
 )
-"""595 seconds in all, if each takes its limit. The peer comes last: its steps are compiled, a
-minute for many layers."""
+"""595 seconds in total if each takes its limit. The peer comes last because compiling its steps
+takes a minute for many layers."""
 
 
 def with_needs(names: Sequence[str], parts: Sequence[Part] = PARTS) -> tuple[Part, ...]:
-    """The parts of these names and those that they need, in order; all, where none is named. Raises
-    ValueError for others."""
+    """Return the named parts and the parts that they need, in order; without names, all parts.
+    Raises ValueError for an unknown name."""
     known = {part.name: part for part in parts}
     if unknown := [name for name in names if name not in known]:
         raise ValueError(f"there is no part {', '.join(unknown)}; wanted some of {', '.join(known)}")

@@ -1,5 +1,5 @@
-"""The peer: transformers' model of the same weights, a static cache, sdpa, and a decode step that
-torch compiles."""
+"""The peer: transformers' model with the same weights, a static cache, sdpa, and a decode step
+compiled by torch."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from .made import draw
 from .run import Run
 
 WARM = 4
-"""Tokens of each request before its steps are timed, the prompt's own among them."""
+"""Tokens of each request before its steps are timed, including the prefill's token."""
 REDUCES = frozenset({"cuda"})
-"""Device types for which torch's compiler makes graphs of its own ("reduce-overhead")."""
+"""Device types for which torch's compiler makes its own graphs ("reduce-overhead")."""
 
 
 def measure(run: Run) -> None:
-    """A row for each batch, and how many of its first tokens are the engine's."""
+    """Report a row for each batch size; for batch size 1 also how many first tokens equal the
+    engine's."""
     try:
         import transformers
     except ImportError:
@@ -35,14 +36,14 @@ def measure(run: Run) -> None:
 
 
 def _model(run: Run) -> Any:
-    """Its weights are drawn on the device, by their names in a checkpoint."""
+    """Make the model; `draw` fills its weights on the device, seeded by their checkpoint names."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     fields = {name: value for name, value in run.geometry.config(run.sizes.context).items() if name != "model_type"}
     config = AutoConfig.for_model("qwen3", **fields)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa")
-    # Rotary frequencies are made by the constructor, not stored.
+    # The constructor makes the rotary frequencies; they are not stored.
     model = model.to_empty(device=run.device).eval()
     rotary = type(model.model.rotary_emb)(config=config)
     model.model.rotary_emb = rotary.to(run.device)
@@ -93,8 +94,8 @@ def _decode(run: Run, model: Any, batch: int) -> None:
 
 
 def _compiled(run: Run, step: Callable[[Tensor], Tensor]) -> tuple[Callable[[Tensor], Tensor], str]:
-    """The step as torch's compiler makes it; traced alone in a dry run, where there is nothing to
-    compile for."""
+    """Compile the step with torch; in a dry run only trace it, because there is no device to
+    compile for. Also returns the mode."""
     torch._dynamo.reset()
     if run.is_dry:
         return torch.compile(step, backend="eager", dynamic=False), "traced"
@@ -103,7 +104,7 @@ def _compiled(run: Run, step: Callable[[Tensor], Tensor]) -> tuple[Callable[[Ten
 
 
 def _agreement(run: Run, given: list[Tensor]) -> str:
-    """How many tokens of one prompt are those that the engine gave."""
+    """Return how many of the first tokens of one prompt equal the engine's."""
     ours = run.earlier.get(f"engine-{run.of}", {}).get("first_tokens")
     if ours is None:
         return "the engine was not measured"

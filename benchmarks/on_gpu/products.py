@@ -1,5 +1,5 @@
-"""Products of a layer, from one row to many: the kernel table's functions beside torch's own, as
-shares of the bound."""
+"""Matrix products of a layer for various numbers of rows: the kernel table's functions and torch's,
+as shares of the bound."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from .run import Run, share
 from .sizes import BYTES
 
 MOST = 64
-"""Copies of a weight at most."""
+"""The most copies of a weight."""
 
 Product = Callable[[Tensor, Tensor], Tensor]
 
 
 def measure(run: Run) -> None:
-    """A row for each geometry, product, number of rows and function. The weights are several, more
-    than any cache holds, one after the other in a graph."""
+    """Report a row for each geometry, product, number of rows and function. A graph uses several
+    weights in turn, together larger than the device's cache."""
     for rows, (model, geometry) in product(run.sizes.rows, run.sizes.geometries.items()):
         for name, (inputs, outputs) in geometry.products.items():
             with run.stream():
@@ -42,7 +42,7 @@ def _case(run: Run, case: Mapping[str, Any], inputs: int, outputs: int) -> None:
 
 
 def _functions(run: Run, name: str) -> Iterator[tuple[str, Product]]:
-    """torch's own, the table's where that is another, and what the table fuses with it."""
+    """Yield torch's function, the table's if it has its own, and the table's fused function."""
     yield "torch", functional.linear
     if _is_own(run, "linear"):
         pack = run.kernels.pack_linear
@@ -57,7 +57,8 @@ def _is_own(run: Run, entry: str) -> bool:
 
 
 def _packed(pack: Callable[[Tensor], Tensor], call: Product) -> Product:
-    """With each weight in the form that the table's functions read, made once."""
+    """Wrap `call` so that each weight is packed once into the format that the table's functions
+    read."""
     forms: dict[int, Tensor] = {}
 
     def packed(x: Tensor, weight: Tensor) -> Tensor:

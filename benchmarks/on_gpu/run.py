@@ -1,4 +1,4 @@
-"""What a part is given: the device, as its package says, clocks and graphs on it, and the bounds
+"""The environment of a part: the device from its package, timing and graphs on it, and the bounds
 measured in this run."""
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ from .child import PartFailed, Report
 from .sizes import Geometry, Sizes
 
 STATE = ("clock_rate", "temperature", "power_draw")
-"""What device modules of torch tell of the card, where a library of the vendor's is there to
-ask."""
+"""Functions of torch's device modules that report the card's state, if the vendor's library is
+installed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """What the device did in this run: bytes a second read and written by a copy, bytes a second
-    read alone, and operations a second of a large product. None: a dry run."""
+    """Speeds measured in this run: bytes per second read and written by a copy, bytes per second of
+    reading only, and operations per second of a large matrix product. None: a dry run."""
 
     copy: float | None
     read: float | None
     flops: float | None
 
     def us(self, read: float, flops: float = 0.0) -> float | None:
-        """Microseconds below which nothing can be: so many bytes at the faster of both speeds, so
-        many operations."""
+        """Return the lower bound in microseconds: the larger of `read` bytes at the faster of both
+        bandwidths and `flops` operations. None in a dry run."""
         if self.copy is None or self.read is None or self.flops is None:
             return None
         return 1e6 * max(read / max(self.copy, self.read), flops / self.flops)
@@ -55,8 +55,8 @@ class Run:
     def __init__(
         self, report: Report, sizes: Sizes, settings: Mapping[str, Any], earlier: Mapping[str, Any], of: str
     ) -> None:
-        """Brings the device up as far as its streams and its kernels. Raises PartFailed for one
-        that is not of torch, or that is the processor."""
+        """Run the device's bring-up up to its kernels. Raises PartFailed for a device that does not
+        use torch, and for the CPU."""
         self.report, self.sizes, self.earlier, self.of = report, sizes, earlier, of
         self.settings = {**sizes.settings, **settings}
         self.is_dry = sizes.rounds == 1
@@ -82,20 +82,19 @@ class Run:
 
     @property
     def geometry(self) -> Geometry:
-        """The one that it measures."""
+        """The geometry that this part measures."""
         return self.sizes.geometries[self.of]
 
     @cached_property
     def bounds(self) -> Bounds:
-        """What `bounds` found. Raises PartFailed where it did not end."""
+        """The results of the part `bounds`. Raises PartFailed if it did not complete."""
         found = {row["bound"]: row["value"] for row in self.earlier.get("bounds", {}).get("rows", ())}
         if missing := {"copy", "read", "product"} - found.keys():
             raise PartFailed(f"bounds did not measure {', '.join(sorted(missing))}; run it first")
         return Bounds(found["copy"], found["read"], found["product"])
 
     def stream(self) -> AbstractContextManager[object]:
-        """A context in which work goes to the stream that graphs are captured on, and nothing is
-        kept for a backward pass."""
+        """Return a context in which work goes to the stream of graph capture, without autograd."""
         stack = ExitStack()
         stack.enter_context(torch.no_grad())
         forward = self.streams.forward
@@ -103,12 +102,12 @@ class Run:
         return stack
 
     def wait(self) -> None:
-        """Until the device has done all that it was given."""
+        """Wait until the device has finished all its work."""
         torch.accelerator.synchronize(self.device.index or 0)
 
     def us(self, step: Callable[[], object], repeats: int | None = None) -> float | None:
-        """Microseconds of one call, by the device's own events: the median of some rounds after a
-        first that is not counted. None in a dry run."""
+        """Return microseconds of one call by device events: the median of the rounds after a warm-
+        up round. None in a dry run."""
         count, found = repeats or self.sizes.repeats, list[float]()
         with self.stream():
             for _ in range(1 + self.sizes.rounds):
@@ -122,15 +121,15 @@ class Run:
         return None if self.is_dry else statistics.median(found[1:])
 
     def graphs(self) -> GraphBackend | None:
-        """The device's graphs of whole steps; None where it has none."""
+        """Return the device's backend of full graphs; None if it has none."""
         ref = self.package.graphs.get("full")
         return None if ref is None else resolve(ref, self.package.name)(self.facts, self.streams)
 
     def replayed_us(
         self, step: Callable[[], Tensor], repeats: int | None = None, update: HostUpdate | None = None
     ) -> float | None:
-        """The same of a step's graph, or of the step itself where the device has no graphs. Frees
-        the graph. `update`: what a backend's `refresh` gave for it."""
+        """Measure like `us` the replay of a step's graph, or the step if the device has no graphs.
+        Frees the graph. `update`: the result of an attention backend's `refresh`."""
         backend = self.graphs()
         if backend is None:
             return self.us(step, repeats)
@@ -142,12 +141,12 @@ class Run:
             backend.close()
 
     def random(self, *shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-        """Normal values: zeros are faster than data."""
+        """Return a tensor of normal values; zeros would run faster than real data."""
         with self.stream():
             return torch.randn(shape, device=self.device, dtype=torch.float32).to(dtype)
 
     def state(self) -> dict[str, float]:
-        """Clock, temperature and power, as far as they can be asked for."""
+        """Read clock, temperature and power, as far as the device reports them."""
         module, found = torch.get_device_module(self.device.type), dict[str, float]()
         for name in STATE:
             try:
@@ -157,7 +156,7 @@ class Run:
         return found
 
     def about(self) -> dict[str, Any]:
-        """What the device and its package are."""
+        """Describe the device, its memory in bytes, and its package."""
         module = torch.get_device_module(self.device.type)
         chosen, number = self.choice.chosen, self.device.index or 0
         try:
@@ -170,5 +169,5 @@ class Run:
 
 
 def share(bound: float | None, us: float | None) -> float | None:
-    """Of a bound that was reached."""
+    """Return the reached share of a bound; None without figures."""
     return None if bound is None or not us else bound / us

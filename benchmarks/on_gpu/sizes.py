@@ -1,5 +1,5 @@
-"""How large everything is that is measured: on a real device, and so small that a simulated one
-runs all of it."""
+"""Sizes of all measurements: for a real device, and so small that a simulated device can run
+them."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from math import prod
 from types import MappingProxyType
 
 BYTES = 2
-"""Of an element: weights, keys and values are bfloat16."""
+"""Bytes of an element: weights, keys and values are bfloat16."""
 
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """A dense model of Qwen3's form."""
+    """A dense model with Qwen3's architecture."""
 
     hidden: int
     intermediate: int
@@ -27,7 +27,7 @@ class Geometry:
 
     @property
     def products(self) -> Mapping[str, tuple[int, int]]:
-        """Inputs and outputs of a layer's products."""
+        """Input and output widths of a layer's matrix products."""
         return MappingProxyType(
             {
                 "qkv": (self.hidden, (self.heads + 2 * self.kv_heads) * self.head_dim),
@@ -39,26 +39,28 @@ class Geometry:
 
     @property
     def weights(self) -> int:
-        """Elements that a step reads: every layer's products, and the output layer."""
+        """Weight elements that a step reads: all layers' products, and the output layer."""
         return self.layers * sum(map(prod, self.products.values())) + self.vocab * self.hidden
 
     @property
     def kv_bytes(self) -> int:
-        """Of one token."""
+        """Bytes of one token's keys and values in all layers."""
         return 2 * self.layers * self.kv_heads * self.head_dim * BYTES
 
     def step_bytes(self, rows: int, context: float) -> float:
-        """What a decode step of so many rows reads, each with so many tokens behind it."""
+        """Return the bytes that a decode step reads: weights, and KV of `rows` requests with
+        `context` tokens each."""
         return self.weights * BYTES + rows * context * self.kv_bytes
 
     def prompt_flops(self, tokens: int) -> float:
-        """Of one prompt: its products, causal attention, and one row of the output layer."""
+        """Return the operations of one prompt: matrix products, causal attention, and the output
+        layer for one token."""
         body = (self.weights - self.vocab * self.hidden) * 2 * tokens
         attention = 2 * self.heads * self.head_dim * tokens * tokens * self.layers
         return body + attention + 2 * self.vocab * self.hidden
 
     def config(self, context: int) -> dict[str, object]:
-        """The fields of its config.json."""
+        """Return the content of its config.json."""
         return {
             "model_type": "qwen3",
             "architectures": ["Qwen3ForCausalLM"],
@@ -83,9 +85,9 @@ class Geometry:
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """`rows`: of products, the ones that matter most first. `decode`: requests of an attention
-    step, (how many, tokens behind each); `extend`: (tokens before, tokens of the prompt). `prompts`
-    are lengths; `draws` the batches that draw by top-p too."""
+    """`rows`: row counts of products, the most important first. `decode`: groups of requests of an
+    attention step, (requests, context tokens of each). `extend`: (tokens before, prompt tokens).
+    `prompts`: prompt lengths. `draws`: batch sizes that also run top-p sampling."""
 
     geometries: Mapping[str, Geometry]
     copy_bytes: int
@@ -168,8 +170,8 @@ DRY = Sizes(
     peers=(1, 2),
     rounds=1,
     repeats=1,
-    # Triton's kernels are interpreted there, seconds for a token; parts that measure kernels run
-    # them.
+    # A simulated device interprets Triton's kernels, which takes seconds per token; only the parts
+    # that measure kernels run them.
     settings=MappingProxyType({"kernels": "reference", "attention_backend": "gathered", "kv_cache_memory": "16M"}),
 )
 """A dry run: every path of the code, and no figures."""

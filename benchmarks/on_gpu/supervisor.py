@@ -1,9 +1,9 @@
-"""Runs parts, each in a process of its own that ends alone, and keeps what they say in one file as
-they say it. Standard library only.
+"""Runs each part in its own process and writes its messages to one file as they come. Standard
+library only.
 
-The process of the next part starts while one measures, imports what it needs without touching the
-device, and waits for its turn: so a part that overruns, raises or hangs the device costs its own
-seconds and no more.
+While one part measures, the process of the next part starts, imports its modules without touching
+the device, and waits for its turn. A part that overruns, raises or hangs the device costs only its
+own seconds.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from typing import IO, Any
 from .parts import Part
 
 LEAST = 3.0
-"""A part begins only if so many seconds are left, or its own limit."""
+"""A part begins only if this number of seconds is left, or its own limit if that is less."""
 START = 120.0
-"""Seconds in which a process must have imported what it needs."""
+"""Limit in seconds for the imports of a process."""
 TAIL = 1500
-"""Characters that are kept of what a failed part wrote to its error stream."""
+"""How many last characters of a failed part's error stream are kept."""
 
 
 class Results:
-    """One file, written anew after every row: whatever ends this process, what was measured before
-    is there."""
+    """The result file, rewritten after every row, so that measurements survive the end of this
+    process."""
 
     def __init__(self, file: Path, about: Mapping[str, Any]) -> None:
         self.file = file
@@ -41,25 +41,25 @@ class Results:
         self.flush()
 
     def flush(self) -> None:
-        """Replace the file by a whole one."""
+        """Write the content to a new file and replace the old one atomically."""
         new = self.file.with_name(f"{self.file.name}.new")
         new.write_text(json.dumps(self.content, indent=1) + "\n", encoding="utf-8")
         new.replace(self.file)
 
     def begin(self, part: Part) -> dict[str, Any]:
-        """The entry of a part that runs now."""
+        """Add and return the entry of a part that begins."""
         entry = self.content["parts"][part.name] = {"verdict": "running", "reason": "", "rows": [], "skipped": []}
         self.flush()
         return entry
 
     def but(self, name: str) -> dict[str, Any]:
-        """What all parts but one have found so far."""
+        """Return the entries of all parts except one."""
         return {other: entry for other, entry in self.content["parts"].items() if other != name}
 
 
 class Child:
-    """The process of one part. It ends when this one does: its standard input is closed then.
-    `until`: how long it is listened to, in monotonic seconds."""
+    """The process of one part. It ends when this process ends, because its standard input closes.
+    `until`: deadline for its messages, in monotonic seconds."""
 
     def __init__(self, part: Part, command: Sequence[str], log: Path) -> None:
         self.part, self.log, self.until = part, log, 0.0
@@ -78,14 +78,14 @@ class Child:
         threading.Thread(target=_pump, args=(self._process.stdout, self._said), daemon=True).start()
 
     def begin(self, earlier: Mapping[str, Any]) -> None:
-        """The device is its."""
+        """Give it the device and the results of the earlier parts."""
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):
             self._process.stdin.write(json.dumps(earlier) + "\n")
             self._process.stdin.flush()
 
     def messages(self) -> Iterator[Mapping[str, Any]]:
-        """What it says, until it ends. Raises TimeoutError at `until`."""
+        """Yield its messages until it ends. Waits; raises TimeoutError at `until`."""
         while True:
             try:
                 line = self._said.get(timeout=max(self.until - time.monotonic(), 0.0))
@@ -96,7 +96,7 @@ class Child:
             yield json.loads(line)
 
     def end(self) -> int:
-        """End it and all that it started, if they have not ended; returns its exit code."""
+        """Kill its process group if it still runs; returns its exit code."""
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         for stream in (self._process.stdin, self._process.stdout):
@@ -106,7 +106,7 @@ class Child:
         return self._process.wait()
 
     def tail(self) -> str:
-        """The end of what it wrote to its error stream."""
+        """Return the end of its error stream."""
         return self.log.read_text(encoding="utf-8", errors="replace")[-TAIL:].strip()
 
 
@@ -119,8 +119,9 @@ def supervise(
     goes_on: bool = False,
     say: Callable[[str], None] = print,
 ) -> bool:
-    """Run parts one after the other for at most so many seconds; `command --child NAME` is a part's
-    process. True if none failed. `goes_on`: after a part that stops the others, too."""
+    """Run parts one after the other, `seconds` in total at most; `command --child NAME` starts a
+    part's process. Returns whether all passed. `goes_on`: continue after a failed part that would
+    stop the others."""
     end, failed = time.monotonic() + seconds, False
     ahead: Child | None = None
     for place, part in enumerate(parts):
@@ -143,7 +144,7 @@ def _start(part: Part, command: Sequence[str], results: Results) -> Child:
 
 
 def _run(child: Child, results: Results, end: float) -> str:
-    """Give a part its turn and keep what it says."""
+    """Give a part its turn and keep its messages; returns the verdict."""
     part, entry, begin = child.part, results.begin(child.part), time.monotonic()
     left = max(end - begin, 0.0)
     if left < min(LEAST, part.seconds):
@@ -157,8 +158,8 @@ def _run(child: Child, results: Results, end: float) -> str:
 
 
 def _listen(child: Child, results: Results, entry: dict[str, Any], limit: float) -> tuple[str, str]:
-    """Keep what a part says until it ends, which it does by itself or at its limit; how it ended,
-    and why if it told."""
+    """Keep a part's messages until it ends or reaches its limit; returns the verdict and the reason
+    if known."""
     child.until, what = time.monotonic() + START, f"it was not ready after {START:.0f} seconds"
     try:
         for message in child.messages():

@@ -1,4 +1,4 @@
-"""The results as text: what was measured, beside its bound, in one page. Standard library only."""
+"""Formats the results as a page of text: measurements with their bounds. Standard library only."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ from typing import Any
 
 Entry = Mapping[str, Any]
 SHOWN = 12
-"""Kernels of a step that are shown; the file has all."""
+"""How many kernels of a step are shown; the result file has all."""
 
 
 def table(content: Mapping[str, Any]) -> str:
-    """Every part that ran, the most important figures of each, and last what did not run, with the
-    reason."""
+    """Format the most important figures of every part that ran, then what did not run and why."""
     parts: Mapping[str, Entry] = content["parts"]
     lines = [_head(content)]
     for name, entry in parts.items():
@@ -45,7 +44,7 @@ def _laws(rows: Sequence[Entry]) -> Iterator[str]:
 
 
 def _products(rows: Sequence[Entry]) -> Iterator[str]:
-    """Share of the bound of the fastest function, a line for each product."""
+    """Yield a line for each product: the share of the bound that its fastest function reaches."""
     sizes = sorted({row["rows"] for row in rows})
     yield f"  {'share of the bound; rows':<28}" + "".join(f"{size:>10}" for size in sizes)
     for model, name in dict.fromkeys((row["model"], row["product"]) for row in rows):
@@ -106,7 +105,7 @@ def _sum(values: Iterable[float | None]) -> float | None:
 
 
 def _number(value: float | None) -> str:
-    """Three figures that matter; a dash where nothing was measured."""
+    """Format with three significant digits; a dash if nothing was measured."""
     if value is None:
         return "-"
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
@@ -121,4 +120,4 @@ FORMS: Mapping[str, Callable[[Sequence[Entry]], Iterator[str]]] = {
     "profile": _profile,
     "peer": _peer,
 }
-"""How the rows of a part are shown, by the beginning of its name."""
+"""Formatters of a part's rows, by the beginning of the part's name."""

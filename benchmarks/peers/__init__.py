@@ -1,2 +1,2 @@
-"""The parts of the comparison with other engines on a processor: files, children, cases, figures,
-and one runner each."""
+"""Parts of the comparison with other engines on a CPU: files, child processes, cases, figures, and
+one runner per engine."""

@@ -1,5 +1,5 @@
-"""What is measured, and what the machine allows for each: the least time by bytes read and by
-products made."""
+"""The measured cases, and the machine's bound for each: the least time by bytes read and by
+operations."""
 
 from __future__ import annotations
 
@@ -10,36 +10,37 @@ from types import MappingProxyType
 from .geometry import BODY_PARAMETERS, CACHE_BYTES, HEAD, HEAD_PARAMETERS, HEADS, INT8_CACHE_BYTES, LAYERS
 
 WEIGHT_BYTES: Mapping[str, float] = MappingProxyType({"bf16": 2.0, "int8": 8.5 / 8, "int4": 4.5 / 8, "kv8": 2.0})
-"""Of one weight: quantised ones with a 16-bit scale for each 32. The format "kv8" is the weights of
-"bf16" with keys and values of 8 bits."""
+"""Bytes of one weight; quantised formats have a 16-bit scale per 32 weights. "kv8" has the weights
+of "bf16", and keys and values of 8 bits."""
 
 PLAIN = ("bf16", "kv8")
-"""Formats whose weights are no integers."""
+"""Formats without integer weights."""
 
 ATTENTION_FLOPS = 4 * HEADS * HEAD * LAYERS
-"""Of one query over one key: its score, and its share of the sum of values."""
+"""Operations of one query over one key, in all layers: its score, and adding its value."""
 
 QUICK_NEW = 12
 
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """What this machine does at best: bytes read each second, and operations each second by element
+    """The machine's peak speeds: bytes read per second, and operations per second by element
     type."""
 
     bandwidth: float
     peaks: Mapping[str, float]
 
     def peak(self, form: str) -> float:
-        """Operations each second with weights of this format, which may be widened."""
+        """Return the peak operations per second with weights of this format. Weights may be
+        widened, so any floating-point type counts; int8 counts for integer formats only."""
         return max(rate for kind, rate in self.peaks.items() if kind != "int8" or form not in PLAIN)
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One thing to measure. `kind` is "decode", "prefill", "shared" or "start"; `new` are the
-    tokens generated; `only` names the one engine it is for; `is_disturbed` runs it beside a busy
-    process on the first core."""
+    """One case. `kind`: "decode", "prefill", "shared" or "start"; `new`: number of generated
+    tokens; `only`: run it on this engine only; `is_disturbed`: run it while another process keeps
+    the first core busy."""
 
     name: str
     kind: str
@@ -54,7 +55,7 @@ class Case:
 
     @property
     def is_seconds(self) -> bool:
-        """Measured in seconds, less being better; otherwise in tokens each second."""
+        """Whether it is measured in seconds (less is better); otherwise in tokens per second."""
         return self.kind in ("shared", "start")
 
     @property
@@ -62,16 +63,16 @@ class Case:
         return "s" if self.is_seconds else "tokens/s"
 
     def question(self, seed: int) -> dict[str, object]:
-        """What a runner is asked."""
+        """Return the request to a runner."""
         shape = {"batch": self.batch, "prompt": self.prompt, "new": self.new, "prefix": self.prefix}
         return {"kind": self.kind, "seed": seed, **shape}
 
     def value(self, tokens: int, seconds: float) -> float:
-        """A reading in this case's unit."""
+        """Return a reading in this case's unit."""
         return seconds if self.is_seconds else tokens / seconds
 
     def work(self) -> list[tuple[int, float, float]]:
-        """(times, bytes read, operations) of each kind of step it needs."""
+        """Return (count, bytes read, operations) of each kind of step that it needs."""
         if self.kind == "prefill":
             return [self._prompt_step(self.prompt, self.prompt * self.prompt / 2, 1)]
         if self.kind == "decode":
@@ -81,8 +82,7 @@ class Case:
         return []
 
     def bound(self, bounds: Bounds) -> float | None:
-        """The best that bandwidth and peak allow, in this case's unit; None where neither says
-        anything."""
+        """Return the bound by bandwidth and peak in this case's unit; None for a start."""
         steps = self.work()
         if not steps:
             return None
@@ -99,12 +99,13 @@ class Case:
         return INT8_CACHE_BYTES if self.form == "kv8" else CACHE_BYTES
 
     def _prompt_step(self, tokens: int, pairs: float, logits: int) -> tuple[int, float, float]:
-        """`pairs` of query and key, logits for some rows only."""
+        """Return a prefill step: `pairs` of query and key, and logits for `logits` tokens."""
         products = 2.0 * (BODY_PARAMETERS * tokens + HEAD_PARAMETERS * logits)
         return 1, self._weights() + tokens * self._cell(), products + ATTENTION_FLOPS * pairs
 
     def _decode_step(self, times: int, cells: float, common: int) -> tuple[int, float, float]:
-        """`cells` are the keys of all rows; a common beginning is read once, whatever the rows."""
+        """Return decode steps. `cells`: KV slots of all requests; a common prefix of `common` slots
+        is read once for all requests."""
         products = 2.0 * (BODY_PARAMETERS + HEAD_PARAMETERS) * self.batch
         attention = ATTENTION_FLOPS * (cells + self.batch * common)
         return times, self._weights() + (cells + common) * self._cell(), products + attention
@@ -133,12 +134,12 @@ CASES = (
 QUICK = ("b1", "b8", "prefill", "b1-int8", "b1-int4")
 FORMATS = ("bf16", "int8", "int4", "kv8")
 BESIDE_ITSELF = (("b1-8k", "b1"), ("b1-8k-int8kv", "b1"), ("b1-busy", "b1"))
-"""Pairs of cases of one engine, the first held against the second."""
+"""Pairs of cases of one engine; the first is compared with the second."""
 
 
 def chosen_cases(names: list[str] | None, quick: bool) -> list[Case]:
-    """The named cases (None: all, or the quick ones), shortened if quick. Raises ValueError naming
-    an unknown one."""
+    """Return the named cases (None: all, or the quick ones), shortened if quick. Raises ValueError
+    for an unknown name."""
     known = {case.name: case for case in CASES}
     wanted = names if names is not None else list(QUICK if quick else known)
     unknown = [name for name in wanted if name not in known]

@@ -19,7 +19,7 @@ SCALE = 0.02
 
 
 def make_checkpoint(folder: Path) -> Path:
-    """Write the checkpoint unless it is there; returns its folder. 1.2 GB, about twenty seconds."""
+    """Write the checkpoint unless it exists; returns its folder. 1.2 GB, about twenty seconds."""
     weights = folder / "model.safetensors"
     if not weights.is_file():
         folder.mkdir(parents=True, exist_ok=True)
@@ -31,7 +31,7 @@ def make_checkpoint(folder: Path) -> Path:
 
 
 def _write_weights(file: Path) -> None:
-    """Gaussian matrices, norms of one; under another name until it is whole."""
+    """Write Gaussian matrices and norm weights of one; the complete file is renamed at the end."""
     import torch
     from safetensors.torch import save_file
 

@@ -1,5 +1,5 @@
-"""The driver's side of a runner: start it, ask it, hold it still while another is measured, end
-it."""
+"""The driver's side of a runner: starts it, sends requests, stops it (SIGSTOP) while another is
+measured, and ends it."""
 
 from __future__ import annotations
 
@@ -20,15 +20,14 @@ UNSET = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "PYTHONPATH", "KMP_BLOCKTIME")
 
 
 class ChildError(Exception):
-    """A runner that does not answer, or answers with an error; the text is for the table."""
+    """A runner does not answer, or answers with an error; the table shows the text."""
 
 
 class Child:
-    """One engine in its own process, session and environment; it is held still except while it is
-    asked."""
+    """One engine in its own process, session and environment; stopped except during requests."""
 
     def __init__(self, python: Path, runner: str, job: Mapping[str, Any], log: Path) -> None:
-        """Start it; `wait_ready` waits. What it prints goes to `log`."""
+        """Start it; `wait_ready` waits for it. Its error stream goes to `log`."""
         self.log = log
         log.parent.mkdir(parents=True, exist_ok=True)
         environment = {name: value for name, value in os.environ.items() if name not in UNSET}
@@ -46,8 +45,8 @@ class Child:
         self._buffer = b""
 
     def wait_ready(self, timeout: float) -> tuple[float, int, Sequence[int]]:
-        """(seconds from the start of the process to its first token, peak bytes by then, tokens of
-        a fixed prompt)."""
+        """Wait for its first token. Returns (seconds since the start of the process, peak bytes
+        until then, first tokens of a fixed prompt). Raises ChildError."""
         self._read(timeout)
         seconds = time.perf_counter() - self._begin
         peak = peak_bytes(self._process.pid)
@@ -56,7 +55,7 @@ class Child:
         return seconds, peak, tokens
 
     def ask(self, question: Mapping[str, Any], timeout: float) -> dict[str, Any]:
-        """One case; the child runs only meanwhile."""
+        """Run one case; the child is stopped before and after. Waits; raises ChildError."""
         if self._process.poll() is not None:
             raise ChildError(f"ended with status {self._process.returncode}; see {self.log}")
         send(self._process.pid, signal.SIGCONT)
@@ -76,16 +75,16 @@ class Child:
 
     @property
     def peak_bytes(self) -> int:
-        """The most memory it has held until now."""
+        """Its peak memory in bytes until now."""
         return peak_bytes(self._process.pid)
 
     @property
     def is_alive(self) -> bool:
-        """Whether it can be asked."""
+        """Whether its process runs."""
         return self._process.poll() is None
 
     def close(self) -> None:
-        """Kill every process of it. Idempotent."""
+        """Kill all its processes. Idempotent."""
         if self._process.poll() is None:
             send(self._process.pid, signal.SIGKILL)
         self._process.wait()
@@ -101,8 +100,8 @@ class Child:
             send(self._process.pid, signal.SIGSTOP)
 
     def _read(self, timeout: float) -> dict[str, Any]:
-        """The next line; ChildError if it says one, if there is none in time, or if the child
-        ends."""
+        """Return the next message. Raises ChildError if it is an error, if none comes in time, or
+        if the child ends."""
         deadline = time.perf_counter() + timeout
         while b"\n" not in self._buffer:
             if not self._wait_readable(deadline - time.perf_counter()):

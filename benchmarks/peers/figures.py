@@ -1,5 +1,5 @@
-"""Readings to figures: medians, ratios round by round, shares of the bound, and the table that
-people read."""
+"""Computes figures from readings: medians, ratios per round, shares of the bound, and the printed
+table."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from .cases import BESIDE_ITSELF, Bounds, Case
 from .engines import OURS
 
 Values = Sequence[float | None]
-"""One reading for each round; None where there is none."""
+"""One reading per round; None if missing."""
 
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """The least, the middle and the most of some values."""
+    """Minimum, median and maximum of some values."""
 
     least: float
     median: float
@@ -28,7 +28,8 @@ class Spread:
 
 @dataclass(slots=True)
 class Results:
-    """All readings by (case, engine); why there are none; what was said at starts."""
+    """Readings, reasons of failures and peak memory by (case, engine); first tokens by (format,
+    engine)."""
 
     readings: dict[tuple[str, str], list[float | None]] = field(default_factory=dict)
     failures: dict[tuple[str, str], str] = field(default_factory=dict)
@@ -36,24 +37,25 @@ class Results:
     tokens: dict[tuple[str, str], list[int]] = field(default_factory=dict)
 
     def add(self, case: str, engine: str, round_number: int, value: float) -> None:
-        """Take one reading; rounds before it without one hold None."""
+        """Add one reading; earlier rounds without a reading hold None."""
         values = self.readings.setdefault((case, engine), [])
         values += [None] * (round_number + 1 - len(values))
         values[round_number] = value
 
     def fail(self, case: str, engine: str, reason: str) -> None:
-        """Take why there is no reading; the first reason stays."""
+        """Record why there is no reading; the first reason stays."""
         self.failures.setdefault((case, engine), reason)
 
 
 def spread(values: Values) -> Spread | None:
-    """Of those that are there; None of none."""
+    """Return the spread of the readings that are not None; None if there are none."""
     found = [value for value in values if value is not None]
     return Spread(min(found), statistics.median(found), max(found)) if found else None
 
 
 def ratios(ours: Values, theirs: Values, *, less_is_better: bool = False) -> Spread | None:
-    """How many times better ours is, by rounds that both have; None if there is none."""
+    """Return how many times better ours is, over the rounds that both have; None if there are
+    none."""
     pairs = [(a, b) for a, b in zip(ours, theirs, strict=False) if a is not None and b is not None]
     return spread([b / a if less_is_better else a / b for a, b in pairs])
 
@@ -61,13 +63,13 @@ def ratios(ours: Values, theirs: Values, *, less_is_better: bool = False) -> Spr
 def rows(
     results: Results, cases: Sequence[Case], engines: Sequence[str], bounds: Bounds | None
 ) -> list[dict[str, object]]:
-    """One row for each case and engine: readings, spread, share of the bound, our ratio to it, or
-    why there is none."""
+    """Return one row for each case and engine: readings, spread, share of the bound and our ratio
+    to it, or why there are no readings."""
     return [row(results, case, engine, bounds) for case in cases for engine in engines if case.only in (None, engine)]
 
 
 def row(results: Results, case: Case, engine: str, bounds: Bounds | None) -> dict[str, object]:
-    """What is known of one engine in one case."""
+    """Return the row of one engine in one case."""
     key = (case.name, engine)
     values = results.readings.get(key, [])
     found, limit = spread(values), case.bound(bounds) if bounds else None
@@ -88,7 +90,7 @@ def row(results: Results, case: Case, engine: str, bounds: Bounds | None) -> dic
 
 
 def beside_the_best(made: Sequence[Mapping[str, object]]) -> list[dict[str, object]]:
-    """For each case in which both have figures, the peer that does best in it by median, and our
+    """Return, for each case in which we and a peer have figures, the best peer by median and our
     ratio to it."""
     found: dict[object, dict[str, object]] = {}
     for each in made:
@@ -100,7 +102,7 @@ def beside_the_best(made: Sequence[Mapping[str, object]]) -> list[dict[str, obje
 
 
 def beside_itself(results: Results) -> list[dict[str, object]]:
-    """Our own cases held against one another."""
+    """Return the ratios between our own cases (BESIDE_ITSELF)."""
     found = []
     for case, base in BESIDE_ITSELF:
         ratio = ratios(results.readings.get((case, OURS), []), results.readings.get((base, OURS), []))
@@ -110,7 +112,7 @@ def beside_itself(results: Results) -> list[dict[str, object]]:
 
 
 def table(made: Sequence[Mapping[str, object]]) -> str:
-    """Rows as text, one table for each case."""
+    """Format rows as text, one table for each case."""
     lines: list[str] = []
     last = None
     for each in made:
@@ -138,7 +140,7 @@ def _line(each: Mapping[str, object]) -> str:
 
 
 def rounded(value: float | None) -> float | None:
-    """Four digits."""
+    """Round to four significant digits."""
     return None if value is None else float(f"{value:.4g}")
 
 

@@ -1,5 +1,5 @@
-"""The model that every engine runs: the geometry of Qwen3-0.6B. Standard library only, as it is
-read in every engine's environment."""
+"""The model that every engine runs: the geometry of Qwen3-0.6B. Standard library only, because
+every engine's environment imports it."""
 
 from __future__ import annotations
 
@@ -30,18 +30,17 @@ CONFIG: dict[str, object] = {
     "bos_token_id": 0,
     "eos_token_id": 1,
 }
-"""What `config.json` holds."""
+"""The content of `config.json`."""
 
 VOCABULARY, HIDDEN, INNER, LAYERS = 151_936, 1024, 3072, 28
 HEADS, KV_HEADS, HEAD = 16, 8, 128
 
 LAYER_PARAMETERS = HIDDEN * HEAD * (2 * HEADS + 2 * KV_HEADS) + 3 * HIDDEN * INNER
-"""Weights of one layer's matrices: queries, keys, values, output, and the three of the feed-forward
-block."""
+"""Weights of one layer's matrices: q, k, v, output, and the three of the MLP."""
 
 BODY_PARAMETERS = LAYERS * LAYER_PARAMETERS
 HEAD_PARAMETERS = VOCABULARY * HIDDEN
-"""Weights of the tied embedding, all of them read once for the logits."""
+"""Weights of the tied embedding; computing logits reads all of them once."""
 
 CACHE_BYTES = LAYERS * 2 * KV_HEADS * HEAD * 2
 """Bytes of keys and values of one token at 16 bits."""
@@ -51,7 +50,7 @@ INT8_CACHE_BYTES = LAYERS * 2 * KV_HEADS * (HEAD + 4)
 
 
 def tensors() -> list[tuple[str, tuple[int, ...]]]:
-    """Name and shape of every tensor, by the checkpoint's own names, in the order of the file."""
+    """Return the checkpoint name and shape of every tensor, in the order of the file."""
     found: list[tuple[str, tuple[int, ...]]] = [("model.embed_tokens.weight", (VOCABULARY, HIDDEN))]
     for layer in range(LAYERS):
         found += [(f"model.layers.{layer}.{name}", shape) for name, shape in _layer().items()]

@@ -1,10 +1,10 @@
-"""Install what can be installed of the other engines, and make their files; say what could not, and
-why.
+"""Installs the other engines as far as possible and makes their weight files; prints which could
+not be installed, and why.
 
     python -m benchmarks.peers.install [ENGINE ...]
 
-Each has an environment of its own below `build/peers`. torch is always exactly ours, so that pip
-takes no other build.
+Each has its own environment below `build/peers`. torch is pinned to our version, so that pip takes
+no other build.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ QUANTIZED = {"bf16.gguf": "bf16", "q8_0.gguf": "q8_0", "q4_0.gguf": "q4_0"}
 
 
 def main(names: list[str]) -> int:
-    """Always 0 once the checkpoint is there: an engine that can not be had is a row of the table,
-    not a failure."""
+    """Install and make files; always returns 0: an engine that can not be installed is a row of the
+    table, not a failure."""
     make_checkpoint(CHECKPOINT)
     for engine in chosen_engines(names or None):
         try:
@@ -41,7 +41,7 @@ def main(names: list[str]) -> int:
 
 
 def install(engine: Engine) -> None:
-    """Make the environment unless it holds exactly these requirements already."""
+    """Make the environment unless exactly these requirements are installed already. Waits."""
     wanted = "\n".join(engine.requirements)
     file = engine.installed_file
     if not engine.requirements or (file.is_file() and file.read_text() == wanted):
@@ -61,7 +61,7 @@ def install(engine: Engine) -> None:
 
 
 def make_files(engine: Engine) -> None:
-    """Write the weights in the engine's own formats unless they are there."""
+    """Write the weights in the engine's own formats unless they exist. Waits."""
     for name in engine.models.values():
         target = FILES / name
         if target.exists():
@@ -75,7 +75,7 @@ def make_files(engine: Engine) -> None:
 
 
 def export_openvino(engine: Engine, target: Path, form: str) -> None:
-    """By optimum-intel, with its own choice of groups."""
+    """Export with optimum-intel and its default group sizes."""
     part = target.with_name(f"{target.name}.part")
     tool = str(engine.home / "bin" / "optimum-cli")
     task = ["--task", "text-generation-with-past", "--weight-format", form]
@@ -84,14 +84,15 @@ def export_openvino(engine: Engine, target: Path, form: str) -> None:
 
 
 def run(command: list[str], **variables: str) -> None:
-    """Run quietly, politely and for at most an hour; CalledProcessError holds what it printed."""
+    """Run a command with low priority and captured output, for at most an hour. Raises
+    CalledProcessError with the output."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | variables
     polite = ["nice", "-n", "10", *command]
     subprocess.run(polite, check=True, timeout=HOUR, capture_output=True, text=True, env=environment)
 
 
 def reason(error: Exception) -> str:
-    """One line: the last error line that the command printed, or the error itself."""
+    """Return one line: the last error line that the command printed, or the error itself."""
     if isinstance(error, subprocess.CalledProcessError):
         lines = [line for line in (error.stderr or error.stdout or "").splitlines() if line.strip()]
         said = [line for line in lines if "error" in line.lower()]

@@ -1,4 +1,4 @@
-"""The rounds: every engine of a format is loaded and held still, and each round runs every case
+"""Runs the rounds: all engines of a format are loaded and stopped, and each round runs every case
 once on each of them."""
 
 from __future__ import annotations
@@ -22,19 +22,18 @@ from .processes import available_bytes
 START_LIMIT = 600.0
 SLOW_START = 30.0
 SLOW_STARTS = 2
-"""An engine that starts more slowly than this is started afresh so often, not every round: once to
-fill its caches of compiled code, once with them."""
+"""An engine that takes more than SLOW_START seconds to start is started only this number of times,
+not in every round: once to fill its caches of compiled code, once with them."""
 RESTARTS = 3
 CACHE_TOKENS = 8448
 ENGINE_BYTES = MappingProxyType({"bf16": 7 << 29, "int8": 3 << 30, "int4": 3 << 30, "kv8": 7 << 29})
-"""Memory to expect of one engine: what they take in the mean, weights mapped from files
-included."""
+"""Expected memory of one engine by format: the mean of all, including mapped weight files."""
 
 Say = Callable[[str], None]
 
 
 class Measurement:
-    """What is measured on which engines, and what came of it."""
+    """Runs cases on engines and holds the results."""
 
     def __init__(self, engines: Sequence[Engine], cases: Sequence[Case], rounds: int, say: Say) -> None:
         self.engines, self.cases, self.rounds, self.say = tuple(engines), tuple(cases), rounds, say
@@ -46,7 +45,7 @@ class Measurement:
         self._restarts: dict[tuple[str, str], int] = {}
 
     def run(self, after_round: Callable[[], object]) -> None:
-        """Everything; `after_round` is called whenever there is more to tell."""
+        """Run everything; calls `after_round` when there are new results. Waits."""
         warm_page_cache(self.engines)
         self.measure_bounds()
         self.measure_starts()
@@ -55,11 +54,10 @@ class Measurement:
             self.run_format(form, after_round)
 
     def measure_bounds(self) -> None:
-        """Take the bounds again and keep the better of each: what the machine gave once, it can
-        give.
+        """Measure the bounds again and keep the better of each: the machine can reach it again.
 
-        The load of the last minute is kept too: beyond the cores that are measured, others were at
-        work.
+        Also keeps the load average of the last minute: more than the number of measured cores means
+        that other processes ran.
         """
         self.loads.append(round(os.getloadavg()[0], 2))
         try:
@@ -74,7 +72,7 @@ class Measurement:
         self.say(f"bounds: {found.bandwidth / 1e9:.1f} GB/s; products in GFLOP/s: {text}; load {self.loads[-1]}")
 
     def measure_starts(self) -> None:
-        """Fresh processes to their first token, engine after engine in each round."""
+        """Measure the time of new processes to their first token, all engines in each round."""
         case = next((case for case in self.cases if case.kind == "start"), None)
         slow: dict[str, int] = {}
         for number in range(self.rounds if case is not None else 0):
@@ -86,8 +84,8 @@ class Measurement:
                     slow[engine.name] = slow.get(engine.name, 0) + is_slow
 
     def run_format(self, form: str, after_round: Callable[[], object]) -> None:
-        """All rounds of one format; engines stay loaded if memory allows, or are loaded again for
-        every turn."""
+        """Run all rounds of one format; engines stay loaded if memory allows, otherwise each is
+        loaded again for its turn."""
         cases = [case for case in self.cases if case.form == form and case.kind != "start"]
         engines = [engine for engine in self.engines if self._can_run(engine, form, cases)]
         stay = len(engines) * ENGINE_BYTES[form] < available_bytes()
@@ -113,8 +111,8 @@ class Measurement:
         return reason is None
 
     def _run_engine(self, engine: Engine, form: str, cases: Sequence[Case], number: int) -> None:
-        """Every case once; an engine that can not be loaded fails in all of them, and is not tried
-        again."""
+        """Run every case once; an engine that can not be loaded fails in all cases and is not
+        tried again."""
         mine = [case for case in cases if case.only in (None, engine.name)]
         for place, case in enumerate(mine):
             if (case.name, engine.name) in self.results.failures:
@@ -145,7 +143,8 @@ class Measurement:
         self.say(f"round {number + 1}: {engine.name} {case.name}: {value:.2f} {case.unit}")
 
     def _child(self, engine: Engine, form: str) -> Child:
-        """The engine's child, started again if it has ended; ChildError once that was too often."""
+        """Return the engine's child; starts it again if it has ended. Raises ChildError after
+        RESTARTS restarts."""
         before = self._children.get(engine.name)
         if before is not None and before.is_alive:
             return before
@@ -160,7 +159,7 @@ class Measurement:
         return child
 
     def _open(self, engine: Engine, form: str) -> tuple[Child, float, int]:
-        """(child, seconds to its first token, peak bytes by then)."""
+        """Start a child; returns (child, seconds to its first token, peak bytes until then)."""
         job = {"model": str(engine.model(form)), "format": form}
         job |= {"threads": self.threads, "cache_tokens": CACHE_TOKENS}
         child = Child(engine.python, engine.name, job, FILES / "logs" / f"{engine.name}-{form}.log")
@@ -173,7 +172,7 @@ class Measurement:
         return child, seconds, peak
 
     def _start_once(self, case: Case, engine: Engine, number: int) -> float:
-        """Seconds of one fresh start, 0 if it failed."""
+        """Measure one start of a new process; returns its seconds, 0 if it failed."""
         key = (case.name, engine.name)
         try:
             reason = engine.missing(case.form)
@@ -197,7 +196,7 @@ class Measurement:
 
 
 def bounds_now(threads: int) -> Bounds:
-    """Bandwidth and peaks, measured in a process of its own."""
+    """Measure bandwidth and peaks in a separate process. Waits."""
     FILES.mkdir(parents=True, exist_ok=True)
     script = Path(__file__).with_name("measure_bounds.py")
     command = [sys.executable, str(script), str(FILES), str(threads)]
@@ -208,7 +207,7 @@ def bounds_now(threads: int) -> Bounds:
 
 
 def warm_page_cache(engines: Sequence[Engine]) -> None:
-    """Read every engine's files once, so that no start pays for the disk."""
+    """Read every engine's files once, so that no start waits for the disk."""
     models = {engine.model(form) for engine in engines for form in engine.models}
     for model in sorted(path for path in models if path is not None and path.exists()):
         for file in [model] if model.is_file() else sorted(model.iterdir()):
@@ -219,7 +218,7 @@ def warm_page_cache(engines: Sequence[Engine]) -> None:
 
 @contextmanager
 def neighbour(is_wanted: bool) -> Iterator[None]:
-    """A process that keeps the first core busy meanwhile."""
+    """Keep the first core busy with another process during the block, if wanted."""
     if not is_wanted:
         yield
         return

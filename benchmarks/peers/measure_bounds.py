@@ -1,4 +1,4 @@
-"""What this machine does at best, as one JSON line: read bandwidth, and the peak of matrix products
+"""Prints this machine's peak speeds as one JSON line: read bandwidth, and matrix product throughput
 by element type.
 
 python measure_bounds.py BUILD_FOLDER THREADS
@@ -19,7 +19,7 @@ import torch
 MEGABYTES = 1024
 PASSES = 12
 SHAPES = ((2048, 1024, 3072), (2048, 2048, 2048), (1024, 1024, 1024), (512, 4096, 4096), (2048, 3072, 1024))
-"""Rows, inner, columns: the model's own at a long prompt, and square ones."""
+"""(rows, inner, columns): the model's sizes at a long prompt, and square ones."""
 SECONDS = 0.25
 
 
@@ -32,7 +32,8 @@ def main(folder: Path, threads: int) -> None:
 
 
 def read_bandwidth(folder: Path, threads: int) -> tuple[float, str]:
-    """By the C program, or by numpy on one thread where there is no compiler."""
+    """Measure with the C program, or with numpy on one thread if there is no compiler. Also returns
+    which."""
     source, program = Path(__file__).with_name("bandwidth.c"), folder / "bandwidth"
     flags = ["-O3", "-march=native", "-pthread"]
     try:
@@ -45,14 +46,14 @@ def read_bandwidth(folder: Path, threads: int) -> tuple[float, str]:
 
 
 def numpy_bandwidth() -> float:
-    """Bytes each second of a sum over a large array."""
+    """Return bytes per second of a sum over a large array."""
     words = np.ones(MEGABYTES << 17, np.uint64)
     best = min(timed(lambda: int(words.sum())) for _ in range(PASSES))
     return words.nbytes / best
 
 
 def floats(dtype: torch.dtype) -> Callable[[int, int, int], Callable[[], object]]:
-    """A product of two matrices of this type, by shape."""
+    """Return a function that makes a product of two matrices of this type from a shape."""
 
     def make(rows: int, inner: int, columns: int) -> Callable[[], object]:
         left, right = torch.randn(rows, inner).to(dtype), torch.randn(columns, inner).to(dtype).t()
@@ -62,7 +63,7 @@ def floats(dtype: torch.dtype) -> Callable[[int, int, int], Callable[[], object]
 
 
 def integers(rows: int, inner: int, columns: int) -> Callable[[], object]:
-    """The 8-bit product, summed in 32 bits."""
+    """Return the product of two int8 matrices with int32 sums."""
     left = torch.randint(-127, 127, (rows, inner), dtype=torch.int8)
     right = torch.randint(-127, 127, (columns, inner), dtype=torch.int8).t()
     return lambda: torch._int_mm(left, right)  # pyright: ignore[reportPrivateImportUsage]
@@ -72,7 +73,8 @@ PRODUCTS = {"fp32": floats(torch.float32), "bf16": floats(torch.bfloat16), "int8
 
 
 def rate(product: Callable[[], object], shape: tuple[int, int, int]) -> float:
-    """Operations each second, the best of some runs; 0 where torch refuses the product."""
+    """Return operations per second, the best of several runs; 0 if torch does not support the
+    product."""
     try:
         product()
     except RuntimeError:
@@ -84,7 +86,7 @@ def rate(product: Callable[[], object], shape: tuple[int, int, int]) -> float:
 
 
 def timed(call: Callable[[], object]) -> float:
-    """Seconds of one call."""
+    """Return the seconds of one call."""
     begin = time.perf_counter()
     call()
     return time.perf_counter() - begin

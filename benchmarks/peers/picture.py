@@ -1,5 +1,5 @@
-"""The roofline of a run: operations each second over operations for each byte, with what the
-machine allows."""
+"""Draws the roofline of a run: operations per second over operations per byte, with the machine's
+bounds."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ def save_roofline(file: Path, rows: Sequence[Mapping[str, Any]], cases: Sequence
 
 
 def intensity(case: Case) -> float:
-    """Operations for each byte over all steps of a case."""
+    """Return the operations per byte over all steps of a case."""
     steps = case.work()
     return sum(times * made for times, _, made in steps) / sum(times * read for times, read, _ in steps)
 
 
 def speed(case: Case, value: float) -> float:
-    """Operations each second at a reading in the case's unit."""
+    """Return the operations per second of a reading in the case's unit."""
     operations = sum(times * made for times, _, made in case.work())
     tokens = case.prompt if case.kind == "prefill" else case.batch
     return operations / value if case.is_seconds else operations * value / tokens

@@ -1,5 +1,5 @@
-"""Every process of a session: what they hold of memory, and signals to all of them. Linux's /proc;
-elsewhere the leader alone."""
+"""Memory of, and signals to, all processes of a session. Uses Linux's /proc; on other systems only
+the session leader."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ PROC = Path("/proc")
 
 
 def members(leader: int) -> list[int]:
-    """The live processes of the session that `leader` began, itself included."""
+    """Return the live processes of the session of `leader`, including itself."""
     found = [int(entry.name) for entry in PROC.glob("[0-9]*") if _session(entry) == leader]
     return found or [leader]
 
 
 def send(leader: int, number: signal.Signals) -> None:
-    """One signal to every member; those that are gone meanwhile are none."""
+    """Send a signal to every member; ignores members that have ended."""
     for process in members(leader):
         try:
             os.kill(process, number)
@@ -26,13 +26,13 @@ def send(leader: int, number: signal.Signals) -> None:
 
 
 def peak_bytes(leader: int) -> int:
-    """The peaks of resident memory of all members, added up."""
+    """Return the sum of the peak resident memory of all members."""
     return sum(_status(process, "VmHWM:") for process in members(leader))
 
 
 def available_bytes() -> int:
-    """What may still be taken without swapping; a guess of half the memory where the system does
-    not say."""
+    """Return the memory available without swapping; half of the memory if the system does not
+    report it."""
     try:
         for line in (PROC / "meminfo").read_text().splitlines():
             if line.startswith("MemAvailable:"):

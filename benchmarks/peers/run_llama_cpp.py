@@ -1,5 +1,5 @@
-"""llama.cpp in the comparison, by its C interface as its own batched benchmark uses it: a context
-for each case."""
+"""The llama.cpp runner. It uses the C interface as llama.cpp's batched benchmark does, with one
+context per case."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from runner import Job, Prompt, Reading, serve
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One token of a batch: its place in a sequence, and whether its logits are wanted."""
+    """One token of a batch: its position in a sequence, and whether its logits are needed."""
 
     token: int
     place: int
@@ -28,7 +28,7 @@ class LlamaCpp:
 
     def __init__(self, job: Job) -> None:
         self.threads, self.vocabulary = job.threads, job.vocabulary
-        # One thread's own time: what else runs on its processor does not count.
+        # With one thread use its CPU time, so that other processes on its core do not count.
         self.clock = time.process_time if job.threads == 1 else time.perf_counter
         lib.llama_backend_init()
         self.model = lib.llama_model_load_from_file(job.model.encode(), lib.llama_model_default_params())
@@ -59,8 +59,8 @@ class LlamaCpp:
             return Reading(len(prompt), self.clock() - begin)
 
     def shared(self, prompts: list[Prompt], prefix: int, new: int) -> Reading:
-        """The common beginning is computed once and given to every sequence, which llama.cpp leaves
-        to its caller."""
+        """Prefill the common prefix once and copy it to every sequence; llama.cpp leaves this to
+        its caller."""
         with self._context(prompts, new, prefix) as context:
             begin = self.clock()
             context.run(prompt_rows([prompts[0][:prefix]]), 1)
@@ -73,7 +73,8 @@ class LlamaCpp:
 
     @contextmanager
     def _context(self, prompts: list[Prompt], new: int, prefix: int = 0) -> Iterator[Context]:
-        """Sequences have streams of their own, unless they share a beginning."""
+        """Make a context with room for the prompts. Each sequence has its own KV stream, unless
+        they share a prefix (`kv_unified`)."""
         chosen = lib.llama_context_default_params()
         chosen.n_ctx = prefix + len(prompts) * (-(-(len(prompts[0]) - prefix + new) // 256) * 256)
         chosen.n_seq_max = len(prompts)
@@ -89,7 +90,7 @@ class LlamaCpp:
 
 
 class Context:
-    """One context: rows in, the greedy token of each sequence out."""
+    """One context: takes rows, returns the greedy token of each sequence."""
 
     def __init__(self, handle: lib.llama_context_p, vocabulary: int) -> None:
         self.handle, self.vocabulary = handle, vocabulary
@@ -97,7 +98,7 @@ class Context:
         self.limit = lib.llama_n_batch(handle)
 
     def run(self, rows: Sequence[Row], sequences: int) -> list[int]:
-        """Decode the rows, as many at a time as a batch holds."""
+        """Run the rows in batches of at most `limit`; returns each sequence's greedy token."""
         found = [0] * sequences
         for first in range(0, len(rows), self.limit):
             part = rows[first : first + self.limit]
@@ -127,7 +128,7 @@ class Context:
 
 
 def prompt_rows(prompts: Sequence[Prompt], start: int = 0) -> list[Row]:
-    """Every token of every prompt, its places beginning at `start`."""
+    """Return a row for every token of every prompt; positions begin at `start`."""
     return [
         Row(token, start + place, sequence, place == len(prompt) - 1)
         for sequence, prompt in enumerate(prompts)
@@ -136,7 +137,7 @@ def prompt_rows(prompts: Sequence[Prompt], start: int = 0) -> list[Row]:
 
 
 def next_rows(tokens: Sequence[int], place: int) -> list[Row]:
-    """One token for each sequence."""
+    """Return a row with one token for each sequence."""
     return [Row(token, place, sequence, True) for sequence, token in enumerate(tokens)]
 
 

@@ -1,5 +1,5 @@
-"""OpenVINO GenAI in the comparison: its continuous batching pipeline, stepped by hand, scheduled as
-`LLMPipeline` does."""
+"""The OpenVINO GenAI runner: steps its continuous batching pipeline, with the scheduler settings of
+`LLMPipeline`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from runner import Generates, Job, Prompt, Reading, serve, steady
 
 
 class OpenVino(Generates):
-    """Precisions of products and cache, and the cache's size, are its own choice."""
+    """The engine chooses the precision of products and KV cache, and the cache's size."""
 
     def __init__(self, job: Job) -> None:
         plan = genai.SchedulerConfig()

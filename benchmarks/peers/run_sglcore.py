@@ -1,4 +1,4 @@
-"""sglcore in the comparison, by its offline API."""
+"""The sglcore runner, by its offline API."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from sglcore.engine.outputs import RequestOutput
 SETTINGS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {"bf16": {}, "int8": {"quantize": "int8"}, "int4": {"quantize": "int4"}, "kv8": {"kv_cache_dtype": "int8"}}
 )
-"""What a format asks of `LLM`."""
+"""Settings of `LLM` by format."""
 PAGE_BYTES = 4096
 
 
 class Sglcore(Generates):
-    """The engine of `LLM`, stepped by hand."""
+    """Steps the engine of `LLM`."""
 
     def __init__(self, job: Job) -> None:
         cell_bytes = INT8_CACHE_BYTES if job.format == "kv8" else CACHE_BYTES
@@ -37,8 +37,8 @@ class Sglcore(Generates):
         self._is_started = False
 
     def complete(self, prompt: Prompt, new: int) -> list[int]:
-        """As `Engine` says. The first ends the start; what follows it is measured as in a server
-        that has run for a while."""
+        """As `Engine` says. The first call ends the start-up. Later ones first write to the KV
+        cache, so that measurements are those of a server that has run for a while."""
         if self._is_started:
             write_cells(self.llm)
         self._is_started = True
@@ -65,8 +65,8 @@ class Sglcore(Generates):
 
 
 def write_cells(llm: LLM) -> None:
-    """Write to every page of the cells, as vLLM does before its start is over: a page's first write
-    waits for the system, which on a virtual machine may take longer than a prompt's products."""
+    """Write to every memory page of the KV cache, as vLLM does during start-up: the first write to
+    a memory page waits for the system, on a virtual machine maybe longer than a prefill."""
     worker: Any = llm.engine.worker
     pool = worker.runner.attn_backend.token_to_kv_pool
     for layer in range(pool.num_layers):

@@ -1,4 +1,4 @@
-"""transformers in the comparison: `generate` with its own cache, attention by torch's SDPA."""
+"""The transformers runner: `generate` with its own cache, attention by torch's SDPA."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from transformers.generation.stopping_criteria import StoppingCriteria, Stopping
 
 
 class Stamps(StoppingCriteria):
-    """The moments at which tokens were there; it stops nothing."""
+    """Records the times of tokens; never stops generation."""
 
     def __init__(self) -> None:
         self.moments: list[float] = []

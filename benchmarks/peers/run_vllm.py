@@ -1,5 +1,4 @@
-"""vLLM's CPU build in the comparison: the engine of its `LLM`, stepped by hand, in one process and
-on every core."""
+"""The vLLM runner (CPU build): steps the engine of its `LLM`, in one process and on every core."""
 
 from __future__ import annotations
 
@@ -15,8 +14,8 @@ GIB = 1 << 30
 
 
 class Vllm(Generates):
-    """By default one core is left idle, and the scheduler has a process of its own; both cost speed
-    here."""
+    """vLLM's defaults leave one core idle and run the scheduler in its own process; both would cost
+    speed here and are changed."""
 
     def __init__(self, job: Job) -> None:
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, CORES[: job.threads]))

@@ -1,9 +1,8 @@
-"""What every runner shares: the line protocol, random prompts, and the window in which decoding is
-timed.
+"""Shared parts of all runners: the line protocol, random prompts, and the time window of decode.
 
-A runner is a child process in its engine's own environment. It is given a job as its only argument,
-says one JSON line when its first token is there, then answers each line of standard input with one
-line. Standard library only.
+A runner is a child process in its engine's own environment. Its only argument is a job. It writes
+one JSON line after its first token, one line with its first tokens, and then answers each line of
+standard input with one line. Standard library only.
 """
 
 from __future__ import annotations
@@ -25,13 +24,13 @@ from geometry import VOCABULARY
 Prompt = list[int]
 SET_PARENT_DEATH_SIGNAL = 1
 CHECKED = 8
-"""Tokens of the first completion that the driver compares between engines."""
+"""How many tokens of the first completion the driver compares between engines."""
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What a child is to load: `model` is a folder or file, `format` one of `FORMATS` in cases.py,
-    `cache_tokens` the size of its KV cache. Prompts are of ids below `vocabulary`."""
+    """What a child loads. `model`: a folder or file; `format`: one of `FORMATS` in cases.py;
+    `cache_tokens`: size of the KV cache. Prompts have ids below `vocabulary`."""
 
     model: str
     format: str
@@ -49,35 +48,35 @@ class Reading:
 
 
 class Engine(Protocol):
-    """What a runner makes of an engine. Prompts are token ids; each call waits, and leaves nothing
-    running."""
+    """The interface of an engine under test. Prompts are token ids; each call waits and leaves no
+    request running."""
 
     def complete(self, prompt: Prompt, new: int) -> list[int]:
-        """The greedy tokens after a prompt."""
+        """Return `new` greedy tokens after a prompt."""
         ...
 
     def decode(self, prompts: list[Prompt], new: int) -> Reading:
-        """Decoding alone, all prompts at once: tokens after the moment when each of them has its
-        first."""
+        """Measure decode only, with all prompts in one batch, from when each has its first
+        token."""
         ...
 
     def prefill(self, prompt: Prompt) -> Reading:
-        """Tokens of the prompt, and the seconds until its first new token."""
+        """Return the number of prompt tokens, and the seconds until the first new token."""
         ...
 
     def shared(self, prompts: list[Prompt], prefix: int, new: int) -> Reading:
-        """All prompts to their end, which begin with the same `prefix` tokens: new tokens, and the
-        whole time."""
+        """Complete all prompts, which begin with the same `prefix` tokens; returns the number of
+        new tokens and the total time."""
         ...
 
 
 class Generates(ABC):
-    """An engine that makes whole completions of many prompts at once: what of `Engine` follows from
-    that."""
+    """Implements the parts of `Engine` that follow from `generate`, for an engine that completes
+    many prompts at once."""
 
     @abstractmethod
     def generate(self, prompts: list[Prompt], new: int) -> list[list[int]]:
-        """The `new` greedy tokens after each prompt."""
+        """Return `new` greedy tokens after each prompt."""
 
     def complete(self, prompt: Prompt, new: int) -> list[int]:
         """As `Engine` says."""
@@ -97,18 +96,18 @@ class Generates(ABC):
 
 
 class NotOffered(Exception):
-    """The engine has no such case; the text says why."""
+    """The engine does not support the case; the text says why."""
 
 
 def random_prompts(seed: int, count: int, length: int, prefix: int = 0, vocabulary: int = VOCABULARY) -> list[Prompt]:
-    """`count` prompts of `length` random ids, the first `prefix` of them common to all."""
+    """Return `count` prompts of `length` random ids; the first `prefix` ids are common to all."""
     source = random.Random(seed)
     common = [source.randrange(2, vocabulary) for _ in range(prefix)]
     return [common + [source.randrange(2, vocabulary) for _ in range(length - prefix)] for _ in range(count)]
 
 
 def steady(step: Callable[[], object], counts: Callable[[], Sequence[int]], new: int) -> Reading:
-    """Step until every request has a token, then time until the first of them has `new`."""
+    """Step until every request has a token, then measure until the first of them has `new`."""
     while min(counts()) < 1:
         step()
     before = sum(counts())
@@ -120,7 +119,8 @@ def steady(step: Callable[[], object], counts: Callable[[], Sequence[int]], new:
 
 
 def serve(load: Callable[[Job], Engine]) -> None:
-    """The whole life of a runner; returns when standard input ends."""
+    """Run a runner: load the engine, answer requests. Exits the process when standard input
+    ends."""
     say = own_output()
     end_with_parent()
     try:
@@ -135,11 +135,12 @@ def serve(load: Callable[[Job], Engine]) -> None:
         raise
     for line in sys.stdin:
         say(answer(engine, json.loads(line), job.vocabulary))
-    os._exit(0)  # engines whose threads or children do not end by themselves are not waited for
+    os._exit(0)  # does not wait for engines with threads or children that do not end by themselves
 
 
 def answer(engine: Engine, asked: dict[str, Any], vocabulary: int = VOCABULARY) -> dict[str, Any]:
-    """One case: `{"tokens", "seconds"}`, or `{"error"}`, or `{"not_offered"}` with the reason."""
+    """Run one case; returns `{"tokens", "seconds"}`, `{"error"}`, or `{"not_offered"}` with the
+    reason."""
     kind, new = asked["kind"], asked["new"]
     prompts = random_prompts(asked["seed"], asked["batch"], asked["prompt"], asked["prefix"], vocabulary)
     try:
@@ -158,15 +159,15 @@ def answer(engine: Engine, asked: dict[str, Any], vocabulary: int = VOCABULARY) 
 
 
 def own_output() -> Callable[[dict[str, Any]], None]:
-    """Keep standard output for the protocol: what an engine prints goes to standard error from here
-    on."""
+    """Keep standard output for the protocol: from now on, prints of the engine go to standard
+    error. Returns a function that writes a message."""
     ours = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8")
     os.dup2(2, 1)
     return lambda message: print(json.dumps(message), file=ours)
 
 
 def end_with_parent() -> None:
-    """Ask the kernel to kill this process when the driver ends: one that is held still would never
-    see it. Linux only."""
+    """Make the kernel kill this process when the driver ends: a stopped process would not notice.
+    Linux only."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)

@@ -1,5 +1,5 @@
-"""A made-up byte-level BPE vocabulary of a given size, so that loading a tokenizer costs what it
-costs with a real one. Standard library only."""
+"""Makes a byte-level BPE vocabulary of a given size, so that loading the tokenizer takes as long as
+a real one. Standard library only."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ SPECIAL = ("<|begin|>", "<|end|>")
 
 
 def byte_letters() -> list[str]:
-    """The printable letter that stands for each byte in byte-level BPE (the table of GPT-2)."""
+    """Return the printable letter of each byte in byte-level BPE (GPT-2's table)."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = (byte for byte in range(256) if byte not in printable)
     table = {byte: chr(byte) for byte in printable} | {byte: chr(256 + place) for place, byte in enumerate(others)}
@@ -19,8 +19,8 @@ def byte_letters() -> list[str]:
 
 
 def vocabulary(size: int) -> tuple[list[str], list[tuple[str, str]]]:
-    """(tokens by id, merges): special tokens, single bytes, then pairs of bytes and pairs with a
-    third."""
+    """Return (tokens by id, merges): special tokens, single bytes, then pairs and triples of
+    bytes."""
     letters = byte_letters()
     pairs = product(letters, letters)
     triples = ((left + middle, right) for left, middle, right in product(letters, letters, letters))

@@ -1,9 +1,10 @@
-"""The checkpoint as a GGUF file for llama.cpp; runs in its environment, by the package `gguf`.
+"""Writes the checkpoint as a GGUF file for llama.cpp; runs in its environment with the package
+`gguf`.
 
     python write_gguf.py CHECKPOINT FILE {bf16,q8_0,q4_0}
 
-Every matrix has the named type, the embedding too, which is the output: the fewest bytes a step can
-read.
+Every matrix has the named type, including the tied embedding, so that a step reads the fewest
+bytes.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ NAMES = {
 
 
 def main(checkpoint: Path, file: Path, kind: str) -> None:
-    """Write the file under another name, then give it its own."""
+    """Write the file under a temporary name, then rename it."""
     quantized, file_type = TYPES[kind]
     part = file.with_suffix(".part")
     writer = GGUFWriter(part, "qwen3")
@@ -58,7 +59,7 @@ def main(checkpoint: Path, file: Path, kind: str) -> None:
 
 
 def write_geometry(writer: GGUFWriter, file_type: LlamaFileType) -> None:
-    """The keys of the model."""
+    """Write the model's metadata keys."""
     writer.add_name("random weights, geometry of Qwen3-0.6B")
     writer.add_file_type(file_type)
     writer.add_context_length(int(CONFIG["max_position_embeddings"]))  # pyright: ignore
@@ -75,7 +76,7 @@ def write_geometry(writer: GGUFWriter, file_type: LlamaFileType) -> None:
 
 
 def write_tokenizer(writer: GGUFWriter) -> None:
-    """The same made-up vocabulary as the checkpoint's."""
+    """Write the checkpoint's generated vocabulary."""
     tokens, merges = vocabulary(VOCABULARY)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("qwen2")
@@ -87,7 +88,7 @@ def write_tokenizer(writer: GGUFWriter) -> None:
 
 
 def gguf_name(name: str) -> str:
-    """The name of a tensor in a GGUF file."""
+    """Return the GGUF name of a checkpoint tensor."""
     if not name.startswith("model.layers."):
         return {"model.embed_tokens.weight": "token_embd.weight", "model.norm.weight": "output_norm.weight"}[name]
     layer, _, rest = name.removeprefix("model.layers.").partition(".")
@@ -95,7 +96,7 @@ def gguf_name(name: str) -> str:
 
 
 def weights(file: Path) -> Iterator[tuple[str, np.ndarray]]:
-    """Name and float32 values of each tensor of a bfloat16 safetensors file, one at a time."""
+    """Yield name and float32 values of each tensor of a bfloat16 safetensors file."""
     words = np.memmap(file, np.uint8, "r")
     for entry in read_entries(file):
         halves = words[entry.start : entry.end].view(np.uint16).astype(np.uint32) << 16

@@ -1,11 +1,11 @@
-"""Builds the native kernels when the package is installed, and says which machines a wheel with
-them is for.
+"""Compile the native kernels when the package is installed, and tag a wheel that contains them with
+its platform.
 
-What is compiled is the environment's to say: SGLCORE_CPU_BUILD is here (what this processor needs;
-the default), all, some instruction sets, or none, which leaves it to the first start.
-SGLCORE_CPU_OBJECTS is a folder that keeps compiled files. A compiler that is missing or fails does
-not fail the installation: what it said is kept beside the package, the ledger shows it, and torch's
-own kernels serve.
+Environment variables: SGLCORE_CPU_BUILD is `here` (the instruction sets that this processor needs;
+the default), `all`, a list of instruction sets, or `none`, which leaves the compilation to the
+first start. SGLCORE_CPU_OBJECTS is a folder that keeps compiled files. If the compiler is missing
+or fails, the installation still succeeds: its message is written to a file next to the library's
+place, the ledger shows it, and torch's kernels are used.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ PACKAGE = HERE / "sglcore_cpu"
 
 
 def compiler_module() -> ModuleType:
-    """`sglcore_cpu.compile`, without importing the package, whose needs are not installed yet."""
+    """Load `sglcore_cpu.compile` without importing the package: its dependencies are not installed
+    yet."""
     spec = importlib.util.spec_from_file_location("sglcore_cpu_compile", PACKAGE / "compile.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -39,15 +40,16 @@ ASKED = os.environ.get(COMPILE.SETTING) or COMPILE.HERE
 
 
 class BuildNative(build_ext):
-    """One shared library in place of Python's own kind of extension."""
+    """Builds a plain shared library instead of a Python extension module."""
 
     def get_ext_filename(self, fullname):
-        """Its path, without what Python adds to names of its own extensions."""
+        """Return the library's path without the suffix that Python adds to extension modules."""
         *folders, name = fullname.split(".")
         return str(Path(*folders, f"{name}.so"))
 
     def build_extension(self, ext):
-        """Compile; on failure leave the words of the compiler in its place."""
+        """Compile the library; on failure write the compiler's message to a `.error` file in its
+        place."""
         is_here = self.editable_mode or self.inplace
         target = PACKAGE / COMPILE.LIBRARY if is_here else Path(self.get_ext_fullpath(ext.name)).resolve()
         said = target.with_suffix(".error")
@@ -62,15 +64,15 @@ class BuildNative(build_ext):
             print(f"sglcore-cpu: {error}; torch's kernels will serve", file=sys.stderr)
 
     def copy_extensions_to_source(self):
-        """An editable installation builds where the sources are, so nothing is left to copy."""
+        """Do nothing: an editable installation builds in the source folder."""
 
 
 class Wheel(bdist_wheel):
-    """The library is loaded by address, not imported: it is for one kind of machine and any
-    Python."""
+    """A wheel for one platform and any Python version: the library is loaded with ctypes, not
+    imported."""
 
     def get_tag(self):
-        """Without Python's version and interface."""
+        """Return the platform's tag without a Python version and ABI."""
         return ("py3", "none", super().get_tag()[2])
 
 

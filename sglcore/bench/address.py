@@ -22,7 +22,7 @@ class ServerError(SglcoreError):
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """A server's address, and the key that it wants ("" for none; never shown)."""
+    """A server's address, and the API key for it ("" for none; never shown)."""
 
     host: str
     port: int
@@ -35,20 +35,20 @@ class Address:
 
     @property
     def headers(self) -> dict[str, str]:
-        """What goes with every request."""
+        """The headers of every request."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         known = {"Host": f"{host}:{self.port}", "Accept": "application/json, text/event-stream"}
         return {**known, **({"Authorization": f"Bearer {self.key}"} if self.key else {})}
 
     def connect(self, timeout: float | None = 30.0) -> http.client.HTTPConnection:
-        """A connection that is opened with its first request; `timeout` in seconds for each
+        """Return a connection, which is opened by its first request; `timeout` in seconds for each
         wait."""
         kind = http.client.HTTPSConnection if self.is_secure else http.client.HTTPConnection
         return kind(self.host, self.port, timeout=timeout)
 
 
 def address(url: str, key: str = "") -> Address:
-    """The address in a URL such as http://127.0.0.1:8000, with or without /v1; raises
+    """Return the address in a URL such as http://127.0.0.1:8000, with or without /v1. Raises
     ConfigError."""
     try:
         parts = urlsplit(url if "://" in url else f"http://{url}")
@@ -63,7 +63,7 @@ def address(url: str, key: str = "") -> Address:
 
 
 def get_json(where: Address, path: str) -> Any:
-    """The JSON of a GET; raises ServerError."""
+    """Return the JSON of a GET; raises ServerError."""
     connection = where.connect()
     try:
         connection.request("GET", where.folder + path, headers=where.headers)
@@ -79,7 +79,7 @@ def get_json(where: Address, path: str) -> Any:
 
 
 def unreachable(where: Address, error: Exception) -> ServerError:
-    """The error for a server that does not answer."""
+    """Return the error for a server that does not answer."""
     reason = error.strerror if isinstance(error, OSError) and error.strerror else error
     return ServerError(f"{where} can not be reached: {reason}", remedy="start it with `sglcore serve`, or check --url")
 
@@ -95,7 +95,7 @@ def refusal(content: bytes) -> str:
 
 
 def served_model(where: Address) -> str:
-    """The name of the first model that the server serves; raises ServerError."""
+    """Return the name of the first model that the server serves; raises ServerError."""
     models = get_json(where, "/v1/models").get("data", [])
     if not models:
         raise ServerError(f"{where} serves no model", remedy="name one with --model-name")

@@ -15,9 +15,9 @@ Interval = tuple[float, float]
 
 @dataclass(frozen=True, slots=True)
 class Beside:
-    """Milliseconds between pieces of text of chats: `quiet`, with no long prompt awaited, and
-    `during`; None where there was none. `first`: from when a long prompt was sent to its first
-    token. `prompts`: how many ended as they should."""
+    """Milliseconds between pieces of text of chats: `quiet`, with no long prompt pending, and
+    `during`, with one; None if there were none. `first`: from the send of a long prompt to its
+    first token. `prompts`: number of long prompts that completed."""
 
     quiet: Spread | None
     during: Spread | None
@@ -34,7 +34,7 @@ class Beside:
         return during / quiet if quiet > 0 else None
 
     def as_json(self) -> Mapping[str, object]:
-        """Plain values, rounded to what was measured."""
+        """Return plain values, rounded to the precision of the measurement."""
         spreads = {"quiet": self.quiet, "during": self.during, "first": self.first}
         plain = {
             f"{name}_ms": None if found is None else {key: round(value, 3) for key, value in asdict(found).items()}

@@ -17,13 +17,13 @@ LATENCIES: Mapping[str, str] = MappingProxyType(
         "e2e": "whole request",
     }
 )
-"""Latencies by their short names; "itl" has one value for each piece of text but the first, the
-others one per request."""
+"""Latencies by their short names. "itl" has one value for each piece of text except the first, the
+others one value per request."""
 
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Milliseconds over all requests, or all pieces."""
+    """Mean and percentiles in milliseconds, over all requests or all pieces of text."""
 
     mean: float
     p50: float
@@ -34,7 +34,7 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class Failures:
-    """Failures of one kind: how many, and what the first said."""
+    """Failures of one kind: their number, and the message of the first."""
 
     count: int
     first: str
@@ -44,14 +44,14 @@ class Failures:
 class Figures:
     """The outcome of a load. `figures` makes it.
 
-    Rates count requests that ended as they should, per second between the first arrival and the
-    last end. Latencies are those of requests that are not long prompts.
+    Rates count requests that completed, per second between the first arrival and the last end.
+    Latencies exclude long prompts.
     """
 
     requests: int
     """Requests of the load."""
     whole: int
-    """Requests that ended as they should, with text. Tokens and rates count these."""
+    """Requests that completed, with text. Tokens and rates count these."""
     seconds: float
     """Seconds between the first arrival and the last end."""
     input_tokens: int
@@ -59,13 +59,14 @@ class Figures:
     output_tokens: int
     """Output tokens."""
     cached_tokens: int
-    """Prompt tokens that the prefix cache had."""
+    """Prompt tokens that were in the prefix cache."""
     proposed_tokens: int
     """Draft tokens that were verified."""
     accepted_tokens: int
     """Draft tokens that were accepted."""
     acceptance_length: float | None
-    """Tokens of a step and request, over all steps. None: no draft tokens were made."""
+    """Tokens of a request in a step, on average over all steps. None: there were no draft
+    tokens."""
     requests_per_s: float
     """Requests per second."""
     input_per_s: float
@@ -75,8 +76,8 @@ class Figures:
     latency: Mapping[str, Spread]
     """The spread in milliseconds, by the names of LATENCIES."""
     lag: Spread | None
-    """How late requests were sent, by the client's own delay or held back by --max-concurrency.
-    None: the load has no times of its own, or none was late."""
+    """How late requests were sent, because of the client's own delay or of --max-concurrency. None:
+    the load has no arrival times of its own, or no request was late."""
     failures: Mapping[str, Failures]
     """Requests that failed, by kind."""
     goals: Mapping[str, float]
@@ -85,7 +86,7 @@ class Figures:
     """Requests per second that met every goal. None: there were no goals."""
 
     def as_json(self) -> dict[str, object]:
-        """Plain values, rounded to what was measured."""
+        """Return plain values, rounded to the precision of the measurement."""
         return {
             "requests": self.requests,
             "whole": self.whole,
@@ -108,8 +109,8 @@ class Figures:
 
 
 def figures(records: Sequence[Record], goals: Mapping[str, float] | None = None) -> Figures:
-    """The figures of a load that has ended; `goals` in milliseconds, by the names of LATENCIES
-    except "itl"."""
+    """Return the figures of a load that has ended; `goals` in milliseconds, by the names of
+    LATENCIES except "itl"."""
     whole = [record for record in records if record.is_whole]
     seconds = max((record.end for record in records), default=0.0) - min(
         (record.due for record in records), default=0.0
@@ -148,7 +149,7 @@ def _acceptance_length(records: Sequence[Record]) -> float | None:
 
 
 def values_of(record: Record, name: str) -> list[float]:
-    """One request's latencies of a kind, in seconds."""
+    """Return one request's latencies of a kind, in seconds."""
     if name == "itl":
         return record.gaps
     value = {"ttft": record.ttft, "tpot": record.tpot, "e2e": record.e2e}[name]
@@ -156,14 +157,15 @@ def values_of(record: Record, name: str) -> list[float]:
 
 
 def spread(seconds: Iterable[float]) -> Spread:
-    """Mean and percentiles, in milliseconds, of one or more values in seconds."""
+    """Return mean and percentiles, in milliseconds, of one or more values in seconds."""
     values = sorted(value * 1000 for value in seconds)
     p50, p90, p99 = (percentile(values, share) for share in (0.5, 0.9, 0.99))
     return Spread(sum(values) / len(values), p50, p90, p99, values[-1])
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The value below which a share of the sorted values lies, interpolated between neighbours."""
+    """Return the value below which a share of the sorted values lies, interpolated between
+    neighbours."""
     place = share * (len(values) - 1)
     low = int(place)
     high = min(low + 1, len(values) - 1)
@@ -171,7 +173,7 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 
 def goals_of(words: Iterable[str]) -> dict[str, float]:
-    """Milliseconds by latency of words such as "ttft:200"; raises ConfigError."""
+    """Return milliseconds by latency, from words such as "ttft:200". Raises ConfigError."""
     wanted = "ttft:MS, tpot:MS or e2e:MS, such as ttft:200"
     found: dict[str, float] = {}
     for word in words:

@@ -39,7 +39,7 @@ class Offer:
     extra: dict[str, object] = field(default_factory=dict)
 
     def request(self, job: Job) -> bytes:
-        """The whole request, head and body."""
+        """Return the whole request, head and body."""
         body = {
             "model": self.model,
             "prompt": list(job.prompt),
@@ -62,8 +62,8 @@ class Offer:
 
 
 def run_load(offer: Offer, jobs: Sequence[Job], done: Done) -> list[Record]:
-    """Send every job when it is due and wait for all; `done` is called with each record as it
-    ends."""
+    """Send every job when it is due and wait for all; `done` is called with each record when its
+    request ends."""
     return asyncio.run(_offer(offer, jobs, done))
 
 
@@ -92,8 +92,8 @@ async def _offer(offer: Offer, jobs: Sequence[Job], done: Done) -> list[Record]:
 
 
 async def _reachable(where: Address) -> str:
-    """The server's address as a number, so that no request waits for a name to be looked up; raises
-    ServerError."""
+    """Return the server's address as a number, so that no request waits for a name to be resolved.
+    Raises ServerError."""
     loop = asyncio.get_running_loop()
     try:
         transport, _ = await loop.create_connection(asyncio.Protocol, where.host, where.port)

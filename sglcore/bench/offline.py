@@ -1,4 +1,4 @@
-"""The engine alone under a load: no server, no HTTP, all requests at once."""
+"""The engine under a load without a server or HTTP: all requests at once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from sglcore.sampling.params import SamplingParams
 
 @dataclass(slots=True)
 class TimedRequest:
-    """A request on its way, and when its text came."""
+    """A request in progress, and the arrival times of its text."""
 
     job: Job
     output: RequestOutput
@@ -26,8 +26,8 @@ class TimedRequest:
 def run_offline(
     llm: LLM, jobs: Sequence[Job], done: Callable[[Record], None], *, temperature: float = 0.0
 ) -> list[Record]:
-    """Queue every job at once and step until all have ended; waits. Raises what the engine raises
-    for a job it refuses."""
+    """Queue every job at once and step until all have ended. Waits. Raises what the engine raises
+    for a job that it refuses."""
     begin = time.perf_counter()
     running: dict[str, TimedRequest] = {}
     for job in jobs:

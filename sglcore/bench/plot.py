@@ -16,14 +16,14 @@ from sglcore.device.errors import ConfigError
 INK, ACCENT, SECOND, BAD, LINE = "#24221e", "#0b6e63", "#b3640a", "#a3262c", "#e5e1d8"
 RIGHT: Mapping[str, Any] = MappingProxyType({"xytext": (6, -10), "ha": "left"})
 LEFT: Mapping[str, Any] = MappingProxyType({"xytext": (-6, 5), "ha": "right"})
-"""Where the words of a point of a curve stand: below the first, above the second."""
+"""Positions of the labels of a curve's points: below the first point, above the second."""
 TOGETHER_MS = 0.01
-"""Pieces of text no further apart than so came together."""
+"""Pieces of text no further apart than this arrived together."""
 
 
 def require_matplotlib() -> None:
-    """Raises ConfigError with the remedy if there is no matplotlib; called before the load runs,
-    not after."""
+    """Raise ConfigError with the remedy if matplotlib is missing. Call it before the load runs, not
+    after."""
     try:
         import matplotlib.figure  # noqa: F401
     except ModuleNotFoundError:
@@ -31,8 +31,8 @@ def require_matplotlib() -> None:
 
 
 def save_plot(path: Path, records: Sequence[Record], found: Figures, title: str) -> None:
-    """Write a PNG with five panels, two more where tokens were proposed, and one of what long
-    prompts do to the others."""
+    """Write a PNG with five panels, two more if there were draft tokens, and one more for the
+    effect of long prompts on other requests."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -83,8 +83,8 @@ def _distribution(panel: Any, records: Sequence[Record], names: Sequence[str], t
 
 
 def _acceptance(panel: Any, records: Sequence[Record], places: Sequence[float], what: str) -> None:
-    """What should not depend on either: falling acceptance tells of drafts that read what they
-    should not."""
+    """Plot accepted draft tokens. They should not depend on the x axis: falling acceptance suggests
+    that drafts read wrong data."""
     lengths = [record.acceptance_length or 1.0 for record in records]
     panel.set_title("Tokens of a step")
     panel.set_xlabel(what)
@@ -106,7 +106,7 @@ def _over_time(panel: Any, records: Sequence[Record]) -> None:
 
 
 def _in_steps(output: Any, flight: Any, records: Sequence[Record]) -> None:
-    """Output tokens per second, and requests in flight, in sixty steps over the load."""
+    """Plot output tokens per second, and requests in flight, in sixty steps over the load."""
     steps = 60
     width = (max((record.end for record in records), default=0.0) or 1.0) / steps
     rates, flying = [0.0] * steps, [0] * steps
@@ -127,7 +127,8 @@ def _in_steps(output: Any, flight: Any, records: Sequence[Record]) -> None:
 
 
 def _beside(panel: Any, records: Sequence[Record]) -> None:
-    """Times between pieces of text by when they ended; shaded where a long prompt was awaited."""
+    """Plot times between pieces of text by their ends, with shading while a long prompt was
+    pending."""
     panel.set_title("Between pieces of text, while long prompts are awaited (shaded) and while none is")
     panel.set_xlabel("s")
     panel.set_ylabel("ms")

@@ -1,4 +1,4 @@
-"""What is kept of one request. Times are seconds since the load began."""
+"""The client's record of one request. Times are seconds since the load began."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ class Record:
     end: float
     """When it ended."""
     marks: tuple[float, ...]
-    """When each piece of text came."""
+    """Arrival times of the pieces of text."""
     input_tokens: int
     """Prompt tokens."""
     output_tokens: int
     """Output tokens."""
     cached_tokens: int = 0
-    """Prompt tokens that the prefix cache had."""
+    """Prompt tokens that were in the prefix cache."""
     fault: Fault | None = None
     """What went wrong. None: nothing."""
     proposed_tokens: int = 0
@@ -35,16 +35,16 @@ class Record:
     accepted_tokens: int = 0
     """Draft tokens that were accepted."""
     is_long: bool = False
-    """It is one of the long prompts that come between the others."""
+    """Whether it is one of the long prompts between the other requests."""
 
     @property
     def is_whole(self) -> bool:
-        """It ended as it should, with text."""
+        """Whether it completed, with text."""
         return self.fault is None and bool(self.marks)
 
     @property
     def ttft(self) -> float:
-        """From when it was due to the first piece of text."""
+        """Time from its due time to the first piece of text."""
         return self.marks[0] - self.due
 
     @property
@@ -54,7 +54,7 @@ class Record:
 
     @property
     def e2e(self) -> float:
-        """From when it was due to its end."""
+        """Time from its due time to its end."""
         return self.end - self.due
 
     @property
@@ -64,12 +64,12 @@ class Record:
 
     @property
     def acceptance_length(self) -> float | None:
-        """Tokens of a step after the first token; None where none were proposed."""
+        """Tokens per step after the first token; None without draft tokens."""
         steps = self.output_tokens - 1 - self.accepted_tokens
         return (self.output_tokens - 1) / steps if self.proposed_tokens and steps > 0 else None
 
     def as_json(self) -> dict[str, object]:
-        """Plain values, with times in milliseconds."""
+        """Return plain values, with times in milliseconds."""
         return {
             "number": self.number,
             "due_ms": _ms(self.due),

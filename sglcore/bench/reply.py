@@ -1,6 +1,5 @@
-"""One streamed answer as it arrives: HTTP/1.1, chunks, server-sent events. It notes when tokens
-came and parses as little as it can, so that the client is not what is measured.
-"""
+"""One streamed answer as it arrives: HTTP/1.1, chunks, server-sent events. It records when tokens
+arrived and parses as little as possible, so that the measurement is not limited by the client."""
 
 from __future__ import annotations
 
@@ -27,8 +26,8 @@ class Reply(asyncio.Protocol):
     """Sends one request as soon as it is connected; `ended` is set when the answer is complete or
     the connection is lost.
 
-    `marks` are the clock's readings at which a piece of text came; `fault` is None for an answer
-    that is whole.
+    `marks`: times of the clock at which a piece of text arrived; `fault` is None for a complete
+    answer.
     """
 
     def __init__(self, request: bytes, clock: Callable[[], float], loop: asyncio.AbstractEventLoop) -> None:
@@ -51,7 +50,7 @@ class Reply(asyncio.Protocol):
         transport.write(self._request)
 
     def data_received(self, data: bytes) -> None:
-        """Take what came."""
+        """Take received data."""
         now = self._clock()
         if self._body is None:
             self._rest += data
@@ -70,11 +69,11 @@ class Reply(asyncio.Protocol):
             self._end("")
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The other end is gone; without a length of its own, that is how a body ends."""
+        """Handle the end of the connection, which ends a body without a length of its own."""
         self._end("" if isinstance(self._body, Plain) and self._body.length is None else "connection lost")
 
     def close(self) -> None:
-        """Close the connection; the server sees a client that went away."""
+        """Close the connection; the server sees a client that left."""
         if self._transport is not None:
             self._transport.abort()
 
@@ -107,8 +106,8 @@ class Reply(asyncio.Protocol):
             self.usage = json.loads(payload).get("usage") or {}
 
     def _is_failure(self, payload: bytes) -> bool:
-        """Whether this is an error event, which is kept; a key of that name elsewhere in a chunk is
-        none."""
+        """Return whether this is an error event, and keep it. An "error" key elsewhere in a chunk
+        does not count."""
         is_failure = bool(json.loads(payload).get("error"))
         if is_failure:
             self.fault = self.fault or Fault("error in the stream", refusal(payload))
@@ -136,7 +135,7 @@ class Chunked:
         self._left = 0
 
     def push(self, data: bytes) -> bytes:
-        """The content of what came, without the sizes between."""
+        """Return the content of received data, without the chunk sizes."""
         data = self._rest + data
         found: list[bytes] = []
         while not self.is_complete:
@@ -170,10 +169,10 @@ class Plain:
 
     @property
     def is_complete(self) -> bool:
-        """All of it came."""
+        """Whether all of it has arrived."""
         return self.length is not None and self._seen >= self.length
 
     def push(self, data: bytes) -> bytes:
-        """As it came."""
+        """Return received data unchanged."""
         self._seen += len(data)
         return data

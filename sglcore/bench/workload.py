@@ -13,7 +13,7 @@ from random import Random
 from sglcore.device.errors import ConfigError
 
 LONG_OUTPUT = 8
-"""Tokens that a long prompt asks for: one alone may be no text."""
+"""Output tokens that a long prompt requests: a single one may decode to no text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,13 +27,13 @@ class Span:
         return str(self.low) if self.low == self.high else f"{self.low}..{self.high}"
 
     def draw(self, source: Random) -> int:
-        """One of them."""
+        """Draw one of them."""
         return source.randint(self.low, self.high)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """A load: how many requests, how long they are, and when they arrive."""
+    """A load: the number of requests, their lengths, and their arrival times."""
 
     num_prompts: int
     """Requests, without the long prompts."""
@@ -44,7 +44,7 @@ class Workload:
     shared_prefix: int = 0
     """Tokens with which every prompt begins."""
     request_rate: float = math.inf
-    """Requests per second, which arrive at random (Poisson). Infinity: all at once."""
+    """Requests per second, with random arrival times (Poisson). Infinity: all at once."""
     seed: int = 0
     """The seed of tokens, lengths and times."""
     long_prompts: int = 0
@@ -70,7 +70,7 @@ class Workload:
 
     @property
     def is_open(self) -> bool:
-        """Requests have their own times of arrival, whatever the server does."""
+        """Whether requests have arrival times of their own, whatever the server does."""
         return math.isfinite(self.request_rate)
 
     @property
@@ -79,7 +79,7 @@ class Workload:
         return self.shared_prefix + self.input_len.high + self.output_len.high
 
     def as_json(self) -> dict[str, object]:
-        """The load as plain values; an infinite rate is the word "inf"."""
+        """Return the load as plain values; an infinite rate is the word "inf"."""
         return {
             "num_prompts": self.num_prompts,
             "input_len": str(self.input_len),
@@ -95,8 +95,8 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One request: `arrival` in seconds after the start, token ids, and how many tokens the answer
-    has."""
+    """One request: `arrival` in seconds after the start, token ids, and the number of output
+    tokens."""
 
     number: int
     arrival: float
@@ -106,7 +106,7 @@ class Job:
 
 
 def span(name: str, text: str, least: int = 1) -> Span:
-    """The span of "128" or "32..256"; raises ConfigError that names the option."""
+    """Return the span of "128" or "32..256". Raises ConfigError that names the option."""
     low, dots, high = text.partition("..")
     try:
         found = Span(int(low), int(high) if dots else int(low))
@@ -118,7 +118,7 @@ def span(name: str, text: str, least: int = 1) -> Span:
 
 
 def rate(text: str) -> float:
-    """Requests per second of "8", "0.5" or "inf"; raises ConfigError."""
+    """Return requests per second of "8", "0.5" or "inf". Raises ConfigError."""
     try:
         return float(text)
     except ValueError:
@@ -126,8 +126,8 @@ def rate(text: str) -> float:
 
 
 def make_jobs(load: Workload, vocab_size: int, max_model_len: int | None = None) -> list[Job]:
-    """The requests of a load, in the order of their arrival. Raises ConfigError if one does not fit
-    the context."""
+    """Return the requests of a load, in the order of their arrival. Raises ConfigError if one
+    exceeds the context."""
     if max_model_len is not None and load.longest > max_model_len:
         raise ConfigError(
             f"the longest request has {load.longest} tokens ({load.shared_prefix} shared, up to {load.input_len.high} of "

@@ -1,2 +1,2 @@
-"""What a checkpoint says: configuration, quantization, GGUF and safetensors headers. Host data
+"""Readers of checkpoints: configuration, quantization, GGUF and safetensors headers. Host data
 only, no tensor library."""

@@ -1,5 +1,5 @@
-"""Which topologies a model fits: the constraints of `shards.py`, each among the ranks that divide
-what it is about."""
+"""Which topologies fit a model: applies each constraint of `shards.py` to the number of ranks that
+divide its object."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from sglcore.device.topology import Topology, divisors
 
 
 def check_topology(config: ModelConfig, topology: Topology) -> None:
-    """Raise ConfigError where a model can not be divided so; it names what does not divide, and the
-    widths that do."""
+    """Raise ConfigError if the model can not be divided over the topology; the error names what
+    does not divide, and the tensor parallel sizes that fit."""
     _check_experts(config, topology)
     for rule in constraints(config):
         if not _fits(rule, topology):

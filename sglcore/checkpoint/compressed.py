@@ -1,5 +1,4 @@
-"""What a configuration says of attention over compressed blocks, and of hyper-connections
-(DeepSeek-V4).
+"""Configuration of attention over compressed blocks, and of hyper-connections (DeepSeek-V4).
 
 Two dialects: transformers' saved form (`layer_types`, `mlp_layer_types`, `compress_rates`) and the
 published one (`compress_ratios`, `num_hash_layers`).
@@ -17,29 +16,29 @@ from sglcore.device.errors import ConfigError
 
 SLIDING, SPARSE, HEAVY = "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"
 KINDS: Mapping[int, str] = MappingProxyType({0: SLIDING, 4: SPARSE, 128: HEAVY})
-"""What `compress_ratios` calls the kinds of layers."""
+"""Numbers in `compress_ratios` -> kinds of layers."""
 RATES: Mapping[str, int] = MappingProxyType({SPARSE: 4, HEAVY: 128})
-"""Tokens of a block where `compress_rates` says nothing, and what that may speak of."""
+"""Default tokens of a block by kind of layer, and the kinds that `compress_rates` may name."""
 HASHED, LEARNED = "hash_moe", "moe"
 REMEDY = "check that config.json belongs to this checkpoint"
 
 
 @dataclass(frozen=True, slots=True)
 class Compression:
-    """How a layer makes one row of `ratio` tokens. `is_sparse`: of the block before it too, by
-    twice the channels, and an indexer chooses among the blocks."""
+    """How a layer compresses `ratio` tokens to one cache row. `is_sparse`: the row also depends on
+    the block before, with twice the channels per token, and an indexer chooses among the blocks."""
 
     ratio: int
     is_sparse: bool
 
     @property
     def span(self) -> int:
-        """The tokens that a row is made of."""
+        """Number of tokens on which a row depends."""
         return self.ratio * self.series
 
     @property
     def series(self) -> int:
-        """How many times a token's channels are those of a row."""
+        """Channels of a token, in multiples of a row's channels."""
         return 2 if self.is_sparse else 1
 
 
@@ -54,15 +53,15 @@ class CompressedConfig:
     heads: int
     """Query heads."""
     head_dim: int
-    """Elements of a query head, and of a row that is key and value."""
+    """Elements of a query head, and of a row, which is both key and value."""
     rope_dim: int
-    """The last elements of a head and of a row, which are rotated."""
+    """Number of rotated elements at the end of a head and of a row."""
     q_lora_rank: int
-    """Elements from which the queries are made."""
+    """Rank of the query projection."""
     groups: int
     """Number of groups of heads; the results of a group are projected together."""
     o_lora_rank: int
-    """Elements from which each group's result is made."""
+    """Rank of each group's output projection."""
     window: int
     """Number of last tokens that each query sees uncompressed."""
     index_heads: int
@@ -72,13 +71,13 @@ class CompressedConfig:
     index_topk: int
     """Blocks that the indexer chooses."""
     compressions: tuple[Compression | None, ...]
-    """For each layer how it compresses. None: it has only the window."""
+    """The compression of each layer. None: a layer with a sliding window only."""
     main_rope: RopeConfig
     """The rotary embedding of layers without compression."""
     block_rope: RopeConfig
-    """The rotary embedding of layers with one."""
+    """The rotary embedding of layers with compression."""
     is_hashed: tuple[bool, ...]
-    """For each layer whether the token's id chooses its experts."""
+    """For each layer, whether the token's id chooses its experts (hash routing)."""
     streams: int
     """Streams of a token (hyper-connections)."""
     sinkhorn_iters: int
@@ -86,17 +85,17 @@ class CompressedConfig:
     hc_eps: float
     """The epsilon of that mixing."""
     limit: float
-    """The bound of the values inside experts."""
+    """Bound of the intermediate values of experts."""
 
     @property
     def of_next_token(self) -> CompressedConfig:
-        """That of a layer that predicts one token more: only a window, and learned routing."""
+        """The configuration of an MTP layer: sliding window only, and learned routing."""
         return replace(self, compressions=(None,), is_hashed=(False,))
 
 
 def compressed_config(config: ModelConfig) -> CompressedConfig:
-    """That of DeepSeek-V4-Flash where nothing is said. Raises `ConfigError` for what neither
-    dialect says, and for what does not fit."""
+    """Return the configuration; defaults are those of DeepSeek-V4-Flash. Raises `ConfigError` for
+    values that both dialects lack, and for values that do not fit."""
     words = config.words
     found = CompressedConfig(
         heads=config.num_attention_heads,
@@ -123,7 +122,7 @@ def compressed_config(config: ModelConfig) -> CompressedConfig:
 
 
 def _compressions(config: ModelConfig) -> tuple[Compression | None, ...]:
-    """By the kind of each layer, which has the ratio of its kind."""
+    """Return each layer's compression, by its kind."""
     rates = dict(RATES) | config.words.get("compress_rates", {})
     rates |= {
         kind: config.words[f"compress_rate_{word}"]
@@ -172,7 +171,8 @@ def _each(config: ModelConfig, name: str, given: Sequence[Any], known: Sequence[
 
 
 def _block_rope(config: ModelConfig) -> RopeConfig:
-    """YaRN's factor of cosines and sines is not applied."""
+    """Return the rotary embedding of compressed layers, without YaRN's factor for cosines and
+    sines."""
     rope = rope_config(config.words["block_rope"], config.words, config.max_position_embeddings)
     return replace(rope, scaling=MappingProxyType({**rope.scaling, "attention_factor": 1.0}))
 

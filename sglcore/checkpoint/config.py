@@ -1,4 +1,4 @@
-"""What a checkpoint says about its model, read once from `config.json`."""
+"""The configuration of a model, read once from the checkpoint's `config.json`."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ from sglcore.device.errors import ConfigError
 
 EMPTY: Mapping[str, Any] = MappingProxyType({})
 PROPORTIONAL = "proportional"
-"""The kind of rotary embedding that rotates whole heads, but a part of each by nothing."""
+"""The kind of rotary embedding with frequencies for the whole head; those of the rest after the
+`partial` share are 0."""
 NEAR = 0.6
-"""An error suggests architectures with names that are more similar than this."""
+"""An error suggests architectures with names at least this similar."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +35,8 @@ class RopeConfig:
 
     `scaling` has the kind's own numbers.
 
-    `partial` is the fraction of a head that is rotated; `original_max` the length the model was
-    first trained for.
+    `partial` is the fraction of a head that is rotated; `original_max` is the context length before
+    the extension.
     """
 
     theta: float
@@ -46,12 +47,12 @@ class RopeConfig:
 
 
 EXPERT_PARTS = ("gate_proj", "up_proj", "down_proj")
-"""What most checkpoints call the projections of an expert."""
+"""The usual names of an expert's projections in checkpoints."""
 
 
 @dataclass(frozen=True, slots=True)
 class MoeConfig:
-    """The mixture of experts of a model, as its checkpoint says."""
+    """The mixture of experts of a model, as its checkpoint describes it."""
 
     layers: tuple[bool, ...]
     """Whether each layer has experts."""
@@ -64,13 +65,13 @@ class MoeConfig:
     normalize: bool
     """A token's weights are divided by their sum."""
     scale: float = 1.0
-    """What they are multiplied with then."""
+    """Factor of the weights after that."""
     num_groups: int = 1
-    """Groups in which the experts are."""
+    """Groups into which the experts are divided."""
     top_groups: int = 1
-    """Groups from which a token's experts come."""
+    """Groups from which a token's experts are chosen."""
     shared_size: int = 0
-    """The intermediate size of the block that every token passes. 0: there is none."""
+    """The intermediate size of the shared expert. 0: there is none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,21 +97,22 @@ class ModelConfig:
     vocab_size: int
     """Tokens in the vocabulary."""
     max_position_embeddings: int
-    """Positions, as the checkpoint says."""
+    """Number of positions, as the checkpoint states it."""
     context_length: int
     """Tokens for which positions are defined, after the extension of the rotary embedding."""
     rms_norm_eps: float
     """The epsilon of the norms."""
     rope: RopeConfig
-    """The rotary embedding; of layers without a sliding window where `local_rope` is another."""
+    """The rotary embedding; if `local_rope` is set, only that of layers without a sliding
+    window."""
     sliding_windows: tuple[int | None, ...]
-    """For each layer its window in tokens. None: full attention."""
+    """Sliding window of each layer, in tokens. None: full attention."""
     tie_word_embeddings: bool
-    """The output layer has the weights of the embedding."""
+    """Whether the output layer shares the weights of the embedding."""
     attention_bias: bool
-    """Attention's projections have biases."""
+    """Whether attention's projections have biases."""
     mlp_bias: bool
-    """The projections of dense blocks have biases."""
+    """Whether the projections of dense blocks have biases."""
     hidden_act: str
     """The activation function."""
     dtype: str
@@ -118,17 +120,17 @@ class ModelConfig:
     moe: MoeConfig | None
     """The experts. None: all layers are dense."""
     pooling: Pooling | None
-    """What a model that embeds or scores makes of its hidden states. None: it generates text."""
+    """How a model that embeds or scores reduces its hidden states. None: it generates text."""
     raw: Mapping[str, Any]
-    """`config.json` as it is."""
+    """`config.json`, unchanged."""
     words: Mapping[str, Any] = field(default_factory=dict)
-    """The same, completed with the architecture's defaults, in the words that most architectures
-    use."""
+    """The same, with the architecture's defaults, under the names that most architectures use."""
     library: Any = None
-    """What a library that runs the model itself has read of it. None: no library does."""
+    """The configuration that a library has read, if the library runs the model itself. None: no
+    library does."""
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Those of `OPTIONS` that change something. An architecture refuses an option that it does not
-    know."""
+    """Entries of `OPTIONS` that change something. An architecture refuses an option that it does
+    not know."""
     local_rope: RopeConfig | None = None
     """The rotary embedding of layers with a sliding window. None: all layers have `rope`."""
     first_position: int = 0
@@ -136,21 +138,21 @@ class ModelConfig:
 
     @property
     def attention_scaling(self) -> float:
-        """What scores are multiplied with."""
+        """Factor of attention scores."""
         own = self.options.get("attention_multiplier")
         return self.options.get("query_pre_attn_scalar", self.head_dim) ** -0.5 if own is None else own
 
     @property
     def is_encoder(self) -> bool:
-        """It runs whole prompts, keeps no cells and answers with vectors, whether its tokens see
-        the later ones or not."""
+        """Whether the model runs whole prompts, keeps no KV cache and returns vectors, with causal
+        or bidirectional attention."""
         return self.pooling is not None
 
 
 def read_config(path: str | Path, known: Collection[str] = (), task: str = "auto") -> ModelConfig:
-    """Read the configuration of a checkpoint folder, or of a GGUF file; raises `ConfigError`, and
-    `CheckpointError` for a file that is damaged. `known` are the architectures that can be run
-    (none given: any); `task` is EngineConfig's."""
+    """Read the configuration of a checkpoint folder or a GGUF file. Raises `ConfigError`, and
+    `CheckpointError` for a damaged file. `known`: the architectures that can be run (empty: any);
+    `task`: as in EngineConfig."""
     folder = Path(path)
     if is_gguf(folder):
         raw = gguf_config(read_header(folder))
@@ -176,16 +178,15 @@ def config_of(folder: Path, raw: dict[str, Any], known: Collection[str] = (), ta
 
 
 def architecture_of(file: Path, raw: Mapping[str, Any]) -> str:
-    """The first that a `config.json` names; empty where it names none. Raises `ConfigError` where
-    they are no list."""
+    """Return the first architecture that a `config.json` names; empty if it names none. Raises
+    `ConfigError` if they are no list."""
     names = raw.get("architectures")
     check_values(file, {"architectures": names})
     return names[0] if names else ""
 
 
 def check_architecture(name: str, known: Collection[str]) -> None:
-    """Raise `ConfigError` for an architecture that is not among those that can be run (none given:
-    any can)."""
+    """Raise `ConfigError` for an architecture that is not among `known` (empty: any is allowed)."""
     if known and name not in known:
         raise ConfigError(
             f"the architecture {name!r} is not supported",
@@ -195,16 +196,16 @@ def check_architecture(name: str, known: Collection[str]) -> None:
 
 
 def served(name: str, known: Collection[str]) -> str:
-    """What is wanted instead of an architecture that is not among `known`: those with the nearest
-    names."""
+    """Return the `wanted` text of the error for an unknown architecture: the known ones with the
+    most similar names."""
     stems = {each: re.sub("(For[A-Z].*|Model)$", "", each).lower() for each in (name, *known)}
     near = [each for each in sorted(known) if SequenceMatcher(None, stems[name], stems[each]).ratio() > NEAR]
     return f"one that docs/models.md lists{', such as ' if near else ''}{', '.join(near[:4])}"
 
 
 def check_context(asked: int | None, config: ModelConfig) -> None:
-    """Raise `ConfigError` where more tokens a request are asked for than the checkpoint's positions
-    are defined for."""
+    """Raise `ConfigError` if the requested context exceeds the positions that the checkpoint
+    defines."""
     if asked is not None and asked > config.context_length:
         raise ConfigError(
             f"max_model_len is {asked}, the checkpoint's context is {config.context_length}",
@@ -252,8 +253,7 @@ def _parse(folder: Path, architecture: str, raw: dict[str, Any], task: str) -> M
 
 
 class Words(dict[str, Any]):
-    """What a configuration says; to ask by `[]` for what it does not say raises `ConfigError` with
-    the name."""
+    """A configuration's values. `[]` with a missing name raises `ConfigError` with the name."""
 
     def __init__(self, file: Path, values: Mapping[str, Any]) -> None:
         super().__init__(values)
@@ -264,10 +264,9 @@ class Words(dict[str, Any]):
 
 
 def _said(architecture: str, raw: Mapping[str, Any]) -> dict[str, Any]:
-    """What a file says, and what the architecture takes for what it leaves out. A written null is
-    not left out: it switches off what the architecture has by default, and means false where a
-    truth is wanted. Only rotary embeddings, which no model of these is without, are the
-    architecture's own then; the older words for them replace these whole."""
+    """Return a file's values with the architecture's defaults. A written null replaces a default:
+    the feature is off, or the value is False. Only rotary embeddings keep their default then,
+    because these models need one; older names for them replace the default as a whole."""
     defaults = {**DEFAULTS.get(language_model(architecture), EMPTY), **common_words(architecture, raw)}
     rope = None if raw.get("rope_scaling") else defaults.pop("rope_parameters", None)
     values = {**defaults, **{name: False if value is None and is_truth(name) else value for name, value in raw.items()}}
@@ -293,15 +292,15 @@ def _is_set(value: Any, neutral: Any) -> bool:
 
 
 def _activation(architecture: str, values: Mapping[str, Any]) -> str:
-    """Old checkpoints of Gemma say "gelu", and mean its approximation by tanh."""
+    """Return the activation. Old Gemma checkpoints say "gelu" for its tanh approximation."""
     found = values.get("hidden_activation", values.get("hidden_act", "silu"))
     return "gelu_pytorch_tanh" if architecture == "GemmaForCausalLM" and found == "gelu" else found
 
 
 def _ropes(values: Mapping[str, Any], max_positions: int) -> tuple[RopeConfig, RopeConfig | None]:
-    """That of layers without a window, and that of layers with one, where they differ. Both
-    dialects: `rope_parameters`, which may have a set for each kind of layer, and the older
-    `rope_theta` with `rope_scaling` and `rope_local_base_freq`."""
+    """Return the rotary embedding of layers without a window, and that of layers with one if it
+    differs. Reads both dialects: `rope_parameters`, which may have an entry for each kind of layer,
+    and the older `rope_theta` with `rope_scaling` and `rope_local_base_freq`."""
     scaling = {**values.get("rope_parameters", EMPTY), **values.get("rope_scaling", EMPTY)}
     nested = [name for name, value in scaling.items() if isinstance(value, Mapping)]
     theta = values.get("rope_local_base_freq")
@@ -316,9 +315,9 @@ def _ropes(values: Mapping[str, Any], max_positions: int) -> tuple[RopeConfig, R
 
 
 def rope_config(given: Mapping[str, Any], values: Mapping[str, Any], max_positions: int) -> RopeConfig:
-    """Of one kind of layers, by `given`, and what `values` have for all; the kind of a rope may be
-    `rope_type` or `type`. Old checkpoints call longrope "su" or "yarn". A number that is null is
-    none."""
+    """Return the rotary embedding of one kind of layers, from `given` and the common `values`. Its
+    kind is in `rope_type` or `type`; old checkpoints call longrope "su" or "yarn". A null number
+    counts as missing."""
     scaling: dict[str, Any] = {
         name: False if value is None else value for name, value in given.items() if value is not None or is_truth(name)
     }
@@ -337,19 +336,19 @@ def rope_config(given: Mapping[str, Any], values: Mapping[str, Any], max_positio
 
 
 def _context_length(rope: RopeConfig, max_positions: int) -> int:
-    """Yarn checkpoints often state the unextended length; every other kind states what it is good
-    for."""
+    """Return the context length. Yarn checkpoints often state the length before the extension; all
+    other kinds state the final length."""
     if rope.kind == "yarn":
         return max(max_positions, int(rope.original_max * float(rope.scaling.get("factor") or 1.0)))
     return max_positions
 
 
 def _sliding_windows(values: Mapping[str, Any], layers: int) -> tuple[int | None, ...]:
-    """Windows must be switched on, by a written switch, the architecture, or the types of the
-    layers.
+    """Return the sliding window of each layer. Windows are on only if a switch in the file, the
+    architecture, or the layer types say so.
 
-    A written null means no window. Without types, all layers but each `sliding_window_pattern`-th
-    have windows, or those from `max_window_layers` on.
+    A written null means no window. Without layer types, the layers with a window are all except
+    each `sliding_window_pattern`-th, or those from `max_window_layers` on.
     """
     window, pattern = values.get("sliding_window"), values.get("sliding_window_pattern")
     kinds = values.get("layer_types")
@@ -365,7 +364,7 @@ def _sliding_windows(values: Mapping[str, Any], layers: int) -> tuple[int | None
 
 
 def _moe(values: Mapping[str, Any], layers: int) -> MoeConfig | None:
-    """Where experts are `num_local_experts`, `intermediate_size` is theirs."""
+    """Return the experts. With `num_local_experts`, `intermediate_size` is an expert's size."""
     names = ("num_experts", "num_local_experts", "n_routed_experts")
     experts = next((values[name] for name in names if values.get(name)), 0)
     size = values.get("moe_intermediate_size", values.get("intermediate_size" if "num_local_experts" in values else ""))

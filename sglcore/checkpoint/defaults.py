@@ -1,5 +1,5 @@
-"""What a configuration means where it says nothing, by architecture, and what not every
-architecture knows."""
+"""Default values of configurations, by architecture, and options that not every architecture
+knows."""
 
 from __future__ import annotations
 
@@ -282,7 +282,7 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         ),
     }
 )
-"""What an absent key means where architectures differ."""
+"""The values of missing keys, where architectures differ."""
 
 OPTIONS: Mapping[str, Any] = MappingProxyType(
     {
@@ -306,4 +306,4 @@ OPTIONS: Mapping[str, Any] = MappingProxyType(
         "use_bidirectional_attention": False,
     }
 )
-"""What some architectures know and others do not, with the value that changes nothing."""
+"""Options that some architectures know and others do not, with the value that changes nothing."""

@@ -1,4 +1,4 @@
-"""Which element type a model is computed in."""
+"""Chooses the element type in which a model is computed."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from sglcore.device.ledger import Row
 
 HALF = ("bfloat16", "float16")
 WIDE = "float32"
-"""The type that holds every value of the others."""
+"""The type that can represent every value of the others."""
 
 
 def choose_dtype(asked: str, stored: str, facts: Facts) -> Row:
-    """The decision on the element type. Raises `ConfigError` for one that is asked for and that the
-    device of `facts` does not compute in, and for a checkpoint's that nothing computes in.
+    """Return the decision on the element type. Raises `ConfigError` for a requested type that the
+    device of `facts` does not compute in, and for a checkpoint's type that no device computes in.
 
-    "auto" is the checkpoint's own type, except that one 16-bit type gives way to the one the device
-    prefers, and that a type that the device does not compute in is converted: a downgrade, unless
-    it is to float32.
+    "auto" is the checkpoint's own type, with two exceptions: a 16-bit type becomes the 16-bit type
+    that the device prefers, and a type that the device does not compute in is converted. A
+    conversion is a downgrade unless it is to float32.
     """
     if asked != "auto":
         _check(asked, facts.dtypes, "leave --dtype out, and the checkpoint's is taken or converted")

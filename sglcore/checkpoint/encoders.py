@@ -1,5 +1,5 @@
-"""Configurations of encoders, of decoders without their output layer and of language parts, in the
-words of the others."""
+"""Translates configurations of encoders, of decoders without their output layer and of language
+parts to the common names."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ files."""
 
 
 def language_model(architecture: str) -> str:
-    """The name of a decoder with its output layer."""
+    """Return the name of the same decoder with its output layer."""
     for end in (CLASSIFIER, "Model"):
         if architecture.endswith(end) and architecture not in ENCODERS:
             return architecture.removesuffix(end) + "ForCausalLM"
@@ -61,8 +61,8 @@ def common_words(architecture: str, raw: Mapping[str, Any]) -> Mapping[str, Any]
 
 
 def whole_number(raw: Mapping[str, Any], name: str, usual: int) -> int:
-    """A value of a `config.json`, or the usual one where it is left out. Raises `ConfigError` for
-    null, which is not left out, and for another kind."""
+    """Return an integer of a `config.json`, or the usual one if it is missing. Raises `ConfigError`
+    for null and for another type."""
     found = raw.get(name, usual)
     if type(found) is not int:
         raise ConfigError(

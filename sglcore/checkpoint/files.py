@@ -1,4 +1,5 @@
-"""Which files a checkpoint has, what its JSON files say, and which tensors carry nothing."""
+"""The files of a checkpoint, the content of its JSON files, and the names of tensors without
+content."""
 
 from __future__ import annotations
 
@@ -11,13 +12,14 @@ from sglcore.device.errors import CheckpointError, ConfigError
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 DRAFT_FOLDER = "draft"
-"""Beside a target's files, that of a draft for it."""
+"""The folder of a draft model, in the folder of its target model."""
 HARMLESS = (r".*rotary_emb\.inv_freq", r".*position_ids", r".*\.masked_bias")
-"""Names in old checkpoints that carry nothing a model needs."""
+"""Patterns of tensor names in old checkpoints that no model needs."""
 
 
 def read_json(file: Path, remedy: str = "") -> dict[str, Any]:
-    """The object in a file; raises `ConfigError`, with this remedy if there is none."""
+    """Return the object in a JSON file. Raises `ConfigError`, with `remedy` if the file does not
+    exist."""
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -30,7 +32,7 @@ def read_json(file: Path, remedy: str = "") -> dict[str, Any]:
 
 
 def read_list(file: Path) -> list[dict[str, Any]]:
-    """The objects in a file's list; raises `ConfigError`."""
+    """Return the objects in a file's JSON list; raises `ConfigError`."""
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -41,8 +43,8 @@ def read_list(file: Path) -> list[dict[str, Any]]:
 
 
 def weight_names(folder: Path) -> tuple[str, ...]:
-    """The names of a checkpoint's weight files, in order, whether or not they are there; raises
-    `CheckpointError`."""
+    """Return the names of a checkpoint's weight files, in order, whether or not the files exist.
+    Raises `CheckpointError`."""
     index = folder / INDEX
     if not index.is_file():
         return (SINGLE,)
@@ -55,7 +57,8 @@ def weight_names(folder: Path) -> tuple[str, ...]:
 
 
 def checkpoint_files(folder: Path) -> tuple[Path, ...]:
-    """The weight files of a checkpoint, in order; raises `CheckpointError` if one is missing."""
+    """Return the weight files of a checkpoint, in order. Raises `CheckpointError` if one is
+    missing."""
     names = weight_names(folder)
     missing = [name for name in names if not (folder / name).is_file()]
     if missing and not (folder / INDEX).is_file():

@@ -1,5 +1,4 @@
-"""How a checkpoint wants its text drawn, where a request says nothing of it:
-`generation_config.json`."""
+"""The checkpoint's default sampling parameters, from `generation_config.json`."""
 
 from __future__ import annotations
 
@@ -14,8 +13,8 @@ NAMES = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
 def read_sampling(folder: Path) -> Mapping[str, float]:
-    """What it names of `NAMES`; empty where there is no such file, as for a GGUF file. Raises
-    ConfigError."""
+    """Return the parameters of `NAMES` in the file; empty if there is no such file, as for a GGUF
+    file. Raises ConfigError."""
     file = folder / GENERATION
     values = read_json(file) if file.is_file() else {}
     found = {name: values[name] for name in NAMES if values.get(name) is not None}

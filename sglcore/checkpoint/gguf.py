@@ -44,10 +44,10 @@ OTHERS: Mapping[int, str] = MappingProxyType(
     {10: "Q2_K", 11: "Q3_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 20: "IQ4_NL"}
     | {21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS", 28: "F64", 29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4"}
 )
-"""The names of those that can not."""
+"""The names of the element types that cannot be loaded."""
 _SCALARS = "BbHhIif?"
-"""`struct` formats of the value types 0 to 7; 8 is text, 9 an array, 10 to 12 are QqD in the
-format's own numbers."""
+"""`struct` formats of the value types 0 to 7. In the format's own numbers, 8 is text, 9 an array,
+and 10 to 12 are Q, q and d."""
 
 _TEXT, _ARRAY = 8, 9
 _WIDE: Mapping[int, str] = MappingProxyType({10: "Q", 11: "q", 12: "d"})
@@ -67,15 +67,15 @@ class GgufTensor:
 
 @dataclass(frozen=True, slots=True)
 class TextList:
-    """Where a list of texts lies: `count` of them, one after another from byte `start` of the
+    """The place of a list of texts: `count` texts, one after another from byte `start` of the
     file."""
 
     start: int
     count: int
 
     def read(self, data: mmap.mmap, places: Collection[int]) -> dict[int, str]:
-        """The texts at some places; a place that it does not have is left out. Walks as far as the
-        last of them."""
+        """Return the texts at some indices, without indices that the list does not have. Reads up
+        to the last of them."""
         wanted, at, length, found = frozenset(places), self.start, struct.Struct("<Q").unpack_from, dict[int, str]()
         for place in range(min(max(wanted, default=-1) + 1, self.count)):
             first = at + 8
@@ -87,8 +87,8 @@ class TextList:
 
 @dataclass(frozen=True, slots=True)
 class GgufHeader:
-    """What a file says of itself. `metadata` holds numbers, texts, booleans and lists of them;
-    `left_out` are the lists of texts that were not read."""
+    """The header of a file. `metadata` has numbers, texts, booleans and lists of them; `left_out`
+    has the lists of texts that were not read."""
 
     path: Path
     metadata: Mapping[str, Any]
@@ -96,8 +96,8 @@ class GgufHeader:
     left_out: Mapping[str, TextList]
 
     def some_texts(self, key: str, places: Collection[int]) -> Mapping[int, str]:
-        """The texts at some places of a list, whether it was left out or not; none of a key that is
-        no list."""
+        """Return the texts at some indices of a list, also of a list that was left out; empty if
+        the key has no list."""
         kept, left_out = self.metadata.get(key), self.left_out.get(key)
         if left_out is not None:
             with _mapped(self.path) as data:
@@ -105,7 +105,8 @@ class GgufHeader:
         return {place: kept[place] for place in places if place < len(kept)} if isinstance(kept, list) else {}
 
     def need(self, key: str, kind: type) -> Any:
-        """A value of the metadata; raises `CheckpointError` if it is missing or of another kind."""
+        """Return a value of the metadata. Raises `CheckpointError` if it is missing or of another
+        type."""
         value = self.metadata.get(key)
         if not isinstance(value, kind):
             raise CheckpointError(
@@ -114,7 +115,7 @@ class GgufHeader:
         return value
 
     def floats(self, name: str) -> tuple[float, ...]:
-        """The values of a small F32 tensor."""
+        """Return the values of a small F32 tensor."""
         tensor = self.tensors[name]
         if tensor.type != "F32":
             raise CheckpointError(f"{name!r} in {self.path} has the type {tensor.type}", wanted="F32")
@@ -124,16 +125,16 @@ class GgufHeader:
 
 
 def is_gguf(path: str | Path) -> bool:
-    """Whether a model's path names a GGUF file."""
+    """Return whether a model's path names a GGUF file."""
     return Path(path).suffix == SUFFIX and Path(path).is_file()
 
 
 def read_header(path: Path, *, texts: bool = False) -> GgufHeader:
-    """Read a file's header; raises `CheckpointError` for a file that is damaged or of a kind that
-    can not be loaded.
+    """Read a file's header. Raises `CheckpointError` for a damaged file, and for one with an
+    element type that can not be loaded.
 
-    Lists of texts, which are vocabularies and take most of the time, are left out unless `texts`
-    asks for them.
+    Lists of texts are vocabularies and take most of the time; they are left out unless `texts` is
+    true.
     """
     with _mapped(path) as data:
         return _Reader(path, data, texts).header()
@@ -141,7 +142,7 @@ def read_header(path: Path, *, texts: bool = False) -> GgufHeader:
 
 @contextmanager
 def _mapped(path: Path) -> Iterator[mmap.mmap]:
-    """The file's bytes; what is wrong with them while they are read is a `CheckpointError`."""
+    """Map the file's bytes. Errors in them while they are read become a `CheckpointError`."""
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             yield data
@@ -163,7 +164,7 @@ class _Reader:
         self._at = 0
 
     def header(self) -> GgufHeader:
-        """All of it."""
+        """Read the whole header."""
         if self._take(4) != MAGIC:
             raise self._damaged("it does not begin with GGUF")
         version = self._number("I")
@@ -191,7 +192,7 @@ class _Reader:
         return GgufHeader(self._path, MappingProxyType(metadata), MappingProxyType(placed), MappingProxyType(left_out))
 
     def _tensor(self) -> GgufTensor:
-        """With its start counted from the data's."""
+        """Read a tensor's entry; its start is relative to the data's start."""
         name = self._text()
         shape = tuple(reversed([self._number("Q") for _ in range(self._number("I"))]))
         number, start = self._number("I"), self._number("Q")
@@ -230,7 +231,7 @@ class _Reader:
         return list(struct.unpack(f"<{count}{self._format(kind)}", self._take(size)))
 
     def _texts(self, count: int) -> list[str]:
-        """Texts one after another, or a walk over them."""
+        """Read texts one after another, or skip them."""
         data, at, length, found = self._data, self._at, struct.Struct("<Q").unpack_from, list[str]()
         for _ in range(count):
             first = at + 8

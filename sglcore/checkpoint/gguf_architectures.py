@@ -1,5 +1,5 @@
-"""The architectures of GGUF files: what their tensors are called in the same checkpoint, and the
-metadata that only they have."""
+"""The architectures of GGUF files: the safetensors names of their tensors, and the metadata that
+only they have."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sglcore.checkpoint.gguf import GgufHeader
 
 NONE: Mapping[str, Any] = MappingProxyType({})
 SPARSE_LLAMA = "llama with experts"
-"""What files call "llama" as well."""
+"""Our key for files with experts that also say "llama"."""
 COMMON: Mapping[str, str] = MappingProxyType(
     {
         "attn_norm": "input_layernorm",
@@ -27,7 +27,7 @@ COMMON: Mapping[str, str] = MappingProxyType(
         "ffn_down": "mlp.down_proj",
     }
 )
-"""The parts of a block."""
+"""The tensors of a block: GGUF name -> checkpoint name."""
 _EXPERTS: Mapping[str, str] = MappingProxyType(
     {
         "ffn_gate_inp": "mlp.gate",
@@ -88,8 +88,9 @@ class GgufArchitecture(NamedTuple):
 
 
 def _gemma(layers: int) -> Callable[[GgufHeader, Mapping[str, Any]], Mapping[str, Any]]:
-    """What queries are scaled by is in no metadata: the largest model, of so many layers, has
-    another number than its heads' size. Early files do not say their window."""
+    """Return a function for the query scale, which no metadata has: the largest model, with
+    `layers` layers, does not use its head size. Files without a window get the early files'
+    default."""
 
     def more(header: GgufHeader, config: Mapping[str, Any]) -> Mapping[str, Any]:
         mean = config["hidden_size"] // config["num_attention_heads"]
@@ -162,10 +163,10 @@ ARCHITECTURES: Mapping[str, GgufArchitecture] = MappingProxyType(
         "olmo2": GgufArchitecture("Olmo2ForCausalLM", _SANDWICH, words=_WINDOW, more=_olmo),
     }
 )
-"""`general.architecture`, and what a `config.json` calls the same."""
+"""`general.architecture` -> the same architecture in a `config.json`."""
 
 
 def architecture_name(header: GgufHeader) -> str:
-    """The key in `ARCHITECTURES`. Raises `CheckpointError` for a file without a name."""
+    """Return the key in `ARCHITECTURES`. Raises `CheckpointError` for a file without a name."""
     name = header.need("general.architecture", str)
     return SPARSE_LLAMA if name == "llama" and header.metadata.get("llama.expert_count") else name

@@ -1,5 +1,5 @@
-"""A GGUF file's metadata in the words of a `config.json`, and its tensors' names in those of the
-same checkpoint."""
+"""Translates a GGUF file's metadata to a `config.json`, and its tensor names to those of the
+safetensors checkpoint."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sglcore.checkpoint.gguf_architectures import ARCHITECTURES, COMMON, SPARSE_
 from sglcore.device.errors import CheckpointError
 
 LARGEST = 1 << 24
-"""More of anything is a damaged number."""
+"""Upper bound of counts; a larger one means a damaged file."""
 
 EMBEDDING, HEAD, ROPE_FACTORS = "token_embd.weight", "output.weight", "rope_freqs.weight"
 LONG_FACTORS = ("rope_factors_long.weight", "rope_factors_short.weight")
@@ -22,20 +22,20 @@ _OUTER: Mapping[str, str] = MappingProxyType(
     {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 )
 CONTROL = 3
-"""The type of tokens that no text has."""
+"""The type of tokens that never occur in text."""
 
 TOKENS = "tokenizer.ggml.tokens"
 _ENDS = ("<|eot_id|>", "<|im_end|>", "<|endoftext|>")
-"""Control tokens that end a text whatever the metadata names: early files name one of two, and
-chats end with the other."""
+"""Control tokens that end a text, in addition to the metadata's. Early files name only one of two,
+and chats end with the other."""
 
 _BLOCK = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 _PLAIN = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}.get
 
 
 def checkpoint_name(header: GgufHeader, name: str) -> str | None:
-    """A tensor's name in a checkpoint, with a "{}" for the expert where it holds several; None if
-    there is none."""
+    """Return a tensor's name in a checkpoint, with "{}" for the expert if the tensor has several;
+    None if the checkpoint has no such tensor."""
     block = _BLOCK.fullmatch(name)
     parts = {**COMMON, **ARCHITECTURES[architecture_name(header)].parts}
     if block is not None and block[2] in parts:
@@ -45,8 +45,8 @@ def checkpoint_name(header: GgufHeader, name: str) -> str | None:
 
 
 def gguf_config(header: GgufHeader) -> dict[str, Any]:
-    """The keys of a `config.json` that the metadata means; raises `CheckpointError` for an
-    architecture that we lack."""
+    """Return the keys of a `config.json` for the metadata. Raises `CheckpointError` for an
+    unsupported architecture."""
     kind, name = architecture_name(header), header.need("general.architecture", str)
     if kind not in ARCHITECTURES:
         raise CheckpointError(
@@ -92,7 +92,7 @@ def gguf_config(header: GgufHeader) -> dict[str, Any]:
 
 
 def _count(header: GgufHeader, key: str, default: int | None = None) -> int:
-    """A number from 1 to `LARGEST`, or the default where there is none."""
+    """Return a number from 1 to `LARGEST`, or the default if it is missing."""
     if default is not None and key not in header.metadata:
         return default
     found = header.need(key, int)
@@ -102,7 +102,7 @@ def _count(header: GgufHeader, key: str, default: int | None = None) -> int:
 
 
 def _number(header: GgufHeader, key: str) -> float:
-    """Any number from 0 to `LARGEST`."""
+    """Return any number from 0 to `LARGEST`."""
     found = header.metadata[key]
     if isinstance(found, bool) or not isinstance(found, int | float) or not 0 <= found <= LARGEST:
         raise CheckpointError(f"{header.path} says {key} = {found!r:.60}", wanted=f"0 to {LARGEST}", remedy=REMEDY)
@@ -110,7 +110,7 @@ def _number(header: GgufHeader, key: str) -> float:
 
 
 def _check_sizes(header: GgufHeader, hidden: int, layers: int) -> None:
-    """The two numbers that most memory depends on, against the tensors."""
+    """Check the two numbers that memory depends on most against the tensors."""
     blocks = {block[1] for tensor in header.tensors if (block := _BLOCK.fullmatch(tensor))}
     shape = header.tensors[EMBEDDING].shape
     if len(blocks) != layers or len(shape) != 2 or shape[1] != hidden:
@@ -122,8 +122,8 @@ def _check_sizes(header: GgufHeader, hidden: int, layers: int) -> None:
 
 
 def token_id(header: GgufHeader, name: str, count: int = LARGEST) -> int | None:
-    """The `name` token of a vocabulary of `count`, None where there is none; raises
-    `CheckpointError` for another one."""
+    """Return the `name` token of a vocabulary of `count` tokens, None if there is none. Raises
+    `CheckpointError` for a token outside the vocabulary."""
     key = f"tokenizer.ggml.{name}_token_id"
     found = header.metadata.get(key)
     if found is not None and (not isinstance(found, int) or isinstance(found, bool) or not 0 <= found < count):
@@ -132,8 +132,8 @@ def token_id(header: GgufHeader, name: str, count: int = LARGEST) -> int | None:
 
 
 def end_tokens(header: GgufHeader) -> tuple[int, ...]:
-    """The tokens that end a text. Reads the vocabulary's control tokens; raises `CheckpointError`
-    for one that it lacks."""
+    """Return the tokens that end a text. Reads the vocabulary's control tokens. Raises
+    `CheckpointError` for a token outside the vocabulary."""
     embedding = header.tensors.get(EMBEDDING)
     count = embedding.shape[0] if embedding is not None and embedding.shape else LARGEST
     named = (token_id(header, name, count) for name in ("eos", "eot", "eom"))
@@ -141,7 +141,7 @@ def end_tokens(header: GgufHeader) -> tuple[int, ...]:
 
 
 def _usual_ends(header: GgufHeader) -> list[int]:
-    """Where `_ENDS` are in the vocabulary, as control tokens."""
+    """Return the ids of `_ENDS` in the vocabulary, if they are control tokens."""
     kinds = header.metadata.get("tokenizer.ggml.token_type")
     if not isinstance(kinds, list) or CONTROL not in kinds:
         return []
@@ -150,14 +150,15 @@ def _usual_ends(header: GgufHeader) -> list[int]:
 
 
 def _dtype(header: GgufHeader) -> str:
-    """The type of the weights, if they are plain; quantised ones are computed in bfloat16."""
+    """Return the type of the weights if they are plain; quantised weights are computed in
+    bfloat16."""
     kinds = {tensor.type for name, tensor in header.tensors.items() if len(tensor.shape) > 1}
     return _PLAIN(next(iter(kinds)), "bfloat16") if len(kinds) == 1 else "bfloat16"
 
 
 def _rope(header: GgufHeader, name: str, head_dim: int) -> dict[str, Any]:
-    """Scaling by type; a tensor of factors, one for each frequency, is what longrope means with a
-    factor of 1 for heads. Two such tensors are longrope's own."""
+    """Return the rotary embedding. A tensor with a factor for each frequency becomes longrope with
+    attention factor 1; two such tensors are longrope's own long and short factors."""
     get, base_key = header.metadata.get, f"{name}.rope.freq_base"
     base = header.need(base_key, float) if base_key in header.metadata else 10000.0
     rotated = _count(header, f"{name}.rope.dimension_count", head_dim)

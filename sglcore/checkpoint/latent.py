@@ -1,5 +1,5 @@
-"""What a configuration says of latent attention: queries and keys of low rank, and which of the
-tokens before a query sees."""
+"""Configuration of latent attention: low ranks of queries and keys, and the indexer that chooses
+the tokens that a query sees."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sglcore.device.errors import ConfigError
 
 FULL, SHARED = "full", "shared"
 INNER_EPS = 1e-6
-"""Of the norms of the low ranks, whatever the configuration's is."""
+"""Epsilon of the norms of the low ranks, whatever the configuration's epsilon is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,17 +24,17 @@ class LatentConfig:
     """
 
     q_rank: int
-    """Elements from which the queries are made. 0: plain queries."""
+    """Rank of the query projection. 0: plain queries."""
     kv_rank: int
-    """Elements of a token from which each head makes its key and its value."""
+    """Latent elements of a token, from which each head computes its key and its value."""
     nope_dim: int
     """Elements of a key or query head that are not rotated."""
     rope_dim: int
-    """Rotated elements of a token, which all heads share."""
+    """Rotated elements of a token, shared by all heads."""
     value_dim: int
     """Elements of a value head."""
     scaling: float
-    """What scores are multiplied with."""
+    """Factor of attention scores."""
     top_k: int = 0
     """Tokens that the indexer chooses for a query. 0: a query sees all."""
     index_heads: int = 0
@@ -42,7 +42,7 @@ class LatentConfig:
     index_dim: int = 0
     """Elements of an indexer head."""
     indexers: tuple[str, ...] = ()
-    """For each layer FULL, or SHARED for one that uses the choice of the layer before. Empty: no
+    """For each layer FULL, or SHARED if it uses the choice of the layer before. Empty: no
     indexer."""
     is_paired: bool = False
     """The indexer rotates pairs of neighbours. False: pairs that are half of the rotated elements
@@ -50,7 +50,7 @@ class LatentConfig:
 
     @property
     def query_dim(self) -> int:
-        """Of a head."""
+        """Elements of a query head."""
         return self.nope_dim + self.rope_dim
 
     @property
@@ -60,8 +60,8 @@ class LatentConfig:
 
 
 def latent_config(config: ModelConfig, wanted: Mapping[str, Any]) -> LatentConfig:
-    """Without an indexer. `wanted` has what some words must say if they say anything; raises
-    `ConfigError` for another."""
+    """Return the configuration without an indexer. `wanted`: required values of keys, if the
+    configuration has these keys. Raises `ConfigError` for other values."""
     words = config.words
     for name, value in {**wanted, "rope_interleave": True, "moe_layer_freq": 1}.items():
         if words.get(name, value) != value:
@@ -81,7 +81,8 @@ def latent_config(config: ModelConfig, wanted: Mapping[str, Any]) -> LatentConfi
 
 
 def _scaling(config: ModelConfig) -> float:
-    """Of the query's size, and of how far YaRN stretches (Peng et al. 2023, section 3.4)."""
+    """Return the factor of scores: from the size of a query head, and from YaRN's extension (Peng
+    et al. 2023, section 3.4)."""
     words, rope = config.words, config.rope
     scaling = (words["qk_nope_head_dim"] + words["qk_rope_head_dim"]) ** -0.5
     weight, factor = rope.scaling.get("mscale_all_dim"), rope.scaling.get("factor") or 1.0
@@ -91,7 +92,7 @@ def _scaling(config: ModelConfig) -> float:
 
 
 def with_indexer(config: ModelConfig, latent: LatentConfig, is_paired: bool) -> LatentConfig:
-    """The same with the configuration's indexer. Raises `ConfigError` for one that does not fit."""
+    """Return the same with the configuration's indexer. Raises `ConfigError` if it does not fit."""
     words, layers = config.words, config.num_hidden_layers
     if words["index_head_dim"] < latent.rope_dim:
         raise _unfit(
@@ -116,8 +117,8 @@ _LETTERS: Mapping[str, str] = MappingProxyType({"F": FULL, "S": SHARED})
 
 
 def _pattern(words: Mapping[str, Any], layers: int) -> list[str]:
-    """What the words for every so many layers mean: a letter for each, or from which layer on each
-    how many-th has its own."""
+    """Return FULL or SHARED for each layer, from a pattern of letters, or from a period and the
+    layer with which it begins."""
     if pattern := words.get("index_topk_pattern"):
         return [_LETTERS.get(each, each) for each in pattern]
     every, first = max(words.get("index_topk_freq", 1), 1), words.get("index_skip_topk_offset", 2)

@@ -1,5 +1,5 @@
-"""What a checkpoint makes of hidden states that are not for text: one vector of them, by the files
-that sentence-transformers writes, or the scores of a classification head. And the prompts that such
+"""How a checkpoint for embeddings or scores reduces its hidden states: to one vector, by the files
+of sentence-transformers, or to the scores of a classification head. Also the prompts that such
 files name."""
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from sglcore.device.errors import ConfigError
 
 MODULES = "modules.json"
 POOLING = "1_Pooling"
-"""Where a pooling stands that no list of modules names."""
+"""The folder of the pooling if no list of modules names one."""
 PROMPTS = "config_sentence_transformers.json"
 
 MODES: Mapping[str, str] = MappingProxyType(
@@ -29,8 +29,8 @@ MODES: Mapping[str, str] = MappingProxyType(
         "lasttoken": "pooling_mode_lasttoken",
     }
 )
-"""Every way to make one vector of many, in the order in which several stand side by side, and its
-switch in old files."""
+"""The ways to reduce many vectors to one, in the order in which several are concatenated, with
+their switches in old files."""
 
 HEADLESS = frozenset({"LlamaModel", "MistralModel", "Qwen2Model", "Qwen3Model"})
 """Decoders that were saved without their output layer."""
@@ -38,9 +38,10 @@ HEADLESS = frozenset({"LlamaModel", "MistralModel", "Qwen2Model", "Qwen3Model"})
 
 @dataclass(frozen=True, slots=True)
 class Pooling:
-    """From a request's hidden states to what is answered: `modes` of `MODES` side by side; then a
-    head with so many `labels` (0: there is none), which `is_sigmoid` ends; or the vector itself, of
-    length 1 if `is_normalized`. `reason` says what decided it."""
+    """From the hidden states of a request to its answer: the results of `modes` of `MODES`,
+    concatenated; then a head with `labels` labels (0: no head), followed by a sigmoid if
+    `is_sigmoid`; without a head the vector itself, scaled to length 1 if `is_normalized`. `reason`:
+    the source of the decision."""
 
     modes: tuple[str, ...]
     is_normalized: bool = False
@@ -59,20 +60,18 @@ class Pooling:
 
 @dataclass(frozen=True, slots=True)
 class Prompts:
-    """Texts that stand before what is embedded, by name, and the name of the one that stands there
-    if none is named."""
+    """Prompts that are put before a text to embed, by name, and the name of the default prompt."""
 
     texts: Mapping[str, str]
     default: str | None
 
 
 def read_pooling(folder: Path, architecture: str, raw: Mapping[str, Any], task: str = "auto") -> Pooling | None:
-    """How a checkpoint's hidden states become vectors, or None for one that generates text. `task`
-    "auto" leaves that to the checkpoint: an encoder, a classifier and one with
-    sentence-transformers' files have vectors. `raw` is `config.json`.
+    """Return how a checkpoint's hidden states become vectors, or None for a checkpoint that
+    generates text. With `task` "auto" the checkpoint decides: encoders, classifiers and checkpoints
+    with sentence-transformers' files have vectors. `raw` is `config.json`.
 
-    Raises `ConfigError` for a task that is not the checkpoint's, and for modules that are not
-    served.
+    Raises `ConfigError` for a task that does not fit the checkpoint, and for unsupported modules.
     """
     is_encoder, is_classifier = architecture in ENCODERS, architecture.endswith(CLASSIFIER)
     headless = is_encoder or architecture in HEADLESS
@@ -94,7 +93,7 @@ def read_pooling(folder: Path, architecture: str, raw: Mapping[str, Any], task: 
 
 
 def read_prompts(folder: Path) -> Prompts:
-    """The prompts of a checkpoint folder: none where it names none. Raises `ConfigError`."""
+    """Return the prompts of a checkpoint folder; empty if it names none. Raises `ConfigError`."""
     if not (folder / PROMPTS).is_file():
         return Prompts(MappingProxyType({}), None)
     found = read_json(folder / PROMPTS)
@@ -112,8 +111,9 @@ def read_prompts(folder: Path) -> Prompts:
 
 
 def _classifier(architecture: str, raw: Mapping[str, Any]) -> Pooling:
-    """Of a head for sequences: the token it reads is the architecture's, its end what
-    sentence-transformers wrote down, or a sigmoid for a single label."""
+    """Return the pooling of a sequence classification head: the architecture decides the token that
+    it reads; the last function is the one that sentence-transformers wrote, or by default a sigmoid
+    for a single label."""
     count = raw.get("num_labels")
     labels = len(raw.get("id2label") or ()) or (2 if count is None else count)
     mode = raw.get("classifier_pooling", "cls") if architecture in ENCODERS else "lasttoken"
@@ -131,7 +131,8 @@ def _classifier(architecture: str, raw: Mapping[str, Any]) -> Pooling:
 
 
 def _of_modules(folder: Path) -> Pooling:
-    """By the list of modules: the model, one pooling, and perhaps the scaling to length 1."""
+    """Return the pooling of a list of modules: the model, one pooling, and optionally the scaling
+    to length 1."""
     file = folder / MODULES
     modules = [(str(each.get("type", "")).rpartition(".")[2], str(each.get("path", ""))) for each in read_list(file)]
     kinds = tuple(kind for kind, _ in modules)
@@ -154,8 +155,8 @@ def _of_modules(folder: Path) -> Pooling:
 
 
 def _modes(folder: Path) -> tuple[str, ...]:
-    """Of a pooling's own configuration: the mode, or the switches of older files; none of them is
-    the mean."""
+    """Return the modes of a pooling's own configuration: its mode, or the switches of older files;
+    without a switch, the mean."""
     values = read_json(folder / "config.json")
     if not values.get("include_prompt", True):
         raise ConfigError(

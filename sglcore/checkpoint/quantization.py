@@ -1,4 +1,4 @@
-"""How the linear layers of a checkpoint are quantised, as its `config.json` says it."""
+"""How the linear layers of a checkpoint are quantised, from its `config.json`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sglcore.device.errors import CheckpointError
 
 SUPPORTED = "gptq, awq (gemm), fp8, mxfp4 (experts), and compressed-tensors that are pack-quantized, int-quantized or float-quantized"
 NONE = "none"
-"""Of EngineConfig's `quantize`: codes become plain weights, and products are as exact as the
+"""A value of EngineConfig's `quantize`: weights are dequantised, and products are as exact as the
 model's dtype."""
 _REMEDY = "use another quantisation of this model, or the plain one with --quantize int8 or int4"
 _UNPACKED = ("naive-quantized", "int-quantized", "float-quantized")
@@ -21,9 +21,9 @@ _UNPACKED = ("naive-quantized", "int-quantized", "float-quantized")
 class Scheme:
     """How one linear layer is quantised.
 
-    `kind` says which tensors it has and how they lie: "gptq", "awq", "packed", "integers" or
-    "float8". `block` are the (rows, columns) that share a scale, None for all of them;
-    `zero_offset` is added to zeros as they are stored.
+    `kind` is the tensor layout: "gptq", "awq", "packed", "integers" or "float8". `block`: the
+    (rows, columns) that share a scale, None for all of them; `zero_offset` is added to the stored
+    zeros.
     """
 
     kind: str
@@ -34,7 +34,7 @@ class Scheme:
 
     @property
     def text(self) -> str:
-        """How a person calls it."""
+        """Return a description for a person."""
         rows, columns = self.block
         where = f"groups of {columns}" if rows == 1 and columns else f"blocks of {rows} x {columns}" if columns else ""
         what = f"{self.bits}-bit floats" if self.kind == "float8" else f"{self.bits} bits"
@@ -53,13 +53,13 @@ class Quantization:
     schemes: tuple[tuple[str, Scheme], ...]
 
     def scheme(self, module: str) -> Scheme | None:
-        """The scheme of a module that is quantised; None if no target matches."""
+        """Return the scheme of a quantised module; None if no target matches."""
         return next((scheme for target, scheme in self.schemes if _matches(target, module)), None)
 
 
 def read_quantization(raw: Mapping[str, Any]) -> Quantization | None:
-    """What `config.json` says, None for a plain checkpoint; raises `CheckpointError` for a scheme
-    that is not supported."""
+    """Return the quantisation in `config.json`, None for a plain checkpoint. Raises
+    `CheckpointError` for an unsupported scheme."""
     given = raw.get("quantization_config", raw.get("compression_config"))
     if given is None and "quantization" in raw:
         raise CheckpointError("config.json has 'quantization'", wanted=f"one of {SUPPORTED}", remedy=_REMEDY)
@@ -79,7 +79,7 @@ def read_quantization(raw: Mapping[str, Any]) -> Quantization | None:
 
 
 def has_mxfp4_experts(raw: Mapping[str, Any]) -> bool:
-    """Whether the experts are stored in MXFP4. Raises what `read_quantization` does."""
+    """Return whether the experts are stored in MXFP4. Raises what `read_quantization` raises."""
     found = read_quantization(raw)
     return found is not None and found.method == "mxfp4"
 
@@ -95,7 +95,7 @@ def _refuse(found: str, wanted: str) -> CheckpointError:
 
 
 def _columns(size: Any) -> tuple[int, int | None]:
-    """A group size; -1 and none mean the whole row."""
+    """Return (rows, columns) for a group size; -1 and None mean the whole row."""
     return 1, None if size is None or int(size) < 0 else _positive(size)
 
 
@@ -106,7 +106,7 @@ def _positive(size: Any) -> int:
 
 
 def _pair(sizes: Any) -> tuple[int, int]:
-    """(rows, columns) of a block."""
+    """Return (rows, columns) of a block."""
     rows, columns = sizes
     return _positive(rows), _positive(columns)
 
@@ -169,7 +169,7 @@ def _compressed(given: Mapping[str, Any]) -> Sequence[tuple[str, Scheme]]:
         for group in given["config_groups"].values()
         for target in _listed(group["targets"])
     ]
-    # A name says more than the class of all linear layers.
+    # A module's name is more specific than "Linear", the class of all linear layers.
     return sorted(found, key=lambda item: item[0] == "Linear")
 
 

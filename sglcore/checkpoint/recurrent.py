@@ -1,5 +1,4 @@
-"""What a configuration says of layers that keep a state of each request, read from `config.json` as
-it is."""
+"""Configuration of layers with a recurrent state for each request, read from `config.json`."""
 
 from __future__ import annotations
 
@@ -15,13 +14,13 @@ LINEAR, FULL, MLP, MOE = "linear_attention", "full_attention", "mlp", "moe"
 NAMES = MappingProxyType(
     {"mamba": LINEAR, "conv": LINEAR, "attention": FULL, "M": LINEAR, "*": FULL, "-": MLP, "E": MOE}
 )
-"""What some files call the kinds of layers, or write as a letter for each."""
+"""Names or letters for the kinds of layers in some files."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeltaNetConfig:
-    """Layers with the gated delta rule: heads and the sizes of their keys and values, and how many
-    tokens, with their own, their convolution reaches over."""
+    """Layers with the gated delta rule: numbers and sizes of key and value heads, and `taps`, the
+    tokens that their convolution reads, the current one included."""
 
     key_heads: int
     value_heads: int
@@ -31,18 +30,18 @@ class DeltaNetConfig:
 
     @property
     def keys(self) -> int:
-        """Of all heads."""
+        """Elements of all key heads."""
         return self.key_heads * self.key_dim
 
     @property
     def values(self) -> int:
-        """Of all heads."""
+        """Elements of all value heads."""
         return self.value_heads * self.value_dim
 
 
 def delta_net_config(config: ModelConfig) -> DeltaNetConfig:
-    """Those of Qwen3-Next where the file says nothing. Raises `ConfigError` for heads that can not
-    be grouped."""
+    """Return the configuration; defaults are those of Qwen3-Next. Raises `ConfigError` if the value
+    heads are no multiple of the key heads."""
     words = config.words
     found = DeltaNetConfig(
         words.get("linear_num_key_heads", 16),
@@ -72,7 +71,7 @@ class Mamba2Config:
     width: int
     """Elements of a state for each element of a head."""
     taps: int
-    """Tokens over which the convolution reaches, with its own."""
+    """Tokens that the convolution reads, the current one included."""
     conv_bias: bool
     """The convolution has a bias."""
     proj_bias: bool
@@ -84,18 +83,18 @@ class Mamba2Config:
 
     @property
     def inner(self) -> int:
-        """Of all heads."""
+        """Elements of all heads."""
         return self.heads * self.head_dim
 
     @property
     def channels(self) -> int:
-        """Of the convolution."""
+        """Channels of the convolution."""
         return self.inner + 2 * self.groups * self.width
 
 
 def mamba2_config(config: ModelConfig) -> Mamba2Config:
-    """Those of Granite 4 where nothing is said. Raises `ConfigError` for heads that can not be
-    grouped."""
+    """Return the configuration; defaults are those of Granite 4. Raises `ConfigError` for heads
+    that can not be grouped."""
     words = config.words
     heads, groups = words.get("mamba_n_heads", 128), words.get("mamba_n_groups", 1)
     size, (dt_min, dt_max) = words.get("mamba_d_head", "auto"), words.get("time_step_limit") or (0.0, float("inf"))
@@ -115,13 +114,14 @@ def mamba2_config(config: ModelConfig) -> Mamba2Config:
 
 
 def _number(value: Any) -> float:
-    """A number, or what transformers writes where JSON has none: {"__float__": "Infinity"}."""
+    """Return a number, also from transformers' form of numbers that JSON lacks: {"__float__":
+    "Infinity"}."""
     return float(value["__float__"] if isinstance(value, Mapping) else value)
 
 
 def layer_kinds(config: ModelConfig, known: Sequence[str] = (LINEAR, FULL)) -> tuple[str, ...]:
-    """The kind of each layer: its own, or every so many layers full attention. Raises `ConfigError`
-    for a kind that is not `known`."""
+    """Return the kind of each layer, from `layer_types`, or full attention in each
+    `full_attention_interval`-th layer. Raises `ConfigError` for a kind that is not `known`."""
     words, layers = config.words, config.num_hidden_layers
     kinds = [NAMES.get(kind, kind) for kind in words.get("layer_types", ())] or [
         LINEAR if (layer + 1) % words.get("full_attention_interval", 4) else FULL for layer in range(layers)

@@ -1,5 +1,4 @@
-"""What the configurations of some architectures call by words of their own, in those that most
-use."""
+"""Translates key names that are particular to some architectures to the names that most use."""
 
 from __future__ import annotations
 
@@ -8,7 +7,7 @@ from types import MappingProxyType
 from typing import Any
 
 _LFM2: Mapping[str, str] = MappingProxyType({"norm_eps": "rms_norm_eps", "tie_embedding": "tie_word_embeddings"})
-# What is rotated of a head is what the frequencies are of.
+# Only the rotated part of a head has frequencies, so its size takes the place of the head size.
 _LATENT: Mapping[str, str] = MappingProxyType({"qk_rope_head_dim": "head_dim"})
 WORDS: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {
@@ -40,13 +39,12 @@ WORDS: Mapping[str, Mapping[str, str]] = MappingProxyType(
         ),
     }
 )
-"""By architecture: a word of its own, and what others call the same. The last that is there
-counts."""
+"""By architecture: its own key -> the common key. The last key that is present counts."""
 
 
 def renamed(architecture: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    """What `values` say by words of the architecture's own; these count for more than the others'
-    words."""
+    """Return the common values of an architecture's own keys; they take precedence over the common
+    keys."""
     found = {ours: values[own] for own, ours in WORDS.get(architecture, {}).items() if own in values}
     if architecture == "Lfm2ForCausalLM":
         found |= _lfm2_layers(values)
@@ -64,8 +62,9 @@ def renamed(architecture: str, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _deepseek_v4_layers(values: Mapping[str, Any]) -> dict[str, Any]:
-    """All layers have experts, and the window, whatever else some see. Where there is one rope, it
-    is that of layers with more."""
+    """Return the common keys: all layers have experts and a sliding window, in addition to other
+    attention. A single rope is that of the layers with compression; the other layers have plain
+    `rope_theta`."""
     both = {**values.get("rope_parameters", {}), **values.get("rope_scaling", {})}
     partial = values.get("partial_rotary_factor", values.get("qk_rope_head_dim", 64) / max(values["head_dim"], 1))
     size = values.get("moe_intermediate_size", values.get("intermediate_size", 2048))
@@ -81,7 +80,8 @@ def _deepseek_v4_layers(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _lfm2_layers(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Older files say which layers have attention, and without a word all have it."""
+    """Return the layer types: older files list the layers with attention; without a list all layers
+    have it."""
     layers = range(values.get("num_hidden_layers", 0))
     full = values.get("full_attn_idxs", layers)
     kinds = ["full_attention" if layer in full else "conv" for layer in layers]
@@ -89,8 +89,8 @@ def _lfm2_layers(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _lfm2_size(values: Mapping[str, Any]) -> int:
-    """Two thirds of what the file says, and up to the next multiple, unless it says that its number
-    is that already."""
+    """Return the intermediate size: two thirds of the file's number, rounded up to the next
+    multiple, unless the file says that its number is final."""
     size = values.get("intermediate_size", 12288)
     if not values.get("block_auto_adjust_ff_dim", True):
         return size

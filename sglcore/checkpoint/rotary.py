@@ -1,10 +1,9 @@
-"""Rotary position embedding: the frequencies that a checkpoint's configuration means, as host
-numbers.
+"""Rotary position embedding: the frequencies of a checkpoint's configuration, as host numbers.
 
 The kinds are those of the transformers library. Frequencies never depend on the batch, because keys
-in the cache were rotated once and for all: `dynamic` is therefore the unscaled embedding, with the
-context limited to the length it was trained for, and `longrope` uses its long factors exactly when
-the model is opened for more than its original length.
+in the cache are rotated only once. So `dynamic` is the unscaled embedding with the context limited
+to its original length, and `longrope` uses its long factors exactly when the model is opened for
+more than its original length.
 """
 
 from __future__ import annotations
@@ -20,14 +19,13 @@ from sglcore.checkpoint.config import PROPORTIONAL, ModelConfig, RopeConfig
 from sglcore.device.errors import ConfigError
 
 Frequencies: TypeAlias = tuple[np.ndarray, float]
-"""float32 [R / 2] angles a position in radians, and the factor of the rotated part (of cosines and
-sines alike)."""
+"""float32 [R / 2], the angle per position in radians, and the factor of cosines and sines."""
 
 
 def rotary_frequencies(config: ModelConfig, max_positions: int) -> Frequencies:
-    """The frequencies of a model that is opened for `max_positions`; R is the rotated part of a
-    head. Raises `ConfigError` for a kind that is not known, for numbers that it lacks, and for more
-    than a head has."""
+    """Return the frequencies of a model that is opened for `max_positions`; R is the size of the
+    rotated part of a head. Raises `ConfigError` for an unknown kind, for missing numbers, and for
+    more frequencies than a head has."""
     kind = config.rope.kind
     if kind not in KINDS:
         raise ConfigError(f"rope_type {kind!r} is not supported", wanted=f"one of {', '.join(KINDS)}")
@@ -43,10 +41,10 @@ def rotary_frequencies(config: ModelConfig, max_positions: int) -> Frequencies:
 
 
 def mrope_axes(config: ModelConfig) -> np.ndarray | None:
-    """int32 [R / 2]: by which of three positions (time, height, width) each frequency turns; None
-    for a model with one. Either in three sections (Qwen 2-VL, Wang et al. 2024, section 2.1), or in
-    turn as far as the sections reach (Qwen 3-VL). Raises `ConfigError` for sections that do not
-    fit."""
+    """Return int32 [R / 2]: the axis (0 time, 1 height, 2 width) of each frequency; None for a
+    model with one position per token. The axes are in three sections (Qwen 2-VL, Wang et al. 2024,
+    section 2.1), or interleaved as far as the sections reach (Qwen 3-VL). Raises `ConfigError` for
+    sections that do not fit."""
     sections = config.rope.scaling.get("mrope_section")
     if sections is None:
         return None
@@ -61,7 +59,7 @@ def mrope_axes(config: ModelConfig) -> np.ndarray | None:
 
 
 def rotary_dim(config: ModelConfig) -> int:
-    """How many elements of a head are rotated."""
+    """Return the number of rotated elements of a head."""
     return config.head_dim if config.rope.kind == PROPORTIONAL else int(config.head_dim * config.rope.partial)
 
 
@@ -81,9 +79,9 @@ def _exponents(config: ModelConfig) -> np.ndarray:
 
 
 def _wavelengths(config: ModelConfig) -> np.ndarray:
-    """float32 [R / 2] of the unscaled embedding: positions a radian. Powers of float64, rounded
-    once: float32 powers are off by a unit in the last place, which shows in the angles of long
-    contexts."""
+    """Return float32 [R / 2], the unscaled embedding's positions per radian. Computed by float64
+    powers and rounded once: float32 powers are off by a unit in the last place, which shows in the
+    angles of long contexts."""
     return (config.rope.theta ** _exponents(config).astype(np.float64)).astype(np.float32)
 
 
@@ -103,8 +101,8 @@ def _linear(config: ModelConfig, max_positions: int) -> Frequencies:
 
 
 def _yarn(config: ModelConfig, max_positions: int) -> Frequencies:
-    """YaRN (Peng et al. 2023, sections 3.2, 3.4): high frequencies stay, low ones are divided,
-    between them a ramp."""
+    """YaRN (Peng et al. 2023, sections 3.2, 3.4): high frequencies stay, low ones are divided by
+    the factor, with a ramp between them."""
     rope, size = config.rope, rotary_dim(config)
     factor = rope.scaling.get("factor") or config.max_position_embeddings / rope.original_max
 
@@ -138,8 +136,8 @@ def _yarn_attention_factor(rope: RopeConfig, factor: float) -> float:
 
 
 def _llama3(config: ModelConfig, max_positions: int) -> Frequencies:
-    """Llama 3.1: long wavelengths are stretched by `factor`, short ones stay, a smooth step between
-    them."""
+    """Llama 3.1: long wavelengths are stretched by `factor`, short ones stay, with a smooth step
+    between them."""
     rope = config.rope
     factor, low, high = (float(rope.scaling[name]) for name in ("factor", "low_freq_factor", "high_freq_factor"))
     frequencies = _default(config, max_positions)[0]

@@ -1,8 +1,7 @@
-"""What a safetensors file says of itself: its tensors' names, types, shapes and places, checked
-against its size.
+"""Reads the header of a safetensors file: its tensors' names, types, shapes and places, checked
+against the file's size.
 
-Format: 8 bytes little-endian header length, a JSON header, then the data that the header's offsets
-point into.
+Format: 8 bytes little-endian header length, a JSON header, then the data at the header's offsets.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from typing import Any
 from sglcore.device.errors import CheckpointError
 
 PLAIN_BYTES: Mapping[str, int] = MappingProxyType({"F64": 8, "F32": 4, "F16": 2, "BF16": 2})
-"""The element types of plain weights, and what an element takes."""
+"""The element types of plain weights -> bytes of an element."""
 
 ELEMENT_BYTES: Mapping[str, int] = MappingProxyType(
     {
@@ -38,7 +37,7 @@ ELEMENT_BYTES: Mapping[str, int] = MappingProxyType(
         "BOOL": 1,
     }
 )
-"""Those, and what quantised weights are made of. The bytes of a tensor of another type are not
+"""These, and the element types of quantised weights. The sizes of tensors of other types are not
 checked."""
 
 
@@ -56,13 +55,13 @@ class Entry:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes in the file."""
+        """Bytes of the tensor in the file."""
         return self.end - self.start
 
 
 def read_entries(path: Path, file: RawIOBase | None = None) -> tuple[Entry, ...]:
-    """The tensors of a file in the order of their bytes, from its open `file` at the start if there
-    is one. Raises `CheckpointError` if it can not be read or is damaged."""
+    """Return the tensors of a file in the order of their bytes. `file`: the open file, at its
+    start. Raises `CheckpointError` if it can not be read or is damaged."""
     if file is not None:
         return _entries(path, file)
     with open_file(path) as opened:
@@ -70,7 +69,7 @@ def read_entries(path: Path, file: RawIOBase | None = None) -> tuple[Entry, ...]
 
 
 def open_file(path: Path) -> Any:
-    """The file, unbuffered. Raises `CheckpointError` if it can not be read."""
+    """Open the file, unbuffered. Raises `CheckpointError` if it can not be read."""
     try:
         return path.open("rb", buffering=0)
     except OSError as error:
@@ -78,7 +77,7 @@ def open_file(path: Path) -> Any:
 
 
 def damaged(path: Path, found: str) -> CheckpointError:
-    """The error that says so."""
+    """Return the error for a damaged file."""
     return CheckpointError(f"{path} is damaged: {found}", remedy="download it again")
 
 

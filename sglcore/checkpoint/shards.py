@@ -1,8 +1,8 @@
-"""Which widths a model may be divided in, and what of it each rank holds: pure arithmetic over its
-configuration.
+"""Which tensor parallel sizes fit a model, and the part of it that each rank holds: pure arithmetic
+over its configuration.
 
-A constraint is data: what is divided, by a name that a person knows, and the remedy lists the
-widths that every constraint allows.
+A constraint is data: it names what is divided in words for a person, and the remedy lists the sizes
+that every constraint allows.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from sglcore.checkpoint.quantization import read_quantization
 from sglcore.device.errors import ConfigError
 
 MOST_WIDTH = 64
-"""Widths up to here are tried, to name those that fit."""
+"""Largest size that is tried for the list of sizes that fit."""
 
 
 Fits = Callable[[int, int], bool]
@@ -26,9 +26,9 @@ Fits = Callable[[int, int], bool]
 
 @dataclass(frozen=True, slots=True)
 class Constraint:
-    """What a width must divide: `name` of `size`, by the rule `fits(size, width)`. `axis` says
-    among whom it is divided: the ranks of a shard of requests ("attn_tp"), all ranks ("tp"), or all
-    unless experts are dealt out whole ("expert")."""
+    """What is divided: `name`, of `size`, which must satisfy `fits(size, width)`. `axis`: the ranks
+    that divide it: those of a shard ("attn_tp"), all ranks ("tp"), or all ranks unless each holds
+    whole experts ("expert")."""
 
     name: str
     size: int
@@ -41,13 +41,13 @@ def _divides(size: int, width: int) -> bool:
 
 
 def _shares(size: int, width: int) -> bool:
-    """Heads of keys are dealt out, or each is held by several ranks."""
+    """Key heads are divided, or several ranks hold the same head."""
     return size % width == 0 or width % size == 0
 
 
 def constraints(config: ModelConfig) -> tuple[Constraint, ...]:
-    """Those of attention, states, the feed-forward blocks and experts. The vocabulary has none: it
-    is padded."""
+    """Return the constraints of attention, states, feed-forward blocks and experts. The vocabulary
+    has none: it is padded."""
     found = [
         Constraint("attention heads", config.num_attention_heads, _divides, "attn_tp"),
         Constraint("heads of keys and values", config.num_key_value_heads, _shares, "attn_tp"),
@@ -75,7 +75,7 @@ _WORDS: Mapping[str, tuple[str, Fits]] = MappingProxyType(
         "shared_intermediate_size": ("numbers between the two halves of the shared block", _divides),
     }
 )
-"""What a word of the configuration counts that is divided too."""
+"""Other numbers of the configuration that are divided, with their names for a person."""
 
 
 def _of_words(config: ModelConfig) -> Iterator[Constraint]:
@@ -88,7 +88,7 @@ def _of_words(config: ModelConfig) -> Iterator[Constraint]:
 
 
 def _of_groups(config: ModelConfig) -> Iterator[Constraint]:
-    """Of columns that share a scale, where codes may be kept: none may lie on two ranks."""
+    """Yield constraints of quantised columns that share a scale: ranks must not split a group."""
     quantization = read_quantization(config.raw)
     values = config.num_attention_heads * config.words.get("v_head_dim", config.head_dim)
     inner = 0 if config.moe is not None and all(config.moe.layers) else config.intermediate_size
@@ -105,14 +105,14 @@ def _keeps_groups(group: int, size: int, width: int) -> bool:
 
 
 def legal_widths(config: ModelConfig) -> tuple[int, ...]:
-    """Every width up to MOST_WIDTH in which the model may be divided, ascending."""
+    """Return every width up to MOST_WIDTH by which the model can be divided, ascending."""
     rules = constraints(config)
     return tuple(width for width in range(1, MOST_WIDTH + 1) if all(rule.fits(rule.size, width) for rule in rules))
 
 
 def check_divisible(config: ModelConfig, width: int, is_ours: bool = True) -> None:
-    """Raise ConfigError for a checkpoint that ranks can not divide, whatever the device: what it
-    is, and the remedy. `is_ours`: its layers are built here, not by a library's own class."""
+    """Raise ConfigError for a checkpoint that can not be divided on any device; the error says what
+    it has, and the remedy. `is_ours`: its layers are built here, not by a library's own class."""
     refused = {
         "layers by transformers' own class, which are not divided": not is_ours,
     }
@@ -129,8 +129,8 @@ class Shard:
     size: int
 
     def part(self, count: int) -> tuple[int, int]:
-        """[first, last) of `count` things. Raises ConfigError if they do not divide: nothing may be
-        left over."""
+        """Return [first, last) of `count` items. Raises ConfigError if they do not divide
+        evenly."""
         each, rest = divmod(count, self.size)
         if rest:
             raise ConfigError(
@@ -141,8 +141,11 @@ class Shard:
         return self.rank * each, (self.rank + 1) * each
 
     def kv_heads(self, heads: int) -> tuple[int, int]:
-        """[first, last) of the heads of keys and values that this part's queries read: query head j
-        reads j * heads // queries, so a head that several parts read is held by each of them."""
+        """Return [first, last) of the key and value heads that this part's queries read: query head
+        j reads j * heads
+
+        queries, so a head that several parts read is held by each of them.
+        """
         first = self.rank * heads // self.size
         return first, first + max(heads // self.size, 1)
 

@@ -1,5 +1,4 @@
-"""What kind of value each name of a configuration has, so that a wrong one is an error with its
-name."""
+"""The type of each configuration key, so that a wrong value is an error that names the key."""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ from typing import Any
 from sglcore.device.errors import ConfigError
 
 Kind = tuple[str, Callable[[Any], bool]]
-"""What is wanted, and whether a value is that."""
+"""A description of the wanted value, and a function that checks a value."""
 
 
 def _whole(least: int) -> Callable[[Any], bool]:
@@ -32,7 +31,7 @@ def _is_from_zero(value: Any) -> bool:
 
 
 def _is_limit(value: Any) -> bool:
-    """A number, infinity, or what transformers writes in its place."""
+    """Return whether a value is a number, infinity, or what transformers writes for infinity."""
     return type(value) in (int, float) or (isinstance(value, dict) and type(value.get("__float__")) is str)
 
 
@@ -96,14 +95,14 @@ KINDS: Mapping[str, Kind] = MappingProxyType({name: kind for kind, names in _NAM
 
 
 def is_truth(name: str) -> bool:
-    """Whether a name of a configuration has true or false."""
+    """Return whether a configuration key is a boolean."""
     return name in KINDS and KINDS[name][0] == _TRUTH
 
 
 def check_values(file: Path, values: Mapping[str, Any], words: Mapping[str, str] = MappingProxyType({})) -> None:
-    """Raise `ConfigError` for a value of the wrong kind, also in objects of `values`. `words` are
-    those of `renamed.WORDS`. Null is no value, and names that are not known are others'
-    business."""
+    """Raise `ConfigError` for a value of the wrong type, also in nested objects. `words`: one
+    architecture's entry of `renamed.WORDS`. Null counts as no value, and unknown keys are
+    ignored."""
     for name, value in values.items():
         kind = KINDS.get(name) or KINDS.get(words.get(name, ""))
         if kind is None or value is None:

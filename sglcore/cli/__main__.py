@@ -73,7 +73,7 @@ def _run(words: Sequence[str]) -> int:
 
 
 def command() -> NoReturn:
-    """The command as a process of its own."""
+    """Run the command as a process of its own."""
     leave(main())
 
 

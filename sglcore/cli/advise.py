@@ -1,5 +1,5 @@
-"""`sglcore advise`: in which form a cluster would run a model fastest, by numbers, with the
-command."""
+"""`sglcore advise`: estimates in which parallel configuration a cluster runs a model fastest, and
+prints the command."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Names that people bring from other engines, and ours for the same. The only file of the core that
-may name a maker's product: nothing asks it which device runs."""
+"""Names from other engines, and our names for the same. The only file of the core that may name a
+maker's product: no code uses it to find out which device runs."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ ALWAYS = (
     "--enable-metrics",
     "--disable-log-requests",
 )
-"""Flags for what is so in any case."""
+"""Flags for what is always on."""
 
 _MEMORY = "--kv-cache-memory SIZE says what the KV cache takes, and nothing is offloaded"
 _DEVICES = "--tp N divides each layer among N devices; --replicas N runs N whole models"
@@ -102,12 +102,12 @@ REFUSED: Mapping[str, str] = MappingProxyType(
         "--mmproj": "text alone is read",
     }
 )
-"""A flag of another engine that no setting of ours equals -> what to do instead."""
+"""A flag of another engine without an equal setting of ours -> what to do instead."""
 
 DTYPE_NAMES: Mapping[str, str] = MappingProxyType(
     {"half": "float16", "fp16": "float16", "bf16": "bfloat16", "float": "float32", "fp32": "float32"}
 )
-"""Words for an element type -> ours."""
+"""Names of element types -> ours."""
 
 GRAPH_NAMES: Mapping[str, str] = MappingProxyType(
     {
@@ -124,7 +124,7 @@ GRAPH_NAMES: Mapping[str, str] = MappingProxyType(
         "inductor": "compiled",
     }
 )
-"""Words for a graph kind -> ours."""
+"""Names of graph kinds -> ours."""
 
 
 DRAFTER_NAMES: Mapping[str, str] = MappingProxyType(
@@ -136,7 +136,7 @@ DRAFTER_NAMES: Mapping[str, str] = MappingProxyType(
         "none": "off",
     }
 )
-"""Words for what proposes tokens -> ours."""
+"""Names of drafters -> ours."""
 
 ROLE_NAMES: Mapping[str, str] = MappingProxyType(
     {
@@ -148,16 +148,16 @@ ROLE_NAMES: Mapping[str, str] = MappingProxyType(
         "none": "both",
     }
 )
-"""Words for an engine's part where prompts are computed apart -> ours."""
+"""Names of an engine's role in disaggregation -> ours."""
 
 NODES_FLAG = "--speculative-num-draft-tokens"
-"""A number of proposals and one more, for the token that they follow."""
+"""The number of draft tokens plus one, for the token before them."""
 SPECULATIVE_FLAG = "--speculative-config"
 """Settings of speculative decoding as one JSON object."""
 SPECULATIVE_KEYS: Mapping[str, str] = MappingProxyType(
     {"method": "speculative", "model": "draft_model", "num_speculative_tokens": "draft_tokens"}
 )
-"""Its keys -> our settings."""
+"""Keys of this object -> our settings."""
 
 
 def drafter_name(word: str) -> str:

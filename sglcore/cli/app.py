@@ -1,5 +1,5 @@
-"""The commands. Each is a function with annotated parameters, in a module that imports heavy things
-only inside it."""
+"""The commands. Each is a function with annotated parameters, in a module that imports heavy
+modules only inside the function."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from sglcore.device.server_config import ServerConfig
 
 
 def make_app() -> typer.Typer:
-    """The application with one line for each command, in the order in which help lists them."""
+    """Return the application with one line for each command, in the order in which help lists
+    them."""
     app = typer.Typer(
         help="One LLM inference engine; every accelerator is a package.",
         no_args_is_help=True,

@@ -13,15 +13,15 @@ if TYPE_CHECKING:
     from sglcore.engine.start import Started
 
 LEFT_OPEN = frozenset({"auto", "automatic", "none named", "not asked"})
-"""Values of a decision's request that mean that the user requested nothing."""
+"""Values of a decision's request that mean no request by the user."""
 
 
 SHOWN = ("device", "model", "kv cache")
-"""The decisions that everybody sees; the others are counted."""
+"""The decisions that are always shown; the others are counted."""
 
 
 def show_banner(started: Started, *, verbose: bool = False) -> None:
-    """Print the version, the device with its evidence, and of the ledger what `show_start`
+    """Print the version, the device with its evidence, and the ledger rows that `show_start`
     prints."""
     chosen = started.choice.chosen
     brought_by = f"{chosen.distribution} {chosen.version}"
@@ -38,9 +38,9 @@ def show_start(
     *,
     verbose: bool = False,
 ) -> None:
-    """Print the same from plain values; `seconds` of each step of the bring-up, and "total".
+    """Print the same from plain values; `seconds` has the time of each bring-up step, and "total".
 
-    The device, the model and the memory have one line each, and so has every downgrade. `verbose`
+    The device, the model and the memory have one line each, and each downgrade has one. `verbose`
     prints the whole ledger.
     """
     from rich.console import Console
@@ -69,8 +69,8 @@ def show_start(
 def ledger_table(rows: Sequence[Row], *, remedies: bool = False) -> object:
     """Return a table of decisions, with downgrades marked.
 
-    A column has the requested values if another value was chosen anywhere. `remedies` adds to each
-    reason how to get another choice.
+    It has a column of requested values if any chosen value differs from its request. `remedies`
+    adds to each reason how to change the choice.
     """
     from rich import box
     from rich.table import Table

@@ -1,4 +1,4 @@
-"""`sglcore bench`: load for a server, or for the engine alone, from one generator; a table, JSON,
+"""`sglcore bench`: one load generator for a server or for the engine alone; prints a table, JSON,
 and a plot."""
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ def offline(
 
 
 def make_bench() -> typer.Typer:
-    """The commands below `sglcore bench`."""
+    """Return the commands below `sglcore bench`."""
     app = typer.Typer(
         help="Benchmark a server, the engine alone, or the links between ranks.",
         no_args_is_help=True,
@@ -180,7 +180,7 @@ def _workload(count: int, inputs: str, outputs: str, shared: int, seed: int, rat
 
 
 def _check_outputs(json_file: Path | None, plot: Path | None) -> None:
-    """What would fail after the load fails before it."""
+    """Check the output files now, so that a load does not run in vain."""
     for path in (json_file, plot):
         if path is not None and not path.absolute().parent.is_dir():
             raise ConfigError(f"there is no folder {str(path.absolute().parent)!r}", remedy="make it, or name another")
@@ -196,7 +196,7 @@ def _check_concurrency(most: int | None) -> None:
 
 
 def _limits(where: Address) -> tuple[int, int]:
-    """Vocabulary size and context of the model that the server runs, as it says itself."""
+    """Return vocabulary size and context of the server's model, as the server reports them."""
     from sglcore.bench.address import ServerError, get_json
 
     remedy = "give --vocab-size, if this server is not sglcore"

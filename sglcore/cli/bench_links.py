@@ -1,4 +1,4 @@
-"""`sglcore bench links`: what collectives of ranks cost on this machine."""
+"""`sglcore bench links`: the cost of collectives between ranks on this machine."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def links(
 
 
 def links_json(found: LinkFigures) -> dict[str, Any]:
-    """The figures as plain values, fits in the units of a cluster's file."""
+    """Return the figures as plain values; fits have the units of a cluster's file."""
     fits = {
         name: {**_numbers(fit.link.alpha, fit.link.beta), "largest_error": fit.error}
         for name, fit in found.fits.items()
@@ -61,7 +61,7 @@ def links_json(found: LinkFigures) -> dict[str, Any]:
 
 
 def _numbers(alpha: float, beta: float) -> dict[str, float | None]:
-    """No rate where no size was large enough to show one."""
+    """Return latency and rate; no rate if no size was large enough to show one."""
     return {"alpha_us": alpha * 1e6, "gb_s": 1e-9 / beta if beta else None}
 
 

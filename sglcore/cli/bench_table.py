@@ -10,7 +10,7 @@ from sglcore.bench.figures import LATENCIES, Figures, Spread
 
 
 def totals_table(found: Figures) -> Table:
-    """Counts and rates."""
+    """Return a table of counts and rates."""
     table = Table("", "total", "per second", box=box.SIMPLE_HEAD, pad_edge=False)
     table.columns[1].justify = table.columns[2].justify = "right"
     table.add_row("requests", f"{found.whole} of {found.requests}", f"{found.requests_per_s:.2f}")
@@ -32,7 +32,7 @@ def totals_table(found: Figures) -> Table:
 
 
 def latency_table(found: Figures) -> Table:
-    """Percentiles, in milliseconds."""
+    """Return a table of percentiles, in milliseconds."""
     names = ("mean", "p50", "p90", "p99", "max")
     table = Table("ms", *names, box=box.SIMPLE_HEAD, pad_edge=False)
     for column in table.columns[1:]:

@@ -61,7 +61,7 @@ def chat(
     fields = {name: value for name, value in given.items() if value is not None}
     here = engine_settings(settings)
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a character shows a mark instead
+        sys.stdout.reconfigure(errors="replace")  # a terminal without a character shows a mark
     with ExitStack() as stack:
         if url is None:
             source = _local(stack, model, here, fields, quiet=quiet, verbose=verbose)
@@ -108,7 +108,8 @@ def _server(url: str, key: str, name: str | None, fields: dict[str, Any], *, qui
 
 
 def _refuse_local(model: str | None, settings: dict[str, Any]) -> None:
-    """What only a model in this process has must not be dropped in silence."""
+    """Raise ConfigError for options that only a model in this process has; they must not be ignored
+    silently."""
     given = [f"--{name.replace('_', '-')}" for name in settings]
     given = [*(["MODEL"] if model is not None else []), *given]
     if given:
@@ -132,12 +133,13 @@ class Conversation:
 
     @property
     def messages(self) -> list[Message]:
-        """As the model gets them."""
+        """The messages in the form that the model gets."""
         return [*([{"role": "system", "content": self.system}] if self.system else []), *self.turns]
 
 
 class Interrupts:
-    """While entered, the first Ctrl-C stops the answer; another one leaves the program as usual."""
+    """While entered, the first Ctrl-C stops the answer; a further one leaves the program as
+    usual."""
 
     def __init__(self, source: Source) -> None:
         self.is_stopped = False
@@ -182,8 +184,8 @@ def talk(conversation: Conversation) -> None:
 
 
 def _read(is_terminal: bool) -> str | None:
-    """The next message, None at the end of the input. At a terminal Ctrl-C takes back what is being
-    typed; twice, it leaves."""
+    """Read the next message; None at the end of the input. At a terminal, Ctrl-C discards the line;
+    a second Ctrl-C leaves."""
     was_interrupted = False
     while True:
         try:
@@ -214,7 +216,7 @@ def _command(conversation: Conversation, line: str) -> None:
 
 
 def _answer(conversation: Conversation, text: str) -> None:
-    """One turn. A message that could not be answered at all is taken back."""
+    """Run one turn. A message that got no answer at all is removed."""
     from sglcore.cli.chat_source import ContextFull
 
     conversation.turns.append({"role": "user", "content": text})
@@ -239,7 +241,7 @@ def _answer(conversation: Conversation, text: str) -> None:
 
 
 def _print_answer(conversation: Conversation, spoken: list[str]) -> str:
-    """Print as it comes, and keep the text in `spoken`; returns the figures."""
+    """Print the answer as it arrives, and keep its text in `spoken`; returns the figures."""
     begin = time.perf_counter()
     times: list[float] = []
     tokens = pieces = 0

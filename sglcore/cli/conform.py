@@ -83,8 +83,8 @@ def _show_table(results: Path, into: Path | None) -> None:
 
 
 def _run_pytest(words: list[str], quiet: bool) -> int:
-    """The kit's own suite, untouched by the settings of the folder it is called in and by the
-    `conftest.py` of a checkout; quiet: on the error stream."""
+    """Run the kit's own suite, without the settings of the current folder and without the
+    `conftest.py` of a checkout. `quiet`: print to the error stream."""
     try:
         import pytest
     except ModuleNotFoundError:

@@ -1,5 +1,5 @@
-"""`sglcore devices`: every installed device package, what its probe says, and which one would
-run."""
+"""`sglcore devices`: every installed device package, the report of its probe, and which package
+would run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from sglcore.device.system import host_system
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """All that `sglcore devices` shows: the packages, the choice or why there is none, and
+    """Everything that `sglcore devices` shows: the packages, the choice or why there is none, and
     unclaimed accelerators."""
 
     devices: tuple[Candidate, ...]
@@ -30,7 +30,7 @@ class Survey:
     unclaimed: tuple[PciDevice, ...]
 
     def is_chosen(self, item: Candidate) -> bool:
-        """Whether this package is the one that would run."""
+        """Return whether this package is the one that would run."""
         return self.choice is not None and self.choice.chosen.name == item.name
 
 
@@ -59,8 +59,8 @@ def devices(
 
 
 def bring_up_text(found: tuple[Installed, ...], requested: Requested) -> str:
-    """The bring-up order of one device; raises `DeviceError` when no device was named or it is not
-    installed."""
+    """Return the bring-up order of one device. Raises `DeviceError` if no device was named or if it
+    is not installed."""
     if requested.name is None:
         names = ", ".join(item.name for item in found) or "none"
         raise DeviceError(
@@ -71,8 +71,9 @@ def bring_up_text(found: tuple[Installed, ...], requested: Requested) -> str:
 
 
 def survey(found: tuple[Installed, ...], requested: Requested, shown: Requested = Requested()) -> Survey:
-    """Probe every package once and choose. What raises is kept, so that one broken package hides no
-    other. The one that is `shown` by name is probed as such, which does not change the choice."""
+    """Probe every package once and choose. Errors are kept, so that one broken package hides no
+    other. The package that `shown` names is probed as a named one, which does not change the
+    choice."""
     system = host_system()
     bus = system.pci()
     seen = tuple(try_package(item, item.name == requested.name, system) for item in found)
@@ -86,7 +87,7 @@ def survey(found: tuple[Installed, ...], requested: Requested, shown: Requested 
 
 
 def survey_values(seen: Survey) -> Mapping[str, object]:
-    """The survey as plain values, ready for JSON."""
+    """Return the survey as plain values, for JSON."""
     return {
         "chosen": asdict(seen.choice.chosen) if seen.choice else None,
         "rows": [asdict(row) for row in seen.choice.rows] if seen.choice else [],

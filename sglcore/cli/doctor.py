@@ -1,5 +1,5 @@
-"""`sglcore doctor`: why does it not run here? Standard library only, so that it works on the
-machine it must explain.
+"""`sglcore doctor`: finds out why the engine does not run here. Standard library only, so that it
+works on a machine with problems.
 
 Also `python -m sglcore.cli.doctor`. A check that fails inside is a finding, never a crash.
 """
@@ -41,16 +41,16 @@ NATIVE: Mapping[str, str] = MappingProxyType(
         "pyzmq": "zmq",
     }
 )
-"""Distributions that the core needs and that bring compiled code -> the module, which is imported
-to see that it works."""
+"""Distributions with compiled code that the core needs -> the module, which is imported to see that
+it works."""
 PURE = ("typer", "rich", "jinja2", "fastapi", "uvicorn", "prometheus-client")
-"""The others that it needs."""
+"""Other distributions that the core needs."""
 LEAST_PYTHON = (3, 11)
 TORCH_SECONDS = 120.0
 IMPORT_SECONDS = 60.0
 CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 LEAST_MEMORY = 2 << 30
-"""Bytes below which even the embedded model is uncomfortable."""
+"""Bytes of memory below which even the embedded model hardly runs."""
 
 _OTHER_VARIABLES = frozenset({"SGLCORE_DOCTOR_TORCH_SECONDS"})
 
@@ -97,7 +97,7 @@ def doctor(as_json: bool = False) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print every check; 1 when something is bad, else 0."""
+    """Print every check; returns 1 if one is bad, else 0."""
     parser = argparse.ArgumentParser(prog="sglcore doctor", description="Check this machine.")
     parser.add_argument("--json", action="store_true", help="print JSON")
     options = parser.parse_args(arguments)
@@ -111,7 +111,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def examine(examinations: Mapping[str, Examination]) -> tuple[Check, ...]:
-    """The findings of every examination; one that raises gives a bad finding with its traceback."""
+    """Return the findings of every examination; one that raises gives a bad finding with its
+    traceback."""
     checks: list[Check] = []
     for topic, examination in examinations.items():
         try:
@@ -122,7 +123,7 @@ def examine(examinations: Mapping[str, Examination]) -> tuple[Check, ...]:
 
 
 def check_python() -> Iterable[Check]:
-    """The interpreter."""
+    """Check the interpreter."""
     found = f"{platform.python_version()} at {sys.executable} on {platform.system()} {platform.machine()}"
     if sys.version_info < LEAST_PYTHON:
         yield Check("python", "bad", found, f"use Python {'.'.join(map(str, LEAST_PYTHON))} or newer")
@@ -131,8 +132,8 @@ def check_python() -> Iterable[Check]:
 
 
 def check_distributions() -> Iterable[Check]:
-    """The distributions that the core needs; those with compiled code are imported, in a process
-    that may die of it."""
+    """Check the distributions that the core needs. Those with compiled code are imported in another
+    process, which may crash."""
     found: dict[str, str] = {}
     for name in ("sglcore", *NATIVE, *PURE):
         try:
@@ -149,8 +150,8 @@ def check_distributions() -> Iterable[Check]:
 
 
 def import_faults(modules: Sequence[str]) -> dict[str, str]:
-    """What is wrong with those that do not import, in another process; one that ends it is found by
-    its silence."""
+    """Return what is wrong with modules that do not import in another process. A module that kills
+    the process is found because nothing is printed for it."""
     faults: dict[str, str] = {}
     left = list(modules)
     while left:
@@ -171,7 +172,7 @@ def import_faults(modules: Sequence[str]) -> dict[str, str]:
 
 
 def check_devices() -> Iterable[Check]:
-    """Every device package with the four facts of its probe, the choice, and unclaimed
+    """Check every device package: the four facts of its probe, the choice, and unclaimed
     accelerators."""
     found, requested = discover(), requested_device(None)
     if not found:
@@ -214,7 +215,7 @@ def _check_device(candidate: Candidate) -> Iterable[Check]:
 
 
 def check_memory() -> Iterable[Check]:
-    """The machine's memory, and the limit of the control group this process is in."""
+    """Check the machine's memory, and the limit of this process's control group."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limits = [limit for limit in map(cgroup_limit, CGROUP_LIMITS) if limit is not None and limit < total]
     usable = min((total, *limits))
@@ -226,7 +227,7 @@ def check_memory() -> Iterable[Check]:
 
 
 def check_compiler() -> Iterable[Check]:
-    """A C++ compiler, which compiled graphs need."""
+    """Check for a C++ compiler, which compiled graphs need."""
     names = (os.environ.get("CXX", ""), "c++", "g++", "clang++")
     path = next((found for name in names if name and (found := shutil.which(name))), None)
     if path:
@@ -236,7 +237,8 @@ def check_compiler() -> Iterable[Check]:
 
 
 def check_torch() -> Iterable[Check]:
-    """Whether torch imports, in a process of its own, so that a broken one cannot harm this."""
+    """Check that torch imports, in a process of its own, so that a broken torch cannot harm this
+    one."""
     seconds = float(os.environ.get("SGLCORE_DOCTOR_TORCH_SECONDS", TORCH_SECONDS))
     command = (sys.executable, "-c", _IMPORT_TORCH, *sys.path)
     try:
@@ -257,7 +259,7 @@ def check_torch() -> Iterable[Check]:
 
 
 def _absent_torch(found: Sequence[Installed]) -> Check:
-    """Whether that matters, by what the installed device packages require."""
+    """Return the finding for a missing torch, by what the installed device packages require."""
     asking = [item.distribution for item in found if item.distribution and _requires_torch(item.distribution)]
     if asking:
         return Check("torch", "note", f"not installed; needed by {', '.join(asking)}", "pip install torch==2.13.0")
@@ -267,7 +269,7 @@ def _absent_torch(found: Sequence[Installed]) -> Check:
 
 
 def _requires_torch(distribution: str) -> bool:
-    """A distribution requires torch, and not only for one of its extras."""
+    """Return whether a distribution requires torch, not only for one of its extras."""
     try:
         wanted = requires(distribution) or ()
     except PackageNotFoundError:
@@ -276,7 +278,7 @@ def _requires_torch(distribution: str) -> bool:
 
 
 def check_environment() -> Iterable[Check]:
-    """The variables that change what sglcore does."""
+    """Check the variables that change what sglcore does."""
     from sglcore.device.config import EngineConfig
     from sglcore.device.server_config import ServerConfig
     from sglcore.device.settings import PREFIX, settings_of
@@ -306,7 +308,8 @@ EXAMINATIONS: Mapping[str, Examination] = MappingProxyType(
 
 
 def cgroup_limit(path: Path) -> int | None:
-    """The bytes that a limit file of a control group allows; None without a limit or a file."""
+    """Return the bytes that a limit file of a control group allows; None without a limit or a
+    file."""
     try:
         text = path.read_text().strip()
     except OSError:

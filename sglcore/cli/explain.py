@@ -1,4 +1,4 @@
-"""`sglcore explain`: every decision of a start, with the way to another."""
+"""`sglcore explain`: every decision of a start, and how to change it."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ def generate(
     from sglcore.engine.llm import LLM
 
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a character shows a mark instead
+        sys.stdout.reconfigure(errors="replace")  # a terminal without a character shows a mark
     with LLM(model, show_progress=not quiet, **{"max_requests": 1, **engine_settings(settings)}) as llm:
         if not quiet:
             show_banner(llm.started, verbose=verbose)
@@ -67,8 +67,8 @@ def generate(
 
 
 def _text(prompt: str | None, model: str | None) -> str:
-    """The prompt. Raises ConfigError where none is given and nothing can be read, or where it
-    stands in the model's place."""
+    """Return the prompt. Raises ConfigError if there is none and nothing to read, or if it was
+    given in place of the model."""
     if model is not None and len(model.split()) > 1 and not Path(model).exists():
         raise ConfigError(f"there is no model {model!r}", remedy="a text to complete stands behind --prompt")
     is_open = prompt is None and not sys.stdin.isatty()

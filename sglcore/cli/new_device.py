@@ -1,4 +1,4 @@
-"""`sglcore new-device`: write a device package that passes C0, and say what to fill in next."""
+"""`sglcore new-device`: writes a device package that passes C0, and prints what to fill in next."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How results look on a terminal and as JSON. `rich` is imported when a table is drawn."""
+"""Output of results on a terminal and as JSON. `rich` is imported when a table is drawn."""
 
 from __future__ import annotations
 
@@ -17,13 +17,12 @@ if TYPE_CHECKING:
 
 
 def json_text(values: Mapping[str, object]) -> str:
-    """Readable JSON."""
+    """Return readable JSON."""
     return json.dumps(values, indent=2)
 
 
 def show_survey(seen: Survey) -> None:
-    """Print the choice and whatever stands in its way, then a table of the devices with their four
-    facts."""
+    """Print the choice and its obstacles, then a table of the devices with their four facts."""
     from rich import box
     from rich.console import Console
     from rich.table import Table
@@ -75,8 +74,8 @@ def _survey_lines(seen: Survey) -> tuple[str, ...]:
 
 
 def _print_tracebacks(seen: Survey) -> None:
-    """A package that raised shows its own traceback; an error that explains itself in one line does
-    not need one."""
+    """Print the traceback of each package that raised; an error with a self-contained line needs
+    none."""
     for item in seen.devices:
         if item.error is not None and not isinstance(item.error, SglcoreError):
             print(f"\n{item.installed.distribution} raised:", file=sys.stderr)

@@ -25,9 +25,10 @@ if TYPE_CHECKING:
 TEXT_ENDPOINTS = "/v1/chat/completions /v1/completions /v1/responses /v1/messages /api/chat /metrics"
 VECTOR_ENDPOINTS = "/v1/embeddings /v1/score /v1/rerank /tokenize /metrics"
 LABEL_ENDPOINTS = "/classify /v1/score /v1/rerank /tokenize /metrics"
-"""Those of a model that generates text, of one that embeds, and of one with a head for labels."""
+"""Endpoints to show for a model that generates text, for one that embeds, and for one with a head
+for labels."""
 ID_ENDPOINTS, ID_VECTOR_ENDPOINTS = "/v1/completions /generate /completion /metrics", "/v1/embeddings /metrics"
-"""Those that take token ids."""
+"""Endpoints to show without a tokenizer: they take token ids."""
 POLL_SECONDS = 0.05
 LAST_WORDS = 10.0
 """Seconds that a node continues after its leader's drain timeout, if both are told to stop."""
@@ -59,8 +60,9 @@ def serve(
 
 
 def _placed(config: EngineConfig, server: ServerConfig) -> tuple[Placement, EngineConfig, ServerConfig]:
-    """Which node of those that hold the model this one is. Where they are several, --ray places
-    them and not replicas. Raises ConfigError for what does not go with several."""
+    """Return this node's placement, with the configurations of a group of nodes. With several
+    nodes, --ray places the nodes, not replicas. Raises ConfigError for settings that do not combine
+    with several nodes."""
     from sglcore.engine.ranks.launch import find_placement
 
     if config.nodes > 1 and server.ray is not None:
@@ -82,7 +84,7 @@ def _placed(config: EngineConfig, server: ServerConfig) -> tuple[Placement, Engi
 
 
 def _follow(placement: Placement, config: EngineConfig, server: ServerConfig, *, quiet: bool) -> int:
-    """Hold ranks for the server of node 0, and serve nothing."""
+    """Hold ranks for the server of node 0; this node serves no requests."""
     import logging
 
     from sglcore.engine.ranks.host_process import Node, Stopping, follow
@@ -130,8 +132,8 @@ def _run(config: EngineConfig, server: ServerConfig, *, quiet: bool, verbose: bo
 
 
 def _choose(config: EngineConfig, server: ServerConfig) -> tuple[str, ...]:
-    """The device of each replica, as a value for its process: a wrong one, or too few, is an error
-    before anything listens."""
+    """Return the device of each replica, as a value for its process. A wrong device, or too few, is
+    an error before the server listens."""
     from sglcore.device.ledger import DecisionLedger
     from sglcore.engine.start import choose
     from sglcore.serving.replicas.devices import devices_of

@@ -1,5 +1,5 @@
-"""Flags made from the configuration's own records: each field of EngineConfig and ServerConfig is
-one, under its own name."""
+"""Flags made from the configuration records: each field of EngineConfig and ServerConfig is a flag
+with the field's name."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from sglcore.device.settings import Setting, settings_of
 
 OTHERS = "Flags of other engines"
 PARTS: Mapping[type, str] = MappingProxyType({EngineConfig: "Engine", ServerConfig: "Server"})
-"""Under what help lists a record's flags."""
+"""The heading of a record's flags in help."""
 
 
 def _flag_of(name: str) -> str:
@@ -56,7 +56,7 @@ _OTHERS: Mapping[str, Any] = MappingProxyType(
         ],
     }
 )
-"""Flags of other engines that say what several of ours do, or say it otherwise."""
+"""Flags of other engines that set several of our settings, or state one of ours in another way."""
 _CONSTANTS: Mapping[str, tuple[str, object, str]] = MappingProxyType(
     {f"{name}_{value}": (name, value, flags[0]) for (name, value), flags in CONSTANTS.items()}
 )
@@ -64,9 +64,9 @@ _CONSTANTS: Mapping[str, tuple[str, object, str]] = MappingProxyType(
 
 
 def with_settings(function: Callable[..., None], *records: type[Any]) -> Callable[..., None]:
-    """The function with a flag for each field of the records added to its own options. It receives
-    them, those that were not given left out, as `settings: dict`; the records' own resolve reads
-    the variables."""
+    """Return the function with a flag for each field of the records, in addition to its own
+    options. It receives the flags that were given as `settings: dict`; the records' own resolve
+    reads the variables."""
     own = [item for item in inspect.signature(function).parameters.values() if item.name != "settings"]
     known = [
         (item, PARTS[record]) for record in records for item in settings_of(record).values() if item.name != "model"
@@ -110,7 +110,7 @@ def engine_settings(settings: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def _agree(said: object, value: object) -> bool:
-    """How something is on says that it is."""
+    """Return whether two values agree; "on" agrees with any value except "off"."""
     return said == value or (value == "on" and said != "off")
 
 
@@ -130,11 +130,11 @@ def _written(name: str, value: object) -> str:
 
 
 def _speculative(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """What proposes, by our names, of all flags that say it. Raises ConfigError for a JSON object
-    that is none, and for a setting that two flags give."""
+    """Return our speculation settings from all flags that set them. Raises ConfigError for invalid
+    JSON, and for a setting that two flags give."""
     given = [(each, settings[each]) for each in SPECULATIVE_KEYS.values() if each in settings]
     if settings.get("draft_width", 1) > 1 and settings.get(_NODES) is not None:
-        # Of a tree, others count the steps of the draft and the nodes.
+        # For a tree, other engines count the draft's steps and the nodes.
         given = [("draft_depth" if name == "draft_tokens" else name, value) for name, value in given]
     if (nodes := settings.get(_NODES)) is not None:
         given.append(("draft_tokens", nodes - 1))
@@ -164,13 +164,13 @@ def _read_config(text: str) -> list[tuple[str, Any]]:
 
 
 def split_settings(settings: Mapping[str, Any], record: type[Any]) -> dict[str, Any]:
-    """Those of one record, lists as the record's tuples."""
+    """Return the settings of one record, with lists as tuples."""
     known = settings_of(record)
     return {n: tuple(v) if isinstance(v, list) else v for n, v in settings.items() if n in known}
 
 
 def flag_names(name: str) -> tuple[str, ...]:
-    """How a setting is written on the command line, its own name first."""
+    """Return the flags of a setting, its own name first."""
     return (_flag_of(name), *FLAGS.get(name, ()))
 
 

@@ -14,11 +14,11 @@ from sglcore.device.errors import SglcoreError
 
 OWN = "Options"
 HYPHEN = "\u2011"
-"""Stands for a hyphen while lines are broken, since a flag in two lines cannot be copied."""
+"""Replaces a hyphen while lines are broken, because a flag on two lines cannot be copied."""
 WORDS = re.compile(r"\S+-\S+")
 KINDS: Mapping[str, str] = MappingProxyType({"int": "an integer", "float": "a number"})
-"""A part of a flag's metavariable -> what its value has to be."""
-# Typer does not name it, and what BadParameter derives from is the same in all of its versions.
+"""A part of a flag's metavariable -> the wanted kind of value."""
+# Typer does not export it; BadParameter has the same base in all versions of Typer.
 UsageError: Any = typer.BadParameter.__base__
 
 
@@ -59,7 +59,8 @@ def _under_own_name(param: Any, names: str, text: str) -> tuple[str, str]:
 
 
 def run(application: typer.Typer, words: Sequence[str]) -> int:
-    """The exit code of the application. Raises SglcoreError for words that it does not take."""
+    """Run the application; returns its exit code. Raises SglcoreError for words that it does not
+    take."""
     try:
         code = application(args=list(words), prog_name="sglcore", standalone_mode=False)
     except UsageError as error:

@@ -1,4 +1,4 @@
-"""Text on a terminal as it comes, in lines that end between words."""
+"""Text on a terminal as it arrives, in lines that break between words."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import sys
 
 
 class Writer:
-    """Writes to the output at once. On a terminal that can, a word that reaches the edge is taken
-    to the next line as a whole."""
+    """Writes to the output at once. On a terminal with cursor control, a word that reaches the edge
+    moves to the next line as a whole."""
 
     def __init__(self) -> None:
         self._is_wrapped = sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb"
@@ -17,13 +17,13 @@ class Writer:
         self._word = ""
 
     def write(self, text: str) -> None:
-        """Print it, without a newline at its end."""
+        """Print a text without a newline at its end."""
         width = shutil.get_terminal_size().columns
         sys.stdout.write(wrapped(self, text, width) if self._is_wrapped else text)
         sys.stdout.flush()
 
     def take(self, char: str, width: int) -> str:
-        """What is sent to a terminal of `width` columns for this character."""
+        """Return what to send for this character to a terminal of `width` columns."""
         from rich.cells import cell_len
 
         cells = cell_len(char)

@@ -45,8 +45,8 @@ LAWS: tuple[Law, ...] = tuple(
 
 
 def laws_up_to(level: str, names: Collection[str] = ()) -> tuple[Law, ...]:
-    """The laws of a level and of those before it, or those of them that are named. Raises
-    ConfigError for others."""
+    """Return the laws of a level and of the levels before it, or only the named ones among them.
+    Raises ConfigError for unknown names."""
     unknown = sorted(set(names) - {law.name for law in LAWS})
     if unknown:
         raise ConfigError(

@@ -57,7 +57,7 @@ _HYBRID: Mapping[str, Any] = MappingProxyType(
         "rms_norm_eps": 1e-2,
     }
 )
-"""Its epsilon keeps the norms of small sums from making a rounding large."""
+"""Its epsilon is large, so that the norm of a small sum does not amplify a rounding error."""
 MODELS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
         "dense": MappingProxyType({"architectures": ["LlamaForCausalLM"], "model_type": "llama"}),
@@ -84,10 +84,10 @@ MODELS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         **SPARSE_MODELS,
     }
 )
-"""Grouped-query attention; with a sliding window; with experts; "hybrid" with a state of each
-request in its first layer; "alternating" with a window in its first layer alone; with a tokenizer.
-"spoiled" has experts, and its token 0 is not a number, nor is that of "spoiled-hybrid". "-all"
-takes every expert, so that no rounding changes a choice."""
+"""Models with grouped-query attention. "window" has a sliding window, "moe" experts, "hybrid" a
+recurrent state in its first layer, "alternating" a sliding window in its first layer only, "text" a
+tokenizer. "spoiled" (with experts) and "spoiled-hybrid" have NaN for token 0. A "-all" model routes
+each token to every expert, so that rounding changes no choice."""
 
 SETTINGS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
@@ -107,13 +107,13 @@ SETTINGS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         ),
     }
 )
-"""How devices are started on some models: a state that nobody wrote is no number; steps so short
-that windows get pages of their own; of layers with rows of their own both, in a type in which no
-rounding changes what is chosen, and by the backend that takes them, whatever serves other
-models."""
+"""Settings for some models. "hybrid": a state that was not written is NaN. "alternating": steps are
+so short that the sliding window gets pages of its own. Sparse models: both; also float32, in which
+rounding changes no choice of entries, and the backend that takes such layers, whatever backend
+serves other models."""
 
 SMOOTH: Mapping[str, str] = MappingProxyType({"moe": "moe-all", "spoiled": "spoiled-all"})
-"""What stands in for a model where it runs in 16 bits."""
+"""The model that replaces a model where it runs in 16 bits."""
 
 
 def write_checkpoint(folder: Path, model: str, head_dim: int, seed: int = 0) -> Path:
@@ -135,7 +135,7 @@ def write_checkpoint(folder: Path, model: str, head_dim: int, seed: int = 0) -> 
 
 
 def _copy_tokenizer(folder: Path) -> dict[str, int]:
-    """Put the embedded model's tokenizer into the folder; its vocabulary size, for the
+    """Copy the embedded model's tokenizer into the folder; returns its vocabulary size, for the
     configuration."""
     demo = files("sglcore") / "assets" / "demo"
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
@@ -144,7 +144,8 @@ def _copy_tokenizer(folder: Path) -> dict[str, int]:
 
 
 def _values(name: str, shape: tuple[int, ...], generator: torch.Generator, config: Mapping[str, Any]) -> Tensor:
-    """Large enough that a wrong weight shows, small enough that a rounding does not."""
+    """Draw values that are large enough that a wrong weight shows, and small enough that a rounding
+    does not."""
     drawn = torch.randn(shape, generator=generator, device="cpu")
     if "norm" in name:
         adds_one = config["model_type"] == _HYBRID["model_type"] and "linear_attn" not in name

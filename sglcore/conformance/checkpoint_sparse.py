@@ -23,7 +23,8 @@ _EXPERTS: Mapping[str, Any] = MappingProxyType(
     {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "moe_intermediate_size": 32}
 )
 _INDEXER: Mapping[str, Any] = MappingProxyType({"index_n_heads": 16, "index_head_dim": 16, "index_topk": 5})
-"""Of 16 heads: a sum of few rectified ones is 0 often, and of equals no order is right."""
+"""16 indexer heads: a sum over fewer rectified scores is often exactly 0, and entries with equal
+scores have no defined order."""
 SPARSE_MODELS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
         "latent": MappingProxyType(
@@ -72,7 +73,7 @@ SPARSE_MODELS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 
 
 def sparse_weights(folder: Path, config: Mapping[str, Any], generator: torch.Generator) -> dict[str, Tensor]:
-    """Random values for every weight that the model of a folder with this configuration
+    """Draw random values for every weight that the model of a folder with this configuration
     declares."""
     read = read_config(folder)
     weights = Weights(torch.float32, torch.device("meta"))
@@ -81,7 +82,8 @@ def sparse_weights(folder: Path, config: Mapping[str, Any], generator: torch.Gen
 
 
 def _values(name: str, target: Tensor, generator: torch.Generator, config: Mapping[str, Any]) -> Tensor:
-    """As large as what it is added to or multiplied with, so that each shows; exact in bfloat16."""
+    """Draw values as large as the terms that they are added to or multiplied with, so that each
+    weight shows in the result; exact in bfloat16."""
     if not target.is_floating_point():
         experts, (rows, chosen) = config["n_routed_experts"], target.shape
         return torch.stack([torch.randperm(experts, generator=generator, device="cpu")[:chosen] for _ in range(rows)])

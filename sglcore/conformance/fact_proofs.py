@@ -1,4 +1,4 @@
-"""Of each fact of a device: the module of the core that reads it, the law that finds a false one,
+"""For each fact of a device: the module of the core that reads it, the law that finds a false one,
 and a device that lies.
 
 A fact without a line here, or a line without its reader, law or mutant, fails a test.
@@ -17,7 +17,7 @@ from sglcore.conformance.mutant import Mutant
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """`reader`: a module of the core; `law` by name, which has the `mutant`."""
+    """`reader`: a module of the core; `law`: the name of a law that has this `mutant`."""
 
     reader: str
     law: str

@@ -1,7 +1,7 @@
-"""What a package gives the kit beside its gaps, as data: wider tolerances, each with its reason,
-and access to its cells.
+"""Data that a package gives the kit in addition to its gaps: wider tolerances, each with its
+reason, and access to its KV slots.
 
-Whatever is widened stands in every result. A tolerance that no law needs, or that is none, is an
+Every result lists the wider tolerances. A tolerance that no law needs, or that is not wider, is an
 error.
 """
 
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 
 FILE = "conformance.toml"
 WIDE = 10.0
-"""A tolerance so many times the largest error seen is wider than needed."""
+"""A tolerance is wider than needed if it is this many times the largest error seen."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tolerance:
-    """What a law allows this package in one dtype, for this reason."""
+    """An error that a law allows this package in one dtype, and the reason."""
 
     law: str
     dtype: str
@@ -36,22 +36,23 @@ class Tolerance:
 
 @dataclass(frozen=True, slots=True)
 class Fixture:
-    """`cells`: `cells(built) -> HostCells` (`host_cells.py`) of what a bring-up built, for devices
-    that do not run on the torch runtime, whose pool the kit knows."""
+    """`cells`: `cells(built) -> HostCells` (`host_cells.py`) gives access to the KV slots of what a
+    bring-up built, on devices without the torch runtime; that runtime's pool is known to the
+    kit."""
 
     tolerances: tuple[Tolerance, ...] = ()
     cells: Ref | None = None
 
     def bound(self, law: Law, dtype: str) -> float:
-        """What a law allows in a dtype: this package, or everyone. Raises KeyError for a dtype that
-        the law does not know."""
+        """Return the error that a law allows in a dtype: this package's tolerance, or else the
+        law's own. Raises KeyError for a dtype that the law does not know."""
         own = law.tolerance[dtype]
         return next((item.bound for item in self.tolerances if (item.law, item.dtype) == (law.name, dtype)), own)
 
 
 def read_fixture(folder: Path | None) -> Fixture:
-    """That of a package's folder; an empty one without a folder or a file. Raises ConfigError for
-    what is none."""
+    """Read the fixture of a package's folder; empty without a folder or a file. Raises ConfigError
+    for invalid content."""
     file, values = read_tables(folder, FILE, "tolerance")
     cells, given = values.pop("cells", None), values.pop("tolerance", [])
     if values or not isinstance(given, list) or not isinstance(cells, str | None):
@@ -65,8 +66,8 @@ def read_fixture(folder: Path | None) -> Fixture:
 
 
 def stale_tolerances(fixture: Fixture, laws: Sequence[Law]) -> list[str]:
-    """What is wrong with the tolerances themselves: twice, of no law, of a dtype it does not
-    compare, or not wider."""
+    """Return what is wrong with the tolerances themselves: listed twice, of an unknown law, of a
+    dtype that the law does not compare, or not wider than the law's."""
     wrong: list[str] = []
     known = {law.name: law.tolerance for law in laws}
     for item in fixture.tolerances:
@@ -85,11 +86,11 @@ def stale_tolerances(fixture: Fixture, laws: Sequence[Law]) -> list[str]:
 def tolerance_values(
     fixture: Fixture, laws: Sequence[Law], errors: Sequence[tuple[str, Mapping[str, float]]]
 ) -> list[dict[str, Any]]:
-    """Each tolerance as results have it. `errors`: law and its largest errors by dtype, of each
-    case that ran.
+    """Return each tolerance as results list it. `errors`: for each case that ran, its law and its
+    largest error by dtype.
 
-    `largest` is None where nothing ran in this dtype. That a tolerance `is_wide` is told and is no
-    failure: the hardware may need what its stand-in does not.
+    `largest` is None where nothing ran in this dtype. `is_wide` is reported but is no failure: the
+    hardware may need a tolerance that its stand-in does not.
     """
     known = {law.name: law.tolerance for law in laws}
     found: list[dict[str, Any]] = []
@@ -108,7 +109,7 @@ def tolerance_values(
 
 
 def tolerance_text(values: Mapping[str, Any]) -> str:
-    """One line for people."""
+    """Describe a tolerance in one line."""
     own = "nothing" if values["own"] is None else f"{values['own']:g}"
     seen = "nothing ran in it" if values["largest"] is None else f"the largest error was {values['largest']:.3g}"
     wide = f", {WIDE:g} times less than is allowed: narrow it" if values["is_wide"] else ""

@@ -1,5 +1,5 @@
-"""Gaps as data: laws that a package does not hold yet, each with a reason, a link and the date on
-which that ends.
+"""Gaps as data: laws that a package does not satisfy yet, each with a reason, a link and an expiry
+date.
 
 A gap that passes, that matches no law, or that has expired is an error.
 """
@@ -21,8 +21,8 @@ FILE = "gaps.toml"
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """`law` is a law's name, which stands for all of its cases, or `name[case]`. `expiry` is the
-    last day it counts."""
+    """`law` is a law's name, for all of its cases, or `name[case]`. `expiry` is the last day on
+    which the gap counts."""
 
     law: str
     reason: str
@@ -30,13 +30,13 @@ class Gap:
     expiry: datetime.date
 
     def covers(self, name: str) -> bool:
-        """Whether it speaks of this case of a law."""
+        """Return whether the gap is about this case of a law."""
         return self.law in (name, name.partition("[")[0])
 
 
 def read_gaps(folder: Path | None) -> tuple[Gap, ...]:
-    """The gaps of a package's folder; none without a folder or a file. Raises ConfigError for what
-    is not a gap."""
+    """Read the gaps of a package's folder; none without a folder or a file. Raises ConfigError for
+    an entry that is not a gap."""
     file, values = read_tables(folder, FILE, "gap")
     given = values.pop("gap", [])
     if values or not isinstance(given, list):
@@ -46,8 +46,8 @@ def read_gaps(folder: Path | None) -> tuple[Gap, ...]:
 
 
 def read_tables(folder: Path | None, name: str, table: str) -> tuple[Path, dict[str, Any]]:
-    """A TOML file of a package's folder and what it holds: nothing where there is none. Raises
-    ConfigError for what is no TOML."""
+    """Read a TOML file of a package's folder; returns its path and its content, empty if there is
+    no file. Raises ConfigError for invalid TOML."""
     file = (folder or Path()) / name
     if folder is None or not file.is_file():
         return file, {}
@@ -58,8 +58,8 @@ def read_tables(folder: Path | None, name: str, table: str) -> tuple[Path, dict[
 
 
 def read_record(record: type[T], file: Path, entry: Any, wanted: str) -> T:
-    """A table of a file as a dataclass with exactly its fields, of their types, and no empty text.
-    Raises ConfigError."""
+    """Convert a table of a file to a dataclass: exactly its fields, of their types, without empty
+    text. Raises ConfigError."""
     types = get_type_hints(record)
     found = sorted(entry) if isinstance(entry, dict) else []
     if found != sorted(types) or any(
@@ -71,14 +71,14 @@ def read_record(record: type[T], file: Path, entry: Any, wanted: str) -> T:
 
 
 def gap_for(gaps: Sequence[Gap], name: str) -> Gap | None:
-    """The gap that speaks of a case; an exact one before one for the whole law."""
+    """Return the gap for a case; one for the exact case comes before one for the whole law."""
     exact = [gap for gap in gaps if gap.law == name]
     return next(iter(exact or [gap for gap in gaps if gap.covers(name)]), None)
 
 
 def stale_gaps(gaps: Sequence[Gap], known: Collection[str], today: datetime.date) -> list[str]:
-    """What is wrong with the gaps themselves: expired, twice, or about no law. `known`:
-    `name[case]` of every case."""
+    """Return what is wrong with the gaps themselves: expired, listed twice, or about no law.
+    `known`: `name[case]` of every case."""
     wrong: list[str] = []
     for gap in gaps:
         if not any(gap.covers(name) for name in known):

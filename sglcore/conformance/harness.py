@@ -1,5 +1,5 @@
-"""A started device on one of the kit's models, driven by the engine's own scheduler, with tokens in
-and out."""
+"""A started device on one of the kit's models, driven by the engine's own scheduler: tokens in,
+tokens out."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ SHOWN = 4
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One request's end: `scores` of its tokens and `prompt_scores` of its prompt, one record a
-    token."""
+    """A finished request: `scores` has one record for each output token, `prompt_scores` one for
+    each prompt token."""
 
     prompt: list[int]
     tokens: list[int]
@@ -50,7 +50,7 @@ class Drive:
     stagger: int = 0
     """Steps between the arrivals of two prompts. 0: all arrive at once."""
     chunk: int | None = None
-    """Tokens of a step. None: the device's."""
+    """Largest number of tokens of a step. None: the device's."""
     scramble: int | None = None
     """The seed of the order in which pages are handed out. None: the usual order."""
     pages: int | None = None
@@ -88,9 +88,9 @@ class Session:
         changes: bool = False,
         **sampling: Any,
     ) -> None:
-        """Take prompts that `step` will run; `lengths`: tokens to emit, of all or of each;
-        `grammars`: the seed of each one's stand-in for a grammar, None for a free one; with
-        `changes` that adds to logits too. Greedy unless said."""
+        """Submit prompts that `step` will run. `lengths`: tokens to emit, for all or for each
+        prompt; `grammars`: the seed of each prompt's stand-in for a grammar, None for no grammar;
+        `changes`: the stand-in also adds to logits. Greedy unless `sampling` says otherwise."""
         each = [lengths] * len(prompts) if isinstance(lengths, int) else lengths
         self._requests = [self._request(prompt, count, sampling) for prompt, count in zip(prompts, each, strict=True)]
         for request, seed in zip(self._requests, grammars, strict=False):
@@ -99,7 +99,7 @@ class Session:
         self._waiting, self._step = list(self._requests), 0
 
     def step(self) -> bool:
-        """One step of the loop; False when nothing is left. Waits."""
+        """Run one step of the loop; returns False when nothing is left. Waits."""
         if not self._waiting and not self._loop.has_work:
             return False
         if not self._step % max(self._drive.stagger, 1):
@@ -113,11 +113,12 @@ class Session:
 
     @property
     def freed_windows(self) -> int:
-        """Window pages that fell out of the lists of these requests while they ran."""
+        """Number of window pages that left the page lists of these requests while they ran."""
         return sum(request.window_first for request in self._requests)
 
     def end(self) -> list[Result]:
-        """The results, once `step` has said False; every page is accounted for."""
+        """Return the results, once `step` has returned False. Checks that every page is accounted
+        for."""
         self.scheduler.audit()
         return [_result(request) for request in self._requests]
 
@@ -159,8 +160,8 @@ class Harness:
         pool: TokenToKVPool | None,
         cell_device: str,
     ) -> None:
-        """`pool`: its keys and values, None where the kit can not reach them; `cell_device`: where
-        it gives and takes them."""
+        """`pool`: the device's keys and values, None if the kit has no access to them;
+        `cell_device`: the device of the tensors that the pool reads into and writes from."""
         self._pool = pool
         self.cell_device = cell_device
         self.model = model
@@ -171,29 +172,29 @@ class Harness:
 
     @property
     def limits(self) -> Limits:
-        """What the worker can hold."""
+        """Limits of the worker."""
         return self.recorder.limits
 
     @property
     def pool(self) -> TokenToKVPool:
-        """Its keys and values; of devices with the capability "cells"."""
+        """The keys and values of a device with the capability "cells"."""
         assert self._pool is not None
         return self._pool
 
     def settle(self) -> None:
-        """Wait for the device, so that what the kit itself wrote there is ordered before any stream
-        of the runtime."""
+        """Wait for the device, so that writes of the kit itself come before any work on the
+        runtime's streams."""
         if self.facts.has_streams:
             torch.accelerator.synchronize()
 
     def session(self, **how: Any) -> Session:
-        """A fresh scheduler, driven as `Drive` says."""
+        """Return a session with a fresh scheduler, driven as `Drive` says."""
         return Session(self.recorder, Drive(**how))
 
     def run(
         self, prompts: Sequence[list[int]], lengths: int | Sequence[int], *, sampling: Any = None, **how: Any
     ) -> list[Result]:
-        """Run prompts under a scheduler of their own."""
+        """Run prompts under a scheduler of their own; returns their results."""
         return self.session(**how).run(prompts, lengths, **(sampling or {}))
 
     def close(self) -> None:

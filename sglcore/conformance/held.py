@@ -1,5 +1,5 @@
-"""What closed devices still hold: bytes where torch counts them, else the parts of their starts
-that are still there."""
+"""Resources that closed devices still hold: bytes where torch counts them, else objects of their
+starts that are still alive."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from sglcore.conformance.target import Target
 
 
 class Counter(Protocol):
-    """Told what each start built; `held` is a number that closing brings back to what it was.
-    `what`: of which things."""
+    """Counts what started devices hold; closing must bring `held` back to its earlier value.
+    `what`: the unit of the count."""
 
     what: str
 
     def watch(self, parts: Iterable[object]) -> None:
-        """A device was started, and these are its parts."""
+        """Note the parts of a device that was started."""
         ...
 
     def held(self) -> int:
-        """How much is held now. Waits for the device."""
+        """Return how much is held now. Waits for the device."""
         ...
 
 
 def counter(target: Target) -> Counter:
-    """The counter for a device."""
+    """Return the counter for a device."""
     return Bytes(target.facts().tensor_device) if "torch_runtime" in target.capabilities() else Parts()
 
 
 class Bytes:
-    """Bytes of the device's memory that this process holds; where host memory is device memory,
-    those of its tensors."""
+    """Bytes of device memory that this process holds; where host memory is device memory, bytes of
+    its tensors."""
 
     what = "bytes"
 
@@ -46,7 +46,7 @@ class Bytes:
         """Bytes need no watching."""
 
     def held(self) -> int:
-        """How many now."""
+        """Return the number of bytes now."""
         if not self._is_host:
             torch.accelerator.synchronize()
             return int(torch.accelerator.memory_allocated())
@@ -56,8 +56,8 @@ class Bytes:
 
 
 class Parts:
-    """Different objects that bring-ups built and that are still there: model, memory, worker,
-    whatever takes a weak reference."""
+    """Distinct objects that bring-ups built and that are still alive: model, memory, worker, and
+    any other that takes a weak reference."""
 
     what = "parts of what was built"
 
@@ -65,7 +65,7 @@ class Parts:
         self._parts: list[weakref.ref[object]] = []
 
     def watch(self, parts: Iterable[object]) -> None:
-        """Remember them weakly."""
+        """Keep weak references to the parts."""
         for part in parts:
             try:
                 self._parts.append(weakref.ref(part))
@@ -73,5 +73,5 @@ class Parts:
                 continue
 
     def held(self) -> int:
-        """How many now."""
+        """Return the number of objects now."""
         return len({id(part) for ref in self._parts if (part := ref()) is not None})

@@ -1,5 +1,5 @@
-"""Cells of a device that does not run on the torch runtime, as arrays on the host, and as the pool
-that laws work on."""
+"""KV slots of a device that does not run on the torch runtime, as arrays on the host, and as the
+pool that laws use."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from torch import Tensor
 
 
 class HostCells(Protocol):
-    """What `cells` of a package's `conformance.toml` gives of a started device. Everything waits.
+    """Access to the KV slots of a started device, as `cells` of a package's `conformance.toml`
+    returns it. Every call waits.
 
     Keys and values are float32 [N, kv_heads, head_dim] and exact in `dtype`; `cells` are int [N].
     """
@@ -22,16 +23,16 @@ class HostCells(Protocol):
     dtype: str
 
     def read_cells(self, layer_id: int, cells: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
-        """Keys and values of some cells."""
+        """Return the keys and values of some KV slots."""
         ...
 
     def write_cells(self, layer_id: int, cells: NDArray[Any], keys: NDArray[Any], values: NDArray[Any]) -> None:
-        """Keys and values into some cells, as a forward of this device stores them."""
+        """Write keys and values into some KV slots, as a forward of this device stores them."""
         ...
 
 
 class HostPool:
-    """They as a `TokenToKVPool`."""
+    """`HostCells` as a `TokenToKVPool`."""
 
     generation = 0
     layout: ClassVar[str] = "host"
@@ -41,19 +42,19 @@ class HostPool:
         self.page_size, self.num_cells, self.num_layers = cells.page_size, cells.num_cells, cells.num_layers
 
     def kv(self, layer_id: int) -> HostCells:
-        """What reads and writes them."""
+        """Return the access to the KV slots, the same for every layer."""
         return self._cells
 
     def store(self, layer_id: int, key: Tensor, value: Tensor, out_cache_loc: Tensor) -> None:
-        """The device has one way."""
+        """Store keys and values as `write_cells` does: such a device has one way to write."""
         self.write_cells(layer_id, out_cache_loc, key, value)
 
     def read_cells(self, layer_id: int, cells: Tensor) -> tuple[Tensor, Tensor]:
-        """In the type of the cells."""
+        """Return keys and values in the dtype of the device's KV slots."""
         dtype: torch.dtype = getattr(torch, self._cells.dtype)
         keys, values = self._cells.read_cells(layer_id, cells.numpy())
         return torch.from_numpy(keys).to(dtype), torch.from_numpy(values).to(dtype)
 
     def write_cells(self, layer_id: int, cells: Tensor, keys: Tensor, values: Tensor) -> None:
-        """By the device."""
+        """Write keys and values through `HostCells`."""
         self._cells.write_cells(layer_id, cells.numpy(), keys.float().numpy(), values.float().numpy())

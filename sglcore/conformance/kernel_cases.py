@@ -21,19 +21,19 @@ from sglcore.runtime.kernels.speculative import SpeculativeKernels
 
 TOKENS = (0, 1, 3, 33)
 FEW = (3,)
-"""Rows in the types after the first two: a kernel that takes any two takes others in the same way,
-or not at all."""
+"""Numbers of rows in dtypes after the first two: a kernel that takes any two takes others in the
+same way, or not at all."""
 OF_LOGITS = frozenset({"draw", "greedy"})
-"""Entries that take float32 whatever the model is computed in."""
+"""Entries that take float32, whatever dtype the model is computed in."""
 HEAD_DIM = 16
 WEIGHT = 0.15
-"""Elements of matrices that are no rows, so that sums of products stay near 1."""
+"""Scale of the elements of weights, so that sums of products stay near 1."""
 
 
 @dataclass(frozen=True, slots=True)
 class KernelCase:
-    """One call: its arguments on the host. Cases of one `kind` differ in rows and strides alone;
-    one of them is watched, for who computes it, which takes time."""
+    """One call: its arguments on the host. Cases of one `kind` differ in rows and strides only; one
+    of them is watched to see which candidate computes it, which takes time."""
 
     text: str
     args: tuple[Any, ...]
@@ -46,13 +46,13 @@ _INPUTS = (
     (SpeculativeKernels, kernel_inputs_speculative),
     (HiSparseKernels, kernel_inputs_hisparse),
 )
-"""Where the inputs are of entries that are declared apart."""
+"""Modules with inputs for entries that other classes declare."""
 
 
 def kernel_cases(entry: Entry[Any], dtypes: Sequence[str], float8: str = E4M3FN) -> Iterator[KernelCase]:
-    """Every case of an entry on a device that computes in these types, for a table of such 8-bit
-    floats. Raises AttributeError for one without shapes that the kit does not know, which must not
-    pass unseen."""
+    """Yield every case of an entry, in these dtypes of a device; `float8`: the 8-bit float of the
+    kernel table. Raises AttributeError for an entry without shapes that has no generator here, so
+    that it does not go untested."""
     known = next((inputs for kernels, inputs in _INPUTS if entry.name in vars(kernels)), kernel_inputs)
     make = None if entry.shapes else getattr(known, entry.name)
     for place, name in enumerate(("float32",) if entry.name in OF_LOGITS else dtypes):
@@ -71,8 +71,8 @@ def _of_shapes(entry: Entry[Any], drawn: Draw, tokens: int, strided: bool) -> In
 
 
 def _argument(shape: str, drawn: Draw, tokens: int, strided: bool) -> Any:
-    """A tensor of a shape such as "T 2I": T rows, of twice what other letters stand for; float32 if
-    it ends with a star."""
+    """Draw an argument for a shape such as "T 2I": T is the number of rows, "2I" twice the size
+    that I stands for; with a star at the end, float32."""
     sizes = [math.prod(_size(part, tokens) for part in re.findall(r"\d+|[A-Z]", size)) for size in shape.split()]
     if not shape.startswith("T"):
         values = drawn.values(*sizes) * (WEIGHT if len(sizes) > 1 else 1)

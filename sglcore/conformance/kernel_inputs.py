@@ -25,9 +25,9 @@ from sglcore.sampling.race import make_race_tables
 
 WIDTH = 48
 COLUMNS = 160
-"""Of quantised weights: whole groups of 32, and not of 64 or 128."""
+"""Columns of quantised weights: whole groups of 32, but not of 64 or 128."""
 WIDE = 1 + 2**-9
-"""Makes values of float32 that narrower dtypes do not hold."""
+"""Factor that makes float32 values that narrower dtypes can not represent."""
 HEAD_DIMS = (16, 64)
 VOCAB = 301
 
@@ -36,34 +36,34 @@ Inputs = Iterator[tuple[Any, ...]]
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """An argument that is made on the device it is for."""
+    """An argument that is made on the device that uses it."""
 
     make: Callable[[str], Any]
 
 
 class Draw:
-    """Seeded random tensors on the host; floating-point ones are exact in bfloat16. `float8`: what
-    rows in eight bits are in."""
+    """Seeded random tensors on the host; floating-point ones are exact in bfloat16. `float8`: the
+    dtype of rows in eight bits."""
 
     def __init__(self, seed: int, dtype: torch.dtype, float8: str = E4M3FN) -> None:
         self._generator = torch.Generator(device="cpu").manual_seed(seed)
         self.dtype, self.float8 = dtype, float8
 
     def values(self, *shape: int) -> Tensor:
-        """Normal, of this drawer's dtype."""
+        """Draw normal values in this drawer's dtype."""
         drawn = torch.randn(shape, generator=self._generator, device="cpu")
         return drawn.to(torch.bfloat16).to(self.dtype)
 
     def rows(self, tokens: int, width: int, strided: bool) -> Tensor:
-        """[tokens, width], a slice of wider rows where asked."""
+        """Draw [tokens, width]; with `strided`, as a slice of wider rows."""
         return self.values(tokens, width + 32)[:, 16 : 16 + width] if strided else self.values(tokens, width)
 
     def ints(self, low: int, high: int, *shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
-        """low..high - 1."""
+        """Draw integers from low to high - 1."""
         return torch.randint(low, high, shape, generator=self._generator, dtype=dtype, device="cpu")
 
     def permutation(self, count: int) -> Tensor:
-        """0..count - 1, shuffled."""
+        """Return 0..count - 1, shuffled."""
         return torch.randperm(count, generator=self._generator, device="cpu")
 
 
@@ -82,7 +82,7 @@ def pack_head(drawn: Draw, tokens: int, strided: bool) -> Inputs:
 
 
 def _whole_rows(drawn: Draw, tokens: int, strided: bool) -> Tensor:
-    """[tokens, COLUMNS] of integers, 127 among each 32: rounding them to 8 bits, by any group,
+    """Draw [tokens, COLUMNS] integers with 127 in each 32: quantising them to 8 bits, by any group,
     changes nothing."""
     rows = drawn.ints(-127, 128, tokens, COLUMNS + 32)[:, 16 : 16 + COLUMNS]
     rows[:, ::32] = 127
@@ -98,7 +98,7 @@ def quantize_linear(drawn: Draw, tokens: int, strided: bool) -> Inputs:
 
 
 def pack_quantized(drawn: Draw, tokens: int, strided: bool) -> Inputs:
-    """Scales and zeros that float16 holds; the last group may be cut."""
+    """Scales and zeros that float16 can represent; the last group may be cut."""
     for bits, group, has_zeros in ((4, 32, True), (4, 128, False), (8, 64, False), (8, 32, True)):
         groups = -(-COLUMNS // group)
         codes = drawn.ints(0, 1 << bits, 21, COLUMNS, dtype=torch.uint8)
@@ -168,7 +168,7 @@ def hash_routing(drawn: Draw, tokens: int, strided: bool) -> Inputs:
 
 
 def moe(drawn: Draw, tokens: int, strided: bool) -> Inputs:
-    """Rows without an expert hold what is not a number."""
+    """Rows without an expert hold NaN."""
     for experts, k in ((5, 2), (4, 1)):
         hidden, weights = drawn.rows(tokens, WIDTH, strided).clone(), drawn.values(tokens, k).abs()
         chosen = [drawn.permutation(experts)[:k] for _ in range(tokens)]
@@ -185,14 +185,14 @@ def relu2_moe(drawn: Draw, tokens: int, strided: bool) -> Inputs:
 
 
 def clamped_moe(drawn: Draw, tokens: int, strided: bool) -> Inputs:
-    """As `moe`, with biases, and a limit that many values are beyond."""
+    """As `moe`, with biases, and with a limit that many values exceed."""
     for hidden, weights, ids, w13, w2 in moe(drawn, tokens, strided):
         b13, b2 = drawn.values(*w13.shape[:2]), drawn.values(*w2.shape[:2])
         yield hidden, weights, ids, w13, b13, w2, b2, 1.702, 1.5
 
 
 def limited_moe(drawn: Draw, tokens: int, strided: bool) -> Inputs:
-    """As `moe`, with a limit that many values are beyond."""
+    """As `moe`, with a limit that many values exceed."""
     yield *next(moe(drawn, tokens, strided)), 0.7
 
 
@@ -264,7 +264,7 @@ def draw(drawn: Draw, tokens: int, strided: bool) -> Inputs:
 
 
 def greedy(drawn: Draw, tokens: int, strided: bool) -> Inputs:
-    """Ties, and rows that no token can be drawn from."""
+    """Ties, and rows from which no token can be drawn."""
     logits = drawn.rows(tokens, VOCAB, strided) * 4
     if tokens > 3:
         logits[2], logits[5], logits[6, 17] = 0.5, float("-inf"), float("nan")
@@ -272,14 +272,14 @@ def greedy(drawn: Draw, tokens: int, strided: bool) -> Inputs:
 
 
 MOST_SINGLES = 5
-"""Rows of one token: more are more of the same."""
+"""Largest number of rows of one token; more would test nothing new."""
 PoolRows = tuple[Tensor, Tensor | None, Tensor | None]
 
 
 def rows_of_pool(drawn: Draw, tokens: int) -> Iterator[tuple[int, int, PoolRows]]:
-    """Tokens, size of a pool, and (slots, starts, lengths): a token for each row, the second of
-    them padding; then rows of several tokens, behind which there are two padding rows, as a padded
-    batch has them, and a token of nobody."""
+    """Yield (number of tokens, pool size, (slots, starts, lengths)): first one token for each row,
+    with padding as the second row; then rows of several tokens, followed by two padding rows, as in
+    a padded batch, and by one token that belongs to no row."""
     singles = min(tokens, MOST_SINGLES)
     slots = drawn.permutation(singles).int() + 1
     slots[1:2] = 0
@@ -292,8 +292,9 @@ def rows_of_pool(drawn: Draw, tokens: int) -> Iterator[tuple[int, int, PoolRows]
 
 
 def rows_of_states(drawn: Draw, tokens: int) -> Iterator[tuple[int, int, tuple[Tensor | None, ...]]]:
-    """The same without `targets`, and with them: states go to the rows behind all slots, every
-    second one nowhere, the third of more than four where it was."""
+    """Yield the rows of `rows_of_pool` without `targets`, and with them: new states go to pool rows
+    after all slots, but every second row stores none, and the third of more than four rows writes
+    its state in place."""
     for count, size, rows in rows_of_pool(drawn, tokens):
         yield count, size, (*rows, None)
         targets = torch.arange(size, size + len(rows[0]), device="cpu", dtype=torch.int32)
@@ -304,7 +305,7 @@ def rows_of_states(drawn: Draw, tokens: int) -> Iterator[tuple[int, int, tuple[T
 
 
 def causal_conv(drawn: Draw, tokens: int, strided: bool) -> Inputs:
-    """Three and two tokens before each."""
+    """Convolutions that reach three tokens back, and two."""
     for taps, has_bias, silu in ((4, True, True), (3, False, False)):
         for count, size, rows in rows_of_states(drawn, tokens):
             weight, bias = drawn.values(taps, WIDTH), drawn.values(WIDTH) if has_bias else None
@@ -321,7 +322,7 @@ def gated_delta_rule(drawn: Draw, tokens: int, strided: bool) -> Inputs:
 
 
 def selective_scan(drawn: Draw, tokens: int, strided: bool) -> Inputs:
-    """Two groups of heads, and one; a step that its limits cut."""
+    """Two groups of heads with a limit that cuts the time step, and one group without a limit."""
     for groups, heads, head_dim, width, most in ((2, 4, 16, 16, 1.0), (1, 1, 24, 40, math.inf)):
         for count, size, rows in rows_of_states(drawn, tokens):
             xbc, dt = (
@@ -334,5 +335,5 @@ def selective_scan(drawn: Draw, tokens: int, strided: bool) -> Inputs:
 
 
 def _wide(drawn: Draw) -> Callable[..., Tensor]:
-    """Values in float32, whatever the model is computed in."""
+    """Return a function that draws float32 values, whatever the model is computed in."""
     return lambda *shape: drawn.values(*shape).float()

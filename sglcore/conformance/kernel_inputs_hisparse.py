@@ -1,5 +1,5 @@
-"""What the kit tries the entries of rows in host memory with: as `kernel_inputs.py`, of requests
-that chose before."""
+"""Test inputs for the entries that keep KV rows in host memory, as in `kernel_inputs.py`, for
+requests that chose rows before."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ ENTRIES = PAGES * PER_PAGE
 
 
 def _filled(drawn: Draw, places: int) -> tuple[Tensor, Tensor, Tensor]:
-    """held, order, where: some entries of each slot in some places, used in any order, and what
-    entries left that are held no more."""
+    """Return held, order, where: each slot holds some entries in some places, used in any order;
+    `where` still names places of entries that are no longer held."""
     held = torch.full((SLOTS, places), -1, dtype=torch.int32, device="cpu")
     order, where = torch.empty_like(held), drawn.ints(-3, places + 4, SLOTS, ENTRIES + 1)
     for slot in range(SLOTS):
@@ -27,7 +27,8 @@ def _filled(drawn: Draw, places: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def swap_in(drawn: Draw, tokens: int, strided: bool) -> Inputs:
-    """As many places as are chosen, and more; rows that choose all, few and nothing; padding."""
+    """Places for exactly the chosen entries, and for more; rows that choose all, a few and no
+    entries; padding."""
     for count, places in ((5, 5), (7, 12)):
         slots = (drawn.permutation(SLOTS - 1)[:tokens] + 1).to(torch.int32)
         slots[tokens // 2 : tokens // 2 + 1] = 0
@@ -44,8 +45,8 @@ def swap_in(drawn: Draw, tokens: int, strided: bool) -> Inputs:
 
 
 def copy_rows(drawn: Draw, tokens: int, strided: bool) -> Inputs:
-    """Rows of several bytes by four, by two and by one; of each request some of its copies, none
-    and all."""
+    """Rows that can be copied in units of four bytes, of two and of one; for each request some of
+    its copies, none and all."""
     for size, dtype in ((24, None), (5, None), (9, torch.uint8)):
         count = 6
         source = drawn.values(SLOTS, size) if dtype is None else drawn.ints(0, 256, SLOTS, size).to(dtype)

@@ -1,5 +1,5 @@
-"""What the kit tries the entries of DeepSeek's attention with: as `kernel_inputs.py`, of paged rows
-that lists name. A row of a pool that no list names holds what is not a number."""
+"""Test inputs for the entries of DeepSeek's attention, as in `kernel_inputs.py`, with paged rows
+that lists name. A pool row that no list names holds NaN."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ PAGE = 8
 ROTATED = 8
 POSITIONS = 60
 PUBLISHED = ((576, 1), (512, 2))
-"""Elements of a row and lists: of DeepSeek-V3.2, and of DeepSeek-V4."""
+"""(elements of a row, number of lists) of DeepSeek-V3.2 and of DeepSeek-V4."""
 PUBLISHED_TOKENS = MappingProxyType({0: 0, 3: 2})
-"""How many of those sizes stand for so many: they take time where kernels are interpreted."""
+"""Tokens to run in those sizes, by the case's number of tokens; few, because they take time where
+kernels are interpreted."""
 MOST_TOKENS = 5
-"""With streams: more are more of the same."""
+"""Largest number of tokens for entries with streams; more would test nothing new."""
 
 
 @dataclass(frozen=True, slots=True)
 class Paged:
-    """Tokens of requests in pages of `PAGE`: (slots, starts, lengths) and seq_lens of rows, slots
-    and positions of tokens, each slot's pages, and how many pages there are. Padding has slot 0,
-    whose pages are page 0."""
+    """Tokens of requests in pages of `PAGE`. `rows`: (slots, starts, lengths); `table`: the pages
+    of each slot; `pages`: the number of pages. Padding has slot 0, and all its pages are page 0."""
 
     rows: tuple[Tensor, Tensor | None, Tensor | None]
     seq_lens: Tensor
@@ -42,7 +42,7 @@ class Paged:
 
 
 def _paged(drawn: Draw, tokens: int) -> Iterator[Paged]:
-    """A token for each request, and several; all have tokens before this step."""
+    """Yield one token for each row, then several; most requests have tokens before this step."""
     for count, size, rows in rows_of_pool(drawn, tokens):
         slots, starts, lengths = rows
         before = drawn.ints(0, 27, len(slots))
@@ -66,13 +66,13 @@ def _cache(rotated: int = ROTATED) -> Tensor:
 
 
 def _codecs(drawn: Draw) -> tuple[tuple[int, RowCodec | None], ...]:
-    """Sizes and forms of rows. The last group of the second is cut, and a row has bytes that align
-    the next."""
+    """Return (size, codec) of plain rows, and of rows in eight bits. In the second the last group
+    is cut, and a row ends with bytes that align the next row."""
     return (24, None), (44, RowCodec(44, exact=8, group=16, float8=drawn.float8))
 
 
 def _pool(drawn: Draw, rows: int, size: int, named: Tensor, codec: RowCodec | None) -> Tensor:
-    """[rows, size], or their bytes."""
+    """Return [rows, size], or their encoded bytes; rows that `named` does not have hold NaN."""
     values = drawn.values(rows, size)
     values = values if codec is None else codec.encode(values)
     nobody = torch.full_like(values, math.nan) if codec is None else codec.unwritten.repeat(rows, 1)
@@ -81,21 +81,21 @@ def _pool(drawn: Draw, rows: int, size: int, named: Tensor, codec: RowCodec | No
 
 
 def _out_rows(drawn: Draw, tokens: int, rows: int) -> Tensor:
-    """Distinct, but that one in the middle is of padding."""
+    """Draw distinct rows, except that the middle one is row 0, as for padding."""
     found = drawn.permutation(rows - 1)[:tokens] + 1
     found[tokens // 2 : tokens // 2 + 1] = 0
     return found
 
 
 def rope_tail(drawn: Draw, tokens: int, strided: bool) -> Inputs:
-    """Forwards with a norm, backwards without, in part and whole."""
+    """Forward with a norm, rotated in part; inverse without a norm, rotated whole."""
     for size, eps, is_inverse in ((24, 1e-6, False), (ROTATED, None, True)):
         heads = drawn.rows(tokens, 3 * size, strided).unflatten(1, (3, size))
         yield heads, drawn.ints(0, POSITIONS, tokens), _cache(), eps, is_inverse
 
 
 def norm_rope_store(drawn: Draw, tokens: int, strided: bool) -> Inputs:
-    """The norm of all and of what is not rotated."""
+    """A norm of the part that is not rotated, and a norm of the whole row."""
     for (size, codec), normed in zip(_codecs(drawn), (16, 44), strict=True):
         rows = _pool(drawn, 40, size, drawn.permutation(0), codec)
         where = drawn.ints(0, POSITIONS, tokens), _cache(), rows, _out_rows(drawn, tokens, 40)
@@ -103,7 +103,7 @@ def norm_rope_store(drawn: Draw, tokens: int, strided: bool) -> Inputs:
 
 
 def index_key_store(drawn: Draw, tokens: int, strided: bool) -> Inputs:
-    """Rows as they are, and in eight bits."""
+    """Plain rows, and rows in eight bits."""
     for size, codec in _codecs(drawn):
         gain, shift = drawn.values(size).float(), drawn.values(size).float()
         rows = _pool(drawn, 40, size, drawn.permutation(0), codec)
@@ -119,7 +119,7 @@ def window_rows(drawn: Draw, tokens: int, strided: bool) -> Inputs:
 
 
 def block_rows(drawn: Draw, tokens: int, strided: bool) -> Inputs:
-    """Several blocks in a page, and one."""
+    """One block in a page, and several."""
     for paged, ratio in zip(_paged(drawn, tokens), (PAGE, 4), strict=True):
         width = paged.table.shape[1] * PAGE // ratio
         out = torch.full((len(paged.positions), width), -7, dtype=torch.int32, device="cpu")
@@ -127,8 +127,8 @@ def block_rows(drawn: Draw, tokens: int, strided: bool) -> Inputs:
 
 
 def compress_plan(drawn: Draw, tokens: int, strided: bool) -> Inputs:
-    """Blocks that share tokens with the one before, of states in pages, whose first is not the
-    first of all; and blocks for themselves, of states by slot. More events than there are."""
+    """Overlapping blocks with states in pages, which may begin after the first page; and separate
+    blocks with states by slot. There is room for more events than occur."""
     for paged, (ratio, span) in product(_paged(drawn, tokens), ((4, 8), (PAGE, PAGE))):
         slots, starts, lengths = paged.rows
         count = len(paged.positions)
@@ -142,7 +142,8 @@ def compress_plan(drawn: Draw, tokens: int, strided: bool) -> Inputs:
 
 
 def compress(drawn: Draw, tokens: int, strided: bool) -> Inputs:
-    """Of tokens of this step, of rows of the state that it then writes, and of nothing."""
+    """Read tokens of this step, rows of the state (the call then overwrites a few of them), and
+    nothing."""
     for ratio, span, size in ((4, 8, 24), (3, 3, 12)):
         state = _pool(drawn, 50, 2 * size, drawn.permutation(25), None).float()
         held = -2 - drawn.ints(0, 25, tokens, span)
@@ -155,7 +156,7 @@ def compress(drawn: Draw, tokens: int, strided: bool) -> Inputs:
 
 
 def index_logits(drawn: Draw, tokens: int, strided: bool) -> Inputs:
-    """Weights of both signs; more columns than anyone has rows."""
+    """Weights of both signs; more columns than any token has rows."""
     for paged, (size, codec) in zip(_paged(drawn, tokens), _codecs(drawn), strict=True):
         count, lens = len(paged.positions), paged.positions + (paged.token_slots > 0).int()
         q = drawn.rows(count, 3 * size, strided).unflatten(1, (3, size))
@@ -164,14 +165,14 @@ def index_logits(drawn: Draw, tokens: int, strided: bool) -> Inputs:
 
 
 def _held(paged: Paged, lens: Tensor) -> Tensor:
-    """The rows of every token's first `lens`."""
+    """Return the pool rows of the first `lens` positions of every token's request."""
     pairs = zip(paged.token_slots.tolist(), lens.tolist(), strict=True)
     found = [paged.table[slot, place // PAGE] * PAGE + place % PAGE for slot, size in pairs for place in range(size)]
     return torch.tensor(found, dtype=torch.int64, device="cpu")
 
 
 def index_top_k(drawn: Draw, tokens: int, strided: bool) -> Inputs:
-    """Fewer rows than are wanted, and more; no two logits of a token are equal."""
+    """Fewer rows than `k`, and more; no two logits of a token are equal."""
     for paged, k in zip(_paged(drawn, tokens), (4, 11), strict=True):
         lens = paged.positions + (paged.token_slots > 0).int()
         ranks = [drawn.permutation(POSITIONS) for _ in lens]
@@ -181,8 +182,8 @@ def index_top_k(drawn: Draw, tokens: int, strided: bool) -> Inputs:
 
 
 def sparse_mqa(drawn: Draw, tokens: int, strided: bool) -> Inputs:
-    """One list, and two with sinks; some choose nothing. Then with as many heads and elements as
-    the published models have."""
+    """One list, and two with sinks; some tokens choose nothing. Then the numbers of heads and
+    elements of the published models."""
     for (size, codec), value_size, lists in zip(_codecs(drawn), (16, 44), (1, 2), strict=True):
         yield _attention(drawn, tokens, (3, size, value_size), lists, codec, strided)
     for size, lists in PUBLISHED if tokens in PUBLISHED_TOKENS else ():
@@ -192,7 +193,8 @@ def sparse_mqa(drawn: Draw, tokens: int, strided: bool) -> Inputs:
 def _attention(
     drawn: Draw, tokens: int, sizes: tuple[int, int, int], lists: int, codec: RowCodec | None, strided: bool
 ) -> tuple[Any, ...]:
-    """A call of `sparse_mqa` with heads, elements of rows and of values."""
+    """Draw the arguments of one call of `sparse_mqa`; `sizes`: heads, elements of a row, elements
+    of a value."""
     heads, size, value_size = sizes
     q = drawn.rows(tokens, heads * size, strided).unflatten(1, (heads, size))
     given: list[Tensor | None] = []
@@ -213,7 +215,7 @@ def _chosen(drawn: Draw, tokens: int, width: int) -> Tensor:
 
 
 def paged_mqa(drawn: Draw, tokens: int, strided: bool) -> Inputs:
-    """Rows as they are, and in eight bits."""
+    """Plain rows, and rows in eight bits."""
     for paged, (size, codec), value_size in zip(_paged(drawn, tokens), _codecs(drawn), (16, 44), strict=True):
         lens = paged.positions + (paged.token_slots > 0).int()
         q = drawn.rows(len(lens), 3 * size, strided).unflatten(1, (3, size))
@@ -222,7 +224,7 @@ def paged_mqa(drawn: Draw, tokens: int, strided: bool) -> Inputs:
 
 
 def grouped_linear(drawn: Draw, tokens: int, strided: bool) -> Inputs:
-    """Strided, the weight is a transposed one too."""
+    """With `strided`, the weight is a transposed view too."""
     weight = drawn.values(3, 40, 17).transpose(1, 2) if strided else drawn.values(3, 17, 40)
     yield drawn.rows(tokens, 3 * 40, strided).unflatten(1, (3, 40)), weight * 0.15
 
@@ -241,7 +243,7 @@ def _streams(drawn: Draw, tokens: int, streams: int, strided: bool) -> Tensor:
 
 
 def hc_post(drawn: Draw, tokens: int, strided: bool) -> Inputs:
-    """What goes from a stream to another is not what comes back."""
+    """The mix of streams is not symmetric."""
     tokens = min(tokens, MOST_TOKENS)
     post, comb = drawn.values(tokens, 4).float(), drawn.values(tokens, 4, 4).float() / 2
     yield drawn.rows(tokens, 24, strided), _streams(drawn, tokens, 4, strided), post, comb

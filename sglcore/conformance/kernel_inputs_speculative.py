@@ -15,12 +15,12 @@ from sglcore.conformance.kernel_inputs import Draw, Inputs
 SLOTS, MOST, LONGEST = 40, 6, 60
 FEW_TOKENS = 3
 RIGHT_OF_FOUR = 3
-"""How many of four proposals are what was drawn, so that several are right one after the other."""
+"""Draft tokens in four that equal the sampled token, so that several in a row are accepted."""
 
 
 def _tables(drawn: Draw, requests: int, width: int) -> Iterator[tuple[Tensor, ...]]:
-    """last, lengths, proposals, slots, limits: limits before the root, within the run and behind
-    it."""
+    """Yield last, lengths, proposals, slots and limits; limits lie before the root, within the run
+    and after it."""
     slots = (drawn.permutation(SLOTS - 1)[:requests] + 1).to(torch.int32)
     lengths = drawn.ints(0, LONGEST, SLOTS)
     limits = lengths[slots.long()] + drawn.ints(-1, width + 2, requests)
@@ -40,7 +40,7 @@ def place_proposals(drawn: Draw, tokens: int, strided: bool) -> Inputs:
 
 
 def accept_proposals(drawn: Draw, tokens: int, strided: bool) -> Inputs:
-    """As `place_proposals` leaves them."""
+    """Inputs as `place_proposals` leaves them."""
     for width in (1, 4, MOST + 1):
         for last, lengths, proposals, slots, limits in _tables(drawn, tokens, width):
             steps = torch.arange(width, dtype=torch.int32)
@@ -68,8 +68,8 @@ def tree_walk(drawn: Draw, tokens: int, strided: bool) -> Inputs:
 
 
 def _trees(drawn: Draw) -> tuple[Tensor, Tensor]:
-    """Parents, shifts, ancestors and words int32[4, SLOTS, MOST + 1], and proposals int32[SLOTS,
-    MOST]."""
+    """Return trees int32[4, SLOTS, MOST + 1] (parents, shifts, ancestors, words) and their draft
+    tokens int32[SLOTS, MOST]."""
     trees = torch.zeros(4, SLOTS, MOST + 1, dtype=torch.int32, device="cpu")
     trees[2, :, 0] = 1
     proposals = torch.zeros(SLOTS, MOST, dtype=torch.int32, device="cpu")
@@ -86,7 +86,8 @@ def _trees(drawn: Draw) -> tuple[Tensor, Tensor]:
 
 
 def _drawn_of(drawn: Draw, parents: Tensor, proposals: Tensor, width: int) -> Tensor:
-    """int32[B * width]: after most nodes that have children, one of these."""
+    """Return the drawn tokens int32[B * width]: after most nodes with children, the token of one
+    child."""
     found = torch.zeros(len(parents), width, dtype=torch.int32, device="cpu")
     for node in range(1, width):
         is_drawn = (drawn.ints(0, 4, len(parents)) < RIGHT_OF_FOUR) & (proposals[:, node - 1] >= 0)
@@ -96,18 +97,19 @@ def _drawn_of(drawn: Draw, parents: Tensor, proposals: Tensor, width: int) -> Te
 
 
 SHAPES = ((1, 2, 3), (3, 4, 8), (4, 3, 32))
-"""Of trees: beams, how deep, and nodes."""
+"""(beams, depth, nodes) of trees."""
 
 
 def _leaders(drawn: Draw, *sizes: int) -> tuple[Tensor, Tensor]:
-    """Tokens and scores, as columns of wider tensors; many scores are equal, some are -inf."""
+    """Draw tokens and scores, as columns of wider tensors; many scores are equal, some are -inf."""
     scores = -drawn.ints(0, 4, *sizes[:-1], sizes[-1] + 2).float()
     scores[drawn.ints(0, 6, *scores.shape) == 0] = -torch.inf
     return drawn.ints(0, LONGEST, *scores.shape)[..., : sizes[-1]], scores[..., : sizes[-1]]
 
 
 def tree_expand(drawn: Draw, tokens: int, strided: bool) -> Inputs:
-    """Depths behind the root, and behind beams of which some can not be right."""
+    """The first depth after the root, and a depth after beams; a few beams have no chance
+    (-inf)."""
     for width, depth, _ in SHAPES:
         records, sums, _ = _records(drawn, tokens, width, depth)
         for first, count in ((0, 1), (width, width)):
@@ -123,15 +125,15 @@ def tree_expand(drawn: Draw, tokens: int, strided: bool) -> Inputs:
 
 
 def tree_build(drawn: Draw, tokens: int, strided: bool) -> Inputs:
-    """As beams leave them."""
+    """Records as the expansion of beams leaves them."""
     for width, depth, nodes in SHAPES:
         records, sums, depths = _records(drawn, tokens, width, depth)
         yield records, sums, depths, torch.full((3, tokens, nodes - 1), -7, dtype=torch.int32, device="cpu")
 
 
 def _records(drawn: Draw, requests: int, width: int, depth: int) -> tuple[Tensor, Tensor, Tensor]:
-    """int32[2, R, M], float32[R, M] and int32[M] of trees of any form: each depth follows any
-    records of the one before."""
+    """Draw int32[2, R, M] (tokens, parents), float32[R, M] (scores) and int32[M] (depths) of trees
+    of any form: a record's parent is any record of the depth before."""
     numbers, sums, depths = list[Tensor](), list[Tensor](), list[int]()
     for at in range(depth):
         count = width if not at else width**2

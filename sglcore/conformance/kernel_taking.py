@@ -1,5 +1,5 @@
-"""What the candidates of a kernel entry say that they take, held against the kit's cases and
-against what they do."""
+"""Checks what the candidates of a kernel entry say they take, against the kit's cases and against
+what they do."""
 
 from __future__ import annotations
 
@@ -18,16 +18,15 @@ from sglcore.runtime.kernels.entry import Entry
 from sglcore.runtime.kernels.table import KernelTable, origin_of
 
 PACKS = frozenset({"pack_linear", "pack_quantized", "quantize_linear", "pack_head", "pack_parts", "head"})
-"""Entries that make, or take, packed weights."""
+"""Entries that make or take packed weights."""
 MAKES = PACKS - {"head"}
-"""Those of them that say by a ConfigError, or by what they return, that they do not take a
-weight."""
+"""Entries of these that refuse a weight by a ConfigError or by their result."""
 HANDS_ON = PACKS | {"linear"}
 """Entries that may pass plain weights to the next candidate."""
 
 
 class Taking:
-    """The candidates of one entry over all its cases. Raises LawBroken."""
+    """The candidates of one entry over all its cases. Its methods raise LawBroken."""
 
     def __init__(self, table: KernelTable, entry: Entry[Any]) -> None:
         self._table = table
@@ -49,7 +48,8 @@ class Taking:
         return type(self._table)(**{**self._table.candidates, **left}) if self._first else self._table
 
     def refused(self, reason: str) -> None:
-        """The case at hand was not taken after all, and its caller was told."""
+        """Note that the candidate refused the current case after all, with an error for its
+        caller."""
         self._taken[self._first] -= 1
         self._reasons[self._first] = reason
 
@@ -79,13 +79,14 @@ class Taking:
             raise LawBroken(f"{origin_of(own.function)} says that it takes {case.text}, and hands it to {entered[0]}")
 
     def check(self) -> None:
-        """Nobody refuses everything."""
+        """Raise LawBroken if a candidate refused every case."""
         for place, reason in self._reasons.items():
             if self._taken[place] <= 0:
                 raise LawBroken(f"{origin_of(self._held[place].function)} takes nothing: {reason}")
 
     def _takes(self, place: int, case: KernelCase, call: Sequence[Any] | None) -> bool:
-        """Whether a candidate says that it takes a case, as it said of others of its kind."""
+        """Return whether a candidate says that it takes a case. Raises LawBroken if it said
+        otherwise of another case of the same kind."""
         candidate = self._held[place]
         reason = "" if call is None else candidate.takes(*call)
         said, text = self._says.setdefault((place, case.kind), (reason, case.text))
@@ -101,7 +102,7 @@ class Taking:
 
 
 def code_of(kernel: Any) -> CodeType | None:
-    """The Python code that a kernel begins with; None where it has none."""
+    """Return the Python code that a kernel begins with; None if it has none."""
     kernel = kernel.func if isinstance(kernel, partial) else kernel
     kernel = kernel.__func__ if isinstance(kernel, MethodType) else kernel
     function = kernel if isinstance(kernel, FunctionType) else vars(type(kernel)).get("__call__")

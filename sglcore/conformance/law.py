@@ -70,7 +70,7 @@ class Law:
 
 
 def run_name(law: Law, case: str) -> str:
-    """How results and gaps name one case of a law."""
+    """Return the name of one case of a law, as results and gaps have it."""
     return f"{law.name}[{case}]" if case else law.name
 
 

@@ -1,5 +1,5 @@
-"""C3: every attention backend of the package against the reference, over a pool where a wrong cell
-is not a number."""
+"""C3: every attention backend of the package against the reference, over a pool in which every KV
+slot that must not be read holds NaN."""
 
 from __future__ import annotations
 
@@ -42,17 +42,17 @@ from sglcore.runtime.memory.pools import POOL_KINDS
 from sglcore.step.host_values import host_arrays
 
 TOLERANCE: Mapping[str, float] = MappingProxyType({"float32": 5e-5, "bfloat16": 3e-2, "float16": 5e-3})
-"""Of outputs that are means of values around 1."""
+"""For outputs that are means of values around 1."""
 
 ANY_HEADS = (16, 80)
-"""Head sizes that are tried of a backend that takes any; the second is no power of two."""
+"""Head sizes to try on a backend that takes any; the second is no power of two."""
 CLAIMED = ((9, 1), (0, 12), (7, 5))
-"""What runs in each size that a backend says it takes."""
+"""Requests, as (tokens before, new tokens), that run in each size that a backend says it takes."""
 
 
 def attention_is_reference(trial: Trial) -> None:
-    """One backend in one mode, over page sizes; what a layer asks for beside, together with a
-    window where it serves one."""
+    """Check one backend in one mode over page sizes. An extra feature is tested together with a
+    sliding window if the backend has that too."""
     backend, mode, asked = (*trial.case.split("/"), "")[:3]
     extra = asked if asked in (*EXTRAS, TREE) else ""
     features = _facts_of(trial, backend).features
@@ -68,8 +68,8 @@ def attention_is_reference(trial: Trial) -> None:
 def _check_start(
     trial: Trial, model: str, backend: str, mode: str, extra: str, settings: Mapping[str, str | int]
 ) -> bool:
-    """Whether the backend serves the model with these settings; raises LawBroken where it does so
-    wrongly."""
+    """Return whether the backend serves the model with these settings. Raises LawBroken if its
+    results are wrong."""
     try:
         harness = trial.kit.harness(model, attention_backend=backend, **settings)
     except ConfigError as refusal:
@@ -93,8 +93,8 @@ def _check_start(
 
 
 def _refreshed(needs_host_lengths: bool, backend: Any, probe: Probe) -> Tensor | None:
-    """The same step by a plan for capture, refreshed; without lengths on the host where that must
-    do. None where only the vendor's own graph could do that."""
+    """Run the same step by a refreshed plan for capture, without lengths on the host unless the
+    device needs them there. Returns None if only the vendor's own graph could run it."""
     view = probe.view
     if "capture" not in backend.facts.features or view is None:
         return None
@@ -110,8 +110,8 @@ def _refreshed(needs_host_lengths: bool, backend: Any, probe: Probe) -> Tensor |
 
 
 def attention_takes_what_it_says(trial: Trial) -> None:
-    """Each head size, type, page size and layout of a backend's facts at least once, in as few
-    starts as that takes."""
+    """Check each head size, dtype, page size and layout of a backend's facts at least once, in the
+    smallest number of starts."""
     facts, layout = _facts_of(trial, trial.case), trial.kit.harness("dense").pool.layout
     kinds = {layout: None, **{name: kind for name, kind in POOL_KINDS.items() if name != layout}}
     layouts = [name for name in kinds if facts.takes_layout(name)]
@@ -135,8 +135,9 @@ def attention_takes_what_it_says(trial: Trial) -> None:
 
 
 def claims(facts: AttentionFacts, own: Facts, layouts: Sequence[str]) -> Sequence[tuple[int, str, int, str]]:
-    """Head size, dtype, page size and layout of each start. Where any serves, some are taken; of
-    types, those of the device; `layouts`: those that it takes and that the kit can make."""
+    """Return the head size, dtype, page size and layout of each start. Where the backend takes any
+    value, some are chosen; dtypes are limited to the device's. `layouts`: layouts that the backend
+    takes and that the kit can make."""
     heads = facts.head_dims or ANY_HEADS
     dtypes = [name for name in own.dtypes if facts.dtypes is None or name in facts.dtypes]
     pages = [size for size in facts.page_sizes or (own.page_size,) if size <= CONTEXT]
@@ -157,7 +158,8 @@ def _check_output(trial: Trial, harness: Harness, found: Tensor, wanted: Tensor,
 
 
 def _check_pool(harness: Harness, contents: Contents, found: Seen, text: str) -> None:
-    """This step's keys and values stand in their cells; every other cell is as it was."""
+    """Check that this step's keys and values are in their KV slots, and that no other slot
+    changed."""
     pool = harness.pool
     size, lengths = pool.page_size, [before + new for before, new in contents.rows]
     for what, parts, after in (("key", contents.keys, found.keys), ("value", contents.values, found.values)):
@@ -172,13 +174,13 @@ def _check_pool(harness: Harness, contents: Contents, found: Seen, text: str) ->
 
 
 def backends(target: Target) -> tuple[str, ...]:
-    """Each backend of the runtime."""
+    """Return the attention backends of a device of the torch runtime."""
     return tuple(target.package.attention) if "torch_runtime" in target.capabilities() else ()
 
 
 def _starts(target: Target, backend: str, is_extra: bool) -> Sequence[Mapping[str, str | int]]:
-    """Settings of each start: every page size; of `EXTRAS` the strictest type and, if that is wide,
-    a half type."""
+    """Return the settings of each start: every page size; for an extra feature, the strictest dtype
+    and, if that is float32, a 16-bit dtype."""
     if not is_extra:
         return [{"page_size": size} for size in _page_sizes(target, backend)]
     strict, taken = target.geometry(backend).dtype, target.usable_attention()[backend].facts.dtypes
@@ -194,8 +196,8 @@ def _page_sizes(target: Target, backend: str) -> tuple[int, ...]:
 
 
 def attention_cases(target: Target) -> tuple[str, ...]:
-    """Each backend of the runtime in each mode, also with a window and each of `EXTRAS`, and rows
-    of trees, where it says that it serves them."""
+    """Return each backend of the runtime in each mode; also with a window, with each of `EXTRAS`
+    and with tree rows, if its facts name them."""
     if "torch_runtime" not in target.capabilities():
         return ()
     found: list[str] = []

@@ -1,4 +1,4 @@
-"""C1 and C2: the facts are true. What they may say at all is a law of C0."""
+"""C1 and C2: the facts are true. Which values facts may have at all is a law of C0."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from sglcore.step.host_values import host_arrays
 
 WIDE = (torch.int64, torch.uint64)
 GIVES_WIDE = frozenset({"argmax", "max", "topk", "sort"})
-"""Operations of torch that give indices in no other type. What they give is converted at once."""
+"""Torch operations that return indices as int64 only. Their results are converted at once."""
 CONVERTS = frozenset({"to", "_to_copy"})
 DRAWS: tuple[dict[str, Any], ...] = (
     {"repetition_penalty": 1.2, "presence_penalty": 0.3, "frequency_penalty": 0.1, "min_tokens": 2},
@@ -39,14 +39,13 @@ BUSY, ROUNDS = 512, 6
 
 
 def computes_in(trial: Trial) -> None:
-    """One prompt and two decodes in one of the types that the facts name."""
+    """Run one prompt and two decode steps in one of the dtypes that the facts name."""
     harness = trial.kit.harness("dense", dtype=trial.case)
     trial.compare(harness, harness.run(random_prompts(1, (7,)), 3, score_prompts=True))
 
 
 class Watch(TorchDispatchMode):
-    """Refuses integers of 64 bits on a type of device: as inputs of operations, and as what they
-    give."""
+    """Refuses 64-bit integers on a type of device, as inputs and as results of operations."""
 
     def __init__(self, device: str) -> None:
         super().__init__()
@@ -78,8 +77,8 @@ def _tensors(values: Sequence[Any]) -> Iterator[Tensor]:
 
 
 def integers_are_narrow(trial: Trial) -> None:
-    """Prompts, decodes, scores, penalties, cut-offs, bias and masks, with every operation of torch
-    watched."""
+    """Run prompts, decode steps, scores, penalties, cut-offs, bias and masks, with every torch
+    operation watched."""
     harness = trial.kit.harness("moe")
     prompts = random_prompts(3, (9, 4, 6))
     with Watch(harness.facts.tensor_device):
@@ -137,7 +136,8 @@ def kernels_reach_the_host(trial: Trial) -> None:
 
 
 def lengths_are_on_the_host(trial: Trial) -> None:
-    """Of decode steps and of prompts; a batch without them is refused before anything runs."""
+    """Check lengths of decode steps and of prompts; a batch without lengths is refused before
+    anything runs."""
     harness = trial.kit.harness("dense")
     for mode, rows in ((ForwardMode.DECODE, ((5, 1), (3, 1))), (ForwardMode.EXTEND, ((0, 4), (2, 3)))):
         _check_mirrors(harness, mode, rows)

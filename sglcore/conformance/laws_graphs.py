@@ -1,5 +1,5 @@
-"""C2: the graphs of a device by themselves: what is captured replays on what its buffers hold, and
-errors spoil nothing."""
+"""C2: the graphs of a device by themselves: a capture replays on what its buffers hold now, and
+errors leave graphs usable."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from sglcore.runtime.streams import Streams
 
 SAID = "in the step"
 MOST_RUNS = 2
-"""How often a capture may run its step: once to warm up, once to record."""
+"""Largest number of runs of a step during a capture: one to warm up, one to record."""
 
 
 @contextmanager
@@ -45,7 +45,7 @@ def _check(what: str, found: Tensor, wanted: float) -> None:
 
 
 def replay_reads_buffers(trial: Trial) -> None:
-    """Other values in the same buffer."""
+    """Replay with other values in the same buffer."""
     with _mechanism(trial) as (backend, given, made):
         step = backend.capture(lambda: made.copy_(given * 2))
         for value in (1.0, 5.0):
@@ -54,7 +54,7 @@ def replay_reads_buffers(trial: Trial) -> None:
 
 
 def replays_keep_order(trial: Trial) -> None:
-    """Two captures of one memory, replayed in an order of their own."""
+    """Replay two captures that share memory in another order than they were captured."""
     with _mechanism(trial) as (backend, total, _):
         steps = [backend.capture(lambda: total.add_(1)), backend.capture(lambda: total.mul_(10))]
         total.zero_()
@@ -64,7 +64,7 @@ def replays_keep_order(trial: Trial) -> None:
 
 
 def errors_leave_graphs_usable(trial: Trial) -> None:
-    """In the warm-up and under capture; then a capture that is whole."""
+    """Raise in the warm-up and in the capture; then capture without an error."""
     with _mechanism(trial) as (backend, total, made):
         for run in range(1, MOST_RUNS + 1):
             try:
@@ -77,7 +77,7 @@ def errors_leave_graphs_usable(trial: Trial) -> None:
 
 
 def _fails_in(run: int, total: Tensor) -> Callable[[], Tensor]:
-    """A step that raises LookupError when it is called for the `run`-th time."""
+    """Return a step that raises LookupError when it is called for the `run`-th time."""
     left = [run]
 
     def step() -> Tensor:
@@ -91,8 +91,8 @@ def _fails_in(run: int, total: Tensor) -> Callable[[], Tensor]:
 
 
 def _check_told(error: Exception, is_recorded: bool) -> None:
-    """Where the step itself is run, its own error comes out; a compiler may raise its own, and says
-    what it met."""
+    """Check that a failed capture raises the step's own error. A compiler may raise its own error
+    if that quotes the step's."""
     if SAID not in "".join(traceback.format_exception(error)) or (is_recorded and not isinstance(error, LookupError)):
         raise LawBroken(f"the step raised a LookupError, and its capture {error!r}") from error
 

@@ -1,5 +1,5 @@
-"""C3: every entry of the device's kernel table against the reference, with guards around what it
-may write."""
+"""C3: every entry of the device's kernel table against the reference, with guards around the memory
+that it may write."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ from sglcore.runtime.kernels.table import KernelTable, origin_of
 OWN_LOOPS: Mapping[str, Any] = MappingProxyType(
     {"enabled": False, "deterministic": None, "allow_tf32": None, "fp32_precision": None}
 )
-"""Torch's own on the host, all else as it was: oneDNN of torch 2.11 spreads a row that is no number
-over others of its tile."""
+"""Flags that turn oneDNN off for the reference on the host and keep all else: oneDNN of torch 2.11
+spreads a row of NaN over other rows of its tile."""
 
 GUARD = 8
-"""Elements on both sides of a tensor that must stay as they are."""
+"""Elements before and after a tensor that must not change."""
 
 RELATIVE = MappingProxyType({"float32": 2e-5, "bfloat16": 2e-2, "float16": 2.5e-3, "float8": 8e-2})
-"""Error of a result, relative to its largest value or to 1. In bfloat16 a rounding is 4e-3, in
-float16 5e-4; the order of sums is free. Rows in eight bits may be a step of them apart, which is
+"""Allowed error, relative to the result's largest value or to 1. One rounding is 4e-3 in bfloat16
+and 5e-4 in float16; sums may have any order. Rows in eight bits may differ by one step, which is
 7e-2."""
 
 
@@ -45,7 +45,8 @@ CELLS = frozenset({"out_cache_loc", "out_rows", "writes"})
 
 
 class Guarded:
-    """A tensor on the device with guard elements before and after its storage, and what it held."""
+    """A tensor on the device with guard elements before and after its storage, and a copy of its
+    content on the host."""
 
     def __init__(self, host: Tensor, device: str, pattern: float) -> None:
         span = _span(host)
@@ -57,11 +58,12 @@ class Guarded:
         self._host = host
 
     def is_unchanged(self) -> bool:
-        """Neither the tensor nor its guards nor the gaps between its rows were written."""
+        """Return whether nothing was written: the tensor, its guards, or the gaps between its
+        rows."""
         return _same_bits(self._whole.cpu(), self._before)
 
     def guards_hold(self) -> bool:
-        """Nothing but the tensor's own elements was written."""
+        """Return whether nothing but the tensor's own elements was written."""
         now = self._whole.to("cpu", copy=True)
         now.as_strided(self._host.shape, self._host.stride(), GUARD).copy_(
             self._before.as_strided(self._host.shape, self._host.stride(), GUARD)
@@ -70,7 +72,7 @@ class Guarded:
 
 
 def _span(host: Tensor) -> int:
-    """Elements from the first to the last of a tensor."""
+    """Return the number of elements from a tensor's first to its last, including gaps."""
     if not host.numel():
         return 0
     return 1 + sum((size - 1) * stride for size, stride in zip(host.shape, host.stride(), strict=True))
@@ -81,8 +83,8 @@ def _same_bits(one: Tensor, other: Tensor) -> bool:
 
 
 def kernel_is_reference(trial: Trial) -> None:
-    """One entry, over all its cases, in the table that serves or in one that has to be asked
-    for."""
+    """Check one entry over all its cases, in the preferred table or in the one that the case
+    names."""
     name, _, entry = trial.case.rpartition("/")
     harness = trial.kit.harness("dense", **({"kernels": name} if name else {}))
     table: KernelTable = harness.started.built["kernels"]
@@ -92,9 +94,9 @@ def kernel_is_reference(trial: Trial) -> None:
 
 
 def compare(trial: Trial, table: KernelTable, facts: Facts) -> None:
-    """The entry that the trial's case names, on a device with these facts, in the types that it
-    computes in: of its candidates the one that a model would get. What a candidate says it takes
-    must work; a case that it refuses by a ConfigError counts for nothing."""
+    """Compare the entry that the trial's case names with the reference, in the dtypes of these
+    facts. Each case runs on the candidate that a model would get. A case that a candidate says it
+    takes must work; a case that it refuses by a ConfigError is skipped."""
     entry = table.declared()[trial.case.rpartition("/")[2]]
     device, cells = facts.tensor_device, getattr(torch, facts.index_dtype)
     taking = Taking(table, entry)
@@ -111,8 +113,8 @@ def compare(trial: Trial, table: KernelTable, facts: Facts) -> None:
 
 
 def _named(entry: Entry[Any], args: Sequence[Any]) -> Iterator[tuple[str | None, Any]]:
-    """Arguments with their names; those of what makes packed weights are not the entry's own, and
-    have none."""
+    """Pair arguments with their names. Entries that pack weights get other arguments than their
+    own, without names."""
     names = (None,) * len(args) if entry.name in PACKS else entry.parameters
     return zip(names, args, strict=True)
 
@@ -152,7 +154,8 @@ def _built(arg: Any, device: str) -> Any:
 
 
 def _call(table: KernelTable, entry: Entry[Any], args: Sequence[Any]) -> tuple[Tensor, ...]:
-    """The results; a packed weight is seen through what reads it."""
+    """Return the results of a call; a packed weight is represented by the result of the entry that
+    reads it."""
     found = _through_packing(table, entry.name, args) if entry.name in PACKS else getattr(table, entry.name)(*args)
     if found is None:
         return ()
@@ -179,8 +182,9 @@ def _through_packing(table: KernelTable, entry: str, args: Sequence[Any]) -> tup
 
 
 def _product(table: KernelTable, entry: str, x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
-    """What the `linear` of a model with this weight makes of it packed. Where the preferred one
-    refuses the weight, another reads it, which knows plain weights only: then it has to be one."""
+    """Return the product with a packed weight, by the `linear` that a model with this weight would
+    use. If the preferred `linear` refuses the weight, another one reads it; that one knows plain
+    weights only, so the packed weight must be plain."""
     plain = torch.empty(packed.shape, dtype=x.dtype, device="meta")
     linear = choose(table, KernelTable.linear, (x, plain, bias))
     try:
@@ -218,7 +222,7 @@ def _compare(trial: Trial, case: KernelCase, found: tuple[Tensor, ...], wanted: 
 
 
 def _not_finite(found: Tensor, wanted: Tensor) -> str:
-    """Where one of the two is no finite number and the other is."""
+    """Describe where one of the two is finite and the other is not."""
     apart = [(found, wanted, "the device's"), (wanted, found, "the reference's")]
     texts = []
     for one, other, whose in apart:
@@ -247,8 +251,8 @@ def check_rows(trial: Trial, found: Tensor, wanted: Tensor, dtype: str, what: Ca
 
 
 def relative_error(found: Tensor, wanted: Tensor) -> float:
-    """The largest difference over the largest value (at least 1); infinite where one is finite and
-    the other is not."""
+    """Return the largest difference, relative to the largest value or to 1; infinity where only one
+    of the two is finite."""
     if not wanted.numel():
         return 0.0
     one, other = found.double(), wanted.double()
@@ -259,9 +263,10 @@ def relative_error(found: Tensor, wanted: Tensor) -> float:
 
 
 def entries(target: Target) -> tuple[str, ...]:
-    """Every entry that the device's preferred table has, and those that its other tables replace,
-    as `table/entry`; all where it can not be made, where a defect may bring one, or where the
-    device has a table of another kind. A table that says why it can not serve here has none."""
+    """Return every entry of the device's preferred table, and as `table/entry` those that its other
+    tables replace. All entries if a table can not be made, if a mutant may add one, or if the
+    device has another kind of table. A table that refuses this machine with a ConfigError has
+    none."""
     declared = tuple(KernelTable.declared())
     if target.mutant is not None or "torch_runtime" not in target.capabilities():
         return declared

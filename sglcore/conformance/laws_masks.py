@@ -14,15 +14,15 @@ from sglcore.conformance.trial import Trial
 
 LENGTHS = (5, 30, 1, 17, 9)
 GRAMMARS = (3, None, 4, None, 5)
-"""The seed of each prompt's grammar; None: it is free."""
+"""The seed of each prompt's grammar; None: no grammar."""
 
 DRAWS = (MappingProxyType({}), MappingProxyType({"temperature": 1.0, "seed": 9, "top_k": 20}))
-"""Greedy, and drawn."""
+"""Greedy, and sampled."""
 
 
 def masks_hold(trial: Trial) -> None:
-    """Masked rows keep to their masks, and the log-probabilities of all rows are the reference's,
-    mask or not."""
+    """Check that masked rows keep to their masks, and that the log-probabilities of all rows are
+    the reference's, with a mask or without."""
     harness = trial.kit.harness("dense")
     if not harness.limits.takes_masks:
         raise NotApplicable("this worker takes no masks")
@@ -44,8 +44,8 @@ def masks_hold(trial: Trial) -> None:
 
 
 def changes_hold(trial: Trial) -> None:
-    """What a step adds to logits decides the draw of its rows, and the log-probabilities of all
-    rows are the reference's."""
+    """Check that what a step adds to logits decides the tokens of its rows, and that the
+    log-probabilities of all rows are the reference's."""
     harness = trial.kit.harness("dense")
     if not harness.limits.takes_changes:
         raise NotApplicable("this worker adds nothing to single logits")

@@ -1,4 +1,5 @@
-"""C2: who gives pages back, who begins on what others left, and what fell out of a window."""
+"""C2: requests that return pages, prompts that start from cached pages, and pages that left a
+sliding window."""
 
 from __future__ import annotations
 
@@ -39,8 +40,8 @@ def _abort_some(scheduler: Scheduler, step: int) -> None:
 
 
 def prefix_hits(trial: Trial) -> None:
-    """Prompts that begin as an earlier one did run on its pages, and on what else it left there for
-    those that branch off."""
+    """Run prompts with the prefix of an earlier one on its pages, and on the states that it left
+    for requests that branch off."""
     harness = open_case(trial)
     length = max(33, 2 * harness.limits.page_size + 1)
     if length + 12 > CONTEXT:
@@ -58,7 +59,7 @@ def prefix_hits(trial: Trial) -> None:
 
 
 def retraction(trial: Trial) -> None:
-    """Pages run out: the youngest gives its pages up and is computed again."""
+    """Let pages run out: the youngest request is preempted and computed again."""
     harness = open_case(trial)
     size = harness.limits.page_size
     if size > 16:
@@ -96,8 +97,8 @@ class Spoiler:
 
 
 def freed_windows_are_free(trial: Trial) -> None:
-    """Requests that outgrow two pages, step by step of a few tokens, beside others that may get
-    what falls out."""
+    """Run requests that outgrow two pages in steps of few tokens, together with others that may get
+    the freed window pages."""
     harness = open_case(trial)
     size = harness.limits.page_size
     lengths = (size + 2, 30, 3, 2 * size)

@@ -1,5 +1,5 @@
-"""C0: the package by itself. Nothing runs on the device, so these laws hold on a machine without it
-too."""
+"""C0: the package by itself. Nothing runs on the device, so these laws also hold on a machine
+without it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PROBE_SECONDS = 120
 IMPORT_SECONDS = 300
 INDEX_DTYPES = ("int32", "int64")
 MADE_WITH = ("pools", "hisparse", "attention", "runner")
-"""Steps of torch's runtime in order; each needs what the step before it provides."""
+"""Results of steps of torch's runtime, in order; each step needs the result before it."""
 
 _PROBE = """
 import json, sys
@@ -55,7 +55,8 @@ print(json.dumps({"reports": reports, "devices": devices, "modules": sorted({nam
 
 
 def refs_resolve(trial: Trial) -> None:
-    """An attention backend may lack its library here; what else is named must be there."""
+    """Import everything that the package names. Only the library of an attention backend may be
+    missing here."""
     package = trial.target.package
     for ref in package.refs():
         try:
@@ -68,7 +69,7 @@ def refs_resolve(trial: Trial) -> None:
 
 
 def probe_is_light(trial: Trial) -> None:
-    """In a process of its own."""
+    """Run the probe in a process of its own."""
     seen = _run_probe(trial.target)
     own = {"sglcore", *(module.partition(".")[0] for module in modules(trial.target.package.probe))}
     foreign = sorted(set(seen["modules"]) - own - sys.stdlib_module_names)
@@ -80,7 +81,7 @@ def probe_is_light(trial: Trial) -> None:
 
 
 def four_facts(trial: Trial) -> None:
-    """On this machine, and on one where nothing is installed; named and not."""
+    """Probe this machine, and one where nothing is installed, with the device named and not."""
     seen = _run_probe(trial.target)
     for where, facts in seen["reports"].items():
         for name, fact in facts.items():
@@ -93,8 +94,8 @@ def four_facts(trial: Trial) -> None:
 
 
 def devices_are_listed(trial: Trial) -> None:
-    """On this machine, and on one where nothing is installed; named and not. A list may be
-    empty."""
+    """List the devices of this machine, and of one where nothing is installed, with the device
+    named and not. A list may be empty."""
     seen = _run_probe(trial.target)
     for where, devices in seen["devices"].items():
         if devices and not seen["reports"][where]["hardware"]["holds"]:
@@ -110,7 +111,7 @@ def devices_are_listed(trial: Trial) -> None:
 
 
 def facts_of_the_number(trial: Trial) -> None:
-    """Where a tensor's device has a number, it is the one that was asked for."""
+    """Check that the tensor device of the facts has the requested number, if it has one."""
     package = trial.target.package
     for index in (0, 1):
         name = resolve(package.facts, package.name)(index).tensor_device
@@ -120,8 +121,8 @@ def facts_of_the_number(trial: Trial) -> None:
 
 
 def _run_probe(target: Target) -> Mapping[str, Any]:
-    """What the probe says and loads in a fresh process. Raises LawBroken with its own traceback if
-    it raises."""
+    """Run the probe in a fresh process; returns what it reports and which modules and device nodes
+    it loads. Raises LawBroken with the probe's traceback if it raises."""
     with tempfile.TemporaryDirectory() as empty:
         given = {"path": sys.path, "probe": target.package.probe, "empty": empty}
         command = (sys.executable, "-c", _PROBE, json.dumps(given))
@@ -154,7 +155,7 @@ def imports_touch_no_device(trial: Trial) -> None:
 
 
 def order_checks(trial: Trial) -> None:
-    """Before any work."""
+    """Check the order before any work."""
     order = trial.target.order()
     try:
         order.check(GIVEN)
@@ -165,8 +166,8 @@ def order_checks(trial: Trial) -> None:
 
 
 def reversed_order_fails(trial: Trial) -> None:
-    """By name and before any work: what a step is made with is in its signature, not looked for
-    later."""
+    """Put a step before the step that it needs: the check names both before any work, because the
+    needs of a step are its parameters."""
     order = trial.target.order()
     here = {step.provides for step in order.steps}
     for need, name in pairwise(MADE_WITH):
@@ -183,7 +184,7 @@ def reversed_order_fails(trial: Trial) -> None:
 
 
 def _ahead(order: BringUp, name: str, other: str) -> BringUp:
-    """The order with the step of one name directly before that of another."""
+    """Return the order with the step `name` moved to directly before `other`."""
     moved = next(step for step in order.steps if step.provides == name)
     steps = [step for step in order.steps if step is not moved]
     steps.insert([step.provides for step in steps].index(other), moved)
@@ -191,7 +192,7 @@ def _ahead(order: BringUp, name: str, other: str) -> BringUp:
 
 
 def order_is_written_down(trial: Trial) -> None:
-    """`sglcore devices NAME --bring-up` prints what stands in the package's `bring_up.txt`."""
+    """Compare the package's `bring_up.txt` with the output of `sglcore devices NAME --bring-up`."""
     folder, order = trial.target.folder, trial.target.order()
     if folder is None:
         raise NotApplicable("the package's own files are not installed here")
@@ -211,7 +212,7 @@ def _pairs(old: list[str], new: list[str]) -> Iterator[tuple[str, str]]:
 
 
 def facts_agree(trial: Trial) -> None:
-    """With themselves, and with what the package offers."""
+    """Check that the facts agree with each other and with what the package offers."""
     target = trial.target
     facts = target.facts()
     if facts != target.facts():
@@ -225,8 +226,8 @@ def facts_agree(trial: Trial) -> None:
 
 
 def _values(target: Target, facts: Facts) -> Iterator[tuple[str, bool, str]]:
-    """Facts that are wrong whatever the others say: the name of each, whether it is right, and what
-    is wanted."""
+    """Yield facts with a limited range of values: name, whether the value is allowed, and what is
+    wanted."""
     graphs, dtypes, most = ("off", *target.package.graphs), facts.dtypes, facts.most_graph_segments
     known = isinstance(dtypes, tuple) and set(dtypes) <= set(DTYPES) and 0 < len(dtypes) == len(set(dtypes))
     halves = (None, *(name for name in dtypes if name != "float32"))
@@ -241,8 +242,9 @@ def _values(target: Target, facts: Facts) -> Iterator[tuple[str, bool, str]]:
 
 
 def _is_device(target: Target, name: str) -> bool:
-    """A device that torch can parse. It knows a name that an extension brings once that is loaded,
-    and here it need not be installed; the package then has that name."""
+    """Return whether torch can parse a device. Torch knows an extension's device only after the
+    extension is loaded, and it need not be installed here; in that case the device must have the
+    package's name."""
     if "torch_runtime" not in target.capabilities():
         return bool(name)
     import torch
@@ -273,8 +275,8 @@ def _contradictions(target: Target, facts: Facts) -> Iterator[tuple[bool, str]]:
 
 
 def api_holds(trial: Trial) -> None:
-    """The number is the one that this core understands, and what the package names can be called as
-    that number says."""
+    """Check that the API number is the one that this core understands, and that the package's
+    functions can be called as that API says."""
     package = trial.target.package
     if package.api != API:
         raise LawBroken(f"the package says API {package.api}, this core understands {API}")
@@ -301,7 +303,8 @@ def _binds(what: str, function: Callable[..., object], count: int) -> None:
 
 
 def _implements_attention(name: str, backend: Any) -> None:
-    """The contract's methods with the contract's own parameters, and its constructor."""
+    """Check that a backend has the contract's constructor, and its methods with the contract's
+    parameters."""
     from sglcore.runtime.attention.contract import AttentionBackend, AttentionFacts
 
     if not (inspect.isclass(backend) and issubclass(backend, AttentionBackend)):
@@ -324,8 +327,8 @@ def _implements_attention(name: str, backend: Any) -> None:
 
 
 def _states_sizes(name: str, backend: Any) -> None:
-    """A backend says what it takes, so that the kit can choose sizes: each is there, and could be
-    had."""
+    """Check that a backend states the sizes that it takes, and that each can occur, so that the kit
+    can choose sizes."""
     try:
         sizes = (backend.facts.head_dims, backend.facts.page_sizes, backend.facts.dtypes)
     except AttributeError as error:

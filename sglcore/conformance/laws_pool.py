@@ -1,5 +1,5 @@
-"""C3: the device's pool of keys and values, however it lies: every cell is one place, and what is
-stored is read there."""
+"""C3: the device's pool of keys and values, in any layout: every KV slot is separate, and what is
+stored is read back."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from sglcore.conformance.trial import Trial
 from sglcore.runtime.memory.pools import TokenToKVPool
 
 SAME = MappingProxyType({"float32": 0.0, "bfloat16": 0.0, "float16": 0.0})
-"""A pool that rounds what it keeps says so by a tolerance of its package."""
+"""A pool that rounds what it stores needs a tolerance of its package."""
 STORED = 33
-"""Cells of one store: some kernels are interpreted."""
+"""KV slots of one store; few, because some kernels are interpreted."""
 
 
 @torch.inference_mode()
 def pool_keeps_cells(trial: Trial) -> None:
-    """Written, then read in another order; stored, then read, with every other cell as it was; and
-    layers apart."""
+    """Write, then read in another order; store, then read, with every other KV slot unchanged; and
+    keep layers apart."""
     harness = trial.kit.harness("dense")
     pool = harness.pool
     cells, generator = every_cell(harness), torch.Generator(device="cpu").manual_seed(3)

@@ -1,4 +1,4 @@
-"""C1 and C2: whatever the schedule, the numbers are those of the reference."""
+"""C1 and C2: whatever the schedule, the results are those of the reference."""
 
 from __future__ import annotations
 
@@ -24,33 +24,33 @@ from sglcore.conformance.trial import Trial
 LENGTHS = (1, 5, 30, 17, 9)
 BUCKETS = (1, 2, 4, 6)
 TOKENS = (16, 32, 64)
-"""Token buckets of prompt graphs: few, for each is traced anew."""
+"""Token buckets of prompt graphs: few, because each is traced anew."""
 INTERPRETED = ((3, 9, 1, 14), (6,))
-"""Prompts of a replay where each step takes a second: a full bucket, then one row of it."""
+"""Prompts of a replay where each step takes a second: they fill a bucket, then use one row of
+it."""
 CHECKED = ("dense", "window", "moe")
 KEPT = ("hybrid", "alternating")
-"""Models of whose requests more is kept than pages of all tokens: states, and windows in pages of
-their own."""
+"""Models that keep more of a request than KV pages of all tokens: recurrent states, and
+sliding-window pages."""
 FLAT = 2.0**30
-"""A bias so large that float32 keeps nothing of the logit under it: tokens that have it are equally
-likely."""
+"""A bias so large that float32 loses the logit under it: all tokens with it are equally likely."""
 
 
 def tiny(trial: Trial) -> None:
-    """One prompt in one step, then four decodes."""
+    """Run one prompt in one step, then four decode steps."""
     harness = open_case(trial)
     trial.compare(harness, harness.run(random_prompts(1, (7,)), 5, score_prompts=True))
 
 
 def chunks_are_whole(trial: Trial) -> None:
-    """Chunks of one token too: what continues a prompt is decided by the request's state."""
+    """Run chunks of one token too: the request's state decides what continues a prompt."""
     harness = open_case(trial)
     for seed, chunk in ((1, 1), (2, 5), (3, 8)):
         trial.compare(harness, harness.run(random_prompts(seed, LENGTHS), 4, chunk=chunk, score_prompts=True))
 
 
 def batch_is_singles(trial: Trial) -> None:
-    """Each alone, then all together."""
+    """Run each request alone, then all together."""
     harness = open_case(trial)
     prompts = random_prompts(4, LENGTHS)
     trial.compare(harness, [harness.run([prompt], 6)[0] for prompt in prompts])
@@ -58,14 +58,14 @@ def batch_is_singles(trial: Trial) -> None:
 
 
 def any_page_layout(trial: Trial) -> None:
-    """Pages in random order, of this size."""
+    """Run on pages of this size, in random order."""
     with trial.opened("dense", page_size=int(trial.case.removeprefix("page="))) as harness:
         for seed in (4, 5):
             trial.compare(harness, harness.run(random_prompts(seed, LENGTHS), 6, scramble=seed))
 
 
 def joins_and_leaves(trial: Trial) -> None:
-    """More requests than slots, ending at different times, joining one by one."""
+    """Run more requests than slots; they join one by one and end at different times."""
     harness = open_case(trial)
     for stagger in (1, 3):
         prompts = random_prompts(6, (*LENGTHS, 12, 3, 21, 4, 16))
@@ -73,8 +73,8 @@ def joins_and_leaves(trial: Trial) -> None:
 
 
 def padding_is_inert(trial: Trial) -> None:
-    """Input buffers overwritten before every step; token 0, which padding rows hold, is no number,
-    and neither is page 0 where the kit can reach it."""
+    """Overwrite input buffers before every step. Token 0, which padding rows hold, is NaN, and so
+    is page 0 if the kit has access to it."""
     never_token_0 = {"logit_bias": {0: -FLAT}, "temperature": 0.8, "seed": 5}
     graph, _, model = trial.case.partition("/")
     model = f"spoiled-{model}" if model else "spoiled"
@@ -97,7 +97,7 @@ def _spoil_page_zero(harness: Harness) -> None:
 
 
 def overlap_is_sequential(trial: Trial) -> None:
-    """Sampled tokens, which go from step to step on the device only, with the next step planned
+    """Sample tokens that pass from step to step on the device only, with the next step planned
     ahead and without."""
     harness = open_case(trial)
     if not harness.limits.can_overlap:
@@ -112,8 +112,8 @@ def overlap_is_sequential(trial: Trial) -> None:
 
 
 def _check_same_tokens(harness: Harness, first: Sequence[Result], second: Sequence[Result]) -> None:
-    """In float32 no rounding comes near the width of a draw; in 16 bits the batch's shape may
-    decide a close one."""
+    """Check that both runs have the same tokens. In float32 no rounding can change a draw; in 16
+    bits the batch's shape may decide a close one."""
     if harness.geometry.dtype != "float32":
         return
     for number, (one, other) in enumerate(zip(first, second, strict=True)):
@@ -122,7 +122,7 @@ def _check_same_tokens(harness: Harness, first: Sequence[Result], second: Sequen
 
 
 def replay_is_eager(trial: Trial) -> None:
-    """Every bucket replays; large batches after small after large; prompts go their way between."""
+    """Replay every bucket: large batches after small after large, with prompts in between."""
     kind, model, *dtype = trial.case.split("/")
     buckets = BUCKETS if model == "dense" else (4,)
     given = {"dtype": dtype[0]} if dtype else {}
@@ -137,7 +137,7 @@ def replay_is_eager(trial: Trial) -> None:
 
 
 def check_replayed(harness: Harness, kind: str, buckets: Sequence[int]) -> None:
-    """The results prove nothing unless graphs made them."""
+    """Check that graphs ran the steps; otherwise the results prove nothing."""
     replayed = {path.rpartition(":")[2] for path in harness.recorder.paths if path != "eager"}
     missing = [str(bucket) for bucket in buckets if str(bucket) not in replayed]
     if missing:
@@ -147,8 +147,8 @@ def check_replayed(harness: Harness, kind: str, buckets: Sequence[int]) -> None:
 
 
 def sampling_repeats(trial: Trial) -> None:
-    """Equal logits give the reference's tokens exactly; a seed gives its tokens again, whoever is
-    in the batch."""
+    """Check that equal logits give exactly the reference's tokens, and that a seed gives the same
+    tokens again, whatever else is in the batch."""
     harness = trial.kit.harness("dense")
     prompts = random_prompts(7, LENGTHS)
     flat = {"temperature": 0.7, "seed": 11, "logit_bias": dict.fromkeys(range(20, 70), FLAT)}
@@ -167,8 +167,8 @@ def sampling_repeats(trial: Trial) -> None:
 
 
 def opens_and_closes(trial: Trial) -> None:
-    """Ten times: what is held at the end is what was held after the first few; bytes where torch
-    counts them, else what the bring-ups built."""
+    """Start and close ten times: after the last, the device holds what it held after the first few;
+    bytes if torch counts them, else objects that bring-ups built."""
     held: list[int] = []
     count = counter(trial.target)
     for _ in range(10):
@@ -183,7 +183,7 @@ def opens_and_closes(trial: Trial) -> None:
 
 
 def two_runners(trial: Trial) -> None:
-    """Two models in one process, step by step in turn, with different attention backends where
+    """Run two models in one process, in alternating steps, with different attention backends if
     there are two."""
     backends = tuple(trial.target.usable_attention())
     with trial.opened("dense") as one, trial.opened("window", **_other_backend(trial, backends)) as other:
@@ -191,7 +191,7 @@ def two_runners(trial: Trial) -> None:
 
 
 def run_in_turn(trial: Trial, *harnesses: Harness) -> None:
-    """A few requests on each device, one step of each after the other."""
+    """Run a few requests on each device, one step of each in turn."""
     sessions = [harness.session(chunk=6) for harness in harnesses]
     for seed, session in enumerate(sessions):
         session.begin(random_prompts(seed, (9, 4, 17)), 8)
@@ -203,8 +203,8 @@ def run_in_turn(trial: Trial, *harnesses: Harness) -> None:
 
 
 def _other_backend(trial: Trial, backends: tuple[str, ...]) -> dict[str, str]:
-    """A second backend of the runtime that takes the sizes of the first and serves windows, if
-    there is one."""
+    """Return a setting with a second backend that takes the sizes of the first and serves windows;
+    empty if there is none."""
     if "torch_runtime" not in trial.target.capabilities():
         return {}
     first = trial.target.geometry()
@@ -216,13 +216,13 @@ def _other_backend(trial: Trial, backends: tuple[str, ...]) -> dict[str, str]:
 
 
 def models(*names: str) -> Callable[[Target], tuple[str, ...]]:
-    """These models; and the first of them in the type that the preferred backend takes, where that
-    is another."""
+    """Return these models as cases; also the first of them in the dtype of the preferred backend,
+    if that is another."""
     return lambda target: (*names, *(f"{names[0]}/{dtype}" for dtype in target.other_dtypes()))
 
 
 def open_case(trial: Trial) -> Harness:
-    """The shared device of a case named by model, or by model and dtype."""
+    """Return the shared device of a case named by model, or by model and dtype."""
     model, _, dtype = trial.case.partition("/")
     check_computes(trial.target, model)
     harness = trial.kit.harness(model, **({"dtype": dtype} if dtype else {}))
@@ -231,14 +231,15 @@ def open_case(trial: Trial) -> Harness:
 
 
 def check_computes(target: Target, *models: str) -> None:
-    """Raise NotApplicable where a model asks for a type that the device does not compute in."""
+    """Raise NotApplicable if a model needs a dtype that the device does not compute in."""
     for dtype in (SETTINGS[model]["dtype"] for model in models if "dtype" in SETTINGS.get(model, ())):
         if dtype not in target.facts().dtypes:
             raise NotApplicable(f"this device does not compute in {dtype}, in which roundings change no choice of rows")
 
 
 def _check_keeps(harness: Harness) -> None:
-    """Raise NotApplicable where the worker does not keep what a model of the kit is there for."""
+    """Raise NotApplicable if the worker does not keep the states or window pages that a model of
+    the kit is meant to test."""
     if harness.model == "hybrid" and not harness.limits.keeps_state:
         raise NotApplicable("this worker keeps no states of requests")
     if harness.model == "alternating" and not harness.limits.num_window_pages:
@@ -246,35 +247,35 @@ def _check_keeps(harness: Harness) -> None:
 
 
 def tiny_cases(target: Target) -> tuple[str, ...]:
-    """Every model, and the first in the 16-bit type that the device prefers."""
+    """Return every model, and the first in 16-bit dtypes that the device or its backend prefers."""
     preferred = target.facts().preferred_dtype
     dtypes = dict.fromkeys((*target.other_dtypes(), *((preferred,) if preferred else ())))
     return (*CHECKED, *(f"dense/{dtype}" for dtype in dtypes if dtype != target.geometry().dtype))
 
 
 def page_cases(target: Target) -> tuple[str, ...]:
-    """Page sizes that the preferred backend takes, up to four of them."""
+    """Return page sizes that the preferred backend takes, up to four of them."""
     classes = tuple(target.usable_attention().values())
     sizes = (classes[0].facts.page_sizes if classes else None) or (1, 3, 8, 16)
     return tuple(f"page={size}" for size in sizes[:4] if size <= CONTEXT)
 
 
 def padding_cases(target: Target) -> tuple[str, ...]:
-    """Without graphs, and with each kind of them; with states of requests without, and with the
-    first."""
+    """Return cases without graphs and with each kind of graph; with recurrent states, without
+    graphs and with the first kind."""
     graphs = ("off", *target.package.graphs)
     return (*graphs, *(f"{graph}/hybrid" for graph in graphs[:2]))
 
 
 def replay_cases(target: Target) -> tuple[str, ...]:
-    """Each kind of graph on each model."""
+    """Return each kind of graph with each model."""
     models = (*CHECKED, *KEPT, *(f"dense/{dtype}" for dtype in target.other_dtypes()))
     return tuple(f"{kind}/{model}" for kind in target.package.graphs for model in models)
 
 
 def c2(name: str, says: str, check: Callable[[Trial], None], *mutants: object, **more: object) -> Law:
-    """A law of C2 that compares log-probabilities, with what else a Law takes; about the order of
-    work unless said."""
+    """Make a law of C2 that compares log-probabilities; `more`: other fields of Law. Unless `more`
+    says otherwise, it checks the order of work and runs no interpreted kernels."""
     given = {"interpreted": frozenset[str](), **more}
     return Law(name=name, level="C2", says=says, check=check, mutants=mutants, tolerance=LOGPROBS, **given)  # pyright: ignore[reportArgumentType]
 

@@ -23,7 +23,8 @@ DTYPE_BYTES: Mapping[str, int] = MappingProxyType({"float32": 4, "bfloat16": 2, 
 
 
 def make_engine(trial: Trial, harness: Harness) -> Engine:
-    """An engine over a shared device; it is not closed, because the device is not its own."""
+    """Make an engine over a shared device. It is not closed, because that would close the shared
+    device."""
     harness.recorder.next_scheduler()
     folder = trial.kit.checkpoint("text", harness.geometry.head_dim)
     return Engine(harness.recorder, folder, overlap=harness.limits.can_overlap)
@@ -38,8 +39,8 @@ def generate(engine: Engine, prompts: Sequence[Prompt], params: SamplingParams =
 
 
 def text_streams(trial: Trial) -> None:
-    """Pieces joined are the text; the text is that of its tokens; its tokens are the
-    reference's."""
+    """Check that joined pieces are the text, that the text is that of its tokens, and that the
+    tokens are the reference's."""
     harness = trial.kit.harness("text")
     engine = make_engine(trial, harness)
     reference = make_engine(trial, trial.kit.reference("text", harness.geometry.head_dim))
@@ -58,8 +59,8 @@ def text_streams(trial: Trial) -> None:
 
 
 def compare_completions(trial: Trial, harness: Harness, found: Completion, wanted: Completion) -> None:
-    """Equal tokens with equal log-probabilities, up to where two nearly equal tokens may part
-    them."""
+    """Check for equal tokens with equal log-probabilities, up to a position where two tokens are
+    nearly equal."""
     dtype = harness.geometry.dtype
     bound = trial.tolerance(dtype)
     assert found.logprobs is not None and wanted.logprobs is not None
@@ -83,7 +84,7 @@ def _nearly_equal(one: TokenLogprob, other: TokenLogprob, bound: float) -> bool:
 
 
 def concurrent_is_serial(trial: Trial) -> None:
-    """One after another, then all at once."""
+    """Run requests one after another, then all at once."""
     harness = trial.kit.harness("text")
     engine = make_engine(trial, harness)
     serial = [generate(engine, [prompt])[0] for prompt in PROMPTS]
@@ -92,8 +93,8 @@ def concurrent_is_serial(trial: Trial) -> None:
 
 
 def bad_requests_hurt_nobody(trial: Trial) -> None:
-    """Prompts that can not run are refused, one ends in mid-flight, and the others do not
-    notice."""
+    """Send prompts that can not run and abort a request in mid-flight; other requests must not
+    change."""
     harness = trial.kit.harness("text")
     engine = make_engine(trial, harness)
     serial = [generate(engine, [prompt])[0] for prompt in PROMPTS]
@@ -124,7 +125,8 @@ def _refused(engine: Engine, prompt: Prompt) -> None:
 
 
 def stats_are_true(trial: Trial) -> None:
-    """Counts after work are those of an idle engine, over pages that the device really has."""
+    """Check that counts after work are those of an idle engine, and that the device really has the
+    pages."""
     harness = trial.kit.harness("text")
     engine = make_engine(trial, harness)
     generate(engine, PROMPTS)
@@ -144,14 +146,14 @@ def stats_are_true(trial: Trial) -> None:
 
 
 def _check_cells(harness: Harness) -> None:
-    """The pool has the cells."""
+    """Check that the pool has the KV slots that the limits promise."""
     cells = harness.started.built["pools"].token_to_kv.num_cells
     if harness.limits.capacity > cells - harness.limits.page_size:
         raise LawBroken(f"the limits say {harness.limits.capacity} tokens, the pool has {cells} cells")
 
 
 def _check_promise(trial: Trial, page_size: int) -> None:
-    """Started with memory for a few pages, the limits promise no more of them."""
+    """Start with memory for a few pages; the limits must promise no more."""
     geometry = trial.target.geometry()
     cell = LAYERS * 2 * KV_HEADS * geometry.head_dim * DTYPE_BYTES[geometry.dtype]
     pages = CONTEXT // page_size + 2

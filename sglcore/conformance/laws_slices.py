@@ -12,13 +12,14 @@ from sglcore.step.slices import INTERLEAVE, PARTITION, PRIORITY
 
 
 def lanes(target: Target) -> tuple[str, ...]:
-    """Those that a device says it has."""
+    """Return the lanes that a device supports for prompt slices."""
     beside = (PRIORITY,) if target.facts().has_streams else ()
     return (INTERLEAVE, *beside) if target.package.partition is None else (INTERLEAVE, *beside, PARTITION)
 
 
 def prompts_by_slices(trial: Trial) -> None:
-    """Prompts that come while others decode, a layer at a time; one has a prefix of another."""
+    """Run prompts that arrive while others decode, one layer at a time; one shares a prefix with
+    another."""
     harness = trial.kit.harness("dense", prompt_slices="1", prompt_lane=trial.case)
     found = harness.started.built["lane"]
     if found.kind != trial.case:

@@ -26,16 +26,17 @@ from sglcore.conformance.target import Target
 from sglcore.conformance.trial import Trial
 
 LENGTHS = (41, 3, 16, 5, 64, 1)
-"""Around the sizes of blocks and pages, and beyond what an indexer and a window see."""
+"""Prompt lengths around the sizes of blocks and pages, and longer than an indexer and a window
+see."""
 FEW_ROWS = '{"device_buffer_size": 5, "host_to_device_ratio": 1000}'
-"""What the kit's models read of a token."""
+"""Settings with a device buffer of 5 entries: the number that the kit's models read for a token."""
 BUCKETS = (4,)
 TOKENS = (16,)
 
 
 def rows_by_pages(trial: Trial) -> None:
-    """Texts whole and in chunks that no block divides, beside others that join later, over pages in
-    any order."""
+    """Run prompts whole and in chunks that are no multiple of a block, together with others that
+    join later, over pages in any order."""
     harness = open_case(trial)
     trial.compare(harness, harness.run(random_prompts(21, LENGTHS), 6, score_prompts=True))
     for chunk, scramble in ((7, 1), (33, 2)):
@@ -44,7 +45,7 @@ def rows_by_pages(trial: Trial) -> None:
 
 
 def slots_and_pages_go_on(trial: Trial) -> None:
-    """More requests than slots, one after the other in the rows that others left."""
+    """Run more requests than slots, one after the other in rows that earlier requests used."""
     harness = open_case(trial)
     session = harness.session(stagger=1)
     for seed in (23, 24):
@@ -52,8 +53,8 @@ def slots_and_pages_go_on(trial: Trial) -> None:
 
 
 def replayed_rows(trial: Trial) -> None:
-    """Plans in place before each replay, for fewer rows than were captured and for as many; prompts
-    between."""
+    """Replay plans that are refreshed in place, for fewer rows than were captured and for the same
+    number, with prompts in between."""
     kind, _, model = trial.case.partition("/")
     check_computes(trial.target, model)
     with trial.opened(model, graph=kind, graph_buckets=BUCKETS, graph_token_buckets=TOKENS) as harness:
@@ -63,8 +64,8 @@ def replayed_rows(trial: Trial) -> None:
 
 
 def rows_in_host_memory(trial: Trial) -> None:
-    """As few rows on the device as a token reads: texts in chunks, replayed where the device has
-    graphs, one after the other in a slot."""
+    """Keep only the entries on the device that one token reads: prompts in chunks, graph replays if
+    the device has them, one request after the other in a slot."""
     kind, _, model = trial.case.partition("/")
     check_computes(trial.target, model)
     lengths, count = (3, 26), 3
@@ -76,20 +77,20 @@ def rows_in_host_memory(trial: Trial) -> None:
 
 
 def runners_in_turn(trial: Trial) -> None:
-    """One model of each kind and one without rows in one process, each with its own pools, plans
-    and backend."""
+    """Run one model of each kind and one without such entries in one process, each with its own
+    pools, plans and backend."""
     check_computes(trial.target, *SPARSE_MODELS)
     with trial.opened("latent") as one, trial.opened("compressed") as two, trial.opened("dense") as three:
         run_in_turn(trial, one, two, three)
 
 
 def by_graph(target: Target) -> tuple[str, ...]:
-    """Each model in each kind of graph."""
+    """Return each model with each kind of graph."""
     return tuple(f"{kind}/{model}" for kind in target.package.graphs for model in SPARSE_MODELS)
 
 
 def reached(target: Target) -> tuple[str, ...]:
-    """Each model, eagerly and in each kind of graph, where rows may lie in host memory."""
+    """Return each model, eager and with each kind of graph, if entries may lie in host memory."""
     facts = target.facts()
     if not (facts.reaches_pinned_memory or facts.shares_host_memory):
         return ()
@@ -98,7 +99,7 @@ def reached(target: Target) -> tuple[str, ...]:
 
 
 def by_model(target: Target) -> tuple[str, ...]:
-    """Each model."""
+    """Return each model."""
     return tuple(SPARSE_MODELS)
 
 

@@ -1,4 +1,4 @@
-"""C2: tokens that are proposed and verified, several of a request in one step, change no number."""
+"""C2: draft tokens, several of a request verified in one step, change no result."""
 
 from __future__ import annotations
 
@@ -17,26 +17,27 @@ from sglcore.conformance.trial import Trial
 from sglcore.device.facts import Facts
 
 TOKENS = 3
-"""Proposals of a step."""
+"""Draft tokens of a step."""
 BUCKETS = (1, 2, 4)
 COIN: Mapping[int, float] = MappingProxyType({30: FLAT, 31: FLAT})
-"""Two tokens are drawn, so that what followed before is right now and then."""
+"""Only two tokens are drawn, so that n-gram drafts are sometimes accepted."""
 
 
 def proposals_change_nothing(trial: Trial) -> None:
-    """By what followed before, right and wrong, planned ahead and not."""
+    """Draft by n-grams, some accepted and some rejected, with the next step planned ahead and
+    not."""
     _verify(trial, "dense", (5, 14, 9, 21, 3))
 
 
 def proposals_change_no_rows(trial: Trial) -> None:
-    """The same over blocks that end anywhere in what is verified, and rings of tokens that are no
-    block yet."""
+    """The same over blocks that end anywhere among verified tokens, and over stored tokens that do
+    not fill a block yet."""
     check_computes(trial.target, "compressed")
     _verify(trial, "compressed", (14, 9))
 
 
 def proposals_change_no_states(trial: Trial) -> None:
-    """The same with states that take in one token after another, and none that was wrong."""
+    """The same with recurrent states, which take in accepted tokens only."""
     _verify(trial, "hybrid", (5, 14, 9))
 
 
@@ -53,7 +54,8 @@ def _verify(trial: Trial, model: str, lengths: tuple[int, ...]) -> None:
 
 
 def _check_verified(harness: Harness) -> None:
-    """The results prove nothing unless some proposals were right and others wrong."""
+    """Check that some draft tokens were accepted and others rejected; otherwise the results prove
+    nothing."""
     verified = [(result, result.proposed) for _, result in harness.recorder.steps if result.proposed is not None]
     proposed = sum(int(each.sum()) for _, each in verified)
     right = sum(int((np.diff(result.token_offsets) - 1).sum()) for result, _ in verified)
@@ -62,7 +64,7 @@ def _check_verified(harness: Harness) -> None:
 
 
 def _kinds(target: Target) -> tuple[str, ...]:
-    """Eager steps, and the kind of graph that the device takes by itself."""
+    """Return eager steps, and the kind of graph that the device uses by default."""
     facts: Facts = target.facts()
     return tuple(dict.fromkeys(("off", facts.graph_kind("auto"))))
 

@@ -1,5 +1,5 @@
-"""A stand-in for a grammar: which tokens may follow is drawn by a hash of all that went before, so
-that no mask serves another row, another step or a history that was changed."""
+"""A stand-in for a grammar: a hash of all earlier tokens decides which tokens may follow, so that
+the mask of another row, another step or another history does not fit."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ WINS = 1e6
 
 
 class HashedMatcher:
-    """Allows `share` of the vocabulary after each token. Holds to
+    """Allows `share` of the vocabulary after each token. Implements
     `sglcore.schedule.request.Matcher`."""
 
     def __init__(self, seed: int, vocab_size: int, share: float = 0.15) -> None:
@@ -21,12 +21,12 @@ class HashedMatcher:
         self._vocab_size, self._share = vocab_size, share
 
     def allowed(self) -> NDArray[np.bool_]:
-        """bool[V]: the tokens that may come next, at least one."""
+        """Return bool[V]: the tokens that may come next, at least one."""
         drawn = np.random.default_rng(self._digests[-1]).random(self._vocab_size)
         return drawn <= max(self._share, drawn.min())
 
     def accept(self, token_id: int) -> bool:
-        """Go on by an allowed token."""
+        """Append a token; returns False, and sets `error`, if it is not allowed."""
         if not self.allowed()[token_id]:
             self.error = f"token {token_id} was not allowed"
             return False
@@ -39,20 +39,20 @@ class HashedMatcher:
         self.error = ""
 
     def fill(self, words: NDArray[np.int32]) -> None:
-        """The bits of `allowed`."""
+        """Write the bits of `allowed`."""
         bits = np.zeros(len(words) * 32, dtype=bool)
         bits[: self._vocab_size] = self.allowed()
         words[:] = np.packbits(bits, bitorder="little").view("<i4")
 
     def change(self) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
-        """What beats all other logits, of one allowed token, and what changes nothing, of the
-        others."""
+        """Return the ids of the allowed tokens and what to add to their logits: for one of them a
+        value that beats all other logits, 0 for the rest."""
         ids = np.flatnonzero(self.allowed()).astype(np.int32)
         return ids, np.where(np.arange(len(ids)) == self._digests[-1] % len(ids), WINS, 0).astype(np.float32)
 
 
 def wins(seed: int, vocab_size: int, tokens: list[int]) -> bool:
-    """Whether a whole output is of the tokens that win."""
+    """Return whether each token of an output is the one that `change` lets win."""
     matcher = HashedMatcher(seed, vocab_size)
     for token in tokens:
         ids, values = matcher.change()
@@ -63,6 +63,6 @@ def wins(seed: int, vocab_size: int, tokens: list[int]) -> bool:
 
 
 def follows(seed: int, vocab_size: int, tokens: list[int]) -> bool:
-    """Whether a whole output keeps to the grammar of a seed."""
+    """Return whether a whole output keeps to the grammar of a seed."""
     matcher = HashedMatcher(seed, vocab_size)
     return all(matcher.accept(token) for token in tokens)

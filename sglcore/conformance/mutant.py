@@ -17,15 +17,16 @@ from sglcore.device.package import DevicePackage
 
 T = TypeVar("T")
 TORCH = frozenset({"torch_runtime"})
-"""What a device has that runs on the torch runtime."""
+"""Capabilities of a device that runs on the torch runtime."""
 
 
 class PlantingError(BaseException):
-    """A defect could not be planted. No outcome of a law, so it passes every `except Exception`."""
+    """A defect could not be planted. It is no outcome of a law, so it passes every `except
+    Exception`."""
 
 
 Change = Callable[[Any], Any]
-"""Takes what a step built and gives what the start goes on with."""
+"""Takes what a step built; returns what the start continues with."""
 
 
 def _same(declared: T) -> T:
@@ -49,23 +50,25 @@ class Mutant:
     order: Callable[[BringUp], BringUp] | None = None
     """Changes the order of the bring-up. None: it does not."""
     needs: frozenset[str] = frozenset()
-    """Capabilities of devices in which it can be planted, as laws name them."""
+    """Capabilities that a device needs so that the defect can be planted, by the names that laws
+    use."""
     case: str = ""
-    """The case of its law that is most likely to find it, and is tried first; empty: none is."""
+    """The case of its law that is tried first, because it is most likely to find the defect; empty:
+    no preference."""
 
 
 def in_runtime(name: str, says: str, facts: Callable[[Facts], Facts] = _same, **steps: Change) -> Mutant:
-    """A defect of a device of the torch runtime, in what these steps build."""
+    """Make a mutant for devices of the torch runtime, with a defect in what these steps build."""
     return Mutant(name=name, says=says, facts=facts, steps=MappingProxyType(steps), needs=TORCH)
 
 
 def words_of(defect: Callable[..., Any]) -> tuple[str, str]:
-    """The name and the text of a mutant, from the function that makes it."""
+    """Return the name and the text of a mutant, from the function that makes it."""
     return getattr(defect, "__name__").replace("_", " "), (defect.__doc__ or "").strip()  # noqa: B009
 
 
 def wrap_steps(order: BringUp, changes: Mapping[str, Change]) -> BringUp:
-    """The order with the results of some steps changed. Raises PlantingError for a step that it
+    """Return the order with changed results of some steps. Raises PlantingError for a step that it
     does not have."""
     missing = changes.keys() - {step.provides for step in order.steps}
     if missing:

@@ -1,5 +1,4 @@
-"""Broken attention, whatever the backend: each defect changes what goes into it or what comes out
-of it."""
+"""Broken attention, for any backend: each defect changes its inputs or its outputs."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ from sglcore.runtime.forward_batch import ForwardBatch
 
 
 def shortened(batch: ForwardBatch) -> ForwardBatch:
-    """The batch with every row one token shorter, but for rows of one."""
+    """Return the batch with every row one token shorter, except rows of one token."""
     assert batch.seq_lens_cpu is not None
     return replace(batch, seq_lens=(batch.seq_lens - 1).clamp(min=1), seq_lens_cpu=(batch.seq_lens_cpu - 1).clip(min=1))
 
@@ -150,7 +149,7 @@ class HalfScores(ReferenceAttention):
     """Scores are numbers of 16 bits, where they are not torch's own."""
 
     def scores(self, q: Tensor, k: Tensor, layer: Any) -> Tensor:
-        """As the reference's, rounded."""
+        """Return the reference's scores, rounded to 16 bits."""
         return super().scores(q, k, layer).to(q.dtype if q.dtype.itemsize == 2 else torch.bfloat16).float()
 
 

@@ -1,5 +1,4 @@
-"""Broken devices that keep more of a request than pages of all its tokens wrongly: states, and
-windows in pages of their own."""
+"""Broken devices that handle recurrent states and sliding-window pages of requests wrongly."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Broken kernels: one for each entry of the table, and the ways in which kernels are usually
-wrong."""
+"""Broken kernels: one for each entry of the table, and the usual mistakes of kernels."""
 
 from __future__ import annotations
 
@@ -267,7 +266,8 @@ def packs_what_linear_refuses(table: KernelTable) -> KernelTable:
 
 
 def _mutant(entry: str, how: Callable[[Callable[..., Any]], Callable[..., Any] | Limited]) -> Mutant:
-    """The broken function takes what the real one says that it takes, unless it says so itself."""
+    """Make a mutant of an entry. The broken function takes what the real one says it takes, unless
+    it declares that itself."""
 
     def change(table: KernelTable) -> KernelTable:
         real, held = getattr(table, entry), table.candidates[entry]

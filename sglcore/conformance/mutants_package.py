@@ -93,7 +93,8 @@ class HalfAttention:
 
 
 def _declares(name: str, says: str, needs: frozenset[str] = frozenset(), **changes: Any) -> Mutant:
-    """Other values of the declaration; to those that are mappings these entries are added."""
+    """Make a mutant with changed values of the declaration; entries are added to values that are
+    mappings."""
 
     def planted(package: DevicePackage) -> DevicePackage:
         added = {key: {**getattr(package, key), **new} for key, new in changes.items() if isinstance(new, dict)}
@@ -124,8 +125,8 @@ def _unwritten(order: BringUp) -> BringUp:
 
 
 def _forgets(name: str, need: str) -> Callable[[BringUp], BringUp]:
-    """The order with a step that does not say that it needs something; without that step, the order
-    itself."""
+    """Return the order with a step that does not declare one of its needs; the unchanged order if
+    it has no such step."""
 
     def planted(order: BringUp) -> BringUp:
         return BringUp(

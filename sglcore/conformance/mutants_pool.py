@@ -1,4 +1,4 @@
-"""Broken pools, however they lie: each defect is in where something is kept."""
+"""Broken pools, in any layout: each defect is in the place where something is stored."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ def sharing() -> Callable[[Any], Any]:
 
 
 def broken_registries(subclass: Callable[[Any], type]) -> Callable[[Any], Any]:
-    """A change of both registries of a runner."""
+    """Return a change that puts `subclass` in place of both registries of a runner."""
 
     def change(runner: Any) -> Any:
         for registry in (runner.decode_registry, runner.prefill_registry):

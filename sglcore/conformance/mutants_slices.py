@@ -1,4 +1,4 @@
-"""Devices on which prompts by slices of layers come out wrong, or run elsewhere than was said."""
+"""Devices on which layered prefill gives wrong results, or runs elsewhere than it reports."""
 
 from __future__ import annotations
 

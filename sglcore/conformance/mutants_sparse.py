@@ -1,5 +1,5 @@
-"""Broken devices that keep or choose rows wrongly: defects in the entries of the kernel table by
-which the core's backends work."""
+"""Broken devices that store or choose entries of sparse attention wrongly: defects in the kernel
+entries that the core's backends use."""
 
 from __future__ import annotations
 

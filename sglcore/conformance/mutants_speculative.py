@@ -1,4 +1,4 @@
-"""Broken devices that show it only where several tokens of a request are in one decode step."""
+"""Broken devices that fail only when several tokens of a request are in one decode step."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sglcore.runtime.forward_batch import ForwardBatch
 
 
 def by_slot(batch: ForwardBatch) -> ForwardBatch:
-    """The batch with every row as long as the longest of its slot."""
+    """Return the batch with every row as long as the longest row of its slot."""
     slots, lengths = batch.req_pool_indices, batch.seq_lens
     is_same = slots[:, None] == slots[None, :]
     longest = (lengths[None, :] * is_same).amax(1).to(lengths.dtype)

@@ -1,4 +1,5 @@
-"""Broken workers: defects on the host side of the seam, which can be planted in any device."""
+"""Broken workers: defects on the host side of the worker interface, so that they can be planted in
+any device."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ class Changed:
 
     @property
     def limits(self) -> Limits:
-        """Those of the worker."""
+        """Limits of the worker."""
         return self.worker.limits
 
     def submit(self, batch: ScheduleBatch) -> Ticket:
@@ -42,7 +43,7 @@ class Changed:
         """Change a batch in place."""
 
     def changed(self, result: BatchResult) -> BatchResult:
-        """A result in another form."""
+        """Return a changed copy of a result, or the result itself."""
         return result
 
 

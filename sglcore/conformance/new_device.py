@@ -1,9 +1,8 @@
 """A device package to begin with: files from `template/`, filled in with a name, that pass C0 as
 they are.
 
-For a device on which torch computes and Triton compiles, `template_torch/` lies over it; over that
-`template_built_in/`, where torch itself was built for the device. What lies above replaces a file
-of its name.
+For a device with torch and Triton, files of `template_torch/` replace those of the same name. If
+torch itself was built for the device, files of `template_built_in/` replace these too.
 """
 
 from __future__ import annotations
@@ -48,15 +47,15 @@ PRINT_ORDER = "from {package}.bring_up import BRING_UP; print(BRING_UP.text(), e
 
 
 def next_steps(name: str, folder: Path, module: str | None = None) -> str:
-    """What to fill in, for the terminal."""
+    """Return the text for the terminal that says what to fill in."""
     words = {key: text.format(module=module) for key, text in (TORCH if module else PLAIN).items()}
     return NEXT_STEPS.format(name=name, folder=folder, **words)
 
 
 def write_package(name: str, folder: Path, module: str | None = None) -> tuple[Path, ...]:
-    """Write the files and give their paths. `module`: the device's module of torch, as `--torch`
-    takes it. Raises ConfigError for a name that can not be a module's, another module, or a folder
-    that has files already."""
+    """Write the files and return their paths. `module`: the device's module of torch, as `--torch`
+    takes it. Raises ConfigError for a name that can not be a module's, for another module, or for a
+    folder that has files already."""
     if not re.fullmatch(r"[a-z][a-z0-9]*", name) or keyword.iskeyword(name):
         raise ConfigError(f"{name!r} can not name a device", wanted="a lower-case word, such as acme")
     values = {"name": name, "api": str(API), **_torch_values(f"torch_{name}" if module is None else module)}
@@ -96,8 +95,8 @@ def _filled(text: str, values: Mapping[str, str]) -> str:
 
 
 def _order_text(package: str, folder: Path) -> str:
-    """The order that the written bring-up has, in a process of its own: nothing of the package
-    stays in this one."""
+    """Return the order of the written bring-up, computed in a process of its own, so that this
+    process imports nothing of the package."""
     words = (sys.executable, "-B", "-c", PRINT_ORDER.format(package=package))
     return subprocess.run(words, cwd=folder, capture_output=True, text=True, check=True).stdout
 

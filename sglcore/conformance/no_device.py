@@ -27,13 +27,14 @@ ASKS = (
     *("get_per_process_memory_fraction", "set_per_process_memory_fraction", "get_rng_state", "initial_seed"),
     *("get_sync_debug_mode", "set_sync_debug_mode"),
 )
-"""Functions of torch's device modules that only a device can answer: a test finds them by asking
-where there is none."""
+"""Functions of torch's device modules that only a device can answer. A test finds them by calling
+them where there is none."""
 
 
 def hide_devices(told: Callable[[str], None], owners: frozenset[str]) -> None:
-    """Let every device module of torch say that there is none. Who asks more is told of, if it is
-    code of `owners` (top-level modules), and gets a RuntimeError."""
+    """Make every device module of torch report that there is no device. Calls that need one raise
+    RuntimeError, and are reported to `told` if they come from code of `owners` (top-level
+    modules)."""
     import torch
 
     for name, module in vars(torch).items():
@@ -57,8 +58,8 @@ def _asked(function: str, told: Callable[[str], None], owners: frozenset[str]) -
 
 
 def main(given: dict[str, Any]) -> list[str]:
-    """Import what the references name and call `facts`; who asked a device. A library that is
-    missing is not our matter."""
+    """Import what the references name and call `facts`; returns which code queried a device. A
+    missing library is ignored."""
     asked: list[str] = []
     if given["hide"]:
         owners = frozenset({"sglcore", *(each.partition(".")[0] for ref in given["refs"] for each in modules(ref))})

@@ -1,5 +1,5 @@
-"""What the reference says about a text, and how a device's log-probabilities are held against
-it."""
+"""The reference's log-probabilities of a text, and the comparison of a device's results with
+them."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ Scores = NDArray[np.float32]
 
 
 class Oracle:
-    """The reference's distributions over the next token, one prefill a text; kept, because laws ask
-    again."""
+    """The reference's distributions over the next token, one prefill for each text; cached, because
+    laws request texts again."""
 
     def __init__(self, harness: Harness) -> None:
         self.harness = harness
         self._known: dict[tuple[int, ...], Scores] = {}
 
     def logprobs(self, ids: Sequence[int]) -> Scores:
-        """float32 [len(ids), vocab]: after each token."""
+        """Return log-probabilities float32 [len(ids), vocab] after each token."""
         key = tuple(ids)
         if key not in self._known:
             result = self.harness.run([[*ids, FIRST_TOKEN]], 1, score_prompts=True)[0]
@@ -34,18 +34,18 @@ class Oracle:
 
 
 def _dense(found: TokenLogprobs) -> Scores:
-    """[N, vocab] by token id, from a record that lists every alternative."""
+    """Return [N, vocab] by token id, from a record that lists every alternative."""
     out = np.full((len(found.chosen), VOCAB), -np.inf, np.float32)
     np.put_along_axis(out, found.top_ids.astype(np.int64), found.top_logprobs, axis=1)
     return out
 
 
 def check_results(results: Sequence[Result], oracle: Oracle, tolerance: float) -> float:
-    """Every log-probability is the reference's for the same text, and a greedy token is one of its
-    best.
+    """Check that every log-probability is the reference's for the same text, and that each greedy
+    token is one of its best.
 
-    Returns the largest difference. Raises LawBroken that tells the first divergent token, and the
-    margin of the reference's two best against twice the tolerance.
+    Returns the largest difference. Raises LawBroken with the first divergent token, and with the
+    margin of the reference's two best tokens against twice the tolerance.
     """
     worst = 0.0
     for number, result in enumerate(results):
@@ -61,7 +61,8 @@ def check_results(results: Sequence[Result], oracle: Oracle, tolerance: float) -
 
 
 def _scored(result: Result, expected: Scores) -> Iterator[tuple[int, TokenLogprobs, Scores]]:
-    """(place of the token in the text, what the device says of it, what the reference says)."""
+    """Yield (position of the token in the text, the device's record of it, the reference's
+    log-probabilities)."""
     start = len(result.prompt)
     place = 1
     for found in result.prompt_scores:
@@ -78,8 +79,8 @@ def _row(found: TokenLogprobs, row: int) -> TokenLogprobs:
 
 
 def _difference(found: TokenLogprobs, row: Scores, result: Result, place: int) -> float:
-    """The largest difference over the chosen token and the likeliest alternatives; infinite for
-    what is not a number."""
+    """Return the largest difference over the chosen token and the likeliest alternatives; infinity
+    if it is NaN."""
     token = (result.prompt + result.tokens)[place]
     shown = found.top_ids[0][:8]
     pairs = np.abs(np.append(found.top_logprobs[0][: len(shown)] - row[shown], found.chosen[0] - row[token]))

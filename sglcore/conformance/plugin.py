@@ -1,8 +1,8 @@
 """The pytest plugin: options, one test for each case of each law, gaps as expected failures, and
 the result at the end.
 
-It runs on whatever device `--conform-device` names, or else the one whose package the test file
-lies in. Everything heavy is imported when a law runs.
+It runs on the device that `--conform-device` names, or else on the device of the package that
+contains the test file. Heavy modules are imported when a law runs.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ class Run:
     was_named: bool = False
 
     def reason_against(self, level: str) -> str:
-        """Why laws of a level can not run here; the package's own laws can run everywhere."""
+        """Return why laws of a level can not run here; empty if they can. Laws of the package
+        itself can run everywhere."""
         if level == LEVELS[0]:
             return ""
         if self.obstacle is None:
@@ -47,8 +48,7 @@ class Run:
 
     @property
     def not_run(self) -> list[str]:
-        """Cases that were asked for and have no outcome, in order: the run was cut short, or left
-        some out."""
+        """Requested cases without an outcome, sorted: the run was cut short, or left some out."""
         return sorted(self.asked - {outcome.name for outcome in self.outcomes})
 
 
@@ -81,18 +81,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def _option(config: pytest.Config, name: str) -> Any:
-    """An option; its default where the plugin came too late to add options, with the test file that
-    imports the suite."""
+    """Return an option; its default if the plugin was loaded too late to add options, with the test
+    file that imports the suite."""
     return config.getoption(name, default=_DEFAULTS.get(name))
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Nothing has run yet."""
+    """Begin the session without any run."""
     config.stash[RUNS] = {}
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """A case of a law for each test of the suite."""
+    """Make a test for each case of each law."""
     if "law_case" in metafunc.fixturenames:
         run = _run_for(metafunc.config, metafunc.definition.path)
         found = [] if _records(metafunc.config) else list(_law_cases(metafunc.config, run))
@@ -106,8 +106,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tests that were not asked for are no skips: laws where steps are recorded, and the other way
-    round."""
+    """Deselect tests that were not requested, instead of skipping them: laws while steps are
+    recorded, and recording otherwise."""
     own = [item for item in items if {"law_case", "gap_run", "run_to_record"} & set(_fixtures(item))]
     unasked = [item for item in own if item.get_closest_marker("skip") is not None]
     if unasked:
@@ -125,7 +125,7 @@ def _records(config: pytest.Config) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class LawCase:
-    """One case of a law on one device, or on one broken kind of it."""
+    """One case of a law on one device, or on one mutant of it."""
 
     run: Run
     law: Law
@@ -134,13 +134,13 @@ class LawCase:
 
     @property
     def name(self) -> str:
-        """As results name it."""
+        """The case's name in results."""
         planted = "" if self.mutant is None else f" against {self.law.mutants[self.mutant].name}"
         return f"{self.law.level}-{self.run_name}{planted}"
 
     @property
     def run_name(self) -> str:
-        """As gaps name it."""
+        """The case's name in gaps."""
         from sglcore.conformance.law import run_name
 
         return run_name(self.law, self.case)
@@ -158,7 +158,7 @@ def _law_cases(config: pytest.Config, run: Run) -> Iterator[LawCase]:
 
 
 def _run_for(config: pytest.Config, file: Path) -> Run:
-    """The run of the device that a test file is about."""
+    """Return the run for the device of a test file."""
     from sglcore.conformance.gaps import read_gaps
 
     named = _option(config, "--conform-device")
@@ -183,7 +183,7 @@ def _target(name: str) -> Target:
 
 
 def _declared_device(file: Path) -> str:
-    """The device that the nearest pyproject.toml above a file offers; empty if there is none."""
+    """Return the device of the nearest pyproject.toml above a file; empty if there is none."""
     from sglcore.device.discovery import GROUP
 
     for folder in file.parents:
@@ -198,7 +198,8 @@ def _declared_device(file: Path) -> str:
 def conformance_kits(
     pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Callable[[Run], Kit]]:
-    """Gives the kit of a run's device; each is made once in a session and closed at its end."""
+    """Return a function that gives the kit of a run's device. Each kit is made once in a session
+    and closed at its end."""
     from sglcore.conformance.trial import Kit
 
     kits: dict[str, Kit] = {}
@@ -216,8 +217,8 @@ def conformance_kits(
 
 
 def _settings(config: pytest.Config) -> dict[str, Any]:
-    """Settings of the command line, each read as its field of EngineConfig is read from a
-    variable."""
+    """Return the settings of the command line, each read as EngineConfig reads its field from an
+    environment variable."""
     from sglcore.device.config import PREFIX, resolve_config
 
     given = dict(text.partition("=")[::2] for text in _option(config, "--conform-set"))
@@ -226,7 +227,7 @@ def _settings(config: pytest.Config) -> dict[str, Any]:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """A worker of pytest-xdist hands over what it ran, as plain values."""
+    """Hand over the outcomes of a pytest-xdist worker, as plain values."""
     handed = getattr(session.config, "workeroutput", None)  # foreign: pytest-xdist's attribute of a worker
     if handed is not None:
         handed["conformance"] = {
@@ -242,7 +243,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
-    """Takes what a worker ran: a result holds the cases of all of them."""
+    """Take over the outcomes of a pytest-xdist worker: a result has the cases of all workers."""
     handed = getattr(node, "workeroutput", {})  # foreign: pytest-xdist's attribute of a node
     for name, values in handed.get("conformance", {}).items():
         from sglcore.conformance.gaps import read_gaps
@@ -258,7 +259,7 @@ def pytest_testnodedown(node: Any) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    """A line for each device on which laws ran, and the result file."""
+    """Print a line for each device on which laws ran, and write the result file."""
     is_worker = hasattr(config, "workerinput")  # foreign: pytest-xdist's attribute of a worker
     ran = [] if is_worker else [run for run in config.stash[RUNS].values() if run.outcomes]
     if not ran:

@@ -1,7 +1,8 @@
-"""Recorded steps: what crossed the worker seam and what came back, as one zip of JSON and plain
+"""Recorded steps: the batches sent to a worker and their results, as one zip of JSON and plain
 arrays; no pickle.
 
-A run of one engine is written down here and fed to another device later, to see where the two part.
+The steps of one engine are recorded here and later fed to another device, to find where the two
+differ.
 """
 
 from __future__ import annotations
@@ -31,15 +32,14 @@ RecordedStep = tuple[ScheduleBatch, BatchResult]
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """`about` says on which model, with which sizes, and on which device the steps ran."""
+    """Recorded steps; `about` names the model, the sizes and the device that they ran on."""
 
     about: Mapping[str, Any]
     steps: Sequence[RecordedStep]
 
 
 def record_engine(engine: Engine) -> RecordingWorker:
-    """Put a recorder on an engine, before its first request; its `steps` are what `write_record`
-    takes."""
+    """Put a recorder on an engine before its first request; `write_record` takes its `steps`."""
     recorder = RecordingWorker(engine.worker)
     recorder.keep = True
     engine.loop.worker = recorder
@@ -47,8 +47,8 @@ def record_engine(engine: Engine) -> RecordingWorker:
 
 
 def write_record(file: Path, record: Record) -> None:
-    """Write a zip with `record.json` and one `.npy` for each array. Raises ConfigError for what can
-    not be written."""
+    """Write a zip with `record.json` and one `.npy` for each array. Raises ConfigError for a value
+    that can not be written."""
     steps: list[dict[str, Any]] = []
     with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as out:
         for number, (batch, result) in enumerate(record.steps):
@@ -65,7 +65,7 @@ def write_record(file: Path, record: Record) -> None:
 
 
 def read_record(file: Path) -> Record:
-    """What `write_record` wrote; raises ConfigError for something else."""
+    """Read what `write_record` wrote; raises ConfigError for anything else."""
     try:
         with zipfile.ZipFile(file) as found:
             values = json.loads(found.read("record.json"))
@@ -86,7 +86,7 @@ def _read_steps(found: zipfile.ZipFile, steps: Sequence[Mapping[str, Any]]) -> I
 
 
 def _batch_values(batch: ScheduleBatch, arrays: dict[str, NDArray[Any]]) -> dict[str, int]:
-    """The plain values of a batch; its arrays go to `arrays`."""
+    """Return the plain values of a batch; its arrays go to `arrays`."""
     plain: dict[str, int] = {}
     for item in fields(batch):
         value = getattr(batch, item.name)
@@ -130,7 +130,7 @@ def _parts(arrays: Mapping[str, NDArray[Any]], prefix: str) -> dict[str, NDArray
 
 @dataclass(slots=True)
 class Replayed:
-    """What a replay saw: tokens compared, requests left at a close choice, and the largest
+    """Totals of a replay: tokens compared, requests dropped at a close choice, and the largest
     difference."""
 
     tokens: int = 0
@@ -139,11 +139,10 @@ class Replayed:
 
 
 def replay(worker: ModelWorker, steps: Sequence[RecordedStep], tolerance: float) -> Replayed:
-    """Feed recorded steps to a worker of the same sizes and compare what comes back; waits for
-    each.
+    """Feed recorded steps to a worker of the same sizes and compare the results; waits for each.
 
-    Raises LawBroken at the first step that differs. Where two tokens were within twice the
-    tolerance, either may be drawn: from there on that request is not compared.
+    Raises LawBroken at the first step that differs. If two tokens are within twice the tolerance,
+    either may be drawn; if the draws differ there, the rest of that request is not compared.
     """
     seen, parted = Replayed(), set[int]()
     for batch, wanted in steps:
@@ -165,7 +164,7 @@ def replay(worker: ModelWorker, steps: Sequence[RecordedStep], tolerance: float)
 def _compare_token(
     step: int, found: BatchResult, wanted: BatchResult, index: int, tolerance: float, seen: Replayed
 ) -> bool:
-    """Whether the row goes on with the recorded token."""
+    """Return whether the row goes on with the recorded token."""
     token, other = int(found.token_ids[index]), int(wanted.token_ids[index])
     seen.tokens += 1
     if found.logprobs is None or wanted.logprobs is None:
@@ -184,7 +183,7 @@ def _compare_token(
 
 
 def _by_id(result: BatchResult, index: int) -> dict[int, float]:
-    """Log-probabilities that a result tells of one drawn token and its alternatives."""
+    """Return the log-probabilities that a result has for one drawn token and its alternatives."""
     found = result.logprobs
     assert found is not None
     shown = dict(zip(found.top_ids[index].tolist(), found.top_logprobs[index].tolist(), strict=True))

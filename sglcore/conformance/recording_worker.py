@@ -1,4 +1,4 @@
-"""A worker as the kit drives it: it notes the path of every step, may keep the steps, and serves
+"""The worker that the kit drives: it records the path of every step, may keep the steps, and serves
 one scheduler after another."""
 
 from __future__ import annotations
@@ -7,13 +7,13 @@ from sglcore.device.batch import ScheduleBatch
 from sglcore.device.worker import BatchResult, Limits, ModelWorker, Ticket
 
 STRIDE = 1 << 20
-"""Compositions of one scheduler; a worker takes equal numbers for equal rows, so each scheduler
-gets its own range."""
+"""Composition numbers for one scheduler. A worker takes equal numbers for equal rows, so each
+scheduler gets a range of its own."""
 
 
 class RecordingWorker:
-    """Hands every call on. `paths`: what ran ("eager", or a graph's kind and bucket). `steps`:
-    batch and result of each step since `keep` was set, in order of their collect."""
+    """Passes every call on. `paths`: what ran ("eager", or a graph's kind and bucket). `steps`:
+    batch and result of each step since `keep` was set, in the order of `collect`."""
 
     def __init__(self, worker: ModelWorker) -> None:
         self.worker = worker
@@ -25,11 +25,11 @@ class RecordingWorker:
 
     @property
     def limits(self) -> Limits:
-        """Those of the worker."""
+        """Limits of the worker."""
         return self.worker.limits
 
     def next_scheduler(self) -> None:
-        """From now on another scheduler submits; nothing may be in flight."""
+        """Start a range of compositions for another scheduler; nothing may be in flight."""
         self._scheduler += 1
 
     def submit(self, batch: ScheduleBatch) -> Ticket:

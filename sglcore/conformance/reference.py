@@ -19,7 +19,7 @@ def probe(named: bool, system: System) -> ProbeReport:
 
 
 def facts(index: int = 0) -> Facts:
-    """Host memory, no streams; narrow integers, so that the reference shows that none other are
+    """Host memory, no streams, and narrow integers, so that the reference shows that none other are
     needed. Its replays run host code again, which reads lengths."""
     return Facts(tensor_device="cpu", index_dtype="int32", needs_host_lengths=True, shares_host_memory=True)
 

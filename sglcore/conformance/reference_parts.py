@@ -1,5 +1,5 @@
-"""What the reference runs on: a graph mechanism that captures nothing, and the standard bring-up
-with a fixed budget."""
+"""Parts of the reference: a graph mechanism that captures nothing, and the standard bring-up with a
+fixed budget."""
 
 from __future__ import annotations
 
@@ -32,32 +32,30 @@ class ReplayedStep:
 
 
 class ReplayedGraphs:
-    """A graph mechanism that captures nothing: it shows that buckets, padding and refresh are
-    right."""
+    """A graph mechanism that captures nothing: it tests buckets, padding and refresh."""
 
     kind = "replayed"
 
     def __init__(self, facts: Facts, streams: Streams) -> None:
-        """The reference's factory of graphs: it needs neither."""
+        """As the factory of the reference's graphs; `facts` and `streams` are not used."""
 
     def capture(self, step: Callable[[], Tensor]) -> ReplayedStep:
-        """Run once, and keep."""
+        """Run the step once and keep it for replays."""
         step()
         return ReplayedStep(step)
 
     def close(self) -> None:
-        """Nothing is shared."""
+        """There is nothing to close."""
 
 
 class ReplayableAttention(ReferenceAttention):
-    """The reference's attention for a graph that runs its host code again: that can be captured,
-    and nothing else."""
+    """The reference's attention with capture, for a graph that runs its host code again."""
 
     facts = replace(ReferenceAttention.facts, features=ReferenceAttention.facts.features | {"capture"})
 
 
 def device_memory(model: object) -> MemoryBudget:
-    """A fixed budget."""
+    """Return a fixed budget."""
     return MemoryBudget(MEMORY, MEMORY, "the reference's fixed budget")
 
 

@@ -1,5 +1,5 @@
-"""The result of a run as data: which device, which versions, which commit, what came of every law,
-and a digest of it all."""
+"""The result of a run as data: device, versions, commit, the outcome of every law, and a digest of
+all."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def make_result(
     problems: Sequence[str],
     not_run: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """The record of one run. `hardware`: what it ran on, "simulated" where that was no hardware.
-    `problems`: of the gaps. `not_run`: cases that were asked for and have no outcome."""
+    """Make the record of one run. `hardware`: what it ran on, "simulated" if that was no hardware.
+    `problems`: of the gaps and tolerances. `not_run`: requested cases without an outcome."""
     values: dict[str, Any] = {
         "device": target.name,
         "hardware": hardware,
@@ -83,14 +83,14 @@ def _law_values(outcome: Outcome, gaps: Sequence[Gap]) -> dict[str, Any]:
 
 
 def digest(values: Mapping[str, Any]) -> str:
-    """sha256 of the canonical JSON of a record without its digest."""
+    """Return the sha256 of the canonical JSON of a record without its digest."""
     content = {name: value for name, value in values.items() if name != "digest"}
     text = json.dumps(content, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def read_result(file: Path) -> dict[str, Any]:
-    """A record that `make_result` made; raises ValueError if its digest is not that of its
+    """Read a record that `make_result` made; raises ValueError if its digest does not match its
     content."""
     values = json.loads(file.read_text(encoding="utf-8"))
     if values.get("digest") != digest(values):
@@ -101,7 +101,7 @@ def read_result(file: Path) -> dict[str, Any]:
 
 
 def write_result(file: Path, values: Mapping[str, Any]) -> None:
-    """Readable JSON."""
+    """Write a record as readable JSON."""
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
 
@@ -114,8 +114,8 @@ def _version(name: str) -> str:
 
 
 def _commit() -> str:
-    """The commit of the checkout that this sglcore runs from, marked where files differ from it;
-    empty elsewhere."""
+    """Return the commit of the checkout that this sglcore runs from, marked if files differ from
+    it; empty outside a checkout."""
     folder = Path(__file__).parent
     try:
         head = subprocess.run(("git", "rev-parse", "HEAD"), cwd=folder, capture_output=True, text=True, check=True)

@@ -1,4 +1,4 @@
-"""The sampling state of a host batch, made at once: for tests of a draw, which have no steps and no
+"""The sampling state of a host batch, made in one call, for tests that sample without steps or a
 history table."""
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ def make_state(
     masks: Masks[Tensor] | None = None,
     needs: SamplingNeeds | None = None,
 ) -> SamplingState:
-    """A host batch of B rows on the device of positions int32[B].
+    """Make the state of a host batch of B rows, on the device of positions int32[B].
 
-    `needs` may be wider than the batch's own (a captured graph's). Raises ValueError if a penalty
-    lacks its counts.
+    `needs` may be wider than the batch's own, as for a captured graph. Raises ValueError if a
+    penalty lacks its counts.
     """
     needs = needs or batch.needs
     if needs.any_penalty and penalties is None:
@@ -39,15 +39,15 @@ def make_state(
 def make_penalties(
     batch: SamplingBatch, history: Tensor, lengths: Tensor, vocab_size: int, all_rows: bool = False
 ) -> PenaltyState:
-    """Penalties of a host batch. history int32[R, L] and lengths int32[R] are those of
-    batch.penalty_rows(), in order; with all_rows, those of the whole batch."""
+    """Make the penalties of a host batch. history int32[R, L] and lengths int32[R] have the rows of
+    batch.penalty_rows(), in order; with all_rows, all rows of the batch."""
     parts = _upload(penalty_arrays(batch, all_rows), history.device)
     rows = None if all_rows else parts["penalty_rows"].long()
     return count_penalties(place_penalties(parts, rows), history, lengths, vocab_size)
 
 
 def _upload(arrays: Mapping[str, np.ndarray], device: torch.device | str) -> dict[str, Tensor]:
-    """All arrays on the device by one copy. Waits for it."""
+    """Upload all arrays by one copy. Waits for it."""
     values = list(arrays.values())
     starts, total = lay_out(values)
     words = np.zeros(total, np.int32)

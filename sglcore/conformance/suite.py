@@ -43,9 +43,8 @@ def test_gaps_are_known_laws_and_have_not_expired(gap_run: Run) -> None:
 
 
 def test_law(law_case: LawCase, conformance_kits: Kits) -> None:
-    """A law holds; or there is a gap for it, and it does not; or, with mutants asked for, a broken
-    device is caught, which is an expected failure: of the device, and of whatever else watches
-    it."""
+    """Check a law: it holds, or it fails and has a gap. With mutants requested, the law must catch
+    a broken device, which counts as an expected failure."""
     _need_device(law_case.run, law_case.law.level)
     kit = conformance_kits(law_case.run)
     if law_case.mutant is not None:
@@ -61,7 +60,8 @@ def test_law(law_case: LawCase, conformance_kits: Kits) -> None:
 
 
 def test_recorded_steps(run_to_record: Run, conformance_kits: Kits, pytestconfig: pytest.Config) -> None:
-    """Write down the steps of a run on this device, or feed it the steps of another and compare."""
+    """Record the steps of a run on this device, or feed it the steps of another device and
+    compare."""
     _need_device(run_to_record, LEVELS[1])
     kit = conformance_kits(run_to_record)
     target: Path | None = pytestconfig.getoption("--conform-record", default=None)
@@ -74,8 +74,8 @@ def test_recorded_steps(run_to_record: Run, conformance_kits: Kits, pytestconfig
 
 
 def _need_device(run: Run, level: str) -> None:
-    """Where a person named a device that can not run, that is the answer; a suite that passes by is
-    skipped."""
+    """Fail if a person named a device that can not run; skip if the suite chose the device
+    itself."""
     reason = run.reason_against(level)
     if reason and run.was_named:
         pytest.fail(reason, pytrace=False)

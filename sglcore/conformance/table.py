@@ -1,5 +1,5 @@
-"""The support table of docs/devices.md, generated from result files. What never met its hardware
-says so."""
+"""The support table of docs/devices.md, generated from result files. It marks devices that were
+never tested on their hardware."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def support_table(folder: Path) -> str:
 
 
 def with_table(text: str, table: str) -> str:
-    """A document with the table between its two marks. Raises ValueError where a mark is
+    """Return a document with the table between its two marks. Raises ValueError if a mark is
     missing."""
     before, begin, rest = text.partition(BEGIN)
     _, end, after = rest.partition(END)
@@ -56,12 +56,12 @@ def _ran_on(values: Mapping[str, Any]) -> str:
 
 
 def _wider(values: Mapping[str, Any]) -> list[str]:
-    """Results from before there were tolerances of packages have none."""
+    """Return a line for each wider tolerance; none for results older than such tolerances."""
     return [tolerance_text(item) for item in values.get("tolerances", [])]
 
 
 def _level(laws: Sequence[Mapping[str, Any]]) -> str:
-    """Counts of what holds, and of what does not."""
+    """Return the number of laws with each verdict, as text."""
     if not laws:
         return MISSING
     counts = {

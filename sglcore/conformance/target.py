@@ -1,5 +1,5 @@
-"""The device under test: its package, where its files lie, what it can do, and how it starts on one
-of the kit's models."""
+"""The device under test: its package, the folder of its files, its capabilities, and how it starts
+on one of the kit's models."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ if TYPE_CHECKING:
     from sglcore.runtime.memory.pools import PoolKind, TokenToKVPool
 
 GIVEN = ("config", "package", "facts", "ledger", "progress", "model_path")
-"""What an engine gives to a bring-up."""
+"""Values that an engine gives to a bring-up."""
 
 HEAD_DIMS = (16, 32, 64, 128, 256)
 PAGE_SIZES = (4, 8, 16, 32, 64, 128)
 DTYPES = ("float32", "bfloat16", "float16")
 TORCH_STEPS = frozenset({"kernels", "pools", "attention", "runner"})
-"""Steps of the bring-up of a device that runs on the torch runtime, which some laws look into."""
+"""Steps of the bring-up of a device on the torch runtime; some laws inspect what they build."""
 
 
 TRITON_ATTENTION = "sglcore.runtime.attention.triton"
@@ -43,7 +43,7 @@ TRITON_KERNELS = "sglcore.runtime.kernels.triton"
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """What the kit's models are given so that a backend takes them."""
+    """Sizes of the kit's models, chosen so that a backend takes them."""
 
     head_dim: int
     page_size: int
@@ -61,8 +61,8 @@ class StartedDevice:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """`folder` holds the package's `gaps.toml`, `conformance.toml` and `bring_up.txt`; None:
-    nowhere. `mutant`: a defect that is planted."""
+    """`folder` holds the package's `gaps.toml`, `conformance.toml` and `bring_up.txt`; None: it has
+    no folder. `mutant`: the planted defect."""
 
     package: DevicePackage
     distribution: str = ""
@@ -72,20 +72,20 @@ class Target:
 
     @property
     def name(self) -> str:
-        """What `--device` calls it."""
+        """The device's name, as `--device` takes it."""
         return self.package.name
 
     def broken_by(self, mutant: Mutant) -> Target:
-        """The same device with a defect."""
+        """Return the same device with a defect."""
         return replace(self, package=mutant.package(self.package), mutant=mutant)
 
     def facts(self) -> Facts:
-        """The values by which it differs, with the defect planted."""
+        """Return the device's facts, with the defect planted."""
         found: Facts = resolve(self.package.facts, self.name)(0)
         return found if self.mutant is None else self.mutant.facts(found)
 
     def order(self) -> BringUp:
-        """Its bring-up, with the defect planted."""
+        """Return the device's bring-up, with the defect planted."""
         order: BringUp = resolve(self.package.bring_up, self.name)
         if self.mutant is None:
             return order
@@ -93,7 +93,7 @@ class Target:
         return wrap_steps(changed, self.mutant.steps)
 
     def fixture(self) -> Fixture:
-        """What its package gives the kit."""
+        """The data that its package gives the kit."""
         return read_fixture(self.folder)
 
     def pool(self, started: StartedDevice) -> TokenToKVPool | None:
@@ -105,8 +105,8 @@ class Target:
         return started.built["pools"].token_to_kv if "torch_runtime" in self.capabilities() else None
 
     def capabilities(self) -> frozenset[str]:
-        """What laws may need: "torch_runtime", "cells", "attention", "graphs", "streams",
-        "mixed_batches", "proposals"."""
+        """Return the capabilities that it has, of those that laws may need: "torch_runtime",
+        "cells", "attention", "graphs", "streams", "mixed_batches", "proposals"."""
         facts = self.facts()
         steps = {step.provides for step in self.order().steps}
         is_torch = steps >= TORCH_STEPS
@@ -122,18 +122,18 @@ class Target:
         return frozenset(name for name, holds in offered.items() if holds)
 
     def has_triton_kernels(self) -> bool:
-        """Entries of its preferred kernel table are the core's Triton kernels. Raises what making
-        the table raises."""
+        """Return whether its preferred kernel table uses the core's Triton kernels. Raises what
+        making the table raises."""
         origin = self.make_kernels(next(iter(self.package.kernels))).origin
         return any(function.startswith(TRITON_KERNELS) for function in origin.values())
 
     def make_kernels(self, name: str) -> Any:
-        """One of its kernel tables. Raises what making it raises."""
+        """Make one of its kernel tables. Raises what making it raises."""
         return resolve(self.package.kernels[name], self.name)()
 
     def attention_without_triton(self, dtype: str) -> Mapping[str, str]:
-        """The setting that names the first backend after the core's Triton attention, if that is
-        the first to take a dtype; nothing if another one is."""
+        """Return the setting that names the first backend after the core's Triton attention, if
+        Triton attention is the first to take a dtype; empty if another one is."""
         takes = [
             (name, any(TRITON_ATTENTION in item.__module__ for item in kind.__mro__))
             for name, kind in self.usable_attention().items()
@@ -153,16 +153,17 @@ class Target:
         return MappingProxyType(found)
 
     def usable_attention(self) -> Mapping[str, Any]:
-        """Those of them that the current device takes; all, where there is none to ask."""
+        """Return the importable backends that the current device takes; all of them if there is no
+        device to ask."""
         found = self.importable_attention()
         if "torch_runtime" not in self.capabilities():
             return found
         return MappingProxyType({name: kind for name, kind in found.items() if not _refuses(kind)})
 
     def geometry(self, backend: str | None = None) -> Geometry:
-        """Sizes that a backend takes, in a type that the device computes in. Unless one is named:
-        those of the preferred one that is importable, in float32 where some backend computes in it
-        with these sizes, because there a law can be strict."""
+        """Return sizes that a backend takes, in a dtype that the device computes in. Without a
+        named backend: the preferred importable one, in float32 if a backend computes in it with
+        these sizes, because laws are strict in float32."""
         classes, own = self.usable_attention(), self.facts()
         if not classes:
             return Geometry(HEAD_DIMS[0], own.page_size, _first(DTYPES, [own.dtypes]))
@@ -180,21 +181,22 @@ class Target:
         )
 
     def computed_dtypes(self) -> tuple[str, ...]:
-        """The types of the device's facts that some backend takes too; all of them where there is
-        none."""
+        """Return the dtypes of the device's facts that a backend takes too; all of them if there is
+        no backend."""
         taken = [item.facts.dtypes for item in self.usable_attention().values()]
         served = (name for name in self.facts().dtypes if any(names is None or name in names for names in taken))
         return tuple(served) if taken else self.facts().dtypes
 
     def other_dtypes(self) -> tuple[str, ...]:
-        """The dtype of the preferred backend, where it does not take that of `geometry`."""
+        """Return the dtype of the preferred backend, if that does not take the dtype of
+        `geometry`."""
         first = next(iter(self.usable_attention().values()), None)
         taken = first.facts.dtypes if first is not None else None
         own = _first(("bfloat16", "float16", "float32"), [self.facts().dtypes, taken])
         return () if taken is None or self.geometry().dtype in taken else (own,)
 
     def obstacle(self) -> str:
-        """Why the device can not run here, as its probe says; empty if it can."""
+        """Return why the device can not run here, as its probe reports; empty if it can."""
         failure = run_probe(self.package, named=True).first_failure
         if failure is None:
             return ""
@@ -202,8 +204,8 @@ class Target:
         return f"{self.name} is not usable here: {what}: {fact.evidence}; {fact.remedy}"
 
     def start(self, config: EngineConfig, model: Path, kind: PoolKind | None = None) -> StartedDevice:
-        """Run the bring-up over a checkpoint, with pools of a kind that is not the device's own
-        where one is given; waits. Raises what a step raises."""
+        """Run the bring-up over a checkpoint, with pools of `kind` instead of the device's own if
+        it is given. Waits. Raises what a step raises."""
         ledger = DecisionLedger(strict=config.strict)
         given = {
             "config": config,
@@ -226,14 +228,14 @@ def _with_pools(order: BringUp, kind: PoolKind) -> BringUp:
 
 
 def find_target(name: str) -> Target:
-    """The installed device of this name; raises DeviceError if there is none, or what its loading
-    raised."""
+    """Return the installed device of this name. Raises DeviceError if there is none, or the error
+    of its loading."""
     item = find_installed(discover(), Requested(name, "the argument"))
     return Target(item.loaded(), item.distribution, item.version, package_folder(name))
 
 
 def package_folder(name: str) -> Path | None:
-    """The folder of a package's module, which holds its data files; None if there are none."""
+    """Return the folder of a package's module, which holds its data files; None if it has none."""
     for point in entry_points(group=GROUP, name=name):
         folder = _module_folder(point)
         if folder is not None and any((folder / name).is_file() for name in ("gaps.toml", "bring_up.txt", FILE)):
@@ -254,7 +256,8 @@ def _refuses(backend: Any) -> bool:
 
 
 def _first(wanted: tuple[Any, ...], allowed: Sequence[tuple[Any, ...] | None]) -> Any:
-    """The first of our values that all allow, or else the first that the first of them allows."""
+    """Return the first wanted value that all allow; without one, the first that the first of them
+    allows."""
     for value in wanted:
         if all(values is None or value in values for values in allowed):
             return value

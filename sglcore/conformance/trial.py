@@ -37,8 +37,8 @@ LARGE = 32 << 20
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What came of one case. `text`: why it failed or was skipped. `errors`: the largest difference
-    seen, by dtype."""
+    """The outcome of one case. `text`: why it failed or was skipped. `errors`: the largest
+    difference seen, by dtype."""
 
     law: str
     level: str
@@ -50,18 +50,18 @@ class Outcome:
 
     @property
     def name(self) -> str:
-        """As gaps name it."""
+        """The case's name, as gaps have it."""
         return f"{self.law}[{self.case}]" if self.case else self.law
 
     @property
     def max_error(self) -> float | None:
-        """The largest of all; None where no numbers were compared."""
+        """The largest error of all dtypes; None if no numbers were compared."""
         return max(self.errors.values(), default=None)
 
 
 class Kit:
-    """A device under test with all that its laws share. `folder` is for files of the kit's own;
-    close it at the end."""
+    """A device under test, with everything that its laws share. `folder` is for the kit's own
+    files. Close it at the end."""
 
     def __init__(self, target: Target, folder: Path, settings: Mapping[str, Any] = MappingProxyType({})) -> None:
         self.target = target
@@ -75,28 +75,28 @@ class Kit:
         self._oracles: dict[tuple[str, int], Oracle] = {}
 
     def take_case(self, law: Law, case: str) -> None:
-        """Start devices as a case wants them from now on: with the reference's kernels, and the
-        attention after Triton's, where Triton is interpreted and the case is not about kernels. A
-        caller's own choice of kernels stands."""
+        """Choose how devices are started for a case from now on. If Triton is interpreted and the
+        case is not about kernels, they get the reference's kernels and the first attention backend
+        after Triton's. A caller's own choice of kernels stands."""
         is_slow = law.interpreted is not None and case not in law.interpreted and self.interprets_kernels()
         chosen = {"kernels": "reference"} if is_slow and "kernels" not in self.settings else {}
         self._for_case = MappingProxyType(chosen)
 
     def interprets_kernels(self) -> bool:
-        """Kernels of the device's table are Triton's and run in its interpreter, as they do where
-        no hardware is."""
+        """Return whether the device's kernels are Triton's and run in its interpreter, as they do
+        without hardware."""
         if self._is_interpreted is None:
             is_on = os.environ.get("TRITON_INTERPRET") == "1" and "torch_runtime" in self.target.capabilities()
             self._is_interpreted = is_on and self.target.has_triton_kernels()
         return self._is_interpreted
 
     def checkpoint(self, model: str, head_dim: int) -> Path:
-        """The folder of one of the kit's models, written when it is first asked for."""
+        """Return the folder of one of the kit's models; writes it on the first call."""
         folder = self.folder / f"{model}-{head_dim}"
         return folder if folder.is_dir() else write_checkpoint(folder, model, head_dim)
 
     def reference(self, model: str, head_dim: int, page_size: int = 16) -> Harness:
-        """The reference on a model, started; shared."""
+        """Return the started reference on a model; shared."""
         key = (model, head_dim, page_size)
         if key not in self._references:
             own = {"page_size": page_size, "dtype": "float32", "max_batch_tokens": 256, "kv_cache_memory": LARGE}
@@ -105,7 +105,7 @@ class Kit:
         return self._references[key]
 
     def oracle(self, model: str, head_dim: int) -> Oracle:
-        """What the reference says about texts under a model."""
+        """Return the reference's distributions for texts under a model."""
         key = (model, head_dim)
         if key not in self._oracles:
             self._oracles[key] = Oracle(self.reference(model, head_dim))
@@ -114,8 +114,9 @@ class Kit:
     def open(
         self, model: str, head_dim: int | None = None, pool_kind: PoolKind | None = None, **settings: Any
     ) -> Harness:
-        """Start the device on a model, with heads of the geometry's size and pools of its own kind
-        unless others are given; the caller closes it. Settings are those of EngineConfig."""
+        """Start the device on a model; the caller closes it. Without other arguments, heads have
+        the geometry's size and pools are of the device's own kind. `settings`: fields of
+        EngineConfig."""
         geometry = self.target.geometry(settings.get("attention_backend"))
         given = {
             "page_size": geometry.page_size,
@@ -138,15 +139,15 @@ class Kit:
         return self._harnesses[key]
 
     def forget(self) -> None:
-        """Close every shared device, as after a failure that may have left one in disorder. The
-        reference stays."""
+        """Close every shared device, for example after a failure that may have left one in a bad
+        state. The reference stays."""
         harnesses, self._harnesses = self._harnesses, {}
         for harness in harnesses.values():
             with suppress(Exception):  # A broken device may not close; its law has said what is wrong.
                 harness.close()
 
     def close(self) -> None:
-        """Close all."""
+        """Close all devices and the reference."""
         self.forget()
         for harness in self._references.values():
             harness.close()
@@ -172,8 +173,8 @@ class Kit:
 
 
 class Trial:
-    """What the check of a law receives: the kit, its case, and where it reports the errors it
-    saw."""
+    """The argument of a law's check: the kit, the case, and where to report errors that were
+    seen."""
 
     def __init__(self, kit: Kit, law: Law, case: str) -> None:
         self.kit = kit
@@ -185,31 +186,31 @@ class Trial:
 
     @property
     def is_interpreted(self) -> bool:
-        """This case runs the device's own kernels in an interpreter, a second a step: choose
-        less."""
+        """This case runs the device's own kernels in an interpreter, which takes about a second a
+        step, so the check should do less."""
         return self.law.interpreted is not None and self.case in self.law.interpreted and self.kit.interprets_kernels()
 
     def remember(self, remark: str) -> None:
-        """Keep what a skip should tell."""
+        """Keep a remark for the text of a skip."""
         self.remarks.append(remark)
 
     def note(self, error: float, dtype: str) -> None:
-        """Remember an error that was seen in a dtype."""
+        """Record an error that was seen in a dtype."""
         self.errors[dtype] = max(self.errors.get(dtype, 0.0), error)
 
     def tolerance(self, dtype: str) -> float:
-        """What this law allows this package in a dtype."""
+        """Return the error that this law allows this package in a dtype."""
         return self.kit.fixture.bound(self.law, dtype)
 
     def compare(self, harness: Harness, results: Sequence[Result]) -> None:
-        """Hold results against the reference."""
+        """Compare results with the reference."""
         oracle = self.kit.oracle(harness.model, harness.geometry.head_dim)
         dtype = harness.geometry.dtype
         self.note(check_results(results, oracle, self.tolerance(dtype)), dtype)
 
     @contextmanager
     def opened(self, model: str, **settings: Any) -> Iterator[Harness]:
-        """A device of this law's own, closed at the end."""
+        """Start a device for this law alone; it is closed at the end."""
         harness = self.kit.open(model, **settings)
         try:
             yield harness
@@ -218,8 +219,8 @@ class Trial:
 
 
 def run_case(kit: Kit, law: Law, case: str) -> Outcome:
-    """Check one case. What is raised is the outcome, and the shared devices are started anew after
-    a failure."""
+    """Check one case. An exception becomes the outcome, and after a failure the shared devices are
+    started anew."""
     trial = Trial(kit, law, case)
     begin = time.perf_counter()
     verdict, text = _verdict(trial)
@@ -240,7 +241,7 @@ def _verdict(trial: Trial) -> tuple[Verdict, str]:
         return "skipped", "; ".join((str(reason), *trial.remarks))
     except LawBroken as broken:
         return "failed", str(broken)
-    except SglcoreError as error:  # says itself what to do, and its notes where it was
+    except SglcoreError as error:  # its message says what to do, its notes say where it was
         return "failed", "".join(traceback.format_exception_only(error)).strip()
     except Exception as error:
         return "failed", "".join(traceback.format_exception(error)).strip()
@@ -248,7 +249,7 @@ def _verdict(trial: Trial) -> tuple[Verdict, str]:
 
 
 def catches(kit: Kit, law: Law, mutant: Mutant) -> tuple[bool | None, str]:
-    """Whether a law fails on a broken kind of the device, on any of its cases, and how; None where
+    """Return whether a law fails on a mutant of the device, on any of its cases, and how; None if
     it can not run."""
     missing = ", ".join(sorted(mutant.needs - kit.target.capabilities())) if mutant.needs else ""
     if missing:
@@ -268,7 +269,8 @@ def catches(kit: Kit, law: Law, mutant: Mutant) -> tuple[bool | None, str]:
 
 
 def record_run(kit: Kit) -> Record:
-    """Chunks, arrivals, sampling and overlap on the dense model of the kit, written down."""
+    """Run chunks, arrivals, sampling and overlap on the dense model of the kit, and record the
+    steps."""
     harness = kit.harness("dense")
     harness.recorder.keep = True
     overlap = harness.limits.can_overlap
@@ -285,8 +287,8 @@ def record_run(kit: Kit) -> Record:
 
 
 def replay_run(kit: Kit, record: Record) -> Replayed:
-    """Recorded steps on this device. Raises LawBroken where they differ, ConfigError if the device
-    takes other sizes."""
+    """Replay recorded steps on this device. Raises LawBroken where results differ, ConfigError if
+    the device has other sizes."""
     about = record.about
     harness = kit.open(about["model"], page_size=about["page_size"])
     try:

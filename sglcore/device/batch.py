@@ -176,7 +176,7 @@ class ScheduleBatch:
     state_from: Ints | None = None
     """int32[B] (optional): what the state in each slot becomes before the forward. -1: it stays, 0:
     zeros, n: a copy of state checkpoint n. None: no row moves a state, the worker keeps none
-    (`Limits.keeps_state`), or the batch is an EMBED one, whose rows begin with zeros."""
+    (`Limits.keeps_state`), or the batch is an EMBED one; its rows begin with zeros."""
     state_to: Ints | None = None
     """int32[B] (optional): n: copy the slot's state into checkpoint n after the forward, 0: do
     nothing. The worker copies in, runs and copies out, step by step as submitted. A batch names no

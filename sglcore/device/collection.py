@@ -9,9 +9,8 @@ from contextlib import contextmanager
 __all__ = ["no_collection"]
 
 MANY = 10_000
-"""Number of young objects above which a freeze pays: to search so many takes a millisecond, as long
-as to count the frozen objects.
-"""
+"""Number of young objects above which a freeze pays: searching this many takes a millisecond, as
+long as counting the frozen objects."""
 
 
 @contextmanager

@@ -21,27 +21,28 @@ class StepPlan:
     global_num_tokens: tuple[int, ...]
     """Token rows of every shard; 0 of an idle one."""
     is_padded: bool = False
-    """Where shards exchange rows, each brings as many as the largest shard. False: each brings its
-    own number."""
+    """In exchanges between shards, each shard contributes the number of rows of the largest one.
+    False: its own number of rows."""
     bucket: int | None = None
     """Every shard replays the graph of this many rows. None: no shard replays a graph."""
     shard: int = 0
     """The shard for which this plan is."""
     cuts: tuple[int, ...] | None = None
-    """Rows of the first half of every shard, where ranks run this step as two halves. None: some
-    shard has no two halves."""
+    """Rows of the first micro-batch of every shard, if ranks run this step as two micro-batches.
+    None: a shard can not be split."""
     is_decode: bool = False
-    """No shard has rows of prompts. All shards order their two halves by it."""
+    """No shard has prompt rows. All shards choose the order of their micro-batches by it."""
     verified: int = 0
-    """Draft tokens of each request that decodes that are verified."""
+    """Draft tokens to verify for each request that decodes."""
     proposed: int = 0
-    """Draft tokens that are made of each request that samples."""
+    """Draft tokens to make for each request that samples."""
     emitting: tuple[int, ...] = ()
-    """By shard, requests that sample."""
+    """Number of requests that sample, by shard."""
     verifying: tuple[int, ...] = ()
-    """By shard, requests that decode."""
+    """Number of requests that decode, by shard."""
     going_on: tuple[int, ...] = ()
-    """By shard, prompts of a step in which some continue earlier chunks; 0 where none does."""
+    """Number of prompts, by shard, in a step in which some continue earlier chunks; 0 if none
+    does."""
 
     def of_shard(self, shard: int) -> StepPlan:
         """Return the same plan for another shard."""

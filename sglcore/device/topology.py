@@ -20,7 +20,7 @@ stages.
 
 @dataclass(frozen=True, slots=True)
 class Communication:
-    """By what the devices of one kind exchange tensors. The device package declares it."""
+    """How the devices of one kind exchange tensors. The device package declares it."""
 
     backend: str
     """The name of the back end in torch.distributed."""
@@ -31,10 +31,10 @@ class Communication:
     interface_variable: str = ""
     """The environment variable that tells the back end its network interface; empty: none does."""
     cluster_resource: str = ""
-    """What a cluster's scheduler counts one device as; empty: nothing."""
+    """The resource as which a cluster's scheduler counts one device; empty: none."""
     dispatchers: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
-    """By name, what libraries of the device carry rows to their experts with, the preferred one
-    first: references to a `MakeDispatcher`."""
+    """Libraries of the device that send tokens to their experts, by name, the preferred one first:
+    references to a `MakeDispatcher`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -216,6 +216,6 @@ class Trial:
     plain: ModelWorker
     """The other worker."""
     prompt: NDArray[np.int32]
-    """int32[N]: the beginning of a text, with which they are tried."""
+    """int32[N]: the beginning of a text, which is the prompt of the trial."""
     leave: Callable[[], None]
-    """Frees what is there for the bold worker alone."""
+    """Frees the resources that only the bold worker uses."""

@@ -1,7 +1,7 @@
-"""Answers checked for what of their schema is not enforced: in a process of their own, because a
-client's pattern may take for ever.
+"""Checks of finished answers against the parts of their schema that are not enforced, in a separate
+process, because a client's pattern may take forever.
 
-The library that checks is jsonschema, an optional extra; it is loaded in that process alone.
+The checks use jsonschema, an optional extra, which is loaded in that process only.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ LIMITS = CheckLimits(seconds=1.0, memory=256 << 20, young_seconds=0.25, slow=4, 
 
 
 class Question(msgspec.Struct, frozen=True):
-    """An answer, and what is asked of it."""
+    """An answer, and the schema parts to check it against."""
 
     schema: str
     """JSON text, as the client gave it."""
@@ -33,8 +33,8 @@ class Question(msgspec.Struct, frozen=True):
 
 
 class AnswerChecks(ConfinedChecks):
-    """Takes a Question; the verdict's `said` are the names of those parts that the answer does not
-    keep to."""
+    """Takes a Question. The verdict's `said` has the names of the parts that the answer
+    violates."""
 
     def __init__(self, limits: CheckLimits = LIMITS) -> None:
         self.limits = limits
@@ -42,5 +42,5 @@ class AnswerChecks(ConfinedChecks):
 
     @property
     def has_library(self) -> bool:
-        """Whether it is installed; without it nothing can be asked."""
+        """Whether the library is installed; without it, no question can be checked."""
         return find_spec(LIBRARY) is not None

@@ -1,4 +1,4 @@
-"""A process that checks answers, as `confined_process.py` has it. Started by `answer_check.py`."""
+"""A process that checks answers, on top of `confined_process.py`. Started by `answer_check.py`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ def main() -> int:
 
 
 def checked(work: bytes) -> Verdict:
-    """What of a Question's parts its answer does not keep to, or why that cannot be known."""
+    """Return the left-out parts that a Question's answer violates, or why they can not be
+    checked."""
     question = msgspec.json.decode(work, type=Question)
     try:
         values = list(_values(question))

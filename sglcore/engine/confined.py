@@ -1,7 +1,7 @@
-"""Checks that may take for ever, in a process that can be ended: this process's end of it.
+"""Checks that may take forever, in a process that can be killed: the side of the calling process.
 
-Each check runs in a fork there (`confined_process.py`) with limits of time and memory. It knows no
-kind of check: grammars have theirs (`grammar_check.py`), answers have theirs (`answer_check.py`).
+Each check runs in a fork of that process (`confined_process.py`) with limits of time and memory.
+The kinds of checks are elsewhere: grammars in `grammar_check.py`, answers in `answer_check.py`.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class CheckJob(msgspec.Struct, frozen=True):
 
     number: int
     work: msgspec.Raw
-    """What is checked, as JSON; its record belongs to the kind of check."""
+    """The object of the check, as JSON; the kind of check defines its record."""
 
 
 class Verdict(msgspec.Struct, frozen=True):
@@ -66,11 +66,11 @@ class Verdict(msgspec.Struct, frozen=True):
     ended: str = ""
     """The limit that ended it, for example "takes longer than 5 s of the processor"."""
     busy: str = ""
-    """Why it was not done to its end, though it may be another time."""
+    """Why it did not finish, though it may another time."""
     said: tuple[str, ...] = ()
-    """What it found."""
+    """Its findings."""
     seconds: float = 0.0
-    """What it took of the processor."""
+    """CPU seconds that it took."""
 
 
 OnVerdict = Callable[[Verdict], None]
@@ -122,10 +122,10 @@ class ConfinedChecks:
 
 
 class CheckProcess:
-    """One process, and what it was given."""
+    """One process, and the checks that it was sent."""
 
     def __init__(self, module: str, what: str, spec: Callable[[], Any]) -> None:
-        """As for ConfinedChecks."""
+        """As in ConfinedChecks."""
         self._what = what
         self._told: dict[int, OnVerdict] = {}
         self._count = 0
@@ -145,7 +145,7 @@ class CheckProcess:
         Thread(target=self._read, name=f"checks of {what}, in", daemon=True).start()
 
     def submit(self, work: Any, told: OnVerdict) -> bool:
-        """Hand over a check; False if this process has ended."""
+        """Send a check; returns False if this process has ended."""
         line = msgspec.Raw(msgspec.json.encode(work))
         with self._lock:
             if self._is_over:
@@ -174,7 +174,7 @@ class CheckProcess:
                 into.write(line + b"\n")
                 into.flush()
         except OSError:
-            pass  # it has ended, and the thread that reads says so
+            pass  # it has ended, and the reader thread reports it
         finally:
             _close_quietly(into.close)
 

@@ -1,9 +1,9 @@
-"""Checks that may take for ever, each in a fork of its own, which is ended where it takes too long
-or too much memory: the end of the process that runs them.
+"""Checks that may take forever, each in a fork that is killed if it takes too much time or memory:
+the side of the checking process.
 
-Started by `confined.py`. Lines of JSON on its standard input: first what it checks with, then jobs;
-on its standard output a verdict for each job, as it is known. It ends with its standard input, and
-its forks with it.
+Started by `confined.py`. Standard input has lines of JSON: the specification of the checks, then
+jobs. Standard output has a verdict for each job, as soon as it is known. The process and its forks
+end when standard input closes.
 """
 
 from __future__ import annotations
@@ -24,14 +24,13 @@ from sglcore.engine.confined import STACK_BYTES, CheckJob, CheckLimits, Verdict
 
 LOWEST_PRIORITY = 19
 SOONEST = 0.01
-"""Seconds between two looks at what the checks have taken."""
+"""Seconds between two readings of the time that checks have taken."""
 CPUCLOCK_SCHED = 2
-"""Linux: the clock of a process's time on the processor, in the lowest bits of the clock's
-number."""
+"""Linux: the clock of a process's CPU time, in the lowest bits of the clock's number."""
 
 Work = Callable[[bytes], Verdict]
-"""Does a job's work and says what came of it, but for the number and the time. Raises MemoryError
-alone."""
+"""Does a job's work and returns its verdict, without the number and the time. Raises MemoryError
+only."""
 
 
 @dataclass(slots=True)
@@ -43,13 +42,13 @@ class Check:
     answers: int
     """The file descriptor on which its verdict comes."""
     begun: float
-    """When it began, by the monotonic clock."""
+    """Time of its start, by the monotonic clock."""
     is_young: bool = True
-    """It runs at the usual priority."""
+    """It runs at normal priority."""
     is_late: bool = False
-    """It was ended because others take all that there is."""
+    """It was killed because other checks use all CPU time."""
     text: bytes = b""
-    """What has come of its verdict."""
+    """The part of its verdict that was read."""
 
     @property
     def processor_seconds(self) -> float:
@@ -78,7 +77,7 @@ class Checker:
         self._rest = given
 
     def run(self) -> None:
-        """Until standard input ends."""
+        """Run checks until standard input ends."""
         self._queue_jobs()
         while True:
             while self._waiting and self._young < self._limits.young:
@@ -146,7 +145,7 @@ class Checker:
         ended = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
         if ended == signal.SIGPROF:
             found = f"takes longer than {limits.seconds:g} s of the processor"
-        elif ended in (0, signal.SIGABRT, signal.SIGKILL):  # the system ends what takes too much with SIGKILL
+        elif ended in (0, signal.SIGABRT, signal.SIGKILL):  # SIGKILL: by the system
             found = f"takes more than {limits.memory >> 20} MiB of memory"
         else:
             found = f"ends its process by {signal.Signals(ended).name}"
@@ -164,7 +163,7 @@ class Checker:
                 os.kill(check.pid, signal.SIGKILL)
 
     def _patience(self) -> float | None:
-        """Seconds until a check has to be looked at; None: none runs."""
+        """Return the seconds until a check must be looked at; None: no check runs."""
         limits, checks = self._limits, self._checks.values()
         left = [limits.young_seconds - each.processor_seconds for each in checks if each.is_young]
         left += [each.begun + limits.most_seconds - time.monotonic() for each in checks]
@@ -207,7 +206,7 @@ def _confine(limits: CheckLimits) -> None:
 
 
 def _address_space() -> int | None:
-    """Bytes of addresses that this process has, where the system says it."""
+    """Return the bytes of address space of this process, where the system reports it."""
     try:
         with open("/proc/self/statm", encoding="ascii") as file:
             return int(file.read().split()[0]) * resource.getpagesize()
@@ -216,7 +215,7 @@ def _address_space() -> int | None:
 
 
 def _do(work: Work, job: CheckJob, answers: int) -> None:
-    """Write the verdict, or nothing where memory runs out."""
+    """Write the verdict, or nothing if memory runs out."""
 
     def answer() -> None:
         begin = time.process_time()

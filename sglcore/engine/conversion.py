@@ -1,5 +1,4 @@
-"""What conversions of tokenizers share: libraries that may not be installed, texts to compare with,
-and refusals."""
+"""Shared parts of tokenizer conversions: optional libraries, probe texts, and errors."""
 
 from __future__ import annotations
 
@@ -18,13 +17,12 @@ PROBES = (
     "\u4f60\u597d, \u043c\u0438\u0440! \U0001f600\u200a.",
     "def f(x):\n    return x**2  # {}",
 )
-"""Texts that a converted tokenizer has to cut as its file's own library does. None has what
-transformers decides by the tokenizer's class: a space at the beginning, capital letters,
-accents."""
+"""Texts that a converted tokenizer must split as its file's own library does. They avoid what
+transformers decides by the tokenizer's class: a leading space, capital letters, accents."""
 
 
 def library(name: str, file: Path, remedy: str = EXTRA) -> Any:
-    """A module that reading `file` needs. Raises ConfigError with what to install."""
+    """Return a module that reading `file` needs. Raises ConfigError with what to install."""
     try:
         return importlib.import_module(name)
     except ImportError as error:
@@ -33,7 +31,7 @@ def library(name: str, file: Path, remedy: str = EXTRA) -> Any:
 
 
 def unreadable(file: Path, error: Exception) -> ConfigError:
-    """That a file could not be converted, and why."""
+    """Return the error for a file that could not be converted."""
     reason = " ".join(str(error).split())
     return ConfigError(
         f"transformers can not convert {file}: {type(error).__name__}: {reason:.400}",
@@ -44,7 +42,8 @@ def unreadable(file: Path, error: Exception) -> ConfigError:
 def cut_otherwise(
     file: Path, text: str, given: Sequence[str | int], wanted: Sequence[str | int], by: str
 ) -> ConfigError:
-    """That a converted tokenizer cuts `text` into `given`, and the library `by` into `wanted`."""
+    """Return the error for a converted tokenizer that splits `text` into `given`, where the library
+    `by` gives `wanted`."""
     return ConfigError(
         f"transformers' conversion of {file} cuts {text!r} into {', '.join(map(repr, given))}",
         wanted=f"{', '.join(map(repr, wanted))}, as by {by}",

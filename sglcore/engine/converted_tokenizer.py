@@ -1,8 +1,8 @@
-"""The tokenizer of a checkpoint folder that has no tokenizer.json: converted by transformers from
-the files that there are.
+"""The tokenizer of a checkpoint folder without tokenizer.json, converted by transformers from the
+files that there are.
 
-transformers, and sentencepiece where such a file is read, are imported here alone and only then.
-What was made of a sentencepiece file is held to sentencepiece itself before it is used.
+transformers, and sentencepiece if such a file is read, are imported only here and only when needed.
+A tokenizer from a sentencepiece file is compared with sentencepiece itself before it is used.
 """
 
 from __future__ import annotations
@@ -22,20 +22,19 @@ from sglcore.engine.tokenizer_code import CODE
 PIECES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "spm.model")
 """Names under which models of sentencepiece are saved."""
 LISTS = ("vocab.json", "vocab.txt")
-"""Vocabularies as plain lists: byte-level ones, which have their merges in merges.txt, and
-WordPiece's."""
+"""Vocabularies as plain lists: byte-level ones (with merges in merges.txt) and WordPiece ones."""
 FILES = (TEKKEN, *RANKS, *PIECES, *LISTS)
-"""What a tokenizer is made of where there is no tokenizer.json, as names in the folder."""
+"""Files from which a tokenizer can be made if there is no tokenizer.json."""
 MORE_FILES = (*FILES, "merges.txt", "added_tokens.json", "special_tokens_map.json", CODE)
 """FILES, and further files that a checkpoint may have with them."""
 SPACE = "\u2581"
 
 
 def convert_tokenizer(folder: Path, end_ids: frozenset[int]) -> tuple[Tokenizer, dict[str, str]]:
-    """The tokenizer, and what a tokenizer_config.json would say: special tokens by their names, a
-    chat template. Raises ConfigError where the folder has no file of a tokenizer, a library is not
-    installed, the conversion fails or cuts texts in another way than the file's own library, or one
-    of the checkpoint's `end_ids` is no token of it."""
+    """Return the tokenizer, and the settings that a tokenizer_config.json would have: special
+    tokens by name, and a chat template. Raises ConfigError if the folder has no tokenizer file, a
+    library is not installed, the conversion fails or splits texts differently from the file's own
+    library, or one of the checkpoint's `end_ids` is no token of it."""
     found = next((name for name in FILES if (folder / name).is_file()), None)
     if found is None:
         raise ConfigError(
@@ -62,8 +61,8 @@ def convert_tokenizer(folder: Path, end_ids: frozenset[int]) -> tuple[Tokenizer,
 
 
 def _by_class(folder: Path, file: Path) -> tuple[Tokenizer, dict[str, str]]:
-    """As transformers reads a folder by its tokenizer's class, and what it calls the special
-    tokens."""
+    """Return the tokenizer as transformers reads it by the folder's tokenizer class, and its
+    special tokens by name."""
     made = _by_transformers(folder, file)
     tokenizer: Tokenizer = made.backend_tokenizer
     if file.name in PIECES:
@@ -72,7 +71,7 @@ def _by_class(folder: Path, file: Path) -> tuple[Tokenizer, dict[str, str]]:
 
 
 def _by_transformers(folder: Path, file: Path) -> Any:
-    """transformers' own tokenizer of a folder."""
+    """Return transformers' own tokenizer of a folder."""
     needs = ("transformers", "sentencepiece", "google.protobuf") if file.name in PIECES else ("transformers",)
     for name in needs:
         library(name, file)
@@ -93,7 +92,7 @@ def _by_transformers(folder: Path, file: Path) -> Any:
 
 @contextmanager
 def _errors_only() -> Iterator[None]:
-    """Keeps transformers' remarks on configurations off the log; what it makes is checked."""
+    """Keep transformers' warnings about configurations out of the log; its result is checked."""
     from transformers.utils import logging
 
     before = logging.get_verbosity()
@@ -105,9 +104,9 @@ def _errors_only() -> Iterator[None]:
 
 
 def _hold_to_pieces(tokenizer: Tokenizer, file: Path, *, is_generic: bool) -> None:
-    """Give a tokenizer of no class of its own the space that its file puts before texts, which
-    transformers leaves out there; raise ConfigError if probes are cut otherwise than by
-    sentencepiece."""
+    """Raise ConfigError if probes are split differently from sentencepiece. A tokenizer without a
+    class of its own first gets the space that its file puts before texts, which transformers leaves
+    out."""
     pieces = library("sentencepiece", file).SentencePieceProcessor(model_file=str(file))
     if is_generic and pieces.encode("a", out_type=str)[0].startswith(SPACE):
         _put_space_before(tokenizer)
@@ -121,13 +120,13 @@ def _hold_to_pieces(tokenizer: Tokenizer, file: Path, *, is_generic: bool) -> No
 
 
 def _put_space_before(tokenizer: Tokenizer) -> None:
-    """As the tokenizer.json of Llama 2 has it."""
+    """Add the leading space as the tokenizer.json of Llama 2 does."""
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(SPACE), tokenizer.normalizer])
     tokenizer.decoder = decoders.Sequence([tokenizer.decoder, decoders.Fuse(), decoders.Strip(" ", 1, 0)])
 
 
 def _spelled(tokens: list[str], unknown: set[str]) -> list[str]:
-    """With one token for each run of unknown characters, which libraries count in different
-    ways."""
+    """Replace each run of unknown characters by one token, because libraries count such characters
+    differently."""
     named = ["<unk>" if token in unknown else token for token in tokens]
     return [token for place, token in enumerate(named) if token != "<unk>" or named[place - 1 : place] != ["<unk>"]]

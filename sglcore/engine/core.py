@@ -1,5 +1,5 @@
-"""The engine core: requests in, text out, one step at a time: the token side and the text side in
-one process.
+"""The engine core: requests in, text out, one step at a time. It joins the token side and the text
+side in one process.
 
 Not thread-safe: one owner calls `add`, `abort` and `step`.
 """
@@ -50,7 +50,7 @@ class Engine:
         grammar_backend: str = "auto",
         record: Callable[[Row], None] | None = None,
     ) -> None:
-        """`record` takes the decision about grammars, made when the first request asks for one."""
+        """`record` receives the decision about grammars, made when the first request needs one."""
         self.worker = worker
         self.codec = open_codec(model_path, skips=skip_tokenizer)
         self.vocab_size = worker.limits.vocab_size
@@ -69,12 +69,12 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """A call of `step` has something to do."""
+        """Whether a call of `step` has something to do."""
         return self.tokens.has_work
 
     def add(self, prompt: Prompt, params: SamplingParams, request_id: str | None = None) -> RequestOutput:
         """Queue a prompt; its output object fills up as steps run. Raises RequestError or
-        TextError, and then nothing was queued."""
+        TextError; then nothing was queued."""
         if self.tokens.is_closed:
             raise TextError("this engine is closed", remedy="start another")
         name = request_id if request_id is not None else self._free_name()
@@ -127,8 +127,8 @@ class Engine:
         )
 
     def score(self, pairs: Sequence[tuple[str, str]]) -> list[np.ndarray]:
-        """The scores float32 [labels] of each pair of texts by the checkpoint's classification
-        head. Waits; all or none, as `embed`."""
+        """Return the scores float32 [labels] of each pair of texts, by the checkpoint's
+        classification head. Waits; all or none run, as in `embed`."""
         if not self.worker.limits.num_labels:
             raise TextError(
                 "this checkpoint has no classification head",
@@ -154,7 +154,7 @@ class Engine:
         return [embedding_of(request) for request in requests]
 
     def close(self) -> None:
-        """Drop what is in flight and free the worker. Idempotent."""
+        """Drop work in flight and free the worker. Idempotent."""
         self.tokens.close()
 
     def _open_grammars(self) -> Grammars | None:
@@ -181,7 +181,7 @@ class Engine:
         processor = self._texts.get(output.request_id)
         delta = None if processor is None else processor.take(output)
         if processor is None or delta is None:
-            return None  # its text ended at a stop string while more outputs of it were on their way
+            return None  # its text ended at a stop string while further outputs were on their way
         early = processor.early_end(output)
         if early is not None:
             self.tokens.end_sample(output.request_id, *early)
@@ -191,8 +191,9 @@ class Engine:
 
 
 def read_prompt(codec: TextCodec, prompt: Prompt, *, special: bool = True, most: int | None = None) -> list[int]:
-    """The token ids of a prompt; raises TextError if it is neither text nor ids, and ContextError
-    for a long text, before it is read to its end, that surely has more than `most` tokens."""
+    """Return the token ids of a prompt. Raises TextError if it is neither text nor ids. Raises
+    ContextError for a long text that surely has more than `most` tokens, without reading it to its
+    end."""
     if isinstance(prompt, str):
         return codec.encode(prompt, special=special, most=most)
     if isinstance(prompt, PromptEmbeds):
@@ -228,7 +229,8 @@ def prompted(codec: TextCodec, prompt: Prompt, name: str | None) -> Prompt:
 
 
 def check_ids(params: SamplingParams, vocab_size: int) -> None:
-    """Raise TextError for an id beyond the vocabulary, which would bias another row's logits."""
+    """Raise TextError for an id beyond the vocabulary; such an id would bias another row's
+    logits."""
     allowed = params.token_rules.allowed if params.token_rules is not None else ()
     named = {"logit_bias": params.logit_bias, "stop_token_ids": params.stop_token_ids, "allowed_token_ids": allowed}
     for name, ids in named.items():
@@ -250,7 +252,7 @@ def cut_tokens(params: SamplingParams, prompt_tokens: int, max_model_len: int) -
 
 
 def embedding_of(request: Request) -> np.ndarray:
-    """float32 [hidden] of a request that has ended; raises TextError if it has none."""
+    """Return float32 [hidden] of a request that has ended; raises TextError if it has none."""
     if request.embedding is None:
         raise TextError(f"{request.rid!r} has no embedding: {request.error or 'it was aborted'}")
     return request.embedding

@@ -1,5 +1,5 @@
-"""The tokenizer and the chat templates that a GGUF file carries, as the objects and settings of a
-checkpoint folder.
+"""The tokenizer and the chat templates of a GGUF file, as the objects and settings of a checkpoint
+folder.
 
 Two kinds of vocabulary: "gpt2", bytes merged by a list of merges, and "llama", pieces merged by
 their scores.
@@ -21,7 +21,7 @@ from sglcore.checkpoint.gguf_config import CONTROL, TOKENS, token_id
 from sglcore.device.errors import CheckpointError
 
 USER_DEFINED = 4
-"""The type of tokens that are, as control tokens are, found whole in any text."""
+"""The type of tokens that are matched whole in any text, as control tokens are."""
 
 SPACE = "\u2581"
 
@@ -54,16 +54,15 @@ _NAMES: Mapping[str, str] = MappingProxyType({"bos": "bos", "eos": "eos", "unkno
 
 
 def read_gguf_tokenizer(path: Path) -> tuple[Tokenizer, dict[str, Any]]:
-    """The tokenizer, and what a `tokenizer_config.json` would say. Raises `CheckpointError` for a
-    kind that we lack, and for one that is damaged."""
+    """Return the tokenizer, and the settings that a `tokenizer_config.json` would have. Raises
+    `CheckpointError` for an unsupported kind, and for a damaged one."""
     header = read_header(path, texts=True)
     try:
         return _read(header)
     except CheckpointError:
         raise
     except Exception as error:
-        # The library that merges raises nothing narrower for merges of tokens that are not in the
-        # vocabulary.
+        # The library raises nothing narrower for merges of tokens that are not in the vocabulary.
         found = f"{path} has a damaged tokenizer: {type(error).__name__} {' '.join(str(error).split()):.200}"
         raise CheckpointError(found, remedy=REMEDY) from None
 
@@ -92,7 +91,8 @@ def _check_single(header: GgufHeader, tokens: list[str]) -> None:
 
 
 def _by_bytes(header: GgufHeader, tokens: list[str]) -> Tokenizer:
-    """Byte-level BPE; the name of its split says how text is cut before it."""
+    """Make a byte-level BPE tokenizer; the name of its pre-tokenizer says how text is split
+    first."""
     name = header.metadata.get("tokenizer.ggml.pre", "none")
     name = _SAME.get(name, name)
     merges = [tuple(merge.split(" ", 1)) for merge in header.need("tokenizer.ggml.merges", list)]
@@ -155,8 +155,8 @@ def _by_scores(header: GgufHeader, tokens: list[str]) -> Tokenizer:
 
 
 def _add_ends(tokenizer: Tokenizer, header: GgufHeader, tokens: list[str]) -> None:
-    """What is put around a prompt. Where the file does not say, a vocabulary by scores, or Llama
-    3's, gets its BOS."""
+    """Add the tokens that surround a prompt. If the file does not say, a vocabulary by scores, and
+    Llama 3's, gets its BOS."""
     get = header.metadata.get
     usual = get("tokenizer.ggml.model") == "llama" or _SAME.get(str(get("tokenizer.ggml.pre")), "") == "llama-bpe"
     usual = usual or get("tokenizer.ggml.pre") == "llama-bpe"
@@ -174,7 +174,7 @@ def _add_ends(tokenizer: Tokenizer, header: GgufHeader, tokens: list[str]) -> No
 
 
 def _special_tokens(header: GgufHeader, tokens: list[str]) -> dict[str, str]:
-    """`bos_token` and the like, by the names of a `tokenizer_config.json`."""
+    """Return `bos_token` and similar tokens, by the names of a `tokenizer_config.json`."""
     found = {name: token_id(header, name, len(tokens)) for name in _NAMES}
     return {f"{_NAMES[name]}_token": tokens[place] for name, place in found.items() if place is not None}
 

@@ -1,4 +1,4 @@
-"""Grammars of requests: compiled in the background, kept, and started as one matcher for each
+"""Grammars of requests: compiled in the background, cached, and started as one matcher for each
 sample.
 
 It knows the libraries that compile by name only (`llguidance`, `xgrammar`). Each has one file in
@@ -33,7 +33,7 @@ from sglcore.schedule.request import Ints, LogitChange, Matcher
 BACKENDS = ("llguidance", "xgrammar")
 KEPT_GRAMMARS = 256
 WAIT_SECONDS = 60.0
-"""For a check and the compiler: of one grammar they take a few seconds."""
+"""Seconds that a request waits for the check and the compiler; one grammar takes a few."""
 COMPILE_THREADS = 2
 """Threads for grammars that took less than QUICK_SECONDS of CPU time to check.
 
@@ -48,13 +48,13 @@ Job = tuple[Wanted, "Future[Compiled]"]
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """The constraint of an output (None: none), and the DRY penalty applied over it."""
+    """The constraint of an output (None: none), and the DRY penalty in addition to it."""
 
     grammar: CompiledGrammar | None
     repetition: RepetitionRules | None = None
 
     def start(self, prompt: Ints) -> Started:
-        """Both for one sample of a prompt."""
+        """Start both for one sample of a prompt."""
         if self.repetition is not None:
             found = self.repetition.start(prompt)
             return Started(found, found)
@@ -63,7 +63,7 @@ class Compiled:
 
 
 class Started(NamedTuple):
-    """A matcher for one sample; `change`: the same again, if it adds to logits."""
+    """A matcher for one sample; `change`: the same object, if it also adds to logits."""
 
     matcher: Matcher
     change: LogitChange | None = None
@@ -74,12 +74,12 @@ class GrammarBackend(Protocol):
 
     @property
     def name(self) -> str:
-        """As it is asked for."""
+        """The name by which it is requested."""
         ...
 
     @property
     def vocabulary(self) -> Vocabulary:
-        """Whose masks it makes."""
+        """The vocabulary of its masks."""
         ...
 
     def compile(self, grammar: Grammar) -> CompiledGrammar:
@@ -91,8 +91,8 @@ class GrammarBackend(Protocol):
 
 
 class Compiling:
-    """A grammar on its way. Waited for `seconds` at most: what its compilers are still not done
-    with is refused for now."""
+    """A grammar that is being compiled. A caller waits at most `seconds`; a grammar that is not
+    ready by then is refused for now."""
 
     def __init__(self, future: Future[Compiled], seconds: float) -> None:
         self._future = future
@@ -101,11 +101,11 @@ class Compiling:
 
     @property
     def is_done(self) -> bool:
-        """`start` answers at once."""
+        """Whether `start` returns at once."""
         return self._future.done() or time.monotonic() >= self._until
 
     def wait(self, seconds: float | None = None) -> bool:
-        """Wait until it is done, or so long; whether it is done."""
+        """Wait at most `seconds` until it is done; returns whether it is done."""
         left = max(self._until - time.monotonic(), 0.0)
         try:
             self._future.exception(left if seconds is None else min(seconds, left))
@@ -114,23 +114,24 @@ class Compiling:
         return self.is_done
 
     def start(self) -> Matcher:
-        """A matcher for one sample of any prompt. Waits until it is done; raises GrammarError."""
+        """Return a matcher for one sample of any prompt. Waits until it is done; raises
+        GrammarError."""
         return self.start_after(np.zeros(0, np.int32)).matcher
 
     def start_after(self, prompt: Ints) -> Started:
-        """What one sample of a prompt follows. Waits until it is done; raises GrammarError, and
-        GrammarBusy if it is not done in time."""
+        """Return the constraints for one sample of a prompt. Waits until it is done. Raises
+        GrammarError, or GrammarBusy if it is not done in time."""
         if not self._future.done() and self.wait() and not self._future.done():
             raise GrammarBusy(f"the grammar waited {self._seconds:g} s for those that are compiled before it")
         if (failure := self._future.exception()) is not None:
-            # One exception serves all who ask: its traceback must not keep the frames, and so the
+            # All callers share one exception: its traceback must not keep the frames, and so the
             # requests, of them all.
             raise failure.with_traceback(None)
         return self._future.result().start(prompt)
 
 
 class Checks(Protocol):
-    """What tries a grammar elsewhere before it is compiled here."""
+    """Tries a grammar in another process before it is compiled here."""
 
     def submit(self, grammar: Grammar, told: OnVerdict, /) -> None:
         """As `GrammarChecks.submit`."""
@@ -142,8 +143,8 @@ class Checks(Protocol):
 
 
 class Grammars:
-    """Compiles on threads of its own what `checks` have found nothing wrong with; the newest `kept`
-    grammars are kept, those that failed as well, but for those that were refused for now."""
+    """Compiles grammars on threads of its own, after `checks` have passed them. The newest `kept`
+    results are cached, failures too, except grammars that were refused for now."""
 
     def __init__(
         self,
@@ -153,7 +154,7 @@ class Grammars:
         kept: int = KEPT_GRAMMARS,
         seconds: float = WAIT_SECONDS,
     ) -> None:
-        """Without `checks` everything is compiled here at once, and what takes long holds up the
+        """Without `checks`, everything is compiled here at once, and a slow grammar delays the
         others."""
         self.backend = backend
         self._checks, self._kept, self._seconds = checks, kept, seconds
@@ -188,7 +189,7 @@ class Grammars:
         return Compiling(future, self._seconds)
 
     def close(self) -> None:
-        """Compile nothing more. Idempotent; does not wait."""
+        """Compile no further grammars. Idempotent; does not wait."""
         if self._checks is not None:
             self._checks.close()
         self._quick.close()
@@ -250,7 +251,7 @@ class Grammars:
 
 
 class Lane:
-    """Threads that take jobs in order, started as jobs come."""
+    """Threads that take jobs in order; they are started when jobs come."""
 
     def __init__(self, most: int, work: Callable[[Job], None]) -> None:
         """Start at most `most` threads. Each calls `work`, which must not raise."""
@@ -265,7 +266,7 @@ class Lane:
         with self._lock:
             if len(self._threads) >= self._most:
                 return
-            # The interpreter does not wait for a daemon when it ends; a compiler cannot be
+            # The interpreter does not wait for daemon threads when it ends; a compiler cannot be
             # interrupted.
             thread = Thread(target=self._run, name="grammar", daemon=True)
             usual = stack_size(STACK_BYTES)
@@ -276,7 +277,7 @@ class Lane:
             self._threads.append(thread)
 
     def close(self) -> None:
-        """End the threads after what they have. Idempotent; does not wait."""
+        """End the threads after their current job. Idempotent; does not wait."""
         with self._lock:
             for _ in self._threads:
                 self._jobs.put(None)
@@ -310,7 +311,7 @@ def open_grammars(name: str, vocabulary: Vocabulary) -> tuple[Grammars | None, R
 
 
 def open_backend(name: str, vocabulary: Vocabulary) -> GrammarBackend:
-    """The backend of this name. Raises ConfigError if it cannot be had."""
+    """Return the backend of this name. Raises ConfigError if it is not available."""
     if not vocabulary.eos_ids:
         raise ConfigError(
             "this checkpoint names no end-of-sequence token, so no output could end by its grammar",

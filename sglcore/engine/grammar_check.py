@@ -1,6 +1,5 @@
-"""Grammars checked before they are compiled here: in a process of their own, in which one that
-takes too long or too much memory can be ended. A compiler in this process could not be.
-"""
+"""Checks of grammars before they are compiled here, in a separate process that can be killed if a
+grammar takes too much time or memory. A compiler in this process can not be interrupted."""
 
 from __future__ import annotations
 
@@ -12,29 +11,29 @@ from sglcore.sampling.grammar import GrammarBusy, GrammarError
 
 MODULE = "sglcore.engine.grammar_check_process"
 SMALLER = ("a smaller one", "take out repetitions with large counts")
-"""What is wanted of a grammar that takes too much, and the remedy."""
+"""What a grammar that takes too much should be instead, and the remedy."""
 
 
 class GrammarLimits(CheckLimits, frozen=True):
     """What the checks of one engine may take."""
 
     mask_seconds: float = 0.2
-    """Of the processor, for a mask after the first one: every step of the device waits for it."""
+    """CPU seconds for a mask after the first one: every step of the device waits for it."""
 
 
 class CheckSpec(msgspec.Struct, frozen=True):
-    """What a checking process checks with."""
+    """The specification of a checking process."""
 
     backend: str
     tokenizer: str
-    """Its file."""
+    """The tokenizer's file."""
     size: int
     eos_ids: tuple[int, ...]
     limits: GrammarLimits
 
 
 class GrammarChecks(ConfinedChecks):
-    """The checks of one vocabulary. What they are given is a Grammar."""
+    """The checks of one vocabulary; they take a Grammar."""
 
     def __init__(self, backend: str, vocabulary: Vocabulary, limits: GrammarLimits | None = None) -> None:
         def spec() -> CheckSpec:

@@ -1,4 +1,4 @@
-"""A process that checks grammars, as `confined_process.py` has it. Started by
+"""A process that checks grammars, on top of `confined_process.py`. Started by
 `grammar_check.py`."""
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def main() -> int:
     try:
         backend.compile(Grammar("regex", "a"))  # reads the vocabulary, once for all forks
     except GrammarError:
-        pass  # each check says why
+        pass  # each check reports the reason
 
     def work(text: bytes) -> Verdict:
         return _checked(backend, msgspec.json.decode(text, type=Grammar), spec.limits.mask_seconds)
@@ -35,7 +35,7 @@ def main() -> int:
 
 
 def _checked(backend: GrammarBackend, grammar: Grammar, mask_seconds: float) -> Verdict:
-    """What is wrong with a grammar, if anything is."""
+    """Return what is wrong with a grammar, if anything."""
     error: tuple[str, str, str] | None = None
     try:
         slowest = first_steps(backend.compile(grammar), backend.vocabulary)

@@ -23,7 +23,7 @@ from sglcore.sampling.grammar import ORIGIN, Grammar, GrammarError, read_schema,
 from sglcore.schedule.request import Matcher
 
 MAX_EBNF = 1 << 14
-"""Characters. Translation takes quadratic time, and other threads wait meanwhile."""
+"""Characters. Translation takes quadratic time and blocks other threads."""
 _LISTING = re.compile(r"\n +\d+ \| ")
 _PLACE = re.compile(r"at (\d+)\(\d+\): (?:failed to compile JSON schema: )?")
 _PLAIN = (
@@ -44,8 +44,8 @@ _PLAIN = (
 
 
 MOST_ITEMS = 6000
-"""At one place of a text: an object takes four for each property that may be left out, and the time
-of their square."""
+"""Parser items at one position of a text. An object takes four for each optional property, and time
+grows with their square."""
 
 OUTSIDE = "doesn't satisfy the grammar"
 """The library's message for a token that the mask forbids.
@@ -54,21 +54,21 @@ After any other message it cannot continue with an allowed token.
 """
 
 MARK = re.compile(r"<\S+>")
-"""Added tokens that are marks, though their tokenizer does not call them special."""
+"""Added tokens that are marks even if their tokenizer does not call them special."""
 
 NOWHERE = "\U0010ffff"
-"""A character that no text may have."""
+"""A character that no text has."""
 
 
 class Llguidance:
-    """One vocabulary's compiler. The vocabulary is read when the first grammar comes."""
+    """The compiler for one vocabulary, which is read when the first grammar comes."""
 
     name = NAME
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self.vocabulary = vocabulary
         self._limits = llguidance.LLParserLimits(max_items_in_row=MOST_ITEMS)
-        # It takes no fewer tokens than the tokenizer has; a model may have fewer.
+        # llguidance needs at least as many tokens as the tokenizer has; a model may have fewer.
         self._size = max(vocabulary.size, vocabulary.tokenizer.get_vocab_size(with_added_tokens=True))
 
     @cached_property
@@ -95,7 +95,7 @@ class Llguidance:
 
 
 class CompiledByLlguidance:
-    """A matcher at the beginning, to be copied."""
+    """A matcher at its start, which is copied for each sample."""
 
     def __init__(self, matcher: Any, num_words: int) -> None:
         self._matcher, self._num_words = matcher, num_words
@@ -106,7 +106,7 @@ class CompiledByLlguidance:
 
 
 class LlguidanceMatcher:
-    """One sample's way through a grammar."""
+    """The state of one sample in a grammar."""
 
     __slots__ = ("_beginning", "_matcher", "_num_words", "_tokens", "error")
 
@@ -128,8 +128,8 @@ class LlguidanceMatcher:
         """As `Matcher.rollback`."""
         del self._tokens[len(self._tokens) - count :]
         matcher = self._matcher
-        # One that failed refuses everything; one that has stopped takes end tokens without counting
-        # them.
+        # A failed matcher refuses everything; one that has stopped takes end tokens without
+        # counting them.
         if matcher.is_error() or matcher.is_stopped() or not matcher.rollback(count):
             self._matcher = self._beginning.deep_copy()
             self._matcher.consume_tokens(self._tokens)
@@ -148,9 +148,8 @@ class LlguidanceMatcher:
 
 
 class _Spelling:
-    """A tokenizer in the shape that llguidance takes, which writes the text of marks in ordinary
-    tokens: text that a grammar leaves no choice about becomes its tokens, and a mark is not
-    text."""
+    """A tokenizer as llguidance takes it. Text that a grammar forces is encoded in ordinary tokens:
+    the text of a mark becomes ordinary tokens too, never the mark."""
 
     bos_token_id = None
 
@@ -169,13 +168,13 @@ class _Spelling:
         ids = self._plain.tokenize_bytes(text)
         if self._marks.isdisjoint(ids):
             return ids
-        # A unigram model has marks among its pieces; none has one character.
+        # A unigram model has marks among its pieces; no single character is a mark.
         return [each for character in text.decode() for each in self._plain.tokenize_str(character)]
 
 
 def _without(marks: Mapping[int, str], tokenizer: Tokenizer) -> str:
-    """The file of a tokenizer that reads no marks. Those that its model's vocabulary lacks keep
-    their places under names that no text has: the ids of added tokens are counted."""
+    """Return the file of a tokenizer that does not match marks. Marks that its model's vocabulary
+    lacks keep their ids under names that no text has, because ids of added tokens are counted."""
     known = tokenizer.get_vocab(with_added_tokens=False)
     file = json.loads(tokenizer.to_str())
     file["added_tokens"] = [
@@ -187,7 +186,7 @@ def _without(marks: Mapping[int, str], tokenizer: Tokenizer) -> str:
 
 
 def _source(grammar: Grammar) -> str:
-    """llguidance's own notation of a grammar."""
+    """Return the grammar in llguidance's own notation."""
     library = llguidance.LLMatcher
     if grammar.kind == "regex":
         return library.grammar_from_regex(grammar.text)
@@ -218,8 +217,8 @@ def _lark_of(text: str) -> str:
 
 
 def _refusal(grammar: Grammar, text: str) -> GrammarError:
-    """What the library says, without its listing of the grammar; about the origin of a rule, where
-    the rule has one."""
+    """Return the error from the library's message, without its listing of the grammar; it names the
+    origin of a rule if the rule has one."""
     reason = _one_line(_LISTING.split(text, maxsplit=1)[0])
     place = _PLACE.match(reason)
     lines = grammar.text.splitlines()[: int(place[1])] if place else []

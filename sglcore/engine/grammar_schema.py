@@ -30,7 +30,8 @@ MAP = frozenset({"$defs", "definitions", "dependencies", "dependentSchemas", "pa
 
 
 def schemas(schema: Any, place: str = "#") -> Iterator[tuple[str, dict[str, Any]]]:
-    """Every schema that is an object, from the outermost on, with its place as a JSON pointer."""
+    """Yield every schema that is an object, from the outermost on, with its place as a JSON
+    pointer."""
     if not isinstance(schema, dict):
         return
     yield place, schema

@@ -1,5 +1,5 @@
-"""How large a regular expression is once its counts are written out: known from its text, before
-anything is compiled."""
+"""The size of a regular expression with its counts expanded, computed from its text before anything
+is compiled."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from sglcore.engine.grammar_schema import schemas
 from sglcore.sampling.grammar import Grammar, GrammarError, read_schema, read_tags
 
 MOST_WRITTEN_OUT = 1 << 14
-"""Characters that the shortest text of one pattern may have: compilers write them out, and look
+"""Characters that the shortest text of one pattern may have: compilers expand counts, and look
 ahead over them at each token."""
 _COUNT = re.compile(r"\{(\d{1,18})(?:,\d*)?\}")
 
@@ -30,10 +30,10 @@ def refuse_large(grammar: Grammar) -> None:
 
 
 def written_out(pattern: str) -> int:
-    """The characters of the longest alternative once its counts are written out, each as often as
-    it must come.
+    """Return the characters of the longest alternative with its counts expanded, each to its
+    minimum.
 
-    It reads what the libraries have in common (groups, sets, escapes, counts), and takes any text.
+    It parses what the libraries have in common (groups, sets, escapes, counts), and takes any text.
     """
     outer: list[tuple[int, int]] = []
     longest, total, last, place = 0, 0, 0, 0
@@ -61,7 +61,7 @@ def written_out(pattern: str) -> int:
 
 
 def _atom_end(pattern: str, place: int) -> int:
-    """Where a character, an escape or a set ends that begins at a place."""
+    """Return the end of the character, escape or set that begins at a place."""
     if pattern[place] == "\\":
         return place + 2
     if pattern[place] != "[":
@@ -72,8 +72,8 @@ def _atom_end(pattern: str, place: int) -> int:
 
 
 def _patterns(grammar: Grammar) -> Iterator[tuple[str, str]]:
-    """The regular expressions of a grammar that are found without reading a notation of rules, each
-    with its place."""
+    """Yield the regular expressions of a grammar, each with its place, as far as they are found
+    without parsing a rule notation."""
     if grammar.kind == "regex":
         yield "this regex", grammar.text
     texts = [grammar.text] if grammar.kind == "json_schema" else []

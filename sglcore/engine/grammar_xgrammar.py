@@ -1,5 +1,5 @@
-"""Grammars by xgrammar, for who asks for it by name: it needs a tensor library, and enforces fewer
-keywords of schemas."""
+"""Grammars by xgrammar, only if requested by name: it needs a tensor library and enforces fewer
+schema keywords."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ UNENFORCED = frozenset(
         "uniqueItems",
     }
 )
-"""What it reads in silence, or holds to in part."""
+"""Keywords that xgrammar ignores silently, or enforces in part."""
 
 ALONE = ("$ref", "anyOf", "const", "enum")
 """xgrammar reads one of these keywords and ignores the other keywords of the same schema."""
@@ -83,7 +83,7 @@ FORMATS = frozenset(
         "uuid",
     }
 )
-"""Formats that it holds to."""
+"""Formats that it enforces."""
 
 OWN_TYPE = MappingProxyType(
     {
@@ -97,7 +97,7 @@ OWN_TYPE = MappingProxyType(
 
 
 class Xgrammar:
-    """One vocabulary's compiler. The vocabulary is read when the first grammar comes."""
+    """The compiler for one vocabulary, which is read when the first grammar comes."""
 
     name = "xgrammar"
 
@@ -164,7 +164,7 @@ class CompiledByXgrammar:
 
 
 class XgrammarMatcher:
-    """One sample's way through a grammar."""
+    """The state of one sample in a grammar."""
 
     __slots__ = ("_matcher", "error")
 
@@ -195,7 +195,7 @@ class XgrammarMatcher:
 
 
 def _refuse_mixtures(place: str, node: dict[str, Any]) -> None:
-    """What it enforces by itself, and not as it stands here."""
+    """Raise GrammarError for keywords that it enforces alone, but not in this combination."""
     found = ""
     alone = next((name for name in ALONE if name in node), None)
     beside = sorted(set(node) - NOTES - {alone, "type"})
@@ -219,8 +219,8 @@ def _refuse_mixtures(place: str, node: dict[str, Any]) -> None:
 
 
 def _spellings(vocabulary: Vocabulary) -> list[str]:
-    """Each token as its tokenizer spells it; empty, which is never allowed, for special tokens and
-    for ids beyond."""
+    """Return each token as its tokenizer spells it; empty (never allowed) for special tokens and
+    for ids beyond the tokenizer."""
     added = vocabulary.tokenizer.get_added_tokens_decoder()
     spelled = [""] * vocabulary.size
     for text, token_id in vocabulary.tokenizer.get_vocab(with_added_tokens=True).items():
@@ -230,5 +230,5 @@ def _spellings(vocabulary: Vocabulary) -> list[str]:
 
 
 def _one_line(text: str) -> str:
-    """The library's message without the time and the line of its source."""
+    """Return the library's message without the time and the source line."""
     return " ".join(re.sub(r"\[[\d:]+\] \S+:\d+: ", "", text).split())

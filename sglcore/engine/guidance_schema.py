@@ -1,5 +1,5 @@
-"""JSON schemas as llguidance takes them: what it would read and not enforce is refused, and its
-blanks are bounded.
+"""JSON schemas as llguidance takes them: keywords that it reads but does not enforce are refused,
+and its blanks are bounded.
 
 It does not need the library, so a frontend can check what an engine will compile.
 """
@@ -19,19 +19,19 @@ from sglcore.sampling.grammar import Grammar, GrammarError, read_tags
 NAME = "llguidance"
 
 WHITESPACE = r"( |\n[ \t]{0,32})?"
-"""Between JSON's tokens: nothing, a space, or a line break with its indentation. Without a bound a
-model may write blanks until its tokens are used up."""
+"""Blanks between JSON's tokens: none, a space, or a line break with its indentation. Without a
+bound a model may write blanks until its tokens are used up."""
 
 OPTIONS: Mapping[str, Any] = MappingProxyType(
     {"whitespace_flexible": True, "whitespace_pattern": WHITESPACE, "lenient": False, "coerce_one_of": False}
 )
-"""How it reads every schema."""
+"""Options for every schema."""
 
 OWN = "x-guidance"
 """The keyword with which a schema would set these options itself."""
 
 UNENFORCED = frozenset({OWN, "$anchor", "$dynamicAnchor"})
-"""What it reads in silence: the first switches its own checks off."""
+"""Keywords that llguidance ignores silently; the first switches its own checks off."""
 
 BOUNDS = frozenset({"exclusiveMaximum", "exclusiveMinimum", "maximum", "minimum"})
 MERGED = frozenset({"$ref", "anyOf", "oneOf"})
@@ -39,7 +39,7 @@ MERGED = frozenset({"$ref", "anyOf", "oneOf"})
 
 
 def check_schema(schema: Any) -> None:
-    """Raise GrammarError for a schema that it would take and not enforce."""
+    """Raise GrammarError for a schema that llguidance would take and not enforce."""
     refuse_keywords(schema, UNENFORCED, NAME)
     _refuse_narrow_bounds(schema)
 
@@ -53,19 +53,18 @@ def embedded(schema: Mapping[str, Any]) -> str:
 
 
 class LeftOut(NamedTuple):
-    """What a schema asks that outputs are not held to."""
+    """Parts of a schema that outputs are not held to."""
 
     schema: str
     """JSON text."""
     names: tuple[str, ...]
-    """Its parts, each with its place in the schema."""
+    """The parts, each with its place in the schema."""
     begin: str = ""
-    """What stands before a value of the schema in an output; empty: the output is one."""
+    """The text before a value of the schema in an output; empty: the whole output is one value."""
 
 
 def left_out_of(grammar: Grammar | None) -> list[LeftOut]:
-    """What of a grammar's schemas its outputs are not held to, for each schema that has such
-    parts."""
+    """Return, for each schema of a grammar with parts that are not enforced, these parts."""
     schemas: list[tuple[str, str]] = []
     if grammar is not None and grammar.kind == "json_schema":
         schemas = [(grammar.text, "")]
@@ -76,8 +75,8 @@ def left_out_of(grammar: Grammar | None) -> list[LeftOut]:
 
 
 def _refuse_narrow_bounds(schema: Any) -> None:
-    """It takes an excluded whole number nearest to 0 for a number, if the other bound is less than
-    1 away."""
+    """Raise GrammarError if the bound nearer to 0 excludes a whole number and the other bound is
+    less than 1 away: llguidance would accept the excluded number."""
     nodes = [node for _, node in schemas(schema) if node.get("type") != "integer"]
     merges = any("allOf" in node or (MERGED & set(node) and BOUNDS & set(node)) for node in nodes)
     for group in [nodes] if merges else [[node] for node in nodes]:
@@ -94,7 +93,7 @@ def _refuse_narrow_bounds(schema: Any) -> None:
 
 
 def _bounds(nodes: Sequence[dict[str, Any]], name: str) -> list[tuple[float, bool]]:
-    """Lower or upper bounds, and whether each is exclusive."""
+    """Return lower or upper bounds, and whether each is exclusive."""
     names = {name: False, f"exclusive{name.capitalize()}": True}
     found = [(node.get(each), is_open) for node in nodes for each, is_open in names.items()]
     return [(value, is_open) for value, is_open in found if isinstance(value, (int, float))]

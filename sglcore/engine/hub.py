@@ -1,8 +1,7 @@
-"""Models by names of the Hugging Face hub: fetched into the cache of huggingface_hub, or found
+"""Models by names of the Hugging Face hub: downloaded into the cache of huggingface_hub, or found
 there.
 
-The library is imported only if a name is a hub name. Only files that the engine reads are
-requested.
+The library is imported only for a hub name. Only files that the engine reads are requested.
 """
 
 from __future__ import annotations
@@ -44,8 +43,8 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 def is_hub_name(model: str) -> bool:
-    """Whether a model's name is `owner/name` or, of a GGUF file, `owner/name:quant`; what is a path
-    here is none."""
+    """Return whether a model's name is `owner/name` or, for a GGUF file, `owner/name:quant`, and
+    not an existing path."""
     return NAME.fullmatch(model) is not None and not Path(model).exists()
 
 
@@ -66,8 +65,8 @@ class Hub:
     runs_code: bool = False
 
     def fetch(self, name: str) -> Path:
-        """The checkpoint folder or GGUF file of a name, in the cache; waits for what is not there
-        yet. Raises ConfigError."""
+        """Return the checkpoint folder or GGUF file of a name, in the cache. Downloads missing
+        files and waits for them. Raises ConfigError."""
         repository, _, quant = name.partition(":")
         with _in_one_line(name, self.revision):
             folder = self._get(repository, self.revision, (*FILES, "*.py") if self.runs_code else FILES)
@@ -117,13 +116,13 @@ class Hub:
 
 
 def _models(names: Iterable[str]) -> list[str]:
-    """The GGUF files that are models."""
+    """Return the GGUF files that are models."""
     return sorted(name for name in names if name.endswith(SUFFIX) and "mmproj" not in name)
 
 
 def choose_gguf(repository: str, quant: str, names: Sequence[str]) -> str:
-    """The file that ends with a quant; without one, the only file or that of the usual quant.
-    Raises ConfigError."""
+    """Return the file that ends with a quant; without one, the only file, or that of the usual
+    quant. Raises ConfigError."""
     wanted = quant or USUAL_QUANT
     end = re.compile(rf"(.*[-._/])?{re.escape(wanted)}(-\d+-of-\d+)?{re.escape(SUFFIX)}", re.IGNORECASE)
     found = sorted((name for name in names if end.fullmatch(name)), key=len)
@@ -140,12 +139,12 @@ def choose_gguf(repository: str, quant: str, names: Sequence[str]) -> str:
 
 
 def _bar(progress: Callable[[str, int, int], None]) -> type[Any]:
-    """A class as `tqdm_class` wants it, which draws nothing and tells the MiB."""
+    """Return a class for `tqdm_class` that draws nothing and reports MiB."""
     from tqdm.auto import tqdm
 
     class Bar(tqdm):
         def __init__(self, *arguments: Any, **options: Any) -> None:
-            # Of the two bars in bytes, the one that counts the wire's has no total that is known.
+            # Of the two bars in bytes, the one for bytes on the wire has no known total.
             self._counts = options.get("unit") == "B" and options.get("desc") != "Downloading bytes"
             options.pop("name", None)
             super().__init__(*arguments, **{**options, "disable": True})
@@ -161,8 +160,8 @@ def _bar(progress: Callable[[str, int, int], None]) -> type[Any]:
 
 @contextmanager
 def _in_one_line(name: str, revision: str | None) -> Iterator[None]:
-    """What the library raises, as an error with the remedy. Raises ConfigError where the library is
-    not installed."""
+    """Turn the library's exceptions into errors with a remedy. Raises ConfigError, also if the
+    library is not installed."""
     try:
         from httpx import HTTPError
         from huggingface_hub import constants, errors
@@ -195,7 +194,7 @@ def _in_one_line(name: str, revision: str | None) -> Iterator[None]:
 
 
 def _answered(at: str, repository: str, error: HfHubHTTPError) -> ConfigError:
-    """What a hub that can be reached, and gave nothing, has said instead."""
+    """Return the error for a hub that was reached but refused."""
     status, wait = error.response.status_code, error.response.headers.get("retry-after", "")
     if status == 429:
         remedy = f"try again {f'in {wait} s' if wait.isdigit() else 'later'}; those with HF_TOKEN may ask more often"

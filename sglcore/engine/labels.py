@@ -1,4 +1,4 @@
-"""The meaning of a classification head's scores: the labels' names, and their probabilities."""
+"""The meaning of a classification head's scores: label names and probabilities."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from sglcore.checkpoint.pooling import read_pooling
 
 @dataclass(frozen=True, slots=True)
 class Labels:
-    """Names in the order of the scores. Of those that are `independent` several may hold;
-    `is_ended`: they stand as they are, because a sigmoid has been taken, or the model was trained
-    to tell numbers."""
+    """Label names in the order of the scores. `independent`: several labels may hold. `is_ended`:
+    scores are final, because a sigmoid was applied or the model was trained to predict numbers."""
 
     names: tuple[str, ...]
     independent: bool
     is_ended: bool
 
     def probabilities(self, scores: np.ndarray) -> np.ndarray:
-        """float32 [labels] of scores float32 [labels]: each by itself, or all add up to 1."""
+        """Return probabilities float32 [labels] of scores float32 [labels]: each by itself, or
+        adding up to 1."""
         if self.is_ended:
             return scores
         if self.independent:

@@ -53,7 +53,7 @@ class LLM:
 
     @property
     def ledger(self) -> DecisionLedger:
-        """What was chosen, and why."""
+        """The start-up decisions, with their reasons."""
         return self.started.ledger
 
     @property
@@ -68,11 +68,11 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[RequestOutput]:
-        """Complete each prompt (text, token ids, or `PromptEmbeds`); waits for all. One output per
-        prompt, in order.
+        """Complete each prompt (text, token ids, or `PromptEmbeds`); waits for all. Returns one
+        output per prompt, in order.
 
-        A prompt that cannot run ends with finish_reason "error" and its text in `error`; the others
-        are not touched.
+        A prompt that cannot run ends with finish_reason "error" and its text in `error`; other
+        prompts are not affected.
         """
         all_prompts = _as_list(prompts)
         all_params = _as_params(self.default_params if params is None else params, len(all_prompts))
@@ -91,7 +91,8 @@ class LLM:
         """Complete one prompt, yielding text as it becomes final. Closing the iterator aborts the
         request.
 
-        Several may be open, and `generate` may be called meanwhile: each step serves them all.
+        Several streams may be open, and `generate` may be called meanwhile: each step serves them
+        all.
         """
         output = self.engine.add(prompt, params or self.default_params)
         ready = self._streams[output.request_id] = deque()
@@ -111,14 +112,14 @@ class LLM:
         return self.generate([self.chat_prompt(messages)], params)[0]
 
     def chat_prompt(self, messages: Sequence[Message]) -> list[int]:
-        """The token ids of a conversation, ready for `generate` or `stream`. Raises ContextError
-        for one that surely has more than the context holds."""
+        """Return the token ids of a conversation, for `generate` or `stream`. Raises ContextError
+        for one that surely exceeds the context."""
         return self.prompt(self.engine.codec.render_chat(messages), special=False)
 
     def prompt(self, text: str, *, special: bool = True) -> list[int]:
-        """The token ids of a text, ready for `generate` or `stream`; `special` adds what the
-        checkpoint puts around a prompt. Raises ContextError for one that surely has more than the
-        context holds."""
+        """Return the token ids of a text, for `generate` or `stream`; `special` adds the tokens
+        that the checkpoint puts around a prompt. Raises ContextError for a text that surely exceeds
+        the context."""
         return self.engine.codec.encode(text, special=special, most=longest_prompt(self.engine.worker.limits))
 
     def embed(self, prompts: Prompt | Sequence[Prompt], *, prompt_name: str | None = None) -> np.ndarray:
@@ -133,9 +134,10 @@ class LLM:
         return np.stack(found) if found else np.zeros((0, 0), np.float32)
 
     def score(self, queries: str | Sequence[str], documents: str | Sequence[str]) -> np.ndarray:
-        """float32 [pairs] of a checkpoint with a classification head for one label, else [pairs,
-        labels]; waits. Pairs are one query with each document, or each query with its own. Ends as
-        the checkpoint says: of one label, usually a sigmoid. Raises as `embed`."""
+        """Return scores, float32 [pairs] for a classification head with one label, else [pairs,
+        labels]. Waits. Pairs are one query with each document, or each query with its own document.
+        The last function is the checkpoint's: for one label, usually a sigmoid. Raises as
+        `embed`."""
         firsts, seconds = ([texts] if isinstance(texts, str) else list(texts) for texts in (queries, documents))
         firsts = firsts * len(seconds) if len(firsts) == 1 else firsts
         if len(firsts) != len(seconds):
@@ -177,7 +179,7 @@ class LLM:
                 self._step()
 
     def _step(self) -> list[TextDelta]:
-        """One step for everybody: what is new for open streams is kept for them."""
+        """Run one step for all requests; new text of open streams is kept for them."""
         deltas = self.engine.step()
         for delta in deltas:
             if delta.request_id in self._streams:

@@ -1,4 +1,4 @@
-"""A worker that counts: where a step's time goes on the host, and which path each step took."""
+"""A worker that measures: the host time of steps, and the path that each step took."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from sglcore.device.worker import BatchResult, Limits, ModelWorker, Ticket
 
 
 class Meter:
-    """A ModelWorker around another. `paths` counts steps by what ran; `submit_seconds`,
-    `wait_seconds` and `swaps` are sums."""
+    """A ModelWorker around another. `paths` counts steps by path; `submit_seconds`, `wait_seconds`
+    and `swaps` are sums."""
 
     def __init__(self, worker: ModelWorker) -> None:
         self._worker = worker
@@ -24,18 +24,18 @@ class Meter:
 
     @property
     def device_seconds(self) -> float:
-        """Seconds that the host was not free: it waited, or it was itself the device."""
+        """Seconds in which the host was not free: it waited, or it was the device itself."""
         return self.wait_seconds if self.limits.runs_ahead else self.wait_seconds + self.submit_seconds
 
     def submit(self, batch: ScheduleBatch) -> Ticket:
-        """As the worker's, with its time."""
+        """Submit a step to the worker; measures the time."""
         begin = time.perf_counter()
         ticket = self._worker.submit(batch)
         self.submit_seconds += time.perf_counter() - begin
         return ticket
 
     def collect(self, ticket: Ticket) -> BatchResult:
-        """As the worker's, with its time; waits."""
+        """Collect a step of the worker; measures the time. Waits."""
         begin = time.perf_counter()
         result = self._worker.collect(ticket)
         self.wait_seconds += time.perf_counter() - begin
@@ -45,5 +45,5 @@ class Meter:
         return result
 
     def close(self) -> None:
-        """As the worker's."""
+        """Close the worker."""
         self._worker.close()

@@ -1,4 +1,4 @@
-"""The facts about a model in its checkpoint's files, for lists of models. No decision uses them."""
+"""Facts about a model from its checkpoint's files, for lists of models. No decision uses them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _SIZES = MappingProxyType(
         "vocab_size": "vocab_size",
     }
 )
-"""Sizes of a configuration, and how GGUF calls them."""
+"""Sizes of a configuration -> their GGUF names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,18 +38,18 @@ class ModelCard:
     family: str
     """`model_type` of the configuration, or `general.architecture` of a GGUF file."""
     precision: str
-    """The method of quantisation, or the type in which most bytes of the weights are, as the files
-    call it: BF16, Q4_K."""
+    """The quantisation method, or the type with the most bytes of weights, as the files name it:
+    BF16, Q4_K."""
     num_bytes: int
-    """Of the weight files."""
+    """Bytes of the weight files."""
     parameters: int | None
-    """Elements of all weights; None where several stand in one element of a file."""
+    """Elements of all weights; None if one element of a file holds several."""
     modified: float
-    """When a weight file was changed last, in seconds since 1970."""
+    """Time of the last change of a weight file, in seconds since 1970."""
     digest: str
-    """64 hexadecimal digits of the configuration and the weights."""
+    """64 hexadecimal digits that identify the configuration and the weights."""
     sizes: Mapping[str, int]
-    """By GGUF's names: `block_count`, `embedding_length` and others."""
+    """Sizes by GGUF names: `block_count`, `embedding_length` and others."""
 
 
 def read_card(path: Path) -> ModelCard:
@@ -94,7 +94,7 @@ def _of_folder(folder: Path) -> ModelCard:
 
 
 def _most(found: Any) -> str:
-    """The type that has most bytes, of pairs of both."""
+    """Return the type with the most bytes, from pairs of both."""
     counts = Counter[str]()
     for kind, size in found:
         counts[kind] += size

@@ -1,5 +1,4 @@
-"""The text side of an engine: outputs of tokens become the text of one prompt's samples, as it
-grows."""
+"""The text side of an engine: turns token outputs into the growing text of one prompt's samples."""
 
 from __future__ import annotations
 
@@ -21,8 +20,8 @@ class EarlyEnd(NamedTuple):
 
 
 class OutputProcessor:
-    """One prompt's samples. `take` fills `output`; it never raises: text that cannot be made ends
-    its sample."""
+    """The samples of one prompt. `take` fills `output`; it never raises: text that cannot be made
+    ends its sample."""
 
     def __init__(
         self,
@@ -38,7 +37,7 @@ class OutputProcessor:
         self.restart()
 
     def restart(self) -> None:
-        """Forget all that was taken: its tokens come again from the first."""
+        """Forget everything taken so far: the tokens come again from the first."""
         output, params = self.output, self._params
         output.cached_tokens = 0
         output.prompt_logprobs = [None] if params.prompt_logprobs is not None else None
@@ -58,7 +57,7 @@ class OutputProcessor:
         ]
 
     def take(self, output: EngineOutput) -> TextDelta | None:
-        """The text that became final; None for an output of a sample that has ended."""
+        """Take an output; returns the text that became final, None for a sample that has ended."""
         completion = self.output.outputs[output.index]
         if completion.finish_reason is not None:
             return None
@@ -69,8 +68,8 @@ class OutputProcessor:
             return self.fail(output.index, reason)
 
     def early_end(self, output: EngineOutput) -> EarlyEnd | None:
-        """The end of the sample that `take` has just read, if the token side does not know of it
-        and has to be told."""
+        """Return the end of the sample that `take` has just read, if the token side must be
+        informed of it."""
         completion = self.output.outputs[output.index]
         if completion.finish_reason is None or output.finish_reason is not None:
             return None

@@ -1,4 +1,4 @@
-"""What a caller gets back."""
+"""Results for callers."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ class Completion:
     error: str = ""
     """Why it failed; empty: it did not."""
     refused: bool = False
-    """It could not continue, by the caller's fault."""
+    """It could not continue because of the caller's error."""
     warnings: list[str] = field(default_factory=list)
-    """Parts of its schema that are not enforced and that it does not keep to, or why that is not
-    known. Only a server checks."""
+    """Schema parts that are not enforced and that it violates, or why that is unknown. Only a
+    server checks."""
     verified_steps: int = 0
-    """Steps that verified draft tokens; each brought one token more than it accepted."""
+    """Steps that verified draft tokens; each added one token more than it accepted."""
     proposed_tokens: int = 0
     """Draft tokens that were verified."""
     accepted_tokens: int = 0
@@ -43,7 +43,7 @@ class Completion:
 @dataclass(slots=True)
 class RequestOutput:
     """A prompt and its completions. `prompt_logprobs[0]` is None: nothing predicts the first token.
-    `max_tokens` is what the context holds of each completion, if more was asked for."""
+    `max_tokens`: the limit of each completion by the context, if more tokens were requested."""
 
     request_id: str
     prompt: str | None
@@ -55,7 +55,7 @@ class RequestOutput:
 
     @property
     def finished(self) -> bool:
-        """Every completion has ended."""
+        """Whether every completion has ended."""
         return all(output.finish_reason is not None for output in self.outputs)
 
 

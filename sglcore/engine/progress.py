@@ -9,7 +9,7 @@ from types import TracebackType
 
 
 class Progress:
-    """Bars on the terminal's error stream, one per phase, while it is entered."""
+    """Bars on the terminal's error stream, one per phase, shown inside the context."""
 
     def __init__(self, *, enabled: bool = True) -> None:
         self._enabled = enabled
@@ -20,7 +20,7 @@ class Progress:
         return self
 
     def _start(self) -> object:
-        """Bars appear with the first phase, so that an error before it is the first thing on the
+        """Start the bars with the first phase, so that an error before it is the first thing on the
         screen."""
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn

@@ -1,9 +1,9 @@
-"""Tokenizers whose files are ranks of byte sequences, as tiktoken reads them: tekken.json,
-tiktoken.model and the like.
+"""Tokenizers from files that rank byte sequences, as tiktoken reads them: tekken.json,
+tiktoken.model and similar files.
 
-transformers makes them, and what it makes is held to tiktoken itself before it is used; both are
-imported here alone and only then. A file of ranks does not have the pattern that texts are split
-by: the checkpoint states it in Python code (`tokenizer_code.py`).
+transformers makes the tokenizer, and the result is compared with tiktoken before it is used; both
+are imported only here and only when needed. A file of ranks does not have the pattern that splits
+texts: the checkpoint states it in Python code (`tokenizer_code.py`).
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from sglcore.engine.conversion import PROBES, cut_otherwise, library, unreadable
 from sglcore.engine.tokenizer_code import Form, stated_by
 
 TEKKEN = "tekken.json"
-"""Mistral's: ranks, pattern and special tokens in one file."""
+"""Mistral's format: ranks, pattern and special tokens in one file."""
 RANKS = ("tiktoken.model", "qwen.tiktoken", "hy.tiktoken")
-"""Ranks alone: a line has the base64 of a token's bytes and its rank."""
+"""Files of ranks only: a line has the base64 of a token's bytes and its rank."""
 MISTRAL = "pip install mistral-common, or save a tokenizer.json beside the weights"
 MIXED = (
     *PROBES,
     "\u4e2d\u6587English\u6df7\u5408 Caf\u00e9'S  1234567890\r\n\r\n \t x",
     " A\u0301B \u0928\u092e\u0938\u094d\u0924\u0947 \u3042\u30a2!!\n",
 )
-"""Texts with what patterns tell apart."""
+"""Texts in which different patterns give different splits."""
 
 
 NORMALIZERS: Mapping[Form, Callable[[], normalizers.Normalizer]] = MappingProxyType(
@@ -42,7 +42,7 @@ NORMALIZERS: Mapping[Form, Callable[[], normalizers.Normalizer]] = MappingProxyT
 
 
 class Ranked(NamedTuple):
-    """What a file's own library would be given."""
+    """What the file's own library needs."""
 
     ranks: dict[bytes, int]
     """The rank of each sequence of bytes, from 0."""
@@ -51,12 +51,12 @@ class Ranked(NamedTuple):
     first_id: int
     """The token id of rank 0."""
     form: Form | None = None
-    """The form of Unicode that a text gets before; None: it stays as it is."""
+    """The Unicode normalization of a text before it is split; None: no normalization."""
 
 
 def has_ranks(file: Path) -> bool:
-    """Whether a file begins as those of tiktoken do; some of them are named tokenizer.model, as
-    sentencepiece's."""
+    """Return whether a file begins as tiktoken's files do; some are named tokenizer.model, as
+    sentencepiece's are."""
     try:
         with open(file, "rb") as lines:
             return _rank(lines.readline(4096)) is not None
@@ -65,9 +65,9 @@ def has_ranks(file: Path) -> bool:
 
 
 def read_tekken(file: Path) -> tuple[Tokenizer, dict[str, str]]:
-    """The tokenizer of a tekken.json, which puts BOS before a prompt; its special tokens by name,
-    and the chat template that mistral-common makes of it where it is installed. An old file leaves
-    its special tokens to mistral-common. Raises ConfigError."""
+    """Return the tokenizer of a tekken.json, which puts BOS before a prompt; its special tokens by
+    name, and the chat template of mistral-common if that is installed. Old files need
+    mistral-common for their special tokens. Raises ConfigError."""
     library("transformers", file)
     try:
         from transformers.integrations.mistral.tokenizer import convert_tekken_tokenizer
@@ -93,8 +93,8 @@ def read_tekken(file: Path) -> tuple[Tokenizer, dict[str, str]]:
 
 
 def read_ranks(file: Path) -> tuple[Tokenizer, dict[str, str]]:
-    """The tokenizer of a file of ranks, with the tokens behind them that the checkpoint's code
-    states and its tokenizer_config.json lists. Raises ConfigError."""
+    """Return the tokenizer of a file of ranks. Special tokens have ids after the ranks; the
+    checkpoint's code and its tokenizer_config.json list them. Raises ConfigError."""
     library("transformers", file)
     code = stated_by(file)
     ranked = Ranked(_ranks(file), code.pattern, 0, code.form)
@@ -126,8 +126,8 @@ def _tekken(content: Mapping[str, Any]) -> Ranked:
 
 
 def _ranks(file: Path) -> dict[bytes, int]:
-    """Read here: tiktoken's own reader keeps a copy by the file's path, and would give an older
-    file's ranks."""
+    """Read the ranks. tiktoken's own reader caches by the file's path, and could return the ranks
+    of an older file."""
     found: dict[bytes, int] = {}
     for number, line in enumerate(file.read_bytes().splitlines(), 1):
         if not line.strip():
@@ -144,7 +144,7 @@ def _ranks(file: Path) -> dict[bytes, int]:
 
 
 def _rank(line: bytes) -> tuple[bytes, int] | None:
-    """The bytes and the rank of a line; None if it is no such line."""
+    """Return the bytes and the rank of a line; None if the line has another form."""
     parts = line.split()
     if len(parts) != 2 or not parts[1].isdigit():
         return None
@@ -158,7 +158,7 @@ def _converted(file: Path, ranked: Ranked) -> Tokenizer:
     from transformers.convert_slow_tokenizer import TikTokenConverter
 
     class Converter(TikTokenConverter):
-        """With the ranks that have been read."""
+        """A converter with the ranks that were read."""
 
         @staticmethod
         def load_tiktoken_bpe(tiktoken_url: str) -> dict[bytes, int]:
@@ -168,15 +168,15 @@ def _converted(file: Path, ranked: Ranked) -> Tokenizer:
 
 
 def _added(listed: Mapping[int, Mapping[str, Any]], first: int) -> Iterator[AddedToken]:
-    """Those from id `first` to the last that is listed; the ids between have names of their own, as
-    tokens take ids in order."""
+    """Yield tokens from id `first` to the last listed id. Ids that are not listed get reserved
+    names, because tokens are added in the order of ids."""
     for token_id in range(first, max(listed, default=-1) + 1):
         token = listed.get(token_id, {"content": f"<|reserved_token_{token_id}|>"})
         yield AddedToken(token["content"], special=bool(token.get("special", True)), normalized=False)
 
 
 def _hold(tokenizer: Tokenizer, file: Path, ranked: Ranked) -> None:
-    """Raise ConfigError if texts are cut otherwise than by tiktoken."""
+    """Raise ConfigError if texts are split differently from tiktoken."""
     tiktoken = library("tiktoken", file)
     if missing := [value for value in range(256) if bytes([value]) not in ranked.ranks]:
         raise unreadable(file, ValueError(f"there is no token for {len(missing)} bytes, such as {missing[0]}"))

@@ -1,5 +1,5 @@
-"""Reading from descriptors with a limit of time, whatever their number: `select` takes none from
-1024 on."""
+"""Reading from descriptors with a time limit, also descriptors from 1024 on, which `select` does
+not take."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ import time
 from typing import Protocol
 
 DAY = 86400.0
-"""Seconds. The system counts no wait of a month."""
+"""Seconds. The system does not accept waits of a month."""
 
 
 class Numbered(Protocol):
-    """What has a descriptor."""
+    """An object with a descriptor."""
 
     def fileno(self) -> int:
-        """Its number; -1 once it is closed."""
+        """Return the descriptor; -1 once it is closed."""
         ...
 
 
 def is_readable(source: int | Numbered, seconds: float = 0.0) -> bool:
-    """Whether there is something to read, or to learn of an end or an error; waits for it so long,
-    a day at most. Raises OSError where it is closed."""
+    """Return whether there is data, an end or an error to read; waits at most `seconds`, and a day
+    at most. Raises OSError if it is closed."""
     number = source if isinstance(source, int) else source.fileno()
     if number < 0:
         raise OSError(errno.EBADF, os.strerror(errno.EBADF))

@@ -1,8 +1,8 @@
 """DRY: make tokens that continue a repetition less likely, in addition to other constraints.
 
 The host finds the repetitions in the request's own tokens, so the result does not depend on other
-requests in the batch, and is the same after a retraction and along draft tokens. One token costs
-one comparison with each token that counts.
+requests in the batch, and is the same after a preemption and with draft tokens. A new token is
+compared once with each token in the range of the penalty.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from sglcore.sampling.grammar import Repetition
 from sglcore.schedule.request import Floats, Ints, Matcher
 
 LONGEST_MATCH = 256
-"""Tokens of a repetition that count."""
+"""Largest length of a repetition that counts."""
 KEPT_STEPS = 16
 """Number of last tokens with kept matches, for rejected draft tokens.
 
@@ -28,8 +28,8 @@ MOST = 1e30
 
 
 class Matches(NamedTuple):
-    """Places int64[M], ascending, before which stand the same tokens as at the end: so many,
-    int32[M]."""
+    """Earlier repetitions of the end of the text: `places` int64[M], ascending, the positions after
+    them, and `lengths` int32[M], the numbers of equal tokens before each."""
 
     places: np.ndarray
     lengths: Ints
@@ -40,8 +40,8 @@ NONE = Matches(np.zeros(0, np.int64), np.zeros(0, np.int32))
 
 
 class RepetitionRules:
-    """The parameters, shared by all matchers; `inner` is what else binds the output (None:
-    nothing)."""
+    """The parameters, shared by all matchers; `inner`: the other constraint of the output (None:
+    none)."""
 
     def __init__(self, asked: Repetition, vocabulary: Vocabulary, inner: CompiledGrammar | None) -> None:
         self.asked, self._inner = asked, inner
@@ -52,11 +52,11 @@ class RepetitionRules:
         self.longest = max(map(len, asked.breakers), default=0)
 
     def start(self, prompt: Ints) -> RepetitionMatcher:
-        """A matcher for one sample of a prompt."""
+        """Return a matcher for one sample of a prompt."""
         return RepetitionMatcher(self, prompt, None if self._inner is None else self._inner.start())
 
     def breaks(self, tokens: Ints) -> bool:
-        """Whether the last of these tokens completes one of the texts that end a repetition."""
+        """Return whether the last of these tokens completes a text that ends a repetition."""
         text, place = "", len(tokens)
         own = self._text(int(tokens[-1])) if place else ""
         while place and len(text) - len(own) < self.longest:
@@ -66,7 +66,7 @@ class RepetitionRules:
         return any(text.find(word, max(begin - len(word) + 1, 0)) >= 0 for word in self.asked.breakers)
 
     def is_breaker(self, token: int) -> bool:
-        """Whether a token by itself has one of these texts."""
+        """Return whether a token by itself contains a text that ends a repetition."""
         return any(word in self._text(token) for word in self.asked.breakers)
 
     def _text(self, token: int) -> str:
@@ -83,7 +83,7 @@ class RepetitionRules:
 
 
 class RepetitionMatcher:
-    """One sample's way: a `Matcher`, and the `LogitChange` of a request."""
+    """The state of one sample: a `Matcher`, and the `LogitChange` of a request."""
 
     __slots__ = ("_count", "_found", "_inner", "_rules", "_tokens")
 

@@ -1,4 +1,4 @@
-"""Checkpoints told apart by a part of their bytes."""
+"""Fingerprints of checkpoints, from samples of their bytes."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import hashlib
 from pathlib import Path
 
 SAMPLED_BLOCKS, BLOCK_BYTES = 16, 16 << 10
-"""What is read of a file to tell it from another."""
+"""Number and size of the blocks that are read of a file."""
 
 
 def sample_of(file: Path) -> str:
-    """A hash of a file's size and of blocks spread over it: other weights of the same shapes differ
-    everywhere, and all of a large file takes long to read."""
+    """Return a hash of a file's size and of blocks spread over it. Different weights of the same
+    shapes differ everywhere, and reading a large file whole takes long."""
     size = file.stat().st_size
     found = hashlib.sha256(str(size).encode())
     with file.open("rb") as stream:
@@ -22,13 +22,13 @@ def sample_of(file: Path) -> str:
 
 
 def identity_of(folder: Path) -> str:
-    """12 hexadecimal digits of a checkpoint's configuration and weights, wherever they lie and
-    whatever else is there."""
+    """Return 12 hexadecimal digits for a checkpoint's configuration and weights, wherever they are
+    and whatever else is in the folder."""
     return digest_of(folder)[:12]
 
 
 def digest_of(folder: Path) -> str:
-    """All 64 of them."""
+    """Return all 64 hexadecimal digits."""
     files = sorted(each for each in folder.iterdir() if each.is_file()) if folder.is_dir() else [folder]
     weights = [each for each in files if each.suffix in (".safetensors", ".bin", ".gguf")]
     config = [each for each in files if each.name == "config.json"]

@@ -1,8 +1,8 @@
-"""JSON schemas without what llguidance does not enforce, so that every value of the given schema is
-one of the new one, and the names of what was taken out. Pydantic's and zod's ordinary schemas are
-among them.
+"""JSON schemas without the parts that llguidance does not enforce, and the names of these parts.
+Every value of the given schema is also valid under the new one. Ordinary schemas of Pydantic and
+zod have such parts.
 
-It does not need the library, so a frontend can tell what an engine will leave out.
+It does not need the library, so a frontend can tell which parts an engine will leave out.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ FORMATS = frozenset(
         "date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "unknown", "uri", "uuid",
     }
 )  # fmt: skip
-"""Formats that it enforces. Others are annotations, as the standard has it."""
+"""Formats that llguidance enforces. Others are annotations, as the standard says."""
 
 DROPPED = frozenset(
     {
@@ -54,7 +54,7 @@ _LETTER = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]?|.", re.DOTALL)
 UNREADABLE = frozenset({*(f"\\{digit}" for digit in range(1, 10)), *(f"\\{letter}" for letter in "bBAzZGkK")})
 """Escapes that depend on text before or after them, or on the match of a group."""
 _NOTED = re.compile(r"(.*/pattern)'s look-around|(.*/format) (['\"]).*\3", re.DOTALL)
-"""Names of parts that say more than the place."""
+"""Names of left-out parts that say more than the place."""
 _SAYS_NOTHING = ("type", "title", "description", "$comment")
 
 
@@ -66,13 +66,14 @@ class Loosened(NamedTuple):
 
 
 def loosened(schema: Any) -> Loosened:
-    """The schema without what would be refused. A value that is no schema stays as it is."""
+    """Return the schema without parts that would be refused. A value that is no schema is returned
+    unchanged."""
     left_out: list[str] = []
     return Loosened(_loosen(schema, "#", left_out), tuple(left_out))
 
 
 def place_of(name: str) -> str:
-    """The place of a part that was left out, as a JSON pointer, from its name."""
+    """Return the place of a left-out part, as a JSON pointer, from its name."""
     found = _NOTED.fullmatch(name)
     return name if found is None else found[1] or found[2]
 
@@ -123,8 +124,8 @@ def _is_note(name: str) -> bool:
 
 
 def _with_names(schema: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """A schema's keywords; `propertyNames` that say which names there are, or their pattern, as
-    keywords that do the same."""
+    """Yield a schema's keywords. A `propertyNames` that lists names, or gives their pattern, is
+    replaced by equivalent keywords."""
     names, taken = schema.get("propertyNames"), {"properties", "patternProperties", "required"}
     if not isinstance(names, dict) or taken & set(schema) or set(names) - {*_SAYS_NOTHING, "enum", "const", "pattern"}:
         yield from schema.items()
@@ -141,7 +142,7 @@ def _with_names(schema: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _is_any_name(keyword: str, value: Any) -> bool:
-    """Whether this says of properties only that their names are text."""
+    """Return whether the keyword says only that property names are text."""
     if keyword != "propertyNames":
         return False
     return value is True or (
@@ -164,7 +165,8 @@ def _loosen_text(node: dict[str, Any], place: str, left_out: list[str]) -> None:
 
 
 def _loosen_keys(node: dict[str, Any], place: str, left_out: list[str]) -> None:
-    """Patterns of names that cannot be read: any property may be one of theirs."""
+    """Leave out patterns of property names that cannot be read. Any property may match them, so
+    `additionalProperties` goes too."""
     keys = node.get("patternProperties")
     if isinstance(keys, dict) and any(readable(key) != key for key in keys):
         left_out.append(f"{place}/patternProperties")
@@ -173,7 +175,8 @@ def _loosen_keys(node: dict[str, Any], place: str, left_out: list[str]) -> None:
 
 
 def _loosen_counts(node: dict[str, Any], place: str, left_out: list[str]) -> None:
-    """Counts of properties are enforced where no listed one may be left out."""
+    """Leave out counts of properties if a listed property is optional; llguidance does not enforce
+    them then."""
     listed, required = node.get("properties"), node.get("required")
     if not isinstance(listed, dict) or set(listed) <= set(required if isinstance(required, list) else ()):
         return
@@ -183,8 +186,8 @@ def _loosen_counts(node: dict[str, Any], place: str, left_out: list[str]) -> Non
 
 
 def _are_apart(node: Mapping[str, Any], schema: Mapping[str, Any]) -> bool:
-    """Whether no value can be of two of the schemas of `oneOf`, as far as their types or a
-    discriminator say it."""
+    """Return whether no value can match two of the schemas of `oneOf`, as far as their types or a
+    discriminator tell."""
     parts = node["oneOf"]
     if "discriminator" in schema or not isinstance(parts, list):
         return True
@@ -197,7 +200,7 @@ def _are_apart(node: Mapping[str, Any], schema: Mapping[str, Any]) -> bool:
 
 
 def _constants(part: Any) -> dict[str, Any]:
-    """The properties of an object that have to be there with one value."""
+    """Return an object's required properties with a constant value."""
     listed = part.get("properties") if isinstance(part, dict) else None
     required = part.get("required") if isinstance(part, dict) else None
     if not isinstance(listed, dict) or not isinstance(required, Sequence):
@@ -223,7 +226,7 @@ def readable(pattern: str) -> str | None:
 
 
 def _find(wanted: re.Pattern[str], pattern: str) -> int | None:
-    """Where a pattern of patterns begins, outside of sets and escapes."""
+    """Return where a match of `wanted` begins in a pattern, outside of sets and escapes."""
     return next((place for place, _ in _letters(pattern) if wanted.match(pattern, place)), None)
 
 
@@ -241,5 +244,5 @@ def _group_end(pattern: str, begin: int) -> int | None:
 
 
 def _letters(pattern: str, place: int = 0) -> Iterator[tuple[int, str]]:
-    """A pattern's characters from a place on, each escape and each set as one."""
+    """Yield a pattern's characters from a place on; each escape and each set counts as one."""
     yield from ((found.start(), found[0]) for found in _LETTER.finditer(pattern, place))

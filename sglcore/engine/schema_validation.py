@@ -1,8 +1,8 @@
-"""Which of the left-out parts of a schema (`schema_loosening.py`) a value does not keep to, by the
-library jsonschema.
+"""Finds which left-out parts of a schema (`schema_loosening.py`) a value violates, with the library
+jsonschema.
 
-It waits, and for patterns of clients it may wait for ever: it runs in `answer_check_process.py`.
-Nothing is fetched: a reference to another document is an error.
+It may take forever for patterns of clients, so it runs in `answer_check_process.py`. Nothing is
+downloaded: a reference to another document is an error.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from sglcore.engine.grammar_schema import schemas
 from sglcore.engine.schema_loosening import DROPPED, FORMATS, place_of
 
 Keyword = Callable[[Any, Any, Any, Any], Iterator[ValidationError] | None]
-"""What the library has for a keyword: validator, its value, the instance, the schema around it; the
-errors."""
+"""The library's function for a keyword: takes the validator, the keyword's value, the instance and
+the schema; yields errors."""
 WATCHED = DROPPED | {"additionalProperties", "format", "maxProperties", "minProperties", "oneOf", "pattern", "patternProperties"}  # fmt: skip
 """Keywords that may be left out."""
 GONE_WITH = MappingProxyType({"additionalProperties": "patternProperties"})
-"""Keyword that is left out without a name of its own -> the keyword that it is left out with."""
+"""Keyword that is left out without a name of its own -> the keyword with which it is left out."""
 
 
 class Watch:
-    """Names of left-out parts, and the errors that came through each."""
+    """Records the errors that come from each left-out part."""
 
     def __init__(self, schema: Any, left_out: Sequence[str]) -> None:
-        """`schema` itself, not a copy: its objects are told apart by their identity, however a
-        reference leads to them."""
+        """`schema` must be the schema itself, not a copy: its objects are recognised by identity,
+        also through references."""
         self._places = {id(node): place for place, node in schemas(schema)}
         self._names = {place_of(name): name for name in left_out}
         self._found: list[tuple[ValidationError, str]] = []
@@ -51,8 +51,9 @@ class Watch:
         return check
 
     def broken(self, errors: Sequence[ValidationError]) -> set[str]:
-        """The names of the parts through which these errors came, or those that explain them: what
-        failed inside of a choice that has another way is not among them."""
+        """Return the names of the left-out parts that caused these errors, or the errors inside
+        them. Failures in one alternative of a choice do not count if another alternative is
+        valid."""
         final = {id(error) for error in _all(errors)}
         return {name for error, name in self._found if id(error) in final}
 
@@ -72,9 +73,9 @@ def not_kept(schema: Any, value: Any, left_out: Sequence[str]) -> list[str]:
     if not isinstance(schema, dict):
         return []
     nodes = [node for _, node in schemas(schema)]
-    has_lists = any(isinstance(node.get("items"), list) for node in nodes)  # as drafts before 2020-12 have them
+    has_lists = any(isinstance(node.get("items"), list) for node in nodes)  # before 2020-12
     library = validator_for(schema, default=Draft201909Validator if has_lists else Draft202012Validator)
-    # With it, a reference to the whole would go on with the library's own class.
+    # Otherwise a reference to the whole schema would continue with the library's own class.
     schema = {name: part for name, part in schema.items() if name != "$schema"}
     watch = Watch(schema, left_out)
     keywords = {"dependencies": Draft7Validator.VALIDATORS["dependencies"], **library.VALIDATORS}
@@ -87,7 +88,7 @@ def not_kept(schema: Any, value: Any, left_out: Sequence[str]) -> list[str]:
 
 
 def _all(errors: Sequence[ValidationError]) -> Iterator[ValidationError]:
-    """The errors, and those inside of them."""
+    """Yield the errors, and the errors inside them."""
     for error in errors:
         yield error
         yield from _all(error.context or ())

@@ -18,12 +18,12 @@ from sglcore.engine.text import EncodedPair, IncrementalDetokenizer, TextCodec
 from sglcore.sampling.params import SamplingParams
 
 SKIPPED = "no tokenizer is read (--skip-tokenizer)"
-"""Why there is no text."""
+"""The reason why there is no text."""
 
 
 def open_codec(folder: Path, *, skips: bool, chat_template: str | None = None) -> TextCodec:
-    """The text side of a checkpoint folder or GGUF file, or the one that has none. Raises
-    ConfigError, and CheckpointError, as `TextCodec`; and ConfigError for a template without a
+    """Open the text side of a checkpoint folder or GGUF file; with `skips`, one without text.
+    Raises ConfigError and CheckpointError as `TextCodec`, and ConfigError for a template without a
     tokenizer."""
     if not skips:
         return TextCodec(folder, chat_template=chat_template)
@@ -38,7 +38,7 @@ class SkippedCodec(TextCodec):
     reads_text = False
 
     def __init__(self) -> None:
-        """Reads no file."""
+        """Read no file."""
         self.tokenizer, self.settings = Tokenizer(BPE()), {}
         self.special_ids = frozenset()
         self.template = ChatTemplate({}, {})
@@ -67,51 +67,51 @@ class SkippedCodec(TextCodec):
         return NoText(self, stop, **how)
 
     def encode(self, text: str, *, special: bool = True, most: int | None = None) -> list[int]:
-        """Raises TextError."""
+        """Raise TextError."""
         self.need_text("a prompt of text")
 
     def encode_texts(
         self, first: str, second: str | None = None, *, most: int | None = None, limit: int | None = None
     ) -> EncodedPair:
-        """Raises TextError."""
+        """Raise TextError."""
         self.need_text("a prompt of text")
 
     def first_tokens(self, text: str, count: int) -> str:
-        """Raises TextError."""
+        """Raise TextError."""
         self.need_text("cutting a text")
 
     def prompted(self, text: str, name: str | None = None) -> str:
-        """Raises TextError."""
+        """Raise TextError."""
         self.need_text("a prompt of text")
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Raises TextError."""
+        """Raise TextError."""
         self.need_text("the text of token ids")
 
     def token(self, token_id: int) -> str:
-        """Raises TextError."""
+        """Raise TextError."""
         self.need_text("the text of a token")
 
     def render_chat(self, messages: Sequence[Message], **variables: Any) -> str:
-        """Raises TextError."""
+        """Raise TextError."""
         self.need_text("a chat")
 
 
 class NoText(IncrementalDetokenizer):
-    """The text of tokens, where there is none: every token is taken."""
+    """The detokenizer without text: it takes every token and shows nothing."""
 
     def push(self, ids: Sequence[int]) -> str:
-        """Takes them all; nothing is shown."""
+        """Take all tokens; returns no text."""
         self.taken = len(ids)
         return ""
 
     def finish(self) -> str:
-        """Nothing."""
+        """Return no text."""
         return ""
 
 
 def text_needed(what: str, field: str | None = None) -> TextError:
-    """That `what` needs text, which is not there."""
+    """Return the error for `what`, which needs text."""
     return TextError(
         f"{what} needs text, and {SKIPPED}",
         wanted="token ids, and parameters of tokens",

@@ -69,13 +69,13 @@ def embedded_model() -> Path:
 
 
 def is_model(path: Path) -> bool:
-    """Whether a path is that of a checkpoint folder or a GGUF file."""
+    """Return whether a path is a checkpoint folder or a GGUF file."""
     return (path / "config.json").is_file() or is_gguf(path)
 
 
 def model_folder(config: EngineConfig, progress: Progress = no_progress) -> Path:
-    """The checkpoint folder, or GGUF file, that the configuration names. A name of the hub is
-    fetched unless it is in the cache, which waits. Raises ConfigError if there is none."""
+    """Return the checkpoint folder, or GGUF file, that the configuration names. A name of the hub
+    is downloaded unless it is in the cache, which waits. Raises ConfigError if there is none."""
     if config.model is None:
         return embedded_model()
     if is_hub_name(config.model):
@@ -91,20 +91,21 @@ def model_folder(config: EngineConfig, progress: Progress = no_progress) -> Path
 
 
 def fetched(config: EngineConfig, progress: Progress) -> tuple[EngineConfig, Path]:
-    """The configuration and its folder, which is there; a model of the hub is pinned to the commit,
-    so that all who start with the configuration have the same files. Waits. Raises ConfigError."""
+    """Return the configuration and its model folder, which exists. A model of the hub is pinned to
+    the commit, so that all processes with the configuration use the same files. Waits. Raises
+    ConfigError."""
     folder = model_folder(config, progress)
     is_named = config.model is not None and is_hub_name(config.model)
     return (replace(config, revision=commit_of(folder)) if is_named else config), folder
 
 
 def has_draft(folder: Path) -> bool:
-    """Whether a model's folder has one of a draft in it."""
+    """Return whether a model's folder contains a folder of a draft model."""
     return (folder / DRAFT_FOLDER / "config.json").is_file()
 
 
 def _with_draft(config: EngineConfig, progress: Progress) -> EngineConfig:
-    """The same, with a draft that is named on the hub fetched."""
+    """Return the configuration after downloading a draft model that it names on the hub."""
     if config.draft_model is None or not is_hub_name(config.draft_model):
         return config
     return replace(config, draft_model=str(Hub(progress, token=config.hf_token).fetch(config.draft_model)))
@@ -167,7 +168,7 @@ def start(
 
 
 def facts_of(choice: Choice) -> Facts:
-    """Those of the device that was chosen."""
+    """Return the facts of the chosen device."""
     return resolve(choice.package.facts, choice.package.name)(choice.chosen.index)
 
 
@@ -180,8 +181,8 @@ def bring_up(
     place: Place | None = None,
     last: str | None = None,
 ) -> tuple[Mapping[str, Any], dict[str, float]]:
-    """What the package's order builds, and the seconds of each step; waits. `place` is that of one
-    of several ranks. With `last` no step after the one of that name is run."""
+    """Run the package's bring-up; returns what it built, and the seconds of each step. Waits.
+    `place`: the place of one of several ranks. With `last`, stop after the step of that name."""
     package = choice.package
     order: BringUp = resolve(package.bring_up, package.name)
     if last is not None:
@@ -203,8 +204,8 @@ def bring_up(
 
 
 def choose_overlap(config: EngineConfig, limits: Limits) -> tuple[bool, Row]:
-    """Whether the next step is planned while one is in flight: where that saves time, unless it was
-    wanted otherwise."""
+    """Return whether to plan the next step while one is in flight, and the decision: yes if that
+    saves time, unless the configuration says otherwise."""
     requested = "auto" if config.overlap is None else _switch(config.overlap)
     if config.overlap is not False and not limits.can_overlap:
         return False, Row("overlap", requested, "off", IN_TURN, downgrade=config.overlap is True)
@@ -217,8 +218,8 @@ def choose_overlap(config: EngineConfig, limits: Limits) -> tuple[bool, Row]:
 
 
 def choose_prefix_cache(config: EngineConfig, limits: Limits) -> Row:
-    """Whether prompts share what they have in common: where requests keep a state, only with places
-    for copies of it."""
+    """Return the decision whether prompts share prefixes; with recurrent states, only if there is
+    room for snapshots."""
     requested = _switch(config.prefix_cache) if "prefix_cache" in config.sources else "auto"
     if not config.prefix_cache:
         return Row("prefix cache", requested, "off", "every prompt is computed", "SGLCORE_PREFIX_CACHE=1")
@@ -239,7 +240,7 @@ def choose_prefix_cache(config: EngineConfig, limits: Limits) -> Row:
 
 
 def choose_sampling(config: EngineConfig, folder: Path) -> tuple[Mapping[str, float], Row]:
-    """The parameters of sampling for requests that name none, by name: the checkpoint's, unless
+    """Return the sampling parameters, by name, for requests that set none: the checkpoint's, unless
     that is off. Raises ConfigError."""
     requested = config.generation_config
     if requested == "none":

@@ -13,8 +13,9 @@ ANY = "(?s:.*)"
 
 
 def lark_of_tags(found: StructuralTag) -> str:
-    """In the Lark dialect of llguidance. The text before a trigger ends with it at once; the last
-    text has none. Raises GrammarError for a schema that cannot be enforced."""
+    """Return the tags in the Lark dialect of llguidance. Free text ends as soon as it contains a
+    trigger; the last free text has no trigger. Raises GrammarError for a schema that cannot be
+    enforced."""
     heads = [f"tagged_{number}" for number in range(len(found.triggers))]
     triggers = "|".join(map(_escaped, found.triggers))
     rules = [
@@ -35,7 +36,7 @@ def lark_of_tags(found: StructuralTag) -> str:
 
 
 def xgrammar_of_tags(found: StructuralTag) -> dict[str, Any]:
-    """As xgrammar reads it."""
+    """Return the tags as xgrammar reads them."""
     tags = [
         {
             "type": "tag",

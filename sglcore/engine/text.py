@@ -24,22 +24,22 @@ from sglcore.sampling.stop_pattern import PatternScan, stop_pattern
 __all__ = ["IncrementalDetokenizer", "TextCodec", "TextError", "eos_token_ids"]
 
 LONG_TEXT = 4096
-"""Characters from which a text is read by the call that lets other threads run meanwhile; it costs
-short texts more."""
+"""Texts with more characters than this are encoded by a call that lets other threads run; that call
+is slower for short texts."""
 
 MARGIN = 256
-"""Tokens read beyond those that are kept of a text: they would be the same if all of it were
-read."""
+"""Tokens read beyond the tokens that are kept of a text, so that the kept ones are the same as if
+the whole text were read."""
 
 CONTEXT = 8
 """Tokens of the prompt that are decoded with the first new ones."""
 
 UNKNOWN = "\ufffd"
-"""What an incomplete character decodes to."""
+"""The character to which an incomplete character decodes."""
 
 INCOMPLETE = 4
-"""Tokens at the end that may be an incomplete character: it has at most 3 bytes, and a token at
-least one."""
+"""Tokens at the end that may be an incomplete character: that has at most 3 bytes, and a token has
+at least one."""
 
 
 EncodedPair = tuple[list[int], list[int] | None]
@@ -50,7 +50,7 @@ class TextCodec:
     """A checkpoint's tokenizer with its special tokens and chat template."""
 
     reads_text = True
-    """Whether there is text at all; if not, what needs it raises TextError."""
+    """Whether there is text at all; if not, methods that need it raise TextError."""
 
     def __init__(self, folder: Path, *, chat_template: str | None = None) -> None:
         """Open a checkpoint folder or a GGUF file. `chat_template` is a template's text that
@@ -60,8 +60,8 @@ class TextCodec:
         unsupported tokenizer.
         """
         self.tokenizer, self.settings = _read(folder)
-        # A saved tokenizer may cut and fill texts to one length; the scheduler wants them as they
-        # are.
+        # A saved tokenizer may truncate and pad texts to one length; the scheduler needs the tokens
+        # as they are.
         self.tokenizer.no_truncation()
         self.tokenizer.no_padding()
         self.prompts = read_prompts(folder)
@@ -71,9 +71,9 @@ class TextCodec:
         self.template = own if chat_template is None else own.replaced(chat_template)
 
     def encode(self, text: str, *, special: bool = True, most: int | None = None) -> list[int]:
-        """Token ids of a text; `special` adds what the checkpoint puts around a prompt (such as
-        BOS). A long text that surely has more than `most` tokens is not read to its end: raises
-        ContextError."""
+        """Return the token ids of a text; `special` adds the tokens that the checkpoint puts around
+        a prompt (such as BOS). Raises ContextError for a long text that surely has more than `most`
+        tokens, without reading it to its end."""
         try:
             if most is not None:
                 refuse_longer(self.tokenizer, text, most)
@@ -84,12 +84,12 @@ class TextCodec:
     def encode_texts(
         self, first: str, second: str | None = None, *, most: int | None = None, limit: int | None = None
     ) -> EncodedPair:
-        """Token ids of one text or two as the checkpoint joins them, and the segment of each token;
-        None if all are of the first.
+        """Return the token ids of one text or two, joined as the checkpoint joins them, and the
+        segment of each token; None if all are of the first.
 
-        `most` tokens are kept: the longer text loses its end first, and then both lose theirs, as
-        transformers cuts them. Without `most`, a long text that surely has more than `limit` tokens
-        raises ContextError, as `encode` does.
+        At most `most` tokens are kept: the longer text loses its end first, then both lose theirs,
+        as in transformers. Without `most`, a long text that surely has more than `limit` tokens
+        raises ContextError, as in `encode`.
         """
         texts = [first] if second is None else [first, second]
         try:
@@ -106,14 +106,14 @@ class TextCodec:
         return found.ids, found.type_ids if any(found.type_ids) else None
 
     def first_tokens(self, text: str, count: int) -> str:
-        """A text up to the end of so many tokens."""
+        """Return a text up to the end of its first `count` tokens."""
         beginning = text[: beginning_over(self.tokenizer, text, count + MARGIN)]
         offsets = self.tokenizer.encode_batch([beginning], add_special_tokens=False)[0].offsets
         return text if len(offsets) <= count else text[: offsets[count - 1][1]]
 
     def _encoded(self, first: str, second: str | None = None, *, special: bool = True) -> Encoding:
-        """Without offsets where the text is long: the call that makes them keeps every other thread
-        waiting."""
+        """Encode texts; long ones without offsets, because the call that computes offsets blocks
+        every other thread."""
         if len(first) + len(second or "") <= LONG_TEXT:
             return self.tokenizer.encode(first, second, add_special_tokens=special)
         given = first if second is None else (first, second)
@@ -132,11 +132,11 @@ class TextCodec:
         return self.tokenizer.post_process(parts[0], parts[1] if len(parts) > 1 else None)
 
     def need_text(self, what: str, field: str | None = None) -> None:
-        """Raise TextError, which blames `field` of a request, if there is no text: `what` needs
-        it."""
+        """Raise TextError, with the `field` of a request as the cause, if there is no text: `what`
+        needs it."""
 
     def check(self, params: SamplingParams) -> None:
-        """Raise TextError for parameters that are about text, if there is none."""
+        """Raise TextError for parameters that are about text, if there is no text."""
 
     def detokenizer(self, stop: Sequence[str], **how: Any) -> IncrementalDetokenizer:
         """Return a detokenizer for tokens that arrive one by one; `how`: options of
@@ -157,18 +157,18 @@ class TextCodec:
         return text if name is None else self.prompts.texts[name] + text
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """The text of token ids."""
+        """Return the text of token ids."""
         if len(ids) > LONG_TEXT:
             return self.tokenizer.decode_batch([list(ids)], skip_special_tokens=skip_special_tokens)[0]
         return self.tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
     def token(self, token_id: int) -> str:
-        """One token as its own text, special tokens included."""
+        """Return one token as its own text, special tokens included."""
         return self.tokenizer.decode([token_id], skip_special_tokens=False)
 
     def render_chat(self, messages: Sequence[Message], **variables: Any) -> str:
-        """The prompt of a conversation by the checkpoint's template; raises TextError if it has
-        none or refuses."""
+        """Return the prompt of a conversation by the checkpoint's template. Raises TextError if it
+        has none or if the template refuses."""
         return self.template.render(messages, variables=variables)
 
 
@@ -181,14 +181,14 @@ class Ending(NamedTuple):
 
 
 class IncrementalDetokenizer:
-    """The text of tokens that arrive one after another, cut at stop strings and at what `patterns`
-    match.
+    """The text of tokens that arrive one after another, cut at stop strings and at matches of
+    `patterns`.
 
-    `push` returns what may be shown: never half a character, never the beginning of something that
-    may become a stop string or a match. `stopped_by` is the stop string or the pattern that ended
-    the text; `taken` counts the tokens of the last `push` up to that which completed it. `prompt`
-    ends with the tokens before the first one, which decide whether that begins with a space. What
-    is complete with the first `min_tokens` tokens is no stop string, and no match.
+    `push` returns text that is final: no half characters, and no beginning of a possible stop
+    string or match. `stopped_by` is the stop string or pattern that ended the text; `taken` is the
+    number of tokens of the last `push` up to the one that completed it. `prompt` ends with the
+    tokens before the first one, which decide whether the text begins with a space. A stop string or
+    match that is complete within the first `min_tokens` tokens does not count.
     """
 
     def __init__(
@@ -213,7 +213,7 @@ class IncrementalDetokenizer:
         self._shown = 0
         self._count, self._min_tokens = 0, min_tokens
         self._free = 0
-        """Characters of the text in which no stop string ends."""
+        """Number of leading characters of the text in which no stop string ends."""
         self.text = ""
         self.stopped_by: str | None = None
         self.taken = 0
@@ -238,8 +238,8 @@ class IncrementalDetokenizer:
         return self._show(len(self.text) - self._held_back())
 
     def finish(self) -> str:
-        """No more tokens come; returns the rest, with what an incomplete last character decodes
-        to."""
+        """Finish after the last token; returns the rest of the text, including the decoding of an
+        incomplete last character."""
         if self.stopped_by is None:
             self._append(self._pending())
         return self._show(len(self.text))
@@ -251,9 +251,9 @@ class IncrementalDetokenizer:
         return self._decoded(len(self._ids))[len(self._decoded(self._read)) :]
 
     def _take_garbage(self) -> None:
-        """Bytes that become no character are text too, all but what may still become one, or they
-        would be decoded again with every token. Nothing, if they were to be cut within a
-        character."""
+        """Take bytes that form no character as text, except bytes that may still become a
+        character; otherwise they would be decoded again with every token. Takes nothing if that
+        would cut a character."""
         end = len(self._ids) - INCOMPLETE
         before, done, whole = (self._decoded(place) for place in (self._read, end, len(self._ids)))
         if len(done) > len(before) and whole.startswith(done):
@@ -292,7 +292,8 @@ class IncrementalDetokenizer:
                 yield Ending(place, place + len(word), word)
 
     def _held_back(self) -> int:
-        """Characters at the end that may be the beginning of a stop string, or of a match."""
+        """Return the number of characters at the end that may be the beginning of a stop string or
+        a match."""
         if self.stopped_by is not None:
             return 0
         begun = max((_begun(self.text, word) for word in self._stop), default=0)
@@ -312,7 +313,7 @@ def _begun(text: str, word: str) -> int:
 
 
 def _read(folder: Path) -> tuple[Tokenizer, dict[str, Any]]:
-    """The tokenizer, and what tokenizer_config.json says."""
+    """Return the tokenizer, and the content of tokenizer_config.json."""
     if is_gguf(folder):
         return read_gguf_tokenizer(folder)
     file = folder / "tokenizer.json"

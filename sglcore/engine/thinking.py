@@ -1,7 +1,7 @@
-"""Reasoning before what a grammar binds: free text up to a mark, which is forced when the budget is
-used up.
+"""Reasoning before the part of an output that a grammar constrains: free text up to an end mark,
+which is forced when the budget is used up.
 
-It knows no library that compiles grammars; what follows the mark is any matcher, or none.
+It knows no grammar library; any matcher, or none, may follow the mark.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class Phase(IntEnum):
 
 
 class Step(NamedTuple):
-    """Where an output is after a token; `count` tokens of that phase came before. `is_inner`: the
-    grammar has the token."""
+    """The state of an output after a token; `count`: tokens before it in that phase. `is_inner`:
+    the grammar has accepted the token."""
 
     phase: Phase
     count: int = 0
@@ -38,12 +38,12 @@ class Step(NamedTuple):
 class ThinkingGrammar:
     """Reasoning, and the grammar of what follows it (None: any text); shared by all matchers.
 
-    A mark may be spelled by several tokens. Of those that would end it and go on, only white space
-    is let through: the grammar has to see the answer from its beginning.
+    A mark may consist of several tokens. A token that ends the mark and adds text is allowed only
+    if the text is white space: the grammar must see the answer from its beginning.
     """
 
     def __init__(self, thinking: Thinking, vocabulary: Vocabulary, inner: CompiledGrammar | None) -> None:
-        """Waits: where the mark has several tokens, every token of the vocabulary is looked at."""
+        """If the mark has several tokens, decodes every token of the vocabulary. Waits."""
         self._inner = inner
         self.end = thinking.end
         self.tokenizer = vocabulary.tokenizer
@@ -74,7 +74,7 @@ class ThinkingGrammar:
 
 
 class ThinkingMatcher:
-    """One sample's way through reasoning and its grammar."""
+    """The state of one sample in its reasoning and its grammar."""
 
     __slots__ = ("_inner", "_rules", "_steps", "_tokens")
 
@@ -141,12 +141,12 @@ class ThinkingMatcher:
         return Step(Phase.CLOSING) if is_over else Step(Phase.INSIDE, count)
 
     def _tail(self, *more: int) -> str:
-        """The text of the last tokens, in which a mark has room."""
+        """Return the text of the last tokens, long enough to contain the mark."""
         tokens = (*self._tokens[-len(self._rules.end) :], *more)
         return self._rules.tokenizer.decode(tokens, skip_special_tokens=False)
 
     def _begun(self) -> int:
-        """How many characters of the mark the text ends with."""
+        """Return how many characters of the mark the text ends with."""
         if not self._rules.beyond:
             return 0
         tail, end = self._tail(), self._rules.end
@@ -154,7 +154,7 @@ class ThinkingMatcher:
 
 
 def _all_but(barred: Sequence[int], size: int) -> Ints:
-    """The mask of every token but these."""
+    """Return the mask of every token except these."""
     words = np.full(-(-size // 32), -1, dtype=np.int32)
     for token in barred:
         words.view(np.uint32)[token >> 5] &= np.uint32(~(1 << (token & 31)) & 0xFFFFFFFF)

@@ -1,6 +1,5 @@
-"""Tokens that alone may come, and words that may not, over whatever else binds an output. Where a
-grammar does, the tokens that end it stay: it says where they may come.
-"""
+"""Allowed tokens and banned words, in addition to the other constraint of an output. With a
+grammar, the tokens that end an output stay allowed: the grammar decides where they may come."""
 
 from __future__ import annotations
 
@@ -16,9 +15,9 @@ NOTHING_LEFT = "allowed_token_ids and bad_words leave no token that may come"
 
 
 class RuledTokens:
-    """The rules as masks and sequences, shared by all matchers; `inner` is what else binds the
-    output (None: nothing), and with `has_end` it says where that ends. Raises GrammarError if no
-    token is left to begin with."""
+    """The rules as masks and sequences, shared by all matchers. `inner`: the other constraint of
+    the output (None: none); with `has_end` it decides where the output ends. Raises GrammarError if
+    no token is allowed at the beginning."""
 
     def __init__(
         self, rules: TokenRules, vocabulary: Vocabulary, inner: CompiledGrammar | None, *, has_end: bool = False
@@ -42,7 +41,7 @@ class RuledTokens:
 
 
 class RuledMatcher:
-    """One sample's way through the rules."""
+    """The state of one sample in the rules."""
 
     __slots__ = ("_error", "_inner", "_rules", "_tokens")
 
@@ -85,7 +84,7 @@ class RuledMatcher:
             self._error = NOTHING_LEFT
 
     def _barred(self) -> Iterator[int]:
-        """The last tokens of the words that would be whole with one more."""
+        """Yield the last tokens of banned words that one more token would complete."""
         for *begin, last in self._rules.barred:
             if not begin or self._tokens[-len(begin) :] == begin:
                 yield last

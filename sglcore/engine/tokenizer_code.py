@@ -1,8 +1,8 @@
-"""What a checkpoint's own Python code states of its tokenizer: read, and not run.
+"""What a checkpoint's own Python code states about its tokenizer. The code is parsed, not run.
 
-A file of ranks has neither the pattern that texts are split by nor, where tokenizer_config.json
-does not list them, the special tokens; the code assigns both to names (`PAT_STR`,
-`SPECIAL_TOKENS`). Only values that are made of constants are taken.
+A file of ranks does not have the pattern that splits texts, nor, if tokenizer_config.json does not
+list them, the special tokens; the code assigns both to names (`PAT_STR`, `SPECIAL_TOKENS`). Only
+values built from constants are used.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ REMEDY = (
     " --skip-tokenizer (token ids in and out)"
 )
 MOST = 10_000
-"""Characters of a text and elements of a tuple; what is longer is no constant that a person
-wrote."""
+"""Largest number of characters of a text and of elements of a tuple; a person writes no longer
+constants."""
 
 Form = Literal["NFC", "NFD", "NFKC", "NFKD"]
-"""Of Unicode, as `unicodedata.normalize` names them."""
+"""Unicode normal forms, as `unicodedata.normalize` names them."""
 
 
 class Stated(NamedTuple):
-    """What the code of one tokenizer states."""
+    """Statements of one tokenizer's code."""
 
     pattern: str
-    """The regular expression that texts are split by."""
+    """The regular expression that splits texts."""
     form: Form | None
-    """Into which it puts a text before; None: it does not."""
+    """The normalization of a text before it is split; None: no normalization."""
     specials: tuple[Any, ...]
-    """Special tokens: texts, whose ids follow the ranks, or pairs of an id and a text."""
+    """Special tokens: texts with the ids after the ranks, or pairs of an id and a text."""
 
     def special_ids(self, file: Path, first: int) -> dict[int, dict[str, Any]]:
-        """The special tokens by their ids, as tokenizer_config.json lists them; `first`: the id
-        behind the ranks of `file`. Raises ConfigError where an id is that of a rank."""
+        """Return the special tokens by id, as tokenizer_config.json lists them; `first`: the first
+        id after the ranks of `file`. Raises ConfigError if an id is that of a rank."""
         pairs = [each if isinstance(each, tuple) else (first + place, each) for place, each in enumerate(self.specials)]
         taken = [(token_id, text) for token_id, text in pairs if token_id < first]
         if taken:
@@ -54,8 +54,8 @@ class Stated(NamedTuple):
 
 
 def stated_by(file: Path) -> Stated:
-    """What the code beside a file of ranks states. Raises ConfigError where that is not one
-    pattern, and one form at most."""
+    """Return what the code next to a file of ranks states. Raises ConfigError unless it states
+    exactly one pattern and at most one form."""
     codes = sorted(file.parent.glob(CODE))
     named = ", ".join(code.name for code in codes) or "none"
     trees = [tree for tree in map(_tree, codes) if tree is not None]
@@ -92,7 +92,7 @@ def _tree(code: Path) -> ast.Module | None:
 
 
 def _patterns(tree: ast.Module) -> Iterator[str]:
-    """What is assigned to a name like pat_str, wherever that is."""
+    """Yield the texts that are assigned to a name like pat_str, anywhere in the code."""
     names = _constants(tree)
     for node in ast.walk(tree):
         for name, value in _assigned(node):
@@ -101,7 +101,8 @@ def _patterns(tree: ast.Module) -> Iterator[str]:
 
 
 def _specials(tree: ast.Module) -> Iterator[tuple[Any, ...]]:
-    """What is assigned to a name like SPECIAL_TOKENS in the module itself, if it is tokens."""
+    """Yield the tuples of tokens that are assigned to a name like SPECIAL_TOKENS at the top level
+    of the module."""
     names = _constants(tree)
     for node in tree.body:
         for name, value in _assigned(node):
@@ -110,7 +111,7 @@ def _specials(tree: ast.Module) -> Iterator[tuple[Any, ...]]:
 
 
 def _are_tokens(found: Sequence[Any]) -> bool:
-    """Texts, or pairs of an id and a text; and some."""
+    """Return whether a tuple is not empty and has only texts, or only pairs of an id and a text."""
     if all(isinstance(each, str) for each in found):
         return bool(found)
     pairs = [each for each in found if isinstance(each, tuple) and len(each) == 2]
@@ -118,7 +119,7 @@ def _are_tokens(found: Sequence[Any]) -> bool:
 
 
 def _forms(tree: ast.Module) -> Iterator[str]:
-    """Those that `unicodedata.normalize` is called with."""
+    """Yield the forms with which the code calls `unicodedata.normalize`."""
     for node in ast.walk(tree):
         match node:
             case ast.Call(func=ast.Attribute(attr="normalize", value=ast.Name(id="unicodedata")), args=[form, *_]):
@@ -127,7 +128,8 @@ def _forms(tree: ast.Module) -> Iterator[str]:
 
 
 def _assigned(node: ast.AST) -> Iterator[tuple[str, ast.expr]]:
-    """The last part of each name that a statement assigns to, in lower case, and the value."""
+    """Yield the last part of each name that a statement assigns to, in lower case, and the
+    value."""
     if isinstance(node, ast.Assign):
         targets = node.targets
     elif isinstance(node, ast.AnnAssign) and node.value is not None:
@@ -140,7 +142,8 @@ def _assigned(node: ast.AST) -> Iterator[tuple[str, ast.expr]]:
 
 
 def _constants(tree: ast.Module) -> dict[str, Any]:
-    """What the module's own statements assign, in their order, where it is made of constants."""
+    """Return the values that the module's own statements assign, in order, if they are built from
+    constants."""
     names: dict[str, Any] = {}
     for node in tree.body:
         if isinstance(node, ast.Assign) and all(isinstance(target, ast.Name) for target in node.targets):
@@ -150,7 +153,7 @@ def _constants(tree: ast.Module) -> dict[str, Any]:
 
 
 def _value(node: ast.expr, names: Mapping[str, Any]) -> Any:
-    """Of an expression: text, a number, or a tuple of such; None of anything else."""
+    """Evaluate an expression: text, a number, or a tuple of these; None for anything else."""
     match node:
         case ast.Constant(value=str() | int() as value):
             found: Any = value
@@ -175,7 +178,7 @@ def _value(node: ast.expr, names: Mapping[str, Any]) -> Any:
 
 
 def _whole(values: Iterator[Any]) -> tuple[Any, ...] | None:
-    """Of values that are all known."""
+    """Return the values as a tuple; None if one is unknown."""
     found = tuple(values)
     return None if None in found else found
 
@@ -186,7 +189,7 @@ def _sum(left: Any, right: Any) -> Any:
 
 
 def _each(node: ast.GeneratorExp | ast.ListComp, names: Mapping[str, Any]) -> tuple[Any, ...] | None:
-    """`... for name in tuple`."""
+    """Evaluate `... for name in tuple`."""
     match node.generators:
         case [ast.comprehension(target=ast.Name(id=name), iter=over, ifs=[])]:
             values = _value(over, names)
@@ -196,7 +199,8 @@ def _each(node: ast.GeneratorExp | ast.ListComp, names: Mapping[str, Any]) -> tu
 
 
 def _called(node: ast.Call, names: Mapping[str, Any]) -> Any:
-    """`tuple`, `list`, `range` and `enumerate` of known values, and "...".join."""
+    """Evaluate calls of `tuple`, `list`, `range` and `enumerate` on known values, and
+    "...".join."""
     given = [_value(each, names) for each in node.args]
     more = {each.arg: _value(each.value, names) for each in node.keywords}
     match ast.unparse(node.func), given:

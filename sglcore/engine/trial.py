@@ -1,5 +1,5 @@
-"""Which of two workers over the same weights writes the same text in less time: measured at a
-start, for one request."""
+"""A trial of two workers over the same weights: which one writes the same text faster, measured at
+a start with one request."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from sglcore.schedule.request import Request
 from sglcore.schedule.scheduler import Scheduler
 
 TOKENS = 64
-"""Of a text."""
+"""Tokens of a text."""
 ROUNDS = 3
-"""Texts that are measured of each worker, after one that is not."""
+"""Texts that are measured on each worker, after one that is not measured."""
 SECONDS = 2.0
-"""After so many no further round begins."""
+"""Seconds after which no further round begins."""
 STRIDE = 1 << 16
-"""Compositions between those of two texts, and of the scheduler that comes after."""
+"""Distance in composition numbers between two texts, and to the scheduler that comes after."""
 MARGIN = 1.25
 """The speed-up that the speculative worker must have: with more requests, draft tokens gain less.
 """

@@ -1,4 +1,4 @@
-"""What grammars are compiled for, and to."""
+"""The vocabulary for which grammars are compiled, and the interface of a compiled grammar."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from sglcore.sampling.grammar import GrammarError
 from sglcore.schedule.request import Matcher
 
 MOST_TRIED = 8
-"""First tokens that are tried of those that a grammar allows."""
+"""Number of a grammar's allowed first tokens that are tried."""
 
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """What a mask is about: the tokenizer's tokens, `size` logits (ids beyond the tokenizer's are
+    """The scope of a mask: the tokenizer's tokens, `size` logits (ids beyond the tokenizer's are
     never allowed), and the ids that end an output."""
 
     tokenizer: Tokenizer
@@ -27,17 +27,17 @@ class Vocabulary:
 
 
 class CompiledGrammar(Protocol):
-    """A grammar ready to be followed, by any number of samples."""
+    """A compiled grammar, for any number of samples."""
 
     def start(self) -> Matcher:
-        """A matcher at the beginning, independent of all others."""
+        """Return a matcher at the beginning, independent of all others."""
         ...
 
 
 def first_steps(compiled: CompiledGrammar, vocabulary: Vocabulary) -> float:
-    """Follow a grammar by some of its first tokens, as requests will; the most that a mask after
-    one of them takes of the processor, in seconds. Raises GrammarError with the compiler's reason
-    if it gives up there."""
+    """Follow a grammar through some of its first tokens, as requests will. Returns the largest CPU
+    time, in seconds, of a mask after one of them. Raises GrammarError with the compiler's reason if
+    it gives up there."""
     words = np.zeros(-(-vocabulary.size // 32), dtype=np.int32)
     matcher = compiled.start()
     matcher.fill(words)

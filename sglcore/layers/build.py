@@ -1,4 +1,4 @@
-"""Torch's layers, as `models/build.py` has their kinds: every model of a torch device is built of
+"""Torch's layers for the kinds in `models/build.py`: every model on a torch device is built from
 these."""
 
 from __future__ import annotations
@@ -45,19 +45,19 @@ from sglcore.runtime.kernels.table import KernelTable
 
 @dataclass(frozen=True, slots=True)
 class Build(Scope):
-    """The scope in which a layer is built, and the layers themselves. `given` are layers of another
-    model in the place of embeddings and output layers of these names."""
+    """The scope in which a layer is built, and the layers themselves. `given`: layers of another
+    model that replace embeddings and output layers, by name."""
 
     given: Mapping[str, Any] = field(default_factory=dict)
 
     def linear(self, name: str, inputs: int, outputs: int, bias: bool = False) -> Linear:
-        """x W^T + b."""
+        """Return x W^T + b."""
         return Linear(self, ((name, outputs),), inputs, bias)
 
     def fused(
         self, parts: Sequence[tuple[str, int]], inputs: int, bias: bool = False, interleaved: Sequence[str] = ()
     ) -> Linear:
-        """Several linear layers with one input as one product."""
+        """Return several linear layers with one input as one product."""
         for name, size in parts:
             if name in interleaved:
                 head = self.config.head_dim
@@ -67,39 +67,39 @@ class Build(Scope):
     def ordered(
         self, parts: Sequence[tuple[str, int]], inputs: int, order: Sequence[int], bias: bool = False
     ) -> OrderedLinear:
-        """One product, its outputs in another order."""
+        """Return one product with reordered outputs."""
         return OrderedLinear(self, parts, inputs, order, bias)
 
     def grouped(self, name: str, groups: int, inputs: int, outputs: int) -> GroupedLinear:
-        """A linear layer for each group of inputs."""
+        """Return a linear layer for each group of inputs."""
         return GroupedLinear(self.at(name), groups, inputs, outputs)
 
     def norm(self, name: str, size: int, offset: float | None = None, eps: float | None = None) -> RMSNorm:
-        """Root mean square norm."""
+        """Return a root mean square norm."""
         return RMSNorm(self.at(name), size, self.config.rms_norm_eps if eps is None else eps, offset=offset)
 
     def layer_norm(self, name: str, size: int, eps: float, bias: bool = True) -> LayerNorm:
-        """Layer norm."""
+        """Return a layer norm."""
         return LayerNorm(self.at(name), size, eps, bias)
 
     def embedding(self, name: str, rows: int, size: int, scale: float | None = None) -> Embedding:
-        """A row for each id."""
+        """Return an embedding."""
         return self.given.get(self.prefix + name) or Embedding(self.at(name), rows, size, scale)
 
     def head(self, name: str, rows: int, size: int, tied: Embedding | None = None) -> Head:
-        """The output layer."""
+        """Return the output layer."""
         return self.given.get(self.prefix + name) or Head(self.at(name), rows, size, tied)
 
     def mapped_head(self, name: str, ids: str, rows: int, size: int, outputs: int) -> MappedHead:
-        """The output layer of some outputs."""
+        """Return the output layer of a part of the vocabulary."""
         return MappedHead(self, name, ids, rows, size, outputs)
 
     def concat(self) -> Callable[..., Tensor]:
-        """Columns side by side."""
+        """Return a function that concatenates columns."""
         return lambda *parts: torch.cat(parts, -1)
 
     def rotary(self, rope: RopeConfig | None = None, head_dim: int | None = None) -> Tensor:
-        """The cosines and sines of every position, for heads of a size (None: the
+        """Return the cosines and sines of every position, for heads of `head_dim` (None: the
         configuration's)."""
         config = self.config if rope is None else replace(self.config, rope=rope)
         config = config if head_dim is None else replace(config, head_dim=head_dim)
@@ -116,7 +116,8 @@ class Build(Scope):
         sinks: bool = False,
         is_encoder: bool = False,
     ) -> AttentionLayer:
-        """Norms, rotary embedding, attention, in as few kernels as the device has."""
+        """Return attention with norms and rotary embedding, in as few kernels as the device
+        allows."""
         return AttentionLayer(
             self,
             layer_id,
@@ -129,15 +130,15 @@ class Build(Scope):
         )
 
     def frozen_attention(self, cells: FrozenCells, rotary: Tensor, scaling: float) -> FrozenAttention:
-        """Queries alone, over cells of another model."""
+        """Return attention of queries over another model's KV slots."""
         return FrozenAttention(self, cells, rotary, scaling)
 
     def chosen_head(self, name: str, groups: int, most: int, head: Callable[[Tensor], Tensor]) -> ChosenHead:
-        """The output layer of some groups of tokens."""
+        """Return the output layer over the selected groups of tokens."""
         return ChosenHead(self.at(name), groups, most, head)
 
     def scale(self, name: str) -> Scale:
-        """One number that multiplies rows."""
+        """Return a multiplication by one number."""
         return Scale(self, name)
 
     def compressed_attention(
@@ -148,33 +149,33 @@ class Build(Scope):
         rotary: Tensor,
         projections: OfAttention,
     ) -> CompressedAttention:
-        """Attention over a window and over compressed blocks."""
+        """Return attention over a sliding window and over compressed blocks."""
         return CompressedAttention(self, layer_id, net, compression, rotary, projections)
 
     def gated_delta_net(self, state_id: int, net: DeltaNetConfig, projection: Rows, output: Rows) -> GatedDeltaNet:
-        """The gated delta rule."""
+        """Return a gated delta rule layer."""
         return GatedDeltaNet(self, state_id, net, projection, output)
 
     def mamba2(self, state_id: int, space: Mamba2Config, projection: Rows, output: Rows) -> Mamba2:
-        """Mamba 2."""
+        """Return a Mamba 2 layer."""
         return Mamba2(self, state_id, space, projection, output)
 
     def short_conv(self, state_id: int, taps: int, projection: Rows, output: Rows, bias: bool = False) -> ShortConv:
-        """A convolution between two gates."""
+        """Return a short convolution between two gates."""
         return ShortConv(self, state_id, taps, projection, output, bias)
 
     def latent_attention(
         self, layer_id: int, rotary: Tensor, latent: LatentConfig, projections: Projections, output: Rows
     ) -> LatentAttention:
-        """Latent attention."""
+        """Return latent attention."""
         return LatentAttention(self, layer_id, rotary, latent, projections, output)
 
     def softcap(self, cap: float) -> Softcap:
-        """cap * tanh(x / cap)."""
+        """Return cap * tanh(x / cap)."""
         return Softcap(self, cap)
 
     def mlp(self, name: str, size: int, bias: bool = False, fused: str = "") -> GatedMlp:
-        """The gated feed-forward block."""
+        """Return the gated feed-forward block."""
         return GatedMlp(self.at(name), size, bias, fused)
 
     def experts(
@@ -186,41 +187,42 @@ class Build(Scope):
         parts: Sequence[str] = EXPERT_PARTS,
         is_sigmoid: bool = False,
     ) -> SparseMoe:
-        """The sparse feed-forward block."""
+        """Return routed experts."""
         return SparseMoe(self.at(name), moe, gate, parts, SigmoidRouting if is_sigmoid else SoftmaxRouting)
 
     def group_limited_experts(self, name: str, moe: MoeConfig) -> SparseMoe:
-        """Return the sparse feed-forward block with experts in groups."""
+        """Return routed experts with group-limited routing."""
         return SparseMoe(self.at(name), moe, "gate", EXPERT_PARTS, GroupLimitedRouting)
 
     def clamped_experts(self, name: str, moe: MoeConfig, alpha: float, limit: float) -> ClampedMoe | Mxfp4Moe:
-        """The sparse feed-forward block with biases and a clamped gate, of codes where the kernels
-        read them."""
+        """Return routed experts with biases and a clamped activation, as MXFP4 codes if the
+        checkpoint has these and the kernels read them."""
         reads = self.kernels.mxfp4_moe is not None and has_mxfp4_experts(self.config.raw)
         return (Mxfp4Moe if reads else ClampedMoe)(self.at(name), moe, alpha, limit)
 
     def relu2_experts(self, name: str, moe: MoeConfig, latent: int = 0) -> Relu2Moe:
-        """The sparse feed-forward block without gates."""
+        """Return routed experts down(max(up(x), 0)^2)."""
         return Relu2Moe(self.at(name), moe, latent)
 
     def limited_mlp(self, name: str, size: int, limit: float) -> LimitedMlp:
-        """The gated feed-forward block within a limit."""
+        """Return the gated feed-forward block with clamped factors."""
         return LimitedMlp(self.at(name), size, limit)
 
     def limited_experts(self, name: str, moe: MoeConfig, limit: float, is_hashed: bool) -> LimitedMoe:
-        """The sparse feed-forward block within a limit."""
+        """Return routed experts with clamped factors."""
         return LimitedMoe(self.at(name), moe, limit, is_hashed)
 
     def hyper_connection(self, name: str, streams: int, iters: int, eps: float) -> HyperConnection:
-        """What stands around a block, between streams."""
+        """Return a hyper-connection for a block."""
         return HyperConnection(self.at(name), streams, iters, eps)
 
     def hyper_head(self, name: str, streams: int, eps: float) -> HyperHead:
-        """Where streams begin and end."""
+        """Return the start and the end of the streams."""
         return HyperHead(self.at(name), streams, eps)
 
     def activation(self, name: str) -> Callable[[Tensor], Tensor]:
-        """An elementwise function. Raises `ConfigError` for one that there is no kernel of."""
+        """Return an elementwise function: "gelu", "relu2", "sigmoid" or "tanh". Raises
+        `ConfigError` for any other name."""
         if name == "tanh":
             return torch.tanh
         if name == "relu2":

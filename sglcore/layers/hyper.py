@@ -1,5 +1,5 @@
-"""Hyper-connections: a token's row is several streams, which each block takes as one and gives back
-to all of them."""
+"""Hyper-connections: each token has several streams. A block's input combines them, and its result
+is distributed over them."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ from sglcore.layers.scope import Scope
 from sglcore.runtime.kernels.table import KernelTable
 
 Mix = tuple[Tensor, Tensor]
-"""What a block's result is given back by: `post` and `comb` of the kernel table."""
+"""`post` and `comb` of the kernel table, with which a block's result is distributed over the
+streams."""
 
 
 class HyperConnection:
-    """How streams become the input of a block, and its result streams (Xie et al. 2025)."""
+    """Combines streams into a block's input, and distributes its result over the streams (Xie et
+    al. 2025)."""
 
     __slots__ = ("_numbers", "_post", "_pre", "weights")
 
@@ -32,17 +34,18 @@ class HyperConnection:
         self._post = build.kernel(KernelTable.hc_post, x, h, post, comb)
 
     def narrow(self, streams: Tensor) -> tuple[Tensor, Mix]:
-        """[T, n, H] to the input [T, H] of a block, and how its result comes back."""
+        """[T, n, H] to the input [T, H] of a block; also returns the `mix` for `widen`."""
         x, post, comb = self._pre(streams, *self.weights, *self._numbers)
         return x, (post, comb)
 
     def widen(self, x: Tensor, streams: Tensor, mix: Mix) -> Tensor:
-        """The block's result [T, H] and what `narrow` took and gave, to [T, n, H]."""
+        """Distribute the block's result [T, H] over the streams; returns [T, n, H]. `streams` and
+        `mix` are the argument and the result of `narrow`."""
         return self._post(x, streams, *mix)
 
 
 class HyperHead:
-    """Where the streams begin, all alike, and where they end as one."""
+    """Starts the streams as copies of the embedding, and combines them at the end."""
 
     __slots__ = ("_eps", "_head", "_streams", "weights")
 
@@ -57,7 +60,7 @@ class HyperHead:
         self._head = build.kernel(KernelTable.hc_head, build.rows(streams, size), *self.weights, *self._eps)
 
     def begin(self, x: Tensor) -> Tensor:
-        """[T, H] to [T, n, H]."""
+        """[T, H] to [T, n, H]: n copies."""
         return x.unsqueeze(1).repeat(1, self._streams, 1)
 
     def end(self, streams: Tensor) -> Tensor:

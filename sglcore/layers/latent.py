@@ -1,5 +1,5 @@
-"""Latent attention in its absorbed form: the product that makes keys of what a token keeps goes to
-the queries, the one that makes values to the result (DeepSeek-V2, section 2.1.2)."""
+"""Latent attention (MLA) in its absorbed form: queries are multiplied by the matrix that makes keys
+from a cache entry, and the result by the matrix that makes values (DeepSeek-V2, section 2.1.2)."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from sglcore.runtime.kernels.table import KernelTable
 from sglcore.runtime.memory.rows import INDEX_KEYS, KeptRows, Place, row_codec
 
 Rows = Callable[[Tensor], Tensor]
-"""A function of rows."""
+"""A function of token rows."""
 Projections = Callable[[Tensor], tuple[Tensor, Tensor, Tensor | None]]
-"""As `models/build.py` has it."""
+"""As `Projections` in `models/build.py`."""
 
 
 class LatentAttention(SparseLayer):
-    """Attention over one row a token, which all heads share; with an indexer, over those rows that
-    it chooses."""
+    """Attention over one cache entry for each token, which all heads share; with an indexer, over
+    the entries that it selects."""
 
     def __init__(
         self, build: Scope, layer_id: int, rotary: Tensor, latent: LatentConfig, projections: Projections, output: Rows
     ) -> None:
-        """`rotary` is what `cos_sin_cache` gives."""
+        """`rotary` is the result of `cos_sin_cache`."""
         heads, rank, nope = build.config.num_attention_heads, latent.kv_rank, latent.nope_dim
         asked, float8 = build.kv_cache_dtype, build.kernels.float8
         place, codec = Place.PAGES, row_codec(asked, latent.width, latent.rope_dim, float8)
@@ -66,7 +66,8 @@ class LatentAttention(SparseLayer):
 
     @property
     def size_by_head(self) -> int:
-        """Of keys and values as the latent row gives them to each head."""
+        """The elements of a token's keys and values for all heads, if they were stored instead of
+        the latent row."""
         return self.num_heads * (self._latent.query_dim + self._latent.value_dim)
 
     def _choose(self, build: Scope) -> None:
@@ -80,7 +81,8 @@ class LatentAttention(SparseLayer):
         self._values = build.kernel(KernelTable.grouped_linear, build.rows(heads, latent.kv_rank), self.to_values)
 
     def calls(self, page_size: int) -> Iterator[tuple[Entry[Any], Call]]:
-        """Those of `DeepseekSparseAttnBackend`."""
+        """Yield sample calls of the kernels that `DeepseekSparseAttnBackend` runs for this
+        layer."""
         build, latent, kept = self._build, self._latent, self.rows[LATENT]
         q, one = build.rows(self.num_heads, latent.width), build.indices()
         how = latent.scaling, latent.kv_rank, kept.codec
@@ -97,7 +99,7 @@ class LatentAttention(SparseLayer):
         yield KernelTable.index_top_k, (logits, one, table, one, page_size, latent.top_k)
 
     def mix(self, hidden: Tensor, batch: ForwardBatch, backend: DeepseekSparseAttnBackend) -> Tensor:
-        """hidden [T, H] to [T, H]."""
+        """[T, H] to [T, H]."""
         latent, tokens = self._latent, hidden.shape[0]
         queries, kept, inner = self.projections(hidden)
         pool, places = backend.token_to_kv_pool, batch.out_cache_loc
@@ -116,10 +118,11 @@ class LatentAttention(SparseLayer):
 
 
 class Indexer:
-    """What chooses the rows that a query sees, by few small heads (DeepSeek-V3.2, section 2.1)."""
+    """Selects the cache entries that a query attends to, with a few small heads (DeepSeek-V3.2,
+    section 2.1)."""
 
     def __init__(self, build: Scope, kept: KeptRows, rotary: Tensor, latent: LatentConfig) -> None:
-        """`kept` are the keys."""
+        """`kept`: the cache entries of the keys."""
         heads, size, hidden = latent.index_heads, latent.index_dim, build.config.hidden_size
         self.wq_b = Linear(build, (("wq_b", heads * size),), latent.q_rank)
         self.wk = Linear(build, (("wk", size),), hidden)
@@ -144,8 +147,8 @@ class Indexer:
         layer: LatentAttention,
         backend: DeepseekSparseAttnBackend,
     ) -> None:
-        """Store the keys of hidden [T, H], and choose by queries of inner [T, q_rank] what the
-        batch's tokens see."""
+        """Store the keys of `hidden` [T, H], and select the entries that the batch's tokens attend
+        to, with queries from `inner` [T, q_rank]."""
         (heads, size), tokens = self._shape, hidden.shape[0]
         pool, places = backend.token_to_kv_pool, batch.out_cache_loc
         assert places is not None
@@ -153,7 +156,7 @@ class Indexer:
         weight, bias = self.norm
         self._store(self.wk(hidden), weight, bias, INNER_EPS, batch.positions, self._cos_sin, *stored)
         queries = self.wq_b(inner)
-        # The entry rotates keys too; there are none here.
+        # The kernel rotates keys too; there are none here.
         queries, _ = self._turn(queries, queries[:, :size], batch.positions, self._cos_sin, size)
         weights = self._weigh(hidden.float(), self.weights_proj, None)
         backend.choose(queries.view(tokens, heads, size), weights, layer, batch)

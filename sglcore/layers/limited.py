@@ -1,6 +1,6 @@
 """Feed-forward blocks that clamp their factors to a limit: a dense block, and experts.
 
-A gate selects the experts, or a table by token id.
+A gate selects the experts, or a table by token id does.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from sglcore.runtime.kernels.table import KernelTable
 
 
 class LimitedMlp:
-    """down(silu(min(gate(x), limit)) * clamp(up(x))), the second factor within the limit to both
-    sides."""
+    """down(silu(min(gate(x), limit)) * clamp(up(x), -limit, limit))."""
 
     __slots__ = ("_activate", "_limit", "down_proj", "gate_up_proj")
 
@@ -34,7 +33,7 @@ class LimitedMlp:
 
 
 class LimitedMoe:
-    """Gate and experts, every one of them here."""
+    """Gate and experts, all on this device."""
 
     __slots__ = ("_limit", "_moe", "_route", "w2", "w13")
 
@@ -48,14 +47,14 @@ class LimitedMoe:
         self._moe = build.kernel(KernelTable.limited_moe, *given)
 
     def __call__(self, hidden: Tensor, input_ids: Tensor) -> Tensor:
-        """[T, H] and the tokens int [T] to the weighted sum [T, H] of the chosen experts'
+        """[T, H] and token ids int [T] to [T, H], the weighted sum of the chosen experts'
         outputs."""
         weights, experts = self._route(hidden, input_ids)
         return self._moe(hidden, weights.to(hidden.dtype), experts, self.w13, self.w2, self._limit)
 
 
 class _Gate:
-    """Logits in float32."""
+    """A router's linear layer in float32: [T, H] to logits [T, E]."""
 
     __slots__ = ("_linear", "weight")
 
@@ -69,7 +68,7 @@ class _Gate:
 
 
 class SqrtSoftplusRouting:
-    """The largest of sqrt(softplus), each with a bias of its own."""
+    """Chooses the experts with the largest sqrt(softplus(logit)) plus a bias for each expert."""
 
     __slots__ = ("_gate", "_route", "_rules", "bias")
 
@@ -81,12 +80,12 @@ class SqrtSoftplusRouting:
         self._route = build.kernel(KernelTable.sqrtsoftplus_routing, logits, self.bias, *self._rules)
 
     def __call__(self, hidden: Tensor, input_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Weights float32 [T, K] and experts [T, K]."""
+        """Return weights float32 [T, K] and experts [T, K]."""
         return self._route(self._gate(hidden), self.bias, *self._rules)
 
 
 class HashRouting:
-    """The experts that a table has for each token."""
+    """Takes each token's experts from a table by token id."""
 
     __slots__ = ("_gate", "_route", "_scale", "table")
 
@@ -99,5 +98,5 @@ class HashRouting:
         self._route = build.kernel(KernelTable.hash_routing, logits, ids, self.table, self._scale)
 
     def __call__(self, hidden: Tensor, input_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Weights float32 [T, K] and experts [T, K]."""
+        """Return weights float32 [T, K] and experts [T, K]."""
         return self._route(self._gate(hidden), input_ids, self.table, self._scale)

@@ -1,4 +1,4 @@
-"""Linear layers, and the embedding."""
+"""Linear layers, the embedding and output layers."""
 
 from __future__ import annotations
 
@@ -13,9 +13,12 @@ from sglcore.runtime.kernels.table import KernelTable
 
 
 class Linear:
-    """y = x W^T + b, the weight [out, in]; several layers of the checkpoint with one input are one
-    product. `parts` are (name, out features). `may_round` allows fewer bits than the checkpoint
-    has, where they are asked for."""
+    """y = x W^T + b with a weight [out, in]. Several layers of the checkpoint with one input become
+    one product.
+
+    `parts`: (name, out features) of each. `may_round`: quantisation to fewer bits than in the
+    checkpoint is allowed, if requested.
+    """
 
     __slots__ = ("_linear", "bias", "may_round", "names", "weight")
 
@@ -36,13 +39,13 @@ class Linear:
         build.weights.linears.append(self)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[T, in] to [T, sum of out], the parts side by side."""
+        """[T, in] to [T, sum of out], the parts' outputs concatenated."""
         return self._linear(x, self.weight, self.bias)
 
 
 class GroupedLinear:
-    """A linear layer without bias for each group of inputs, `weight` [groups, outputs, inputs] of
-    one."""
+    """A linear layer without bias for each group of inputs, with one `weight` [groups, outputs,
+    inputs]."""
 
     __slots__ = ("_linear", "weight")
 
@@ -74,7 +77,7 @@ class OrderedLinear:
 
 
 class Embedding:
-    """A row for each id, times a scale in the model's dtype."""
+    """A row for each id, times a scale that is rounded to the model's dtype."""
 
     __slots__ = ("_embedding", "_scale", "may_round", "names", "weight")
 
@@ -91,21 +94,21 @@ class Embedding:
         return rows if self._scale is None else rows.mul_(self._scale)
 
     def embed(self, batch: ForwardBatch) -> Tensor:
-        """The rows [T, size] of the batch's ids, unless a copy of its `input_embeds` takes their
-        place."""
+        """Return the rows [T, size] of the batch's ids, or a copy of its `input_embeds` if it has
+        them."""
         if batch.input_embeds is not None:
-            return batch.input_embeds.clone()  # kernels may write their sums into it, and the batch is not theirs
+            return batch.input_embeds.clone()  # kernels may write into it, not into the batch's
         return self(batch.input_ids)
 
     def row(self, index: int) -> Tensor:
-        """[size]."""
+        """Return row `index`, [size]."""
         return self.weight[index]
 
 
 class Head:
-    """The output layer: hidden states to logits, by its own weight or the embedding's.
+    """The output layer: hidden states to logits, with its own weight or the embedding's.
 
-    With the embedding's weight it reads that weight in its packed format.
+    It reads the embedding's weight in that weight's packed format.
     """
 
     __slots__ = ("_head", "_linear", "_owner")
@@ -124,8 +127,8 @@ class Head:
 
 
 class MappedHead:
-    """The output layer of a part of the vocabulary: float32 logits of all of it, -inf where it has
-    no row."""
+    """The output layer of a part of the vocabulary: float32 logits of the whole vocabulary, -inf
+    for tokens without a row."""
 
     __slots__ = ("_head", "_ids", "_rows")
 
@@ -159,5 +162,5 @@ class Softcap:
         self._softcap = build.kernel(KernelTable.softcap, build.rows(build.config.vocab_size).float(), cap)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Elementwise, over float32 logits."""
+        """Apply the cap to float32 logits."""
         return self._softcap(x, self._cap)

@@ -11,7 +11,7 @@ from sglcore.layers.scope import Scope
 from sglcore.runtime.kernels.table import KernelTable
 
 Activate = Callable[[Tensor], Tensor]
-"""[T, 2 I], gate and up side by side, to [T, I]."""
+"""[T, 2 I], gate and up concatenated, to [T, I]."""
 GATE_AND_UP = ("gate_proj", "up_proj")
 
 

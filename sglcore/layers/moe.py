@@ -1,4 +1,4 @@
-"""The sparse feed-forward block: a gate chooses experts for each token."""
+"""Mixture of experts: a gate chooses experts for each token."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from sglcore.runtime.kernels.mxfp4 import GROUP
 from sglcore.runtime.kernels.table import KernelTable
 
 Routing = Callable[[Tensor], tuple[Tensor, Tensor]]
-"""From rows [T, H] to the weights [T, K] of their dtype, and the experts [T, K]."""
+"""[T, H] to weights [T, K] in the same dtype, and experts [T, K]."""
 
 
 class SparseMoe:
-    """Gate and experts, every one of them here."""
+    """Gate and experts, all on this device."""
 
     __slots__ = ("_moe", "_route", "w2", "w13")
 
@@ -31,7 +31,7 @@ class SparseMoe:
         parts: Sequence[str],
         routing: Callable[[Scope, str, MoeConfig], Routing],
     ) -> None:
-        """The names are those of `Build.experts`."""
+        """The arguments are those of `Build.experts`; `routing` makes the router."""
         self._route = routing(build, gate, moe)
         self.w13, self.w2 = expert_weights(build, moe, parts)
         choices = build.rows(moe.experts_per_token), build.indices(moe.experts_per_token)
@@ -43,7 +43,7 @@ class SparseMoe:
 
 
 class ClampedMoe:
-    """Gate with a bias, and experts with biases and a clamped gate, every one of them here."""
+    """Gate with a bias, and experts with biases and a clamped activation, all on this device."""
 
     __slots__ = ("_clamp", "_moe", "_route", "b2", "b13", "w2", "w13")
 
@@ -69,7 +69,7 @@ class ClampedMoe:
 
 
 class Mxfp4Moe:
-    """`ClampedMoe` with its experts kept as the MXFP4 codes of the checkpoint."""
+    """`ClampedMoe` with expert weights kept as the checkpoint's MXFP4 codes."""
 
     __slots__ = ("_clamp", "_moe", "_route", "weights")
 
@@ -94,7 +94,7 @@ class Mxfp4Moe:
 
 
 def _codes(build: Scope, name: str, experts: int, outputs: int, inputs: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes, scales and bias, as the kernel table has them."""
+    """Declare codes, scales and bias of all experts, in the kernel table's layout."""
     groups, uint8 = (experts, outputs, inputs // GROUP), torch.uint8
     blocks = build.parameter(f"{name}_blocks", *groups, GROUP // 2, dtype=uint8)
     return (
@@ -105,7 +105,7 @@ def _codes(build: Scope, name: str, experts: int, outputs: int, inputs: int) -> 
 
 
 class Relu2Moe:
-    """Gate, and experts without gates of their own, perhaps in a narrower space."""
+    """Gate, and experts down(max(up(x), 0)^2), perhaps in a narrower space."""
 
     __slots__ = ("_moe", "_route", "fc1", "fc2", "w1", "w2")
 
@@ -134,7 +134,7 @@ class Relu2Moe:
 
 
 def expert_weights(build: Scope, moe: MoeConfig, parts: Sequence[str]) -> tuple[Tensor, Tensor]:
-    """Gate over up [E, 2 * I, H], and down [E, H, I]."""
+    """Declare gate over up [E, 2 * I, H], and down [E, H, I]."""
     hidden, size, count = build.config.hidden_size, moe.intermediate_size, moe.num_experts
     if len(parts) == 2:
         both, down = parts
@@ -147,7 +147,7 @@ def expert_weights(build: Scope, moe: MoeConfig, parts: Sequence[str]) -> tuple[
 
 
 class SoftmaxRouting:
-    """The largest of a softmax over all experts."""
+    """Chooses the experts with the largest softmax probabilities."""
 
     __slots__ = ("_normalize", "_route", "_top_k", "gate")
 
@@ -158,13 +158,13 @@ class SoftmaxRouting:
         self._route = build.kernel(KernelTable.top_k_routing, logits, self._top_k, self._normalize)
 
     def __call__(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """See `Routing`."""
+        """As `Routing`."""
         return self._route(self.gate(hidden), self._top_k, self._normalize)
 
 
 class GroupLimitedRouting:
-    """The largest of a softmax, in the groups of experts that have the largest, of logits in
-    float32."""
+    """Chooses the experts with the largest softmax probabilities, only in the groups with the
+    largest ones. Logits are float32."""
 
     __slots__ = ("_linear", "_route", "_rules", "weight")
 
@@ -176,13 +176,14 @@ class GroupLimitedRouting:
         self._route = build.kernel(KernelTable.group_limited_routing, build.rows(experts).float(), *self._rules)
 
     def __call__(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """See `Routing`."""
+        """As `Routing`."""
         weights, experts = self._route(self._linear(hidden.float(), self.weight, None), *self._rules)
         return weights.to(hidden.dtype), experts
 
 
 class SigmoidRouting:
-    """The largest sigmoids, each with a bias of its own, of logits in float32."""
+    """Chooses the experts with the largest sigmoid plus a bias for each expert. Logits are
+    float32."""
 
     __slots__ = ("_linear", "_route", "_rules", "bias", "weight")
 
@@ -196,6 +197,6 @@ class SigmoidRouting:
         self._route = build.kernel(KernelTable.sigmoid_routing, logits, self.bias, *self._rules)
 
     def __call__(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """See `Routing`."""
+        """As `Routing`."""
         weights, experts = self._route(self._linear(hidden.float(), self.weight, None), self.bias, *self._rules)
         return weights.to(hidden.dtype), experts

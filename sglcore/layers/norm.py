@@ -17,7 +17,8 @@ class RMSNorm:
     def __init__(
         self, build: Scope, size: int, eps: float, heads: int | None = None, offset: float | None = None
     ) -> None:
-        """`heads`: the input has this number of heads; the norm applies to each, without adding.
+        """`heads`: the input has this number of heads, and each is normed; `add` then takes no
+        residual.
 
         `offset` is that of `Build.norm`.
         """
@@ -30,12 +31,12 @@ class RMSNorm:
         self._add_norm = None if heads else build.kernel(KernelTable.add_rms_norm, x, x, self.weight, eps)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Over the last dimension of [..., size]."""
+        """Norm the last dimension of [..., size]."""
         return self._norm(x, self.weight, self.eps)
 
     def add(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The norm of residual + x, and that sum, which begins with x if there is no residual; uses
-        up both arguments."""
+        """Return the norm of residual + x, and that sum; `residual` None counts as 0. Neither
+        argument may be read afterwards."""
         if residual is None:
             return self(x), x
         assert self._add_norm is not None
@@ -43,7 +44,7 @@ class RMSNorm:
 
 
 class LayerNorm:
-    """Layer norm with weight, and with bias or without."""
+    """Layer norm with a weight and, if `bias`, a bias."""
 
     __slots__ = ("_norm", "bias", "eps", "weight")
 
@@ -54,5 +55,5 @@ class LayerNorm:
         self._norm = build.kernel(KernelTable.layer_norm, build.rows(size), self.weight, self.bias, eps)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Over the last dimension of [T, size]."""
+        """Norm the last dimension of [T, size]."""
         return self._norm(x, self.weight, self.bias, self.eps)

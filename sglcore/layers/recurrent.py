@@ -1,5 +1,5 @@
-"""Layers that keep a state of each request: projections, a convolution and a recurrence, each one
-kernel for all rows."""
+"""Layers that keep a state for each request: projections, a convolution and a recurrence. Each is
+one kernel for all requests."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from sglcore.runtime.memory.states import PoolRows, StateTensor
 from sglcore.runtime.state_layer import ReplayedLayer
 
 Rows = Callable[[Tensor], Tensor]
-"""A function of rows."""
+"""A function of token rows."""
 
 
 class CausalConv:
-    """The depthwise convolution over a token and those before it, by `NAME.weight` [channels, 1,
-    taps] of the checkpoint."""
+    """A depthwise convolution over a token and the `taps` - 1 tokens before it, with the
+    checkpoint's `NAME.weight` [channels, 1, taps]."""
 
     __slots__ = ("_conv", "_silu", "bias", "tail", "weight")
 
@@ -34,17 +34,16 @@ class CausalConv:
         self._conv = build.kernel(KernelTable.causal_conv, *given, build.indices(), None, None)
 
     def __call__(self, x: Tensor, tails: Tensor, rows: PoolRows) -> Tensor:
-        """x [T, size] to [T, size]; the tails of the rows' slots go on."""
+        """[T, size] to [T, size]; updates the last inputs `tails` in the requests' slots."""
         return self._conv(x, self.weight, self.bias, self._silu, tails, *rows)
 
 
 class GatedDeltaNet(ReplayedLayer):
-    """Queries, keys and values through a convolution, then the gated delta rule, and a norm with a
-    gate (Yang et al. 2024)."""
+    """A convolution over queries, keys and values, then the gated delta rule, and a norm with a
+    gate after it (Yang et al. 2024)."""
 
     def __init__(self, build: Scope, layer_id: int, net: DeltaNetConfig, projection: Rows, output: Rows) -> None:
-        """`projection` gives queries, keys and values, the gate of the norm, b and a, side by
-        side."""
+        """`projection` returns queries, keys and values, the norm's gate, b and a, concatenated."""
         heads, float32 = net.value_heads, torch.float32
         width = 2 * net.keys + net.values
         self.projection, self.output = projection, output
@@ -63,27 +62,28 @@ class GatedDeltaNet(ReplayedLayer):
         self._norm = build.kernel(KernelTable.gated_rms_norm, values, values, self.norm, self._eps, False)
 
     def take(self, hidden: Tensor) -> Tensor:
-        """hidden [T, H] to the projection's parts."""
+        """[T, H] to the projection's outputs [T, n]."""
         return self.projection(hidden)
 
     def advance(self, taken: Tensor, rows: PoolRows, states: Mapping[str, Tensor]) -> Tensor:
-        """[T, n] to values [T, H * V]."""
+        """[T, n] to values [T, heads * value_dim]; updates the states."""
         qkv, _, b, a = taken.split(self._sizes, dim=1)
         qkv = self.conv(qkv, states["conv"], rows)
         return self._rule(qkv, a, b, self.a_log, self.dt_bias, states["recurrent"], *rows)
 
     def finish(self, mixed: Tensor, taken: Tensor) -> Tensor:
-        """Return [T, H]: values [T, H * V], gated, then the output projection."""
+        """Return [T, H]: values [T, heads * value_dim], normed and gated, then the output
+        projection."""
         gate = taken.split(self._sizes, dim=1)[1]
         return self.output(self._norm(mixed, gate, self.norm, self._eps, False))
 
 
 class Mamba2(ReplayedLayer):
-    """A convolution and the selective scan, then a norm with a gate before it (Dao and Gu 2024)."""
+    """A convolution and the selective scan, then a norm after the gate (Dao and Gu 2024)."""
 
     def __init__(self, build: Scope, layer_id: int, space: Mamba2Config, projection: Rows, output: Rows) -> None:
-        """`projection` gives the gate, what the convolution takes, and the time steps, side by
-        side."""
+        """`projection` returns the gate, the convolution's input, and the time steps,
+        concatenated."""
         heads, float32 = space.heads, torch.float32
         self.projection, self.output = projection, output
         self.conv = CausalConv(build, "conv1d", space.channels, space.taps, bias=space.conv_bias)
@@ -101,18 +101,18 @@ class Mamba2(ReplayedLayer):
         self.norm_rows = build.kernel(KernelTable.gated_rms_norm, inner, inner, self.norm, self._eps, True)
 
     def take(self, hidden: Tensor) -> Tensor:
-        """hidden [T, H] to the projection's parts."""
+        """[T, H] to the projection's outputs [T, n]."""
         return self.projection(hidden)
 
     def advance(self, taken: Tensor, rows: PoolRows, states: Mapping[str, Tensor]) -> Tensor:
-        """[T, n] to values [T, inner]."""
+        """[T, n] to values [T, inner]; updates the states."""
         _, xbc, dt = taken.split(self._sizes, dim=1)
         xbc = self.conv(xbc, states["conv"], rows)
         a_log, d, dt_bias = self.by_head
         return self._scan(xbc, dt, a_log, d, dt_bias, *self._limits, states["recurrent"], *rows)
 
     def finish(self, mixed: Tensor, taken: Tensor) -> Tensor:
-        """Return [T, H]: values [T, inner], gated, then the output projection."""
+        """Return [T, H]: values [T, inner], gated and normed, then the output projection."""
         gate = taken.split(self._sizes, dim=1)[0]
         return self.output(self.norm_rows(mixed, gate, self.norm, self._eps, True))
 
@@ -121,18 +121,18 @@ class ShortConv(ReplayedLayer):
     """A short convolution between an input gate and an output gate (Liquid AI's LFM2)."""
 
     def __init__(self, build: Scope, layer_id: int, taps: int, projection: Rows, output: Rows, bias: bool) -> None:
-        """`projection` gives the first gate, the second, and what they weigh, side by side."""
+        """`projection` returns the input gate, the output gate and the input, concatenated."""
         self.projection, self.output = projection, output
         size = build.config.hidden_size
         self.conv = CausalConv(build, "conv", size, taps, bias=bias, silu=False)
         super().__init__(layer_id, {"conv": self.conv.tail}, StateTensor((3 * size,), build.dtype))
 
     def take(self, hidden: Tensor) -> Tensor:
-        """hidden [T, H] to the gates and what they weigh."""
+        """[T, H] to the gates and the input [T, 3 H]."""
         return self.projection(hidden)
 
     def advance(self, taken: Tensor, rows: PoolRows, states: Mapping[str, Tensor]) -> Tensor:
-        """[T, 3 H] to [T, H]."""
+        """[T, 3 H] to the convolution of the gated input [T, H]; updates the states."""
         before, _, x = taken.chunk(3, dim=1)
         return self.conv(before * x, states["conv"], rows)
 

@@ -11,10 +11,10 @@ from sglcore.checkpoint.rotary import mrope_axes, rotary_frequencies
 
 
 def cos_sin_cache(config: ModelConfig, max_positions: int, device: torch.device) -> Tensor:
-    """float32 [max_positions, R]: R / 2 cosines, then R / 2 sines, of each position; R is the
-    rotated part of a head.
+    """Return float32 [max_positions, R]: R / 2 cosines, then R / 2 sines, of each position; R is
+    the rotated part of a head.
 
-    Raises what `rotary_frequencies` raises.
+    Raises the errors of `rotary_frequencies`.
     """
     frequencies, factor = rotary_frequencies(config, max_positions)
     angles = torch.outer(torch.arange(max_positions, dtype=torch.float32), torch.from_numpy(frequencies))
@@ -22,14 +22,18 @@ def cos_sin_cache(config: ModelConfig, max_positions: int, device: torch.device)
 
 
 def axes_of(config: ModelConfig, device: torch.device) -> Tensor | None:
-    """`mrope_axes` on the device."""
+    """Return `mrope_axes` on the device."""
     axes = mrope_axes(config)
     return None if axes is None else torch.from_numpy(axes).to(device)
 
 
 def turned_by_axes(cos_sin: Tensor, positions: Tensor, axes: Tensor) -> Tensor:
-    """float32 [T, R], a table with a row for each token, of the table of all positions
-    [max_positions, R], positions int32 [3, T] and axes int32 [R / 2]."""
+    """Return a table float32 [T, R] with a row for each token, for rotary embedding with three
+    positions (mrope).
+
+    `cos_sin` [max_positions, R] is the table of all positions, `positions` int32 [3, T]; `axes`
+    int32 [R / 2] says which position each frequency takes.
+    """
     rows = positions.index_select(0, axes).T.long()
     cosines, sines = cos_sin.chunk(2, dim=-1)
     return torch.cat((cosines.gather(0, rows), sines.gather(0, rows)), dim=-1)

@@ -88,15 +88,16 @@ class Weights:
         self.targets: dict[str, Tensor] = {}
 
     def make(self, shape: Sequence[int], dtype: torch.dtype | None = None) -> Tensor:
-        """A new parameter with undefined content, in the final dtype (None: the model's), on the
-        device."""
+        """Return a new parameter on the device with undefined content, in the final dtype (None:
+        the model's)."""
         made = torch.empty(tuple(shape), dtype=dtype or self.dtype, device=self.device)
         parameter = nn.Parameter(made, requires_grad=False)
         self.parameters.append(parameter)
         return parameter
 
     def choose_stacks(self, stored: Container[str]) -> None:
-        """Want whole what the checkpoint, which has tensors of these names, has whole."""
+        """Declare as whole the stacks that the checkpoint stores whole; `stored` are its tensor
+        names."""
         for name, (whole, parts) in self.stacks.items():
             if name in stored:
                 for part in parts:
@@ -104,8 +105,8 @@ class Weights:
                 self.targets[name] = whole
 
     def place(self, layer: Packable, weight: Tensor) -> None:
-        """Give a layer another form of its weight; the one before is freed, with the targets that
-        were its parts."""
+        """Replace a layer's weight by one in another format. Frees the old weight and its
+        targets."""
         for name in layer.names:
             self.targets.pop(name, None)
         place = next(place for place, parameter in enumerate(self.parameters) if parameter is layer.weight)
@@ -123,61 +124,64 @@ class Scope:
     weights: Weights
     """The weights that layers declare."""
     max_positions: int
-    """The bound of the positions that will occur."""
+    """The upper bound of positions."""
     index_dtype: torch.dtype = torch.int64
     """The type of KV slot indices."""
     refusals: Refusals | None = None
-    """Where kernels that do not take a layer's calls are recorded. None: nowhere."""
+    """Records the kernels that do not take a layer's calls. None: no record."""
     kv_cache_dtype: str = "auto"
     """The element type of the KV cache, as in EngineConfig."""
     drafts: int = 1
-    """The most tokens of a request in a decode step, the last one drawn and the draft tokens."""
+    """The most tokens of a request in a decode step: the last sampled token and the draft
+    tokens."""
     hisparse: bool = False
-    """Rows of layers that choose a few of them lie in host memory."""
+    """Cache entries of layers that attend to a selection of them are in host memory."""
     prefix: str = field(default="")
-    """The layer's name in the checkpoint, with a dot at its end unless empty."""
+    """The layer's name in the checkpoint, with a dot at the end unless it is empty."""
 
     def at(self, *names: str | int) -> Self:
-        """The scope of a part of this layer."""
+        """Return the scope of a part of this layer."""
         return replace(self, prefix=self.prefix + "".join(f"{name}." for name in names))
 
     @property
     def dtype(self) -> torch.dtype:
-        """What the model is computed in."""
+        """The dtype in which the model computes."""
         return self.weights.dtype
 
     def kernel(self, entry: Entry[K], *call: object) -> K:
-        """The function of the kernel table for calls like this one, by dtypes and sizes; see
+        """Choose the kernel table's function for calls like `call`, by dtypes and sizes; see
         `choose`."""
         return choose(self.kernels, entry, call, refusals=self.refusals)
 
     def rows(self, *sizes: int) -> Tensor:
-        """What a layer's row looks like in a call: [1, *sizes] in the model's dtype, without
-        content."""
+        """Return a sample argument for `kernel`: [1, *sizes] in the model's dtype, on the meta
+        device."""
         return torch.empty(1, *sizes, dtype=self.dtype, device="meta")
 
     def indices(self, *sizes: int, dtype: torch.dtype = torch.int32) -> Tensor:
-        """The same of indices."""
+        """Return a sample argument of indices for `kernel`: [1, *sizes] on the meta device."""
         return torch.empty(1, *sizes, dtype=dtype, device="meta")
 
     def parameter(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        """Declare one weight, `prefix.name` in the checkpoint, of a dtype (None: the model's)."""
+        """Declare one weight, `prefix.name` in the checkpoint, in `dtype` (None: the model's)."""
         return self.stacked(((name, shape[0]),), *shape[1:], dtype=dtype)
 
     def reorder(self, name: str, order: NDArray[np.int64]) -> None:
-        """Row i of the weight and the bias of `prefix.name` is row order[i] of the checkpoint's."""
+        """Reorder the weight and the bias of `prefix.name`: row i is row order[i] of the
+        checkpoint's."""
         rows = torch.from_numpy(order)
         self.weights.orders |= {f"{self.prefix}{name}.{kind}": rows for kind in ("weight", "bias")}
 
     def stacked(self, parts: Sequence[tuple[str, int]], *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        """Declare one weight from the rows of several: (name in the checkpoint, rows), in order."""
+        """Declare one weight that concatenates the rows of several; `parts` are (name in the
+        checkpoint, rows), in order."""
         parameter = self.weights.make((sum(rows for _, rows in parts), *shape), dtype)
         for (name, _), target in zip(parts, parameter.split([rows for _, rows in parts]), strict=True):
             self.weights.targets[self.prefix + name] = target
         return parameter
 
     def turned(self, name: str, experts: int, outputs: int, inputs: int) -> Tensor:
-        """Declare one weight [experts, outputs, inputs], which the checkpoint has as [experts,
+        """Declare one weight [experts, outputs, inputs] that the checkpoint stores as [experts,
         inputs, outputs]."""
         parameter = self.weights.make((experts, outputs, inputs))
         self.weights.targets[self.prefix + name] = parameter.transpose(1, 2)
@@ -186,8 +190,9 @@ class Scope:
     def expert_stacked(
         self, whole: str, experts: int | Sequence[int], parts: Sequence[tuple[str, int]], *shape: int
     ) -> Tensor:
-        """Declare one weight [experts, rows, *shape]: of each expert, `prefix.N.name` for each
-        part, in order; or all of them, as `prefix.whole`. `experts`: how many, or which."""
+        """Declare one weight [experts, rows, *shape]. The checkpoint stores it as `prefix.N.name`
+        for each expert N and each part, in order; or whole, as `prefix.whole`. `experts`: their
+        number, or the numbers of those on this rank."""
         held = range(experts) if isinstance(experts, int) else experts
         each = [(f"{expert}.{name}", rows) for expert in held for name, rows in parts]
         weight = self.stacked(each, *shape).unflatten(0, (len(held), -1))

@@ -1,4 +1,4 @@
-"""Attention over a window and over compressed blocks, from the projections in to the one out."""
+"""Attention over a sliding window and over compressed blocks, including its projections."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from sglcore.runtime.memory.deepseek_v4 import BLOCKS, INDEX_STATE, STATE, WINDO
 from sglcore.runtime.memory.rows import INDEX_KEYS, KeptRows
 
 Rows = Callable[[Tensor], Tensor]
-"""A function of rows."""
+"""A function of token rows."""
 
 
 class OfIndex(Protocol):
-    """Projections of an indexer."""
+    """The projections of an indexer."""
 
     @property
     def queries(self) -> Rows:
@@ -39,12 +39,12 @@ class OfIndex(Protocol):
 
     @property
     def blocks(self) -> Rows:
-        """[T, H] to values and gates, [T, 4 * index_dim]."""
+        """[T, H] to values and gates, concatenated, [T, 4 * index_dim]."""
         ...
 
 
 class OfAttention(Protocol):
-    """Projections of attention."""
+    """The projections of attention."""
 
     @property
     def latent(self) -> Rows:
@@ -68,18 +68,19 @@ class OfAttention(Protocol):
 
     @property
     def blocks(self) -> Rows | None:
-        """[T, H] to values and gates, [T, 2 * series * head_dim]; None without blocks."""
+        """[T, H] to values and gates, concatenated, [T, 2 * series * head_dim]; None without
+        blocks."""
         ...
 
     @property
     def index(self) -> OfIndex | None:
-        """None where all blocks are seen."""
+        """The indexer's projections; None if queries attend to all blocks."""
         ...
 
 
 class CompressedAttention(SparseLayer):
-    """Each token's row is the key and the value of all heads, and holds its place; what attention
-    gives is turned back."""
+    """Attention with one row for each token as key and value of all heads. The row contains the
+    rotary embedding of its position, so the result is rotated back."""
 
     def __init__(
         self,
@@ -122,7 +123,8 @@ class CompressedAttention(SparseLayer):
         return Compressor(self, rows, state, ape, weight, self._eps, self._cos_sin)
 
     def calls(self, page_size: int) -> Iterator[tuple[Entry[Any], Call]]:
-        """Its own, those of its compressors and indexer, and those of `DeepseekV4AttnBackend`."""
+        """Yield sample calls of the kernels of this layer, its compressors, its indexer and
+        `DeepseekV4AttnBackend`."""
         build, one = self._build, self._build.indices()
         q, chosen, kept = build.rows(self.num_heads, self.head_dim), build.indices(1), self.rows[WINDOW]
         yield KernelTable.rope_tail, (q, one, self._cos_sin, self._eps, False)

@@ -1,5 +1,5 @@
-"""BERT as an encoder: hidden states of whole sequences, every token attending to all, and the head
-that scores them."""
+"""BERT as an encoder: hidden states of whole sequences, in which every token attends to all, and
+the classification head."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from sglcore.models.build import Architecture, Array, Batch, Build, Layer
 
 
 class BertEmbeddings:
-    """Word, segment and position embeddings, added and normalised. Tokens are of the first segment
-    unless the batch says."""
+    """Word, segment and position embeddings, added and normalised. Without `token_type_ids`, all
+    tokens belong to the first segment."""
 
     def __init__(self, build: Build, eps: float) -> None:
         config, segments = build.config, whole_number(build.config.raw, "type_vocab_size", 2)
@@ -54,7 +54,7 @@ class BertLayer:
 
 
 class ScoreHead:
-    """A dense layer that tanh ends, and the scores of the labels."""
+    """A dense layer with tanh, and a linear layer that scores the labels."""
 
     def __init__(self, dense: Layer, tanh: Layer, scores: Layer) -> None:
         self.dense, self.tanh, self.scores = dense, tanh, scores
@@ -65,14 +65,14 @@ class ScoreHead:
 
 
 class BertModel(Architecture):
-    """The encoder, with its head for sequences where it scores; other heads of a checkpoint are
-    left unread."""
+    """The encoder, with its classification head if it has labels; other heads of a checkpoint are
+    not read."""
 
     ignored = (r"pooler\..*", r"cls\..*")
     stripped: ClassVar[str] = "bert."
 
     def __init__(self, build: Build) -> None:
-        """Raises `ConfigError` for another activation or other positions."""
+        """Raise `ConfigError` for another activation or other positions."""
         super().__init__(build)
         config = build.config
         if config.hidden_act != "gelu" or config.words.get("position_embedding_type", "absolute") != "absolute":
@@ -85,7 +85,7 @@ class BertModel(Architecture):
         self.head = self.make_head(build, labels) if labels else None
 
     def make_head(self, build: Build, labels: int) -> ScoreHead:
-        """The checkpoint's pooler, which belongs to the head, and the scores."""
+        """Return the classification head: the checkpoint's pooler and the scores."""
         size = self.config.hidden_size
         dense = build.at("pooler").linear("dense", size, size, bias=True)
         return ScoreHead(dense, build.activation("tanh"), build.linear("classifier", size, labels, bias=True))
@@ -98,5 +98,5 @@ class BertModel(Architecture):
         return hidden
 
     def classify(self, pooled: Array) -> Array:
-        """[B, H] to [B, labels]; raises `ConfigError` without a head for that."""
+        """[B, H] to [B, labels]; raises `ConfigError` without a classification head."""
         return super().classify(pooled) if self.head is None else self.head(pooled)

@@ -1,8 +1,8 @@
-"""What an architecture is built of, whatever the tensor library: the layers that a worker's own
-library supplies.
+"""The kinds of layers that architectures are built from, for every tensor library; each worker's
+library supplies them.
 
-Nothing here, in `decoder.py` or in an architecture's file knows a library. Arrays are what the
-library computes with; rows come first, [T, ...], and every layer takes T = 0.
+Neither this file nor `decoder.py` nor an architecture's file depends on a tensor library. Arrays
+are the library's own; tokens are the first dimension, [T, ...], and every layer accepts T = 0.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from sglcore.checkpoint.recurrent import DeltaNetConfig, Mamba2Config
 from sglcore.device.errors import ConfigError
 
 Array: TypeAlias = Any
-"""A tensor or an array of the worker's library: no two have a type in common."""
+"""A tensor or an array of the worker's library. The libraries have no common type."""
 
 Parts: TypeAlias = Sequence[tuple[str, int]]
-"""Linear layers with one input: (name, outputs) of each."""
+"""(name, outputs) of linear layers with a common input."""
 
 
 class Batch(Protocol):
-    """The tokens of a forward, as the library's own layers take them."""
+    """The tokens of a forward, as the library's layers take them."""
 
     @property
     def input_ids(self) -> Array:
@@ -34,24 +34,23 @@ class Batch(Protocol):
 
     @property
     def positions(self) -> Array:
-        """Integers [T]: each token's place in its request."""
+        """Integers [T]: each token's position in its request."""
         ...
 
     @property
     def token_type_ids(self) -> Array | None:
-        """Integers [T]: the segment of each token of its request, or None where all are of the
-        first."""
+        """Integers [T]: the segment of each token; None if all tokens belong to the first one."""
         ...
 
     @property
     def features(self) -> Array | None:
-        """[T, H]: what another model made of the token before each of these, or this one of its own
-        proposals."""
+        """[T, F]: the features of the token before each token: the target's, or those of the draft
+        itself for its own draft tokens."""
         ...
 
 
 class Layer(Protocol):
-    """A function of rows: [T, inputs] to [T, outputs]."""
+    """A function of token rows: [T, inputs] to [T, outputs]."""
 
     def __call__(self, x: Array, /) -> Array:
         """[T, inputs] to [T, outputs]."""
@@ -59,33 +58,34 @@ class Layer(Protocol):
 
 
 class Norm(Layer, Protocol):
-    """A norm that can add what came before it to the sum of a model's layers."""
+    """A norm that can also add its input to the residual sum."""
 
     def add(self, x: Array, residual: Array | None, /) -> tuple[Array, Array]:
-        """The norm of residual + x, and that sum, which begins with x if there is no residual; uses
-        up both."""
+        """Return the norm of residual + x, and that sum; `residual` None counts as 0. Neither
+        argument may be read afterwards."""
         ...
 
 
 class Embedding(Protocol):
-    """A row for each id."""
+    """A table with a row for each id."""
 
     def __call__(self, ids: Array, /) -> Array:
         """Integers [T] to [T, size]."""
         ...
 
     def embed(self, batch: Batch, /) -> Array:
-        """The rows [T, size] of a batch's tokens, or a copy of what the batch brings in their
-        place."""
+        """Return the rows [T, size] of a batch's tokens, or a copy of the embeddings that the batch
+        has instead."""
         ...
 
     def row(self, index: int, /) -> Array:
-        """One row, which broadcasts against [T, size]."""
+        """Return one row, which broadcasts against [T, size]."""
         ...
 
 
 class Attention(Protocol):
-    """Attention over a request's tokens, with all that stands between the projections and it."""
+    """Attention over a request's tokens, with everything between the projections and it: norms,
+    rotary embedding and the store."""
 
     @property
     def layer(self) -> Any:
@@ -93,25 +93,28 @@ class Attention(Protocol):
         ...
 
     def __call__(self, qkv: Array, batch: Batch, /) -> Array:
-        """Queries, keys and values side by side, [T, (heads + 2 kv_heads) * head_dim], to [T, heads
-        * head_dim]; or as its kind says."""
+        """[T, (heads + 2 kv_heads) * head_dim], queries, keys and values concatenated, to [T, heads
+        * head_dim]; some kinds of attention have other shapes."""
         ...
 
 
 class Stateful(Protocol):
-    """A layer that keeps a state of each request, in the library's pool of states."""
+    """A layer that keeps a state for each request, in the library's state pool."""
 
     layer_id: int
 
     def __call__(self, hidden: Array, batch: Batch, /) -> Array:
-        """[T, H] to [T, H]; the states of the batch's requests go on."""
+        """[T, H] to [T, H]; updates the states of the batch's requests."""
         ...
 
 
 class IndexProjections(NamedTuple):
-    """What an indexer is made of: `queries` of the narrow row, [T, index_heads * index_dim], their
-    `weights` [T, index_heads] of the hidden state, and what a token gives to its `blocks`, values
-    and gates side by side."""
+    """The projections of an indexer.
+
+    - `queries`: [T, q_lora_rank] to [T, index_heads * index_dim].
+    - `weights`: hidden states [T, H] to the weights of queries [T, index_heads].
+    - `blocks`: hidden states to each token's part in blocks, values and gates concatenated.
+    """
 
     queries: Layer
     weights: Layer
@@ -119,10 +122,16 @@ class IndexProjections(NamedTuple):
 
 
 class CompressedProjections(NamedTuple):
-    """What stands around attention over compressed blocks: hidden states [T, H] to a `latent` row
-    [T, q_lora_rank], which `queries` makes [T, heads * head_dim], to `keys` [T, head_dim], and to
-    values and gates of `blocks`, side by side, where there are any; and [T, heads * head_dim] to
-    the `output` [T, H]. Neither queries nor keys are normed or rotated."""
+    """The projections of attention over compressed blocks. Queries and keys are neither normed nor
+    rotated yet.
+
+    - `latent`: hidden states [T, H] to [T, q_lora_rank].
+    - `queries`: [T, q_lora_rank] to [T, heads * head_dim].
+    - `keys`: [T, H] to [T, head_dim].
+    - `blocks`: [T, H] to values and gates, concatenated; None without blocks.
+    - `output`: [T, heads * head_dim] to [T, H].
+    - `index`: the indexer's projections; None without one.
+    """
 
     latent: Layer
     queries: Layer
@@ -133,30 +142,32 @@ class CompressedProjections(NamedTuple):
 
 
 class RoutedLayer(Protocol):
-    """Experts, chosen for each row."""
+    """Routed experts that may also depend on the token ids."""
 
     def __call__(self, x: Array, input_ids: Array, /) -> Array:
-        """[T, H] and the tokens, integers [T], to [T, H]."""
+        """[T, H] and token ids, integers [T], to [T, H]."""
         ...
 
 
 class HyperConnection(Protocol):
-    """What stands around a block where each token has n streams of H elements."""
+    """A hyper-connection: wraps a block in a model with n streams of H elements for each token."""
 
     def narrow(self, streams: Array, /) -> tuple[Array, Any]:
-        """[T, n, H] to the block's input [T, H], and how its result comes back."""
+        """Combine streams [T, n, H] to the block's input [T, H]; also returns the `mix` for
+        `widen`."""
         ...
 
     def widen(self, x: Array, streams: Array, mix: Any, /) -> Array:
-        """The block's result [T, H], and what `narrow` took and gave, to [T, n, H]."""
+        """Distribute the block's result `x` [T, H] over the streams; returns [T, n, H]. `streams`
+        and `mix` are the argument and the result of `narrow`."""
         ...
 
 
 class HyperHead(Protocol):
-    """Where the streams begin and where they end."""
+    """The start and the end of the streams."""
 
     def begin(self, x: Array, /) -> Array:
-        """[T, H] to [T, n, H], all alike."""
+        """[T, H] to [T, n, H]: n copies."""
         ...
 
     def end(self, streams: Array, /) -> Array:
@@ -177,10 +188,10 @@ class Projections(Protocol):
 
 
 class Build(Protocol):
-    """The scope in which a layer is built, and the kinds of layers that there are. `name` is a
-    module of this scope, by the checkpoint's own name.
+    """The scope in which a layer is built, and the kinds of layers. `name` is a module of this
+    scope, with the checkpoint's own name.
 
-    A kind that a library lacks raises `ConfigError` with its name when a model asks for it.
+    A kind that a library lacks raises `ConfigError` with the kind's name when a model uses it.
     """
 
     @property
@@ -195,28 +206,28 @@ class Build(Protocol):
 
     @property
     def dtype(self) -> Any:
-        """The library's element type that the model is computed in."""
+        """The library's element type in which the model computes."""
         ...
 
     @property
     def kernels(self) -> Any:
-        """What computes the layers here: the device's kernel table, or what the library is told of
-        the device."""
+        """The device's kernel table, or the library's description of the device."""
         ...
 
     def at(self, *names: str | int) -> Build:
-        """The scope of a part of this layer."""
+        """Return the scope of a part of this layer."""
         ...
 
     def linear(self, name: str, inputs: int, outputs: int, bias: bool = False) -> Layer:
-        """x W^T + b."""
+        """Return a linear layer, x W^T + b."""
         ...
 
     def fused(self, parts: Parts, inputs: int, bias: bool = False, interleaved: Sequence[str] = ()) -> Layer:
         """Return several linear layers with one input as one product; outputs are concatenated.
 
-        The heads of `interleaved` layers have rotated pairs next to each other in the checkpoint.
-        In the output they are half of the rotated part apart, as `rotary` needs them.
+        In the checkpoint, heads of `interleaved` layers have rotated pairs next to each other. In
+        the output, the two elements of a pair are half of the rotated part apart, as `rotary`
+        needs.
         """
         ...
 
@@ -225,8 +236,8 @@ class Build(Protocol):
         ...
 
     def grouped(self, name: str, groups: int, inputs: int, outputs: int) -> Layer:
-        """A linear layer for each group of `inputs`, [T, groups * inputs] to [T, groups * outputs];
-        the weight has group after group."""
+        """Return a linear layer for each group of `inputs`: [T, groups * inputs] to [T, groups *
+        outputs]. The weight has the rows of group 0 first."""
         ...
 
     def norm(self, name: str, size: int, offset: float | None = None, eps: float | None = None) -> Norm:
@@ -238,7 +249,7 @@ class Build(Protocol):
         ...
 
     def layer_norm(self, name: str, size: int, eps: float, bias: bool = True) -> Layer:
-        """Layer norm with weight, and with bias or without."""
+        """Return a layer norm with a weight and, if `bias`, a bias."""
         ...
 
     def embedding(self, name: str, rows: int, size: int, scale: float | None = None) -> Embedding:
@@ -249,12 +260,13 @@ class Build(Protocol):
         ...
 
     def head(self, name: str, rows: int, size: int, tied: Embedding | None = None) -> Layer:
-        """The output layer [T, size] to float32 [T, rows], by its own weight or that of `tied`."""
+        """Return the output layer: [T, size] to float32 [T, rows], with its own weight or that of
+        `tied`."""
         ...
 
     def rotary(self, rope: RopeConfig | None = None) -> Any:
-        """The rotary embedding that the configuration describes, or another, for any number of
-        attention layers."""
+        """Return the configuration's rotary embedding, or that of `rope`. Attention layers can
+        share it."""
         ...
 
     def attention(
@@ -286,50 +298,53 @@ class Build(Protocol):
         rotary: Any,
         projections: CompressedProjections,
     ) -> Attention:
-        """Attention over a window and over blocks, called with hidden states [T, H] and their
-        batch, to [T, H]. Of this scope it has `sinks`, `kv_norm`, and of `compressor` and its
-        `indexer` the `position_bias` and `kv_norm`."""
+        """Return attention over a sliding window and over blocks; takes hidden states [T, H] and a
+        batch, returns [T, H].
+
+        Parameters of this scope: `sinks` and `kv_norm`; in `compressor` and `compressor.indexer`,
+        `position_bias` and `kv_norm`.
+        """
         ...
 
     def gated_delta_net(self, state_id: int, net: DeltaNetConfig, projection: Layer, output: Layer) -> Stateful:
-        """The gated delta rule between two projections, with the convolution, norm and gate of this
-        scope. `projection` gives queries, keys and values, the gate, and each head's b and a;
-        `state_id` numbers the layers with states."""
+        """Return a gated delta rule layer with the convolution, norm and gate of this scope.
+        `projection` returns queries, keys and values, the gate, and each head's b and a,
+        concatenated; `state_id` numbers the layers with states."""
         ...
 
     def mamba2(self, state_id: int, space: Mamba2Config, projection: Layer, output: Layer) -> Stateful:
-        """Mamba 2 between two projections, with the convolution and norm of this scope.
-        `projection` gives the gate, what the convolution takes, and each head's time step."""
+        """Return a Mamba 2 layer with the convolution and norm of this scope. `projection` returns
+        the gate, the convolution's input, and each head's time step, concatenated."""
         ...
 
     def short_conv(self, state_id: int, taps: int, projection: Layer, output: Layer, bias: bool = False) -> Stateful:
-        """The convolution `conv` of this scope over `taps` tokens: output(c * conv(b * x)), of what
-        `projection` gives: b, c and x."""
+        """Return output(c * conv(b * x)), with the convolution `conv` of this scope over `taps`
+        tokens. `projection` returns b, c and x, concatenated."""
         ...
 
     def latent_attention(
         self, layer_id: int, rotary: Any, latent: LatentConfig, projections: Projections, output: Layer
     ) -> Attention:
-        """Latent attention with the norm, `kv_b_proj` and `indexer` of this scope: [T, H] to [T,
-        H]. Rotated pairs are neighbours."""
+        """Return latent attention with the norm, `kv_b_proj` and `indexer` of this scope: [T, H] to
+        [T, H]. Rotated pairs are neighbours."""
         ...
 
     def mapped_head(self, name: str, ids: str, rows: int, size: int, outputs: int) -> Layer:
-        """The output layer [T, size] to float32 [T, outputs] with `rows` weights: i + `ids`[i] by
-        its row i, -inf for the others."""
+        """Return an output layer with `rows` weights: [T, size] to float32 [T, outputs]. Row i
+        gives the logit of token i + `ids`[i]; all others are -inf."""
         ...
 
     def concat(self) -> Callable[..., Array]:
-        """Any number of arrays [T, ...] to one with all their columns, in order."""
+        """Return a function that concatenates arrays [T, ...] along the last dimension."""
         ...
 
     def softcap(self, cap: float) -> Layer:
-        """cap * tanh(x / cap), of logits."""
+        """Return cap * tanh(x / cap), for logits."""
         ...
 
     def mlp(self, name: str, size: int, bias: bool = False, fused: str = "") -> Layer:
-        """down(activation(gate(x)) * up(x)) with the configuration's activation, `size` wide
-        inside. `fused` names a weight that has the rows of gate, then of up."""
+        """Return down(activation(gate(x)) * up(x)) with the configuration's activation, `size` wide
+        inside. `fused` names a weight with the rows of gate, then those of up."""
         ...
 
     def experts(
@@ -341,23 +356,21 @@ class Build(Protocol):
         parts: Sequence[str] = EXPERT_PARTS,
         is_sigmoid: bool = False,
     ) -> Layer:
-        """The weighted sum of the experts that `gate` chooses for each token, by softmax, or by the
-        sigmoid and a bias, `e_score_correction_bias`. `parts` are the projections of each of
-        `experts`, or two, each for all experts in one weight: gate over up, and down."""
+        """Return routed experts: the weighted sum of the experts that `gate` chooses for each
+        token, by softmax or, if `is_sigmoid`, by sigmoid with the bias `e_score_correction_bias`.
+
+        `parts`: the projections of each of `experts`; or two names, each of one weight for all
+        experts: gate over up, and down.
+        """
         ...
 
     def group_limited_experts(self, name: str, moe: MoeConfig) -> Layer:
-        """As `experts`, chosen by softmax of logits in float32, in the groups that have the
-        largest."""
+        """Return `experts` chosen by softmax of float32 logits, only among the groups with the
+        largest probabilities."""
         ...
 
     def clamped_experts(self, name: str, moe: MoeConfig, alpha: float, limit: float) -> Layer:
-        """Return `experts` with biases of `router` and of `experts`, and clamped factors.
-
-        `gate_up_proj` [experts, size, 2 * inner] has gate and up interleaved. The result is
-        down((up + 1) * gate * sigmoid(alpha * gate)); gate is at most `limit`, up is from
-        -`limit` to `limit`.
-        """
+        """Return `experts` with biases of `router` and of `experts`, and a clamped activation."""
         ...
 
     def relu2_experts(self, name: str, moe: MoeConfig, latent: int = 0) -> Layer:
@@ -384,28 +397,34 @@ class Build(Protocol):
         ...
 
     def hyper_connection(self, name: str, streams: int, iters: int, eps: float) -> HyperConnection:
-        """Manifold-constrained hyper-connections, by `fn`, `base` and `scale`; see `hc_pre` of the
-        kernel table."""
+        """Return manifold-constrained hyper-connections with the parameters `fn`, `base` and
+        `scale`; see `hc_pre` of the kernel table."""
         ...
 
     def hyper_head(self, name: str, streams: int, eps: float) -> HyperHead:
-        """By `hc_fn`, `hc_base` and `hc_scale`."""
+        """Return the start and end of the streams, with the parameters `hc_fn`, `hc_base` and
+        `hc_scale`."""
         ...
 
     def activation(self, name: str) -> Layer:
-        """An elementwise function: "gelu", "relu2" (max(x, 0)^2), "sigmoid" or "tanh"."""
+        """Return an elementwise function: "gelu", "relu2" (max(x, 0)^2), "sigmoid" or "tanh"."""
         ...
 
 
 class Architecture(ABC):
-    """A model. `ignored` are patterns of checkpoint names that it leaves unread; `stripped` is a
-    prefix that a checkpoint's names may have before ours. `attention_layers` has each layer's
-    geometry, by its id, and `state_layers` those that keep a state of each request, by an id of
-    their own; `feature_size` are the numbers of a token between layers. `reads_history`: what it
-    makes of a token depends on the ids before it, which are in the forward's context.
-    `calls_library`: some of its operations are the library's own, between those of the device's
-    kernels. `parts` says what of it the device's kernels compute, if not all. `sliced_layers`: its
-    forward may be run by slices of so many layers."""
+    """A model.
+
+    - `ignored`: patterns of checkpoint names that it does not read.
+    - `stripped`: a prefix that a checkpoint's names may have before the model's names.
+    - `attention_layers`: the geometry of each attention layer, by its id.
+    - `state_layers`: the layers that keep a state for each request, by ids of their own.
+    - `feature_size`: the elements of a token's hidden state between layers.
+    - `reads_history`: its result for a token depends on the ids before it, which the forward's
+      context has.
+    - `calls_library`: some operations are the library's own, between the device's kernels.
+    - `parts`: which parts the device's kernels compute; empty if they compute all.
+    - `sliced_layers`: the number of layers that a forward can run in slices; 0: none.
+    """
 
     calls_library: ClassVar[bool] = False
     reads_history: ClassVar[bool] = False
@@ -417,34 +436,33 @@ class Architecture(ABC):
     sliced_layers: int = 0
 
     def __init__(self, build: Build) -> None:
-        """Subclasses build their layers; weights may still be empty."""
+        """Build the layers, in subclasses; weights may still be empty."""
         self.config, self.feature_size = build.config, build.config.hidden_size
         self.weights, self.dtype, self.kernels = build.weights, build.dtype, build.kernels
 
     def named(self, shapes: Mapping[str, tuple[int, ...]]) -> Mapping[str, str]:
-        """What each tensor in the checkpoint's files, of these shapes, is called in the model's
-        record of its weights."""
+        """Return the model's name of each tensor in the checkpoint's files, from their shapes."""
         return {name: self.own_name(name) for name in shapes}
 
     @classmethod
     def own_name(cls, name: str) -> str:
-        """The same for one name, where each is renamed by itself."""
+        """Return the model's name of one tensor, if each is renamed by itself."""
         return name.removeprefix(cls.stripped)
 
     @abstractmethod
     def __call__(self, batch: Batch) -> Array:
-        """Hidden states [T, H] after the last norm. Queues only."""
+        """Return hidden states [T, H] after the last norm. Queues work and does not wait."""
 
     def logits(self, hidden: Array) -> Array:
         """[N, H] to float32 [N, vocab]; raises `ConfigError` for an encoder."""
         raise ConfigError(f"{self.config.architecture} is an encoder and has no logits", remedy="use its embeddings")
 
     def embed_ids(self, ids: Array) -> Array:
-        """Token ids [T] to the rows [T, H] that the first layer takes; raises `ConfigError` where
-        prompts may bring no others."""
+        """Token ids [T] to the first layer's input [T, H]; raises `ConfigError` if prompts may not
+        contain embeddings."""
         raise ConfigError(f"{self.config.architecture} takes no embeddings", remedy="give it text or token ids")
 
     def classify(self, pooled: Array) -> Array:
-        """[B, labels] from pooled hidden states [B, H], by the classification head; raises
+        """Return [B, labels] of pooled hidden states [B, H], by the classification head; raises
         `ConfigError` without one."""
         raise ConfigError(f"{self.config.architecture} has no classification head", remedy="use its embeddings")

@@ -1,4 +1,4 @@
-"""Code that a checkpoint brings in its own folder: which files of it transformers would run."""
+"""Finds the code in a checkpoint's own folder that transformers would run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from sglcore.device.errors import ConfigError
 
 CAUSAL = "AutoModelForCausalLM"
 _READ = ("AutoConfig", CAUSAL)
-"""Of what `auto_map` names, the classes that a language model needs."""
+"""The classes in `auto_map` that a language model needs."""
 
 
 def brings_code(raw: Mapping[str, Any]) -> bool:
@@ -19,8 +19,8 @@ def brings_code(raw: Mapping[str, Any]) -> bool:
 
 
 def code_modules(raw: Mapping[str, Any]) -> tuple[str, ...]:
-    """The files in which the classes of a language model are. Raises `ConfigError` where there is
-    none, or elsewhere."""
+    """Return the files that define the classes of a language model. Raises `ConfigError` if there
+    is no causal class, or if a class is in another repository."""
     found = {name: str(raw["auto_map"][name]) for name in _READ if name in raw["auto_map"]}
     if CAUSAL not in found:
         raise ConfigError(
@@ -39,8 +39,8 @@ def code_modules(raw: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def code_files(folder: Path, raw: Mapping[str, Any]) -> tuple[str, ...]:
-    """Those, and what they import of the folder. Raises `ConfigError` for one that is not there.
-    Needs transformers."""
+    """Return the files of `code_modules` and the files in the folder that they import. Raises
+    `ConfigError` for a missing file. Needs transformers."""
     from transformers.dynamic_module_utils import get_relative_import_files
 
     try:

@@ -1,5 +1,5 @@
-"""The part of a quantised weight that a rank holds: a scale belongs to rows and columns by their
-places in the whole weight, and is cut with them."""
+"""The part of a quantised weight that a rank holds. Scales belong to rows and columns of the whole
+weight and are cut with them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from sglcore.models.quantized import QuantizedWeight, Stored
 class CutWeight:
     """Ranges of the rows or of the columns of a stored weight.
 
-    `shape` is that of the part. Elements of the part after the ranges are zero.
+    `shape` is the part's shape. Elements of the part after the ranges are zero.
     """
 
     whole: Stored
@@ -25,14 +25,14 @@ class CutWeight:
 
     @property
     def form(self) -> str:
-        """That of the whole; and why its codes are not kept where a rank's part begins or ends
-        within a group."""
+        """The name of the whole weight's format; also says if codes are not kept because a rank's
+        part begins or ends within a group."""
         codes = self.whole.as_codes() if self.cut.dim else None
         crosses = codes is not None and not self._is_aligned(codes)
         return f"{self.whole.form}, some of which lie on two ranks" if crosses else self.whole.form
 
     def values(self, rows: slice) -> Tensor:
-        """float32 values of some rows of the part."""
+        """Return float32 values of some rows of the part."""
         first, last, _ = rows.indices(self.shape[0])
         found = torch.zeros(last - first, self.shape[1])
         if self.cut.dim:
@@ -48,8 +48,8 @@ class CutWeight:
         return found
 
     def as_codes(self) -> QuantizedWeight | None:
-        """The same as integer codes; None if that would need rounding, or if groups of columns lie
-        on two ranks."""
+        """Return the part as integer codes; None if that needs rounding, or if a group of columns
+        is split between two ranks."""
         codes = self.whole.as_codes()
         if codes is None or (self.cut.dim and not self._is_aligned(codes)):
             return None
@@ -62,7 +62,7 @@ class CutWeight:
         return is_one or all(place % codes.group == 0 for part in self.cut.ranges for place in part)
 
     def _by_group(self, by_group: Tensor, group: int) -> Tensor:
-        """Scales or zeros [N, groups] of the part."""
+        """Cut scales or zeros [N, groups] to the part."""
         if not self.cut.dim:
             return self._part(by_group, self.cut)
         if by_group.shape[1] == 1:

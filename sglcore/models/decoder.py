@@ -138,7 +138,7 @@ class AnyLayer(Protocol):
 
     @property
     def self_attn(self) -> Mixer:
-        """Its attention, or what stands in its place."""
+        """Its attention, or the mixer that replaces attention."""
         ...
 
     def __call__(self, hidden: Array, residual: Array | None, batch: Batch, /) -> tuple[Array, Array | None]:

@@ -13,7 +13,8 @@ from sglcore.models.decoder import CausalLM, DecoderLayer, SharedExpert
 
 
 class LatentProjections:
-    """Queries, and what a token keeps; queries of low rank share their first product with it."""
+    """Projections to queries and cache entries. Low-rank queries share their first product with the
+    cache entries."""
 
     __slots__ = ("first", "norm", "queries", "rank")
 
@@ -30,7 +31,7 @@ class LatentProjections:
         self.queries = build.linear("q_b_proj", self.rank, outputs)
 
     def __call__(self, hidden: Array) -> tuple[Array, Array, Array | None]:
-        """See `build.Projections`."""
+        """As `build.Projections`."""
         first = self.first(hidden)
         if not self.rank:
             return self.queries(hidden), first, None
@@ -60,7 +61,7 @@ class LatentSelfAttention:
 class DeepseekV2ForCausalLM(CausalLM):
     """Dense blocks in the first layers.
 
-    `wanted` has what words of the configuration must say if they say anything.
+    `wanted`: values that keys of the configuration must have if they are present.
     """
 
     knows: ClassVar[frozenset[str]] = frozenset({"n_group", "n_shared_experts", "routed_scaling_factor"})
@@ -73,7 +74,7 @@ class DeepseekV2ForCausalLM(CausalLM):
         super().__init__(build)
 
     def make_latent(self, build: Build) -> LatentConfig:
-        """What the configuration says of the attention of all layers."""
+        """Return the configuration of latent attention, the same in all layers."""
         return latent_config(build.config, self.wanted)
 
     def make_layer(self, build: Build, layer_id: int) -> DecoderLayer:
@@ -86,7 +87,7 @@ class DeepseekV2ForCausalLM(CausalLM):
         )
 
     def make_experts(self, build: Build) -> Layer:
-        """The experts that a token's gate chooses."""
+        """Return the routed experts."""
         method = build.config.words.get("topk_method", "greedy")
         if method not in ("greedy", "group_limited_greedy"):
             raise ConfigError(

@@ -24,7 +24,8 @@ class DeepseekV3ForCausalLM(DeepseekV2ForCausalLM):
 
 
 class DeepseekV32ForCausalLM(DeepseekV3ForCausalLM):
-    """A query sees the tokens that an indexer chooses. `is_paired` is that of `LatentConfig`."""
+    """A query attends to the tokens that an indexer selects. `is_paired` is that of
+    `LatentConfig`."""
 
     is_paired: ClassVar[bool] = False
 

@@ -1,5 +1,5 @@
-"""DeepSeek-V4: streams around every block, attention over a window and over compressed blocks, and
-experts within a limit."""
+"""DeepSeek-V4: hyper-connections around every block, attention over a sliding window and compressed
+blocks, and experts with clamped factors."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ Files that transformers writes have some of the same names after transformers' o
 """
 
 OFFSET = 0.0
-"""Of norms, which so multiply in float32."""
+"""The offset of norms: 0.0 makes them multiply in float32."""
 
 
 class Chain:
-    """One layer after the other."""
+    """Runs layers one after another."""
 
     __slots__ = ("layers",)
 
@@ -54,15 +54,15 @@ class Chain:
         self.layers = layers
 
     def __call__(self, x: Array) -> Array:
-        """[T, inputs] of the first to [T, outputs] of the last."""
+        """[T, inputs of the first layer] to [T, outputs of the last]."""
         for layer in self.layers:
             x = layer(x)
         return x
 
 
 class CompressedAttention:
-    """Queries by way of a narrow row, keys that are values, and a result by way of groups of
-    heads."""
+    """Attention with low-rank queries, one row as key and value of all heads, and an output
+    projection by groups of heads."""
 
     __slots__ = ("attention",)
     state = None
@@ -97,8 +97,8 @@ def _projections(build: Build, net: CompressedConfig, compression: Compression |
 
 
 def _blocks(build: Build, compression: Compression, size: int) -> Layer:
-    """What a token gives to the rows of `size` that it is part of: values and gates, side by
-    side."""
+    """Return the projection of a token to its part in compressed rows of `size`: values and gates,
+    concatenated."""
     channels = compression.series * size
     return build.fused((("kv_proj", channels), ("gate_proj", channels)), build.config.hidden_size)
 
@@ -112,7 +112,7 @@ def _index(build: Build, net: CompressedConfig, compression: Compression) -> Ind
 
 
 class LimitedExperts:
-    """Routed experts plus one that every token passes."""
+    """Routed experts plus a shared expert."""
 
     __slots__ = ("experts", "shared")
 
@@ -126,8 +126,8 @@ class LimitedExperts:
 
 
 class DeepseekV4Layer:
-    """Attention and experts, each between the streams that become one and the one that becomes
-    streams."""
+    """Attention and experts. Before each, a hyper-connection combines the streams into one; after
+    it, distributes the result over the streams."""
 
     __slots__ = ("attn_hc", "ffn_hc", "input_layernorm", "mlp", "post_attention_layernorm", "self_attn")
 
@@ -143,7 +143,7 @@ class DeepseekV4Layer:
         self.mlp = mlp
 
     def __call__(self, hidden: Array, residual: None, batch: Batch) -> tuple[Array, None]:
-        """Return streams [T, n, H] of streams [T, n, H]; there is no residual sum."""
+        """Return the streams [T, n, H] after this layer; there is no residual sum."""
         x, mix = self.attn_hc.narrow(hidden)
         hidden = self.attn_hc.widen(self.self_attn(self.input_layernorm(x), batch), hidden, mix)
         x, mix = self.ffn_hc.narrow(hidden)
@@ -151,8 +151,7 @@ class DeepseekV4Layer:
 
 
 class DeepseekV4ForCausalLM(CausalLM):
-    """What one layer hands to the next is all streams [T, n, H]. The layers that predict further
-    tokens are left unread."""
+    """Layers pass all streams [T, n, H] to the next. The MTP layers are not read."""
 
     ignored = (r"mtp\..*",)
     activations: ClassVar[tuple[str, ...]] = ("silu",)
@@ -173,13 +172,14 @@ class DeepseekV4ForCausalLM(CausalLM):
 
     @classmethod
     def own_name(cls, name: str) -> str:
-        """In transformers' words for its modules."""
+        """Map a published name to transformers' names of modules."""
         for published, own in NAMES:
             name = re.sub(published, own, name)
         return name if name.startswith(("lm_head.", "mtp.")) else f"model.{name}"
 
     def make_rotary(self, build: Build) -> tuple[Any, Any]:
-        """That of layers with a window alone, and that of the others."""
+        """Return two rotary embeddings: for layers with only a sliding window, and for layers with
+        blocks."""
         return build.rotary(self.net.main_rope), build.rotary(self.net.block_rope)
 
     def make_layer(self, build: Build, layer_id: int) -> DeepseekV4Layer:
@@ -190,9 +190,9 @@ class DeepseekV4ForCausalLM(CausalLM):
         return DeepseekV4Layer(build, self.net, attention, experts)
 
     def embed(self, batch: Batch) -> LayerState:
-        """Every stream begins with the embedded tokens."""
+        """Return the first layer's input: every stream starts with the embedded tokens."""
         return LayerState(self.hc_head.begin(self.embed_tokens.embed(batch)), None, batch)
 
     def finish(self, state: LayerState) -> Array:
-        """The streams as one, and the last norm."""
+        """Combine the streams and apply the last norm."""
         return self.norm(self.hc_head.end(state.hidden))

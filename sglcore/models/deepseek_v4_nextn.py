@@ -15,13 +15,13 @@ from sglcore.models.deepseek_v4 import OFFSET, DeepseekV4ForCausalLM
 from sglcore.models.eagle import Drafts
 
 ARCHITECTURE, PART = "DeepseekV4NextN", "mtp.0.e_proj.weight"
-"""What its configuration calls it, and a tensor of each checkpoint that has it."""
+"""Its architecture's name, and a tensor that every checkpoint with it has."""
 
 
 class DeepseekV4NextN(Drafts, DeepseekV4ForCausalLM):
-    """The layer that predicts one token more, of what the model made of a token and of the token
-    that followed it. It sees the window alone; embedding and output layer are the model's. Features
-    are all streams."""
+    """The MTP layer: predicts a token from the target's features of token t and the embedding of
+    token t + 1. It attends to the sliding window only; embedding and output layer are the target's.
+    Features are all streams."""
 
     def __init__(self, build: Build) -> None:
         """`build.config` is that of `next_token_config`."""
@@ -37,8 +37,7 @@ class DeepseekV4NextN(Drafts, DeepseekV4ForCausalLM):
 
     @classmethod
     def own_name(cls, name: str) -> str:
-        """Those of the first such layer as a model's own; the rest of the checkpoint's below
-        `target`."""
+        """Map names of the first MTP layer to a model's own names, all others to `target.*`."""
         part = re.sub(r"^mtp\.0\.(?!emb\.|head\.)", "", name)
         if part == name:
             return f"target.{name}"
@@ -46,11 +45,12 @@ class DeepseekV4NextN(Drafts, DeepseekV4ForCausalLM):
         return super().own_name(f"layers.0.{part}" if is_layer else part)
 
     def __call__(self, batch: Batch) -> Array:
-        """As `Drafts`: [T, n * H]."""
+        """As `Drafts`; returns features [T, n * H]."""
         return self.run_layers(self.join(batch), 0, len(self.layers)).hidden.flatten(1)
 
     def join(self, batch: Batch) -> LayerState:
-        """What the layer starts from."""
+        """Return the layer's input, from the embedded tokens and the features of the tokens
+        before."""
         size, features = self.config.hidden_size, batch.features
         assert features is not None
         begun = self.hc_head.begin(self.e_proj(self.enorm(self.embed_tokens(batch.input_ids))))
@@ -64,6 +64,6 @@ class DeepseekV4NextN(Drafts, DeepseekV4ForCausalLM):
 
 
 def next_token_config(config: ModelConfig) -> ModelConfig:
-    """The configuration of `DeepseekV4NextN` for the checkpoint of a model."""
+    """Return the configuration of `DeepseekV4NextN`, from that of the model in the checkpoint."""
     words, windows = {**config.words, "target_layers": config.num_hidden_layers}, config.sliding_windows[:1]
     return replace(config, architecture=ARCHITECTURE, num_hidden_layers=1, sliding_windows=windows, words=words)

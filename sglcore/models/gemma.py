@@ -16,7 +16,7 @@ class GemmaForCausalLM(CausalLM):
 
     @property
     def embedding_scale(self) -> float:
-        """The square root of the hidden size."""
+        """The factor of embeddings: the square root of the hidden size."""
         return self.config.hidden_size**0.5
 
     def make_layer(self, build: Build, layer_id: int) -> DecoderLayer:

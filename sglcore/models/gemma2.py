@@ -1,5 +1,5 @@
-"""Gemma 2: four norms a layer, every second layer with a window, scores and logits with a soft
-cap."""
+"""Gemma 2: four norms in each layer, a sliding window in every second layer, soft caps on scores
+and logits."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ NORMS = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layerno
 
 
 class Gemma2ForCausalLM(GemmaForCausalLM):
-    """Scores are scaled by a number of the configuration."""
+    """The configuration has the scale of scores."""
 
     calls_library = True
     knows: ClassVar[frozenset[str]] = frozenset(

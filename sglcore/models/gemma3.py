@@ -1,5 +1,5 @@
-"""Gemma 3, text: Gemma 2's layers with norms of query and key heads, and a rotary base of their own
-for layers with a window."""
+"""Gemma 3, text: Gemma 2's layers with norms of query and key heads, and another rotary base in
+sliding-window layers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from sglcore.models.gemma2 import Gemma2ForCausalLM
 
 
 class Gemma3ForCausalLM(Gemma2ForCausalLM):
-    """No soft cap of scores."""
+    """No soft cap on scores."""
 
     knows: ClassVar[frozenset[str]] = frozenset(
         {"query_pre_attn_scalar", "final_logit_softcapping", "rope_local_base_freq"}

@@ -51,7 +51,7 @@ class AssistantLayer:
         config, own = build.config, cast("FrozenBuild", build)
         inner, attn = config.num_attention_heads * cells.head_dim, build.at("self_attn")
         self.q_proj = attn.linear("q_proj", config.hidden_size, inner, config.attention_bias)
-        # The norm of queries stands in the place of a scale of scores.
+        # The norm of queries replaces the scale of scores.
         self.attention = cast("FrozenBuild", attn).frozen_attention(cells, rotary, 1.0)
         self.o_proj = attn.linear("o_proj", inner, config.hidden_size, config.attention_bias)
         self.mlp = build.mlp("mlp", config.intermediate_size)

@@ -1,8 +1,8 @@
-"""What the blocks of GGUF's quantised types hold: integer codes with scales, and for some types a
+"""Decodes the blocks of GGUF's quantised types: integer codes with scales, and for some types a
 minimum.
 
 The layouts are those of ggml's reference (`ggml-common.h`); values are computed in the same order
-as there, to the bit.
+as there, and equal to the bit.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from torch import Tensor
 from sglcore.models.quantized import QuantizedWeight
 
 LARGEST_ZERO = 60000.0
-"""A minimum that is more than so many scales away leaves its group constant in float16, which zeros
-are kept in."""
+"""The limit of |minimum / scale|. A group beyond it is treated as constant: zeros are kept in
+float16."""
 
 
 @dataclass(frozen=True, slots=True)
 class Codes:
-    """w = scales * (codes - zero) where there are no `minima`, else scales * codes + minima; scales
+    """w = scales * (codes - zero) without `minima`, else scales * codes + minima. Scales are
     float32 [N, groups]."""
 
     codes: Tensor
@@ -41,7 +41,7 @@ Blocks: TypeAlias = Tensor
 
 @dataclass(frozen=True, slots=True)
 class BlockWeight:
-    """A weight [N, K]: `data` uint8 [N, bytes of a row], `form` the type's name. See
+    """A weight [N, K]: `data` uint8 [N, bytes of a row], `form` the type's name. Implements
     `models.quantized.Stored`."""
 
     data: Tensor
@@ -54,7 +54,7 @@ class BlockWeight:
         return self.data.shape[0], self.columns
 
     def values(self, rows: slice) -> Tensor:
-        """float32 values of some rows."""
+        """Return float32 values of some rows."""
         found = self._codes(rows)
         scales = found.scales.repeat_interleave(found.group, 1)
         if found.minima is None:
@@ -62,7 +62,7 @@ class BlockWeight:
         return found.codes.float() * scales + found.minima.repeat_interleave(found.group, 1)
 
     def as_codes(self) -> QuantizedWeight:
-        """With the minima as zeros, which need not be whole."""
+        """Return integer codes; minima become zeros that need not be integers."""
         found = self._codes(slice(None))
         if found.minima is None:
             is_middle = found.zero == 1 << (found.bits - 1)
@@ -86,17 +86,17 @@ def _with_zeros(found: Codes, minima: Tensor) -> QuantizedWeight:
 
 
 def _half(blocks: Blocks, at: int) -> Tensor:
-    """float32 [N, blocks] of the float16 at a place of each block."""
+    """Return float32 [N, blocks], the float16 at byte `at` of each block."""
     return blocks[..., at : at + 2].contiguous().view(torch.float16).squeeze(-1).float()
 
 
 def _nibbles(packed: Tensor) -> Tensor:
-    """uint8 [..., 2 * n]: the low halves of n bytes, then the high ones."""
+    """Return uint8 [..., 2 * n]: the low four bits of n bytes, then the high ones."""
     return torch.cat((packed & 15, packed >> 4), dim=-1)
 
 
 def _bits(words: Tensor) -> Tensor:
-    """uint8 [..., 32]: bit i of four bytes as element i."""
+    """Return uint8 [..., 32]: bit i of four bytes as element i."""
     shifts = torch.arange(8, dtype=torch.uint8)
     return ((words.unsqueeze(-1) >> shifts) & 1).flatten(-2)
 
@@ -128,7 +128,7 @@ def _q8_0(blocks: Blocks) -> Codes:
 
 
 def _six_bits(packed: Tensor) -> tuple[Tensor, Tensor]:
-    """The eight scales and eight minima of 6 bits that 12 bytes hold: uint8 [..., 8] each."""
+    """Return the eight 6-bit scales and eight 6-bit minima in 12 bytes: uint8 [..., 8] each."""
     first, second, third = packed.split(4, dim=-1)
     scales = torch.cat((first & 63, (third & 15) | ((first >> 6) << 4)), dim=-1)
     minima = torch.cat((second & 63, (third >> 4) | ((second >> 6) << 4)), dim=-1)
@@ -136,7 +136,7 @@ def _six_bits(packed: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _scaled(blocks: Blocks, codes: Tensor, bits: int) -> Codes:
-    """Of the types with a scale and a minimum for each 32 of 256 elements."""
+    """Return the codes of types with a scale and a minimum for each 32 of 256 elements."""
     scales, minima = _six_bits(blocks[..., 4:16])
     scale = _half(blocks, 0).unsqueeze(-1) * scales.float()
     minimum = _half(blocks, 2).unsqueeze(-1) * minima.float()
@@ -164,7 +164,7 @@ def _q6_k(blocks: Blocks) -> Codes:
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """Elements and bytes of a block, and what reads blocks."""
+    """A quantised type: elements and bytes of a block, and the function that decodes blocks."""
 
     elements: int
     size: int

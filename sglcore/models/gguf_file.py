@@ -1,5 +1,5 @@
-"""The weights of a GGUF file as sources: under a checkpoint's names, in a checkpoint's order of
-rows, experts one by one."""
+"""The weights of a GGUF file as sources, with a checkpoint's names, order of rows, and one tensor
+for each expert."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ PLAIN: Mapping[str, torch.dtype] = MappingProxyType(
 """The types that are not quantised."""
 
 ONE_ROW = ".shared_expert_gate.weight"
-"""A matrix of one row, which files have as a list."""
+"""A matrix with one row, which files store as a vector."""
 
 
 @dataclass(frozen=True, slots=True)
 class GgufSource:
-    """A tensor, or one expert's part of it: `start` and `shape` in the open `file`.
+    """A tensor in the open `file`, or one expert's part of it, from byte `start` with `shape`.
 
-    `paired_heads`: the number of heads in the rows if their rotated pairs are neighbours; else 0.
+    `paired_heads`: the number of heads in the rows if rotated pairs are neighbours; else 0.
     """
 
     file: FileIO
@@ -48,7 +48,7 @@ class GgufSource:
 
     @property
     def form(self) -> str | None:
-        """The quantised type."""
+        """The quantised type; None for a plain one."""
         return None if self.tensor.type in PLAIN else self.tensor.type
 
     def copy(self, target: Tensor, report: CountBytes) -> None:
@@ -65,13 +65,13 @@ class GgufSource:
             report(self.num_bytes // rows * (piece.stop - piece.start))
 
     def stored(self, report: CountBytes) -> Stored:
-        """The blocks."""
+        """Read the blocks."""
         data = self._rows(slice(0, self.shape[0]), self.shape[0])
         report(self.num_bytes)
         return BlockWeight(data, self.tensor.type, self.shape[1])
 
     def _rows(self, rows: slice, count: int) -> Tensor:
-        """uint8 [rows, bytes of a row], in a checkpoint's order."""
+        """Read uint8 [rows, bytes of a row], in a checkpoint's order."""
         size = self.num_bytes // count
         data = torch.empty(rows.stop - rows.start, size, dtype=torch.uint8)
         self.file.seek(self.start + rows.start * size)
@@ -81,15 +81,15 @@ class GgufSource:
 
 
 def _halves(rows: Tensor, heads: int) -> Tensor:
-    """Reorder the rows of heads: rotated pairs that are neighbours become half a head apart."""
+    """Reorder the rows of heads: neighbours that form a rotated pair become half a head apart."""
     return rows.unflatten(0, (heads, rows.shape[0] // heads // 2, 2)).transpose(1, 2).flatten(0, 2).contiguous()
 
 
 def gguf_sources(
     file: FileIO, path: Path, config: ModelConfig, targets: Mapping[str, tuple[int, ...]]
 ) -> dict[str, Source]:
-    """The source of each target, of these shapes, in an open file, in its order; raises
-    `CheckpointError` for missing, unknown and misshapen tensors."""
+    """Return the source of each target (name to shape) in an open file, in the file's order. Raises
+    `CheckpointError` for missing, unknown and wrongly shaped tensors."""
     found: dict[str, Source] = {}
     unknown: list[str] = []
     header = read_header(path)
@@ -109,7 +109,7 @@ def gguf_sources(
 def _parts(
     file: FileIO, path: Path, header: GgufHeader, config: ModelConfig, tensor: GgufTensor, name: str
 ) -> Iterator[tuple[str, GgufSource]]:
-    """The tensor under its name, or each expert's part."""
+    """Yield the tensor with its name, or each expert's part with its name."""
     size = tensor.end - tensor.start
     if "{}" not in name:
         heads = _paired_heads(header, config, name)

@@ -1,4 +1,4 @@
-"""GLM-4 of 2024: Llama's layers; half of a head is rotated, pairs of neighbours together."""
+"""GLM-4 of 2024: Llama's layers; half of each head is rotated, in pairs of neighbours."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from sglcore.models.decoder import AnyLayer, CausalLM, DecoderLayer, SelfAttenti
 
 
 class GlmForCausalLM(CausalLM):
-    """Biases on queries, keys and values; gate and up are stored as one."""
+    """Biases on queries, keys and values; gate and up are stored in one weight."""
 
     def make_layer(self, build: Build, layer_id: int) -> AnyLayer:
         return DecoderLayer(
@@ -17,6 +17,6 @@ class GlmForCausalLM(CausalLM):
         )
 
     def make_attention(self, build: Build, layer_id: int) -> SelfAttention:
-        """The attention of one layer."""
+        """Return the attention of one layer."""
         bias = build.config.attention_bias
         return SelfAttention(build.at("self_attn"), layer_id, self.rotary, qkv_bias=bias, is_interleaved=True)

@@ -1,4 +1,5 @@
-"""GLM-4.5 and 4.6: dense layers, then sparse ones: sigmoid routing with a bias, a shared expert."""
+"""GLM-4.5 and 4.6: dense layers, then MoE layers with sigmoid routing, a bias and a shared
+expert."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from sglcore.models.decoder import CausalLM, DecoderLayer, SelfAttention, Shared
 
 
 class Glm4MoeForCausalLM(CausalLM):
-    """Biases on queries, keys and values; half of a head is rotated."""
+    """Biases on queries, keys and values; half of each head is rotated."""
 
     knows: ClassVar[frozenset[str]] = frozenset({"n_group", "n_shared_experts", "routed_scaling_factor", "use_qk_norm"})
     behind: ClassVar[int] = 1

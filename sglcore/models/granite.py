@@ -1,5 +1,5 @@
-"""Granite 3: Llama's layers with four multipliers: of embeddings, scores, what is added to the sum,
-and logits."""
+"""Granite 3: Llama's layers with four multipliers: for embeddings, scores, the addends of the
+residual sum, and logits."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from sglcore.models.decoder import CausalLM, DecoderLayer, LayerState, Mixer, Se
 
 
 class GraniteLayer(DecoderLayer):
-    """What is added to the sum is multiplied."""
+    """Addends of the residual sum are multiplied."""
 
     __slots__ = ("multiplier",)
 
@@ -40,11 +40,11 @@ class GraniteForCausalLM(CausalLM):
         return GraniteLayer(build, attention, self.make_mlp(build))
 
     def make_mlp(self, build: Build) -> Layer:
-        """The feed-forward block."""
+        """Return the feed-forward block."""
         return build.mlp("mlp", build.config.intermediate_size, build.config.mlp_bias)
 
     def embed(self, batch: Batch) -> LayerState:
-        """Tokens or what takes their place, multiplied."""
+        """Return the first layer's input: token embeddings or the batch's own, multiplied."""
         hidden, residual, batch = super().embed(batch)
         return LayerState(hidden * self.config.options.get("embedding_multiplier", 1.0), residual, batch)
 

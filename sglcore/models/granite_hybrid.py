@@ -12,13 +12,12 @@ from sglcore.models.granite import GraniteForCausalLM, GraniteLayer
 
 
 class GraniteMoeHybridForCausalLM(GraniteForCausalLM):
-    """Attention has a rotary embedding where the configuration says so, and otherwise no
-    positions."""
+    """Attention has a rotary embedding if the configuration says so, else no positions."""
 
     @classmethod
     def own_name(cls, name: str) -> str:
-        """The shared block's output is called as in other blocks. Where it is alone, some
-        checkpoints call it so too."""
+        """Map the names of the shared expert; some checkpoints without routed experts call it
+        `mlp`."""
         name = super().own_name(name).replace(".mlp.", ".shared_mlp.")
         return name.replace(".shared_mlp.output_linear.", ".shared_mlp.down_proj.")
 

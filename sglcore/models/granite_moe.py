@@ -1,4 +1,4 @@
-"""Granite 3, sparse: the dense model with experts in every layer."""
+"""Granite 3 MoE: the dense model with experts in every layer."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from sglcore.models.granite import GraniteForCausalLM
 
 
 class GraniteMoeForCausalLM(GraniteForCausalLM):
-    """A layer's experts are stored as one."""
+    """A layer's experts are stored in one weight."""
 
     def make_mlp(self, build: Build) -> Layer:
         return build.experts("block_sparse_moe", self.moe, gate="router.layer", parts=("input_linear", "output_linear"))

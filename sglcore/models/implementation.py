@@ -1,4 +1,4 @@
-"""How an architecture runs: by a file of ours, or by transformers' own class where there is
+"""Chooses how an architecture runs: by a file of sglcore, or by transformers' own class if there is
 none."""
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ def choose_implementation(
     task: str = "auto",
     trusts_code: bool = False,
 ) -> tuple[ModelConfig, Mapping[str, str]]:
-    """The configuration of a checkpoint for a task (EngineConfig's), and what to add to the
-    registry for it: nothing for an architecture with a file of ours, or for a device without torch.
-    The choice goes to the ledger, and so does the pooling of a model that has one. `trusts_code`:
-    code in the checkpoint's folder may run where nothing else serves it.
+    """Return the configuration of a checkpoint for `task` (EngineConfig's), and the entries to add
+    to the registry: none for an architecture with a file of sglcore, or for a device without torch.
+    Records the choice, and the pooling of a model that has one, in the ledger. `trusts_code`: code
+    in the checkpoint's folder may run if nothing else supports the architecture.
 
-    Raises `ConfigError` for an implementation that is not known, or not there for this device or
-    file, an architecture that neither has, one of transformers that does not give the same as it
-    does by itself, and what reading the configuration raises.
+    Raises `ConfigError` for an implementation that is unknown or not available for this device or
+    file, for an architecture that neither supports, and for a class of transformers that gives
+    other results here than by itself; also raises the errors of reading the configuration.
     """
     _check_asked(asked, path, has_torch)
     if asked == "native" or not has_torch or (asked == "auto" and _architecture(path) in {*ARCHITECTURES, ""}):
@@ -77,8 +77,8 @@ def _by_transformers(asked: str, path: Path, ledger: DecisionLedger, task: str, 
 
 
 def _needs_code(raw: Mapping[str, Any], name: str, kind: str) -> bool:
-    """Whether an architecture is in the checkpoint's code alone, as far as is known of types that
-    were compared."""
+    """Whether only the checkpoint's code has the architecture. For types that were compared,
+    transformers' own classes count."""
     if kind not in PROVEN or not brings_code(raw):
         return brings_code(raw)
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -87,8 +87,8 @@ def _needs_code(raw: Mapping[str, Any], name: str, kind: str) -> bool:
 
 
 def _proof(config: ModelConfig, kind: str, is_proven: bool) -> tuple[str, bool]:
-    """Why a model gives what its class's own forward gives, and whether that says less than the
-    comparison of all types does. Raises `ConfigError` where it does not."""
+    """Return the evidence that a model gives the results of its class's own forward, and whether
+    that is weaker than the comparison of all types. Raises `ConfigError` if the results differ."""
     from transformers import __version__ as found
 
     if not is_proven:
@@ -102,8 +102,7 @@ def _proof(config: ModelConfig, kind: str, is_proven: bool) -> tuple[str, bool]:
 
 
 def _check_asked(asked: str, path: Path, has_torch: bool) -> None:
-    """Raise `ConfigError` for an implementation that is not known, or not there for this device or
-    file."""
+    """Raise `ConfigError` for an implementation that is not available for this device or file."""
     if asked == "native" and (name := _architecture(path)) not in {*ARCHITECTURES, ""}:
         raise ConfigError(
             f"sglcore has no file of the architecture {name!r}",
@@ -123,15 +122,15 @@ def _check_asked(asked: str, path: Path, has_torch: bool) -> None:
 
 
 def _architecture(path: Path) -> str:
-    """By its configuration; empty where that names none, or is not there: for a GGUF file, and
-    where `read_config` says so."""
+    """Return the architecture in `config.json`; empty if the file names none or does not exist, as
+    for a GGUF file: `read_config` reports it."""
     file = path / "config.json"
     return architecture_of(file, read_json(file)) if file.is_file() else ""
 
 
 def _check_transformers(raw: Mapping[str, Any], name: str, kind: str, asked: str) -> None:
-    """Raise `ConfigError` for a type that is not served unless it is asked for, and where
-    transformers is not there."""
+    """Raise `ConfigError` for a type that was not compared, unless transformers is requested, and
+    if transformers is not installed."""
     if kind not in PROVEN and not brings_code(raw) and asked != "transformers":
         raise ConfigError(
             f"the architecture {name!r} is not supported: sglcore has no file of it, and transformers' type {kind!r} is not "

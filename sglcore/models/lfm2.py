@@ -19,17 +19,17 @@ NAMES = (
     (".w3.", ".up_proj."),
     (".w2.", ".down_proj."),
 )
-"""What the checkpoint calls parts, and others the same."""
+"""Names of parts in the checkpoint, and in other decoders."""
 
 
 class Lfm2ForCausalLM(CausalLM):
-    """Each query and key head is normalised; no biases but those of convolutions."""
+    """A norm for each query and key head; only convolutions may have biases."""
 
     calls_library = True
 
     @classmethod
     def own_name(cls, name: str) -> str:
-        """In the words of other decoders."""
+        """Map a name to those of other decoders."""
         name = super().own_name(name)
         for theirs, ours in NAMES:
             name = name.replace(theirs, ours)
@@ -52,5 +52,5 @@ class Lfm2ForCausalLM(CausalLM):
         return Recurrent(build.short_conv(state_id, words.get("conv_L_cache", 3), projection, output, bias))
 
     def make_mlp(self, build: Build, layer_id: int) -> Layer:
-        """The feed-forward block of one layer."""
+        """Return the feed-forward block of one layer."""
         return build.mlp("mlp", build.config.intermediate_size)

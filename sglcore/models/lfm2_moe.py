@@ -1,4 +1,4 @@
-"""LFM2, sparse: experts chosen by sigmoids with a bias, after some dense layers."""
+"""LFM2 MoE: sigmoid routing with a bias, after some dense layers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Lfm2MoeForCausalLM(Lfm2ForCausalLM):
     knows: ClassVar[frozenset[str]] = frozenset({"routed_scaling_factor"})
 
     def make_mlp(self, build: Build, layer_id: int) -> Layer:
-        """Dense, or experts."""
+        """Return the feed-forward block of one layer: dense, or experts."""
         if not self.moe.layers[layer_id]:
             return super().make_mlp(build, layer_id)
         return build.experts("mlp", self.moe, is_sigmoid=True)

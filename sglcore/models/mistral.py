@@ -1,5 +1,4 @@
-"""Mistral: Llama's layers without biases, with a sliding window in every layer (the configuration
-has the windows)."""
+"""Mistral: Llama's layers without biases, with sliding windows as the configuration gives them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mixtral: Mistral's layers with experts in every one."""
+"""Mixtral: Mistral's layers with experts in every layer."""
 
 from __future__ import annotations
 

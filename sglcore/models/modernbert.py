@@ -1,5 +1,5 @@
-"""ModernBERT (Warner et al. 2024): an encoder with rotary positions, norms before each block, and
-windows to both sides."""
+"""ModernBERT (Warner et al. 2024): an encoder with rotary embedding, norms before each block, and
+two-sided sliding windows."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ class ModernBertLayer:
 
 
 class ModernBertModel(Architecture):
-    """The encoder, with its head for sequences where it scores."""
+    """The encoder, with its classification head if it has labels."""
 
     ignored = (r"head\..*", r"decoder\..*")
     stripped: ClassVar[str] = "model."
 
     def __init__(self, build: Build) -> None:
-        """Raises `ConfigError` for another activation."""
+        """Raise `ConfigError` for another activation."""
         super().__init__(build)
         config, raw = build.config, build.config.raw
         for name in ("hidden_activation", "classifier_activation"):
@@ -60,7 +60,7 @@ class ModernBertModel(Architecture):
 
     @classmethod
     def own_name(cls, name: str) -> str:
-        """The feed-forward block has the names of other models' here."""
+        """Map the names of the feed-forward block to those of other models."""
         name = super().own_name(name)
         return name.replace(".mlp.Wi.", ".mlp.gate_up_proj.").replace(".mlp.Wo.", ".mlp.down_proj.")
 

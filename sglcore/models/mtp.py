@@ -27,7 +27,7 @@ class Names(NamedTuple):
     """
 
     prefix: str
-    """What stands before all names of a layer; {} is the layer's number."""
+    """The prefix of all names of a layer; {} is the layer's number."""
     token_norm: str
     """The norm of the token's embedding."""
     hidden_norm: str
@@ -37,7 +37,7 @@ class Names(NamedTuple):
     norm: str
     """The last norm."""
     layer: str = ""
-    """What stands before the names of the decoder layer itself."""
+    """The prefix of the decoder layer's names, after `prefix`."""
     shared: tuple[str, ...] = ("embed_tokens.", "shared_head.head.")
     """The model's own parts, which the checkpoint repeats here."""
     hidden_first: bool = False
@@ -49,7 +49,7 @@ class Names(NamedTuple):
 
     @property
     def parts(self) -> Mapping[str, str]:
-        """What stands around the layer, and what it is called here."""
+        """The parts around the decoder layer, with the names that this package uses."""
         return {self.token_norm: "enorm", self.hidden_norm: "hnorm", self.proj: "eh_proj", self.norm: "norm"}
 
     def prefixes(self, names: Collection[str], layers: int) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""Experts that are stored in MXFP4, for kernels that do not read it."""
+"""Reads experts stored in MXFP4, for kernels that do not read that format."""
 
 from __future__ import annotations
 
@@ -28,15 +28,19 @@ class Place(Protocol):
 
     @property
     def entry(self) -> Entry:
-        """Where it is there."""
+        """Its entry in the file."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Mxfp4Source:
-    """The weight [experts, inputs, outputs] of all experts of a layer. `blocks` are uint8 [experts,
-    outputs, inputs / 32, 16] of two codes each, the lower four bits first; `scales` uint8 [experts,
-    outputs, inputs / 32]. A `cut`, of inputs or of outputs, is the part that a rank holds."""
+    """The weight [experts, inputs, outputs] of all experts of a layer.
+
+    - `blocks`: uint8 [experts, outputs, inputs / 32, 16], two codes in a byte, the lower four bits
+      first.
+    - `scales`: uint8 [experts, outputs, inputs / 32].
+    - `cut`: the part of inputs or outputs that a rank holds.
+    """
 
     blocks: Place
     scales: Place
@@ -49,8 +53,8 @@ class Mxfp4Source:
         return self.blocks.entry.num_bytes + self.scales.entry.num_bytes
 
     def copy(self, target: Tensor, report: Callable[[int], None]) -> None:
-        """Dequantise, one expert at a time. Exact in bfloat16 and float32, and in float16 wherever
-        it has the exponents."""
+        """Dequantise, one expert at a time. Exact in bfloat16 and float32, and in float16 within
+        its range of exponents."""
         blocks, scales = (place.file.read(place.entry) for place in (self.blocks, self.scales))
         cut = None if self.cut is None else replace(self.cut, dim=self.cut.dim - 1)
         for expert, part in enumerate(target):
@@ -62,15 +66,16 @@ class Mxfp4Source:
         report(self.num_bytes)
 
     def stored(self, report: Callable[[int], None]) -> Stored:
-        """Experts are no linear layers."""
+        """Raise TypeError: the weight holds all experts, and is not a linear layer's."""
         raise TypeError(f"{self.blocks.entry.name!r} is of all experts")
 
 
 def mxfp4_source(
     name: str, shape: tuple[int, ...], places: Mapping[str, Place], cut: Cut | None = None
 ) -> Mxfp4Source | None:
-    """The source of a weight of this whole shape that is stored in this form; None if it is not.
-    Raises `CheckpointError` for other shapes, and where one of its two tensors is missing."""
+    """Return the source of a weight that is stored in MXFP4; `shape` is that of the whole weight.
+    None if it is not stored so. Raises `CheckpointError` for other shapes, or if one of its two
+    tensors is missing."""
     parts = [f"{name}_{part}" for part in PARTS]
     absent = [part for part in parts if part not in places]
     if len(shape) != 3 or len(absent) == len(parts):

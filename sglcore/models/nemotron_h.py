@@ -1,5 +1,5 @@
 """Nemotron-H: each layer is one norm and one mixer: Mamba 2, attention without positions, or a
-feed-forward block, dense or sparse."""
+feed-forward block, dense or with experts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Relu2Mlp:
 
 
 class FeedForward:
-    """A feed-forward block where others have attention."""
+    """A feed-forward block in the place of attention."""
 
     __slots__ = ("block",)
     attention = None
@@ -42,7 +42,7 @@ class FeedForward:
 
 
 class NemotronHLayer:
-    """What comes out of the mixer is added to the sum by the next layer's norm."""
+    """A norm and a mixer. The next layer's norm adds the mixer's output to the residual sum."""
 
     __slots__ = ("norm", "self_attn")
 
@@ -58,7 +58,7 @@ class NemotronHLayer:
 
 
 class NemotronHForCausalLM(CausalLM):
-    """Norms multiply in float32. The layers that predict further tokens are left unread."""
+    """Norms multiply in float32. The MTP layers are not read."""
 
     calls_library = True
     ignored = (r"model\.mtp\..*",)
@@ -70,12 +70,12 @@ class NemotronHForCausalLM(CausalLM):
 
     @classmethod
     def own_name(cls, name: str) -> str:
-        """In the words of other decoders; older files say `backbone` for the decoder."""
+        """Map a name to those of other decoders; older files call the decoder `backbone`."""
         name = name.replace("backbone.", "model.", 1)
         return super().own_name(name.replace("model.embeddings.", "model.embed_tokens.").replace(".norm_f.", ".norm."))
 
     def make_rotary(self, build: Build) -> Any:
-        """There are no positions."""
+        """Return None: the model has no positions."""
 
     def make_layer(self, build: Build, layer_id: int) -> NemotronHLayer:
         config, mixer = build.config, build.at("mixer")

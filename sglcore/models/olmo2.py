@@ -12,7 +12,7 @@ from sglcore.models.decoder import CausalLM, SelfAttention
 
 
 class NormAfterLayer:
-    """Both blocks read the sum as it is."""
+    """Both blocks read the residual sum without a norm."""
 
     __slots__ = ("mlp", "post_attention_layernorm", "post_feedforward_layernorm", "self_attn")
 
@@ -25,7 +25,7 @@ class NormAfterLayer:
         self.post_feedforward_layernorm = build.norm("post_feedforward_layernorm", size, offset)
 
     def __call__(self, hidden: Array, residual: None, batch: Batch) -> tuple[Array, None]:
-        """Return the residual sum [T, H] after this layer, of the whole sum before it."""
+        """Return the residual sum [T, H] after this layer; `hidden` is the whole sum before it."""
         hidden = hidden + self.post_attention_layernorm(self.self_attn(hidden, batch))
         return hidden + self.post_feedforward_layernorm(self.mlp(hidden)), None
 

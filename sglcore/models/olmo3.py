@@ -1,4 +1,4 @@
-"""OLMo 3: OLMo 2 with sliding windows in three layers of four; these have unscaled rotary."""
+"""OLMo 3: OLMo 2 with sliding windows in three of four layers, which have unscaled rotary."""
 
 from __future__ import annotations
 
@@ -8,6 +8,6 @@ from sglcore.models.olmo2 import Olmo2ForCausalLM
 
 
 class Olmo3ForCausalLM(Olmo2ForCausalLM):
-    """The same layers."""
+    """OLMo 2's layers."""
 
     knows: ClassVar[frozenset[str]] = frozenset({"rope_local_base_freq"})

@@ -1,7 +1,7 @@
-"""A model's weights from their sources, one layer at a time, each in the form that the device's
-kernels read best.
+"""Loads a model's weights from their sources, one layer at a time, each in the format that the
+device's kernels read best.
 
-At no time is more in memory than the forms that are kept and the layer at hand.
+Memory never holds more than the final weights and the current layer.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from sglcore.models.sources import CountBytes, PlainSource, Source
 from sglcore.runtime.kernels.table import KernelTable
 
 BITS: Mapping[str, int] = MappingProxyType({"int8": 8, "int4": 4})
-"""What may be asked for."""
+"""Bits by value of `--quantize`."""
 
 
 HEAD = "int8"
-"""What the output layer is rounded to, whatever is asked for: it is read once a token, and decides
-which."""
+"""The format of the output layer for any `--quantize` that rounds: it is read once per token and
+decides which token is drawn."""
 
 PLAIN = "plain"
 NOT_READ = "because these kernels read plain weights only"
@@ -39,8 +39,8 @@ _EXPERT = re.compile(r".*\.experts\.\d+\..*")
 
 
 def check_quantize(asked: str, kernels: KernelTable) -> None:
-    """Raise `ConfigError` for a kind that these kernels can not make; `asked` is one of
-    `quantize`'s choices."""
+    """Raise `ConfigError` if the kernels can not quantise as `asked`, one of `quantize`'s
+    choices."""
     if asked in BITS and kernels.quantize_linear is None:
         raise ConfigError(
             f"this device's kernels do not quantise ({kernels.origin['linear'].partition(':')[0]} has no quantize_linear)",
@@ -49,7 +49,7 @@ def check_quantize(asked: str, kernels: KernelTable) -> None:
 
 
 def check_bounds(name: str, parameter: Tensor, bound: int) -> None:
-    """Raise `CheckpointError` unless every element is one of 0..bound - 1. Waits."""
+    """Raise `CheckpointError` unless all elements are in 0..bound - 1. Waits."""
     least, most = (int(each) for each in parameter.aminmax())
     if least < 0 or most >= bound:
         raise CheckpointError(
@@ -60,18 +60,18 @@ def check_bounds(name: str, parameter: Tensor, bound: int) -> None:
 
 
 class Packer:
-    """Fills a model's weights. `forms` counts the linear layers in each form, `head` says the
-    output layer's, and `notes` counts what a person may want to know about quantised weights that
-    are not kept as they are."""
+    """Fills a model's weights. `forms` counts the linear layers by format, `head` is the output
+    layer's format, and `notes` counts weights by remarks for the ledger, such as why a quantised
+    weight is not kept as stored."""
 
     def __init__(self, weights: Weights, kernels: KernelTable, quantize: str = "auto") -> None:
-        """Raises `ConfigError` for what the kernels can not do."""
+        """Raise `ConfigError` if the kernels can not quantise as requested."""
         check_quantize(quantize, kernels)
         self.forms: Counter[str] = Counter()
         self.head: str | None = None
         self.notes: Counter[str] = Counter()
-        # By the bits of their codes; the output layer counts as 0, because it may be wider than was
-        # asked for.
+        # Layers that keep their codes, by bits. The output layer counts as 0, because it may be
+        # wider than requested.
         self._kept: Counter[int] = Counter()
         self._experts = 0
         self._grown = 0
@@ -80,7 +80,7 @@ class Packer:
         self._kernels = kernels
 
     def load(self, sources: Mapping[str, Source], report: CountBytes) -> None:
-        """Fill every weight, calling `report` with the bytes of each piece that was read."""
+        """Fill every weight; call `report` with the bytes of each piece read."""
         weights, head = self._weights, self._weights.head
         in_layers = {name for layer in (*weights.linears, *([head] if head else [])) for name in layer.names}
         for name, source in sources.items():
@@ -104,10 +104,10 @@ class Packer:
         weights.targets.clear()
 
     def row(self) -> Row | None:
-        """What serves how many layers, for the ledger; None where every weight is as the checkpoint
-        has it, and plain.
+        """Return the ledger's row: how many layers have which format. None if every weight is
+        plain, as in the checkpoint.
 
-        Weights that stay wider than they were asked to be are a downgrade.
+        Weights that stay wider than requested are a downgrade.
         """
         found = [form for form, _ in self.forms.most_common() if form != PLAIN]
         wider = self._wider()
@@ -134,8 +134,8 @@ class Packer:
         return Row("weights", self._quantize, effective, "; ".join(told), remedy, downgrade=bool(wider))
 
     def _wider(self) -> list[str]:
-        """What is kept in more bits than was asked for. The output layer may be: it is `HEAD`
-        whatever is asked for."""
+        """Return what is kept in more bits than requested. The output layer does not count: it is
+        always `HEAD`."""
         if self._quantize not in BITS:
             return []
         kept = {bits: count for bits, count in self._kept.items() if bits > BITS[self._quantize]}
@@ -143,7 +143,7 @@ class Packer:
         return [*told, f"{self._experts} expert weights stay plain"] if self._experts else told
 
     def _load_layer(self, layer: Packable, sources: Sequence[Source], report: CountBytes) -> str:
-        """Give a layer its weight; returns the name of its form."""
+        """Load a layer's weight; return the name of its format."""
         if self._pack_in_place(layer, sources, report):
             return PLAIN
         stored = [source.stored(report) if source.form else None for source in sources]
@@ -163,8 +163,8 @@ class Packer:
         return self._pack(layer) or plain
 
     def _pack_in_place(self, layer: Packable, sources: Sequence[Source], report: CountBytes) -> bool:
-        """Pack a plain layer from where it lies in its files, where the kernels can; nothing is
-        copied on the way."""
+        """Pack a plain layer straight from its mapped files without a copy, if the kernels can.
+        Returns whether it did."""
         pack = self._kernels.pack_parts
         plain = [source for source in sources if isinstance(source, PlainSource)]
         if pack is None or self._rounds(layer) or not self._may_change(layer) or len(plain) != len(sources):
@@ -179,8 +179,8 @@ class Packer:
         return weight is not None
 
     def _codes(self, layer: Packable, stored: Sequence[Stored | None]) -> QuantizedWeight | None:
-        """The integer codes of all parts as one weight, where the kernels read them; else a note
-        says why not."""
+        """Return the integer codes of all parts as one weight if the kernels read them; else None,
+        and a note says why."""
         if not any(stored):
             return None
         if self._quantize == NONE:
@@ -217,11 +217,11 @@ class Packer:
         return HEAD if layer is self._weights.head else self._quantize
 
     def _rounds(self, layer: Packable) -> bool:
-        """Whether a layer is rounded once it is filled."""
+        """Whether a layer is quantised after it is filled."""
         return self._quantize in BITS and layer.may_round and self._may_change(layer)
 
     def _place(self, layer: Packable, make: Callable[[], Tensor]) -> None:
-        """Give a layer what is made of the files' values; raises `CheckpointError` for values that
+        """Set a layer's weight to the result of `make`. Raises `CheckpointError` for values that
         can not be packed."""
         try:
             weight = make()
@@ -233,8 +233,8 @@ class Packer:
         self._weights.place(layer, weight)
 
     def _pack(self, layer: Packable) -> str | None:
-        """Put a filled weight into the device's form; returns what it was rounded to, None for
-        nothing."""
+        """Convert a filled weight to the device's format. Returns the name of the format it was
+        quantised to, None if it was not."""
         kernels, is_head = self._kernels, layer is self._weights.head
         if not self._may_change(layer):
             return None
@@ -247,7 +247,7 @@ class Packer:
         return None
 
     def _may_change(self, layer: Packable) -> bool:
-        """Whether only products read a layer's weight, or the kernels provide for the embedding
-        that does as well."""
+        """Whether a layer's weight may change its format: only products read it, or the kernels
+        also support the tied embedding."""
         is_shared = layer is self._weights.head and self._weights.is_head_tied
         return not is_shared or self._kernels.pack_head is not None

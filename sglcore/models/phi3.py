@@ -1,5 +1,5 @@
-"""Phi 3 and 4: Llama's layers, with projections of one input stored as one, and part of a head
-rotated."""
+"""Phi 3 and 4: Llama's layers; projections with a common input are stored in one weight, and a part
+of each head is rotated."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Weights that a checkpoint stores quantised, whatever its format: as integer codes, or as
-something else that has values.
+"""Weights that a checkpoint stores quantised, in any format: as integer codes, or as something else
+that has values.
 
-Everything here is on the host, works on rows in pieces, and rounds nothing but in `rounded`.
+Everything here runs on the host, on some rows at a time. Only `rounded` rounds.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ import torch
 from torch import Tensor
 
 GROUPS = (128, 64, 32)
-"""Columns that may share a scale in a packed weight."""
+"""Group sizes of packed weights: columns that share a scale."""
 
 PIECE = 1 << 21
-"""Elements that are dequantised at a time."""
+"""Elements dequantised at a time."""
 
 
 class Stored(Protocol):
-    """A weight [N, K] as a checkpoint stores it; `form` is what a person calls it."""
+    """A weight [N, K] as a checkpoint stores it."""
 
     @property
     def form(self) -> str:
-        """Such as "8-bit floats"."""
+        """The name of its format, such as "8-bit floats"."""
         ...
 
     @property
@@ -34,11 +34,11 @@ class Stored(Protocol):
         ...
 
     def values(self, rows: slice) -> Tensor:
-        """float32 values of some rows."""
+        """Return float32 values of some rows."""
         ...
 
     def as_codes(self) -> QuantizedWeight | None:
-        """The same as integer codes; None if that would need rounding."""
+        """Return integer codes; None if that needs rounding."""
         ...
 
 
@@ -46,8 +46,8 @@ class Stored(Protocol):
 class QuantizedWeight:
     """Integer codes: w[n, k] = scales[n, g] * (codes[n, k] - zeros[n, g]) with g = k // group.
 
-    `codes` uint8 [N, K]; `scales` float32 [N, ceil(K / group)]; `zeros` the same, None where all
-    are 2 ** (bits - 1); `dtype` is what the model is computed in.
+    `codes` uint8 [N, K]; `scales` float32 [N, ceil(K / group)]; `zeros` as `scales`, None if all
+    are 2 ** (bits - 1); `dtype` is the dtype in which the model computes.
     """
 
     codes: Tensor
@@ -64,15 +64,15 @@ class QuantizedWeight:
 
     @property
     def form(self) -> str:
-        """What a person calls it."""
+        """The name of its format."""
         return f"{self.bits}-bit groups of {self.group}"
 
     def as_codes(self) -> QuantizedWeight | None:
-        """Itself."""
+        """Return itself."""
         return self
 
     def values(self, rows: slice) -> Tensor:
-        """float32 values of some rows."""
+        """Return float32 values of some rows."""
         zeros = 1 << (self.bits - 1) if self.zeros is None else self._spread(self.zeros[rows])
         return (self.codes[rows].float() - zeros) * self._spread(self.scales[rows])
 
@@ -94,11 +94,11 @@ class ScatteredWeight:
         return self.weight.shape
 
     def as_codes(self) -> QuantizedWeight | None:
-        """Groups of a packed weight are columns in order."""
+        """Return None: groups of a packed weight are consecutive columns."""
         return None
 
     def values(self, rows: slice) -> Tensor:
-        """float32 values of some rows."""
+        """Return float32 values of some rows."""
         whole = self.weight
         zeros = 1 << (whole.bits - 1) if whole.zeros is None else whole.zeros[rows][:, self.group_of]
         return (whole.codes[rows].float() - zeros) * whole.scales[rows][:, self.group_of]
@@ -106,7 +106,7 @@ class ScatteredWeight:
 
 @dataclass(frozen=True, slots=True)
 class ScaledFloats:
-    """Narrow floats [N, K] times scales float32 [rows of blocks, columns of blocks] of `block` =
+    """Narrow floats [N, K] times scales float32 [blocks of rows, blocks of columns], with `block` =
     (rows, columns)."""
 
     floats: Tensor
@@ -120,30 +120,30 @@ class ScaledFloats:
         return self.floats.shape[0], self.floats.shape[1]
 
     def as_codes(self) -> QuantizedWeight | None:
-        """Floats are no integers."""
+        """Return None: floats are no integers."""
         return None
 
     def values(self, rows: slice) -> Tensor:
-        """float32 values of some rows."""
+        """Return float32 values of some rows."""
         first, last, _ = rows.indices(self.floats.shape[0])
         scales = self.scales[torch.arange(first, last) // self.block[0]]
         return self.floats[rows].float() * scales.repeat_interleave(self.block[1], 1)[:, : self.floats.shape[1]]
 
 
 def fill(stored: Stored, target: Tensor) -> None:
-    """Write the values into a tensor [N, K] of any dtype and device, cast to its dtype."""
+    """Write a weight's values into a tensor [N, K] on any device, cast to its dtype."""
     for rows in pieces(stored.shape):
         target[rows].copy_(stored.values(rows))
 
 
 def pieces(shape: tuple[int, int]) -> Iterator[slice]:
-    """The rows of a weight, some at a time."""
+    """Return slices that cover the rows of a weight, with about `PIECE` elements each."""
     count = max(1, PIECE // max(shape[1], 1))
     return (slice(first, min(first + count, shape[0])) for first in range(0, shape[0], count))
 
 
 def packable(weight: QuantizedWeight) -> QuantizedWeight | None:
-    """The same values in 4 or 8 bits and groups of one of `GROUPS`; None if that would need
+    """Return the same values in 4 or 8 bits with a group size in `GROUPS`; None if that needs
     rounding."""
     group = next((size for size in GROUPS if weight.group % size == 0), None)
     if weight.group >= weight.shape[1]:
@@ -152,8 +152,8 @@ def packable(weight: QuantizedWeight) -> QuantizedWeight | None:
 
 
 def joined(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
-    """The rows of packable weights as one, in the bits of the widest and the groups of the
-    smallest; rounds nothing."""
+    """Concatenate the rows of packable weights, with the bits of the widest and the group size of
+    the smallest. Rounds nothing."""
     bits, group = max(part.bits for part in parts), min(part.group for part in parts)
     alike = [_as(part, bits, group) for part in parts]
     codes, scales = torch.cat([part.codes for part in alike]), torch.cat([part.scales for part in alike])
@@ -163,7 +163,7 @@ def joined(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
 
 
 def rounded(stored: Stored, group: int = GROUPS[-1]) -> QuantizedWeight:
-    """8-bit codes nearest to the values, with zeros of 128; K must be a multiple of `group`."""
+    """Round a weight to 8-bit codes with zeros of 128; K must be a multiple of `group`."""
     rows, columns = stored.shape
     codes = torch.empty(rows, columns, dtype=torch.uint8)
     scales = torch.empty(rows, columns // group)

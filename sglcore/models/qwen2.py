@@ -8,7 +8,7 @@ from sglcore.models.decoder import CausalLM, DecoderLayer, SelfAttention
 
 
 class Qwen2ForCausalLM(CausalLM):
-    """The biases are part of the architecture; no switch in the configuration names them."""
+    """The biases are part of the architecture; the configuration has no switch for them."""
 
     def make_layer(self, build: Build, layer_id: int) -> DecoderLayer:
         attention = SelfAttention(build.at("self_attn"), layer_id, self.rotary, qkv_bias=True)
@@ -16,6 +16,6 @@ class Qwen2ForCausalLM(CausalLM):
 
 
 class MiMoForCausalLM(Qwen2ForCausalLM):
-    """The layers that predict further tokens are left unread."""
+    """The MTP layers are not read."""
 
     ignored = (r"model\.mtp_layers\..*",)

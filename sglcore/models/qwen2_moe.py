@@ -1,4 +1,4 @@
-"""Qwen 1.5 and 2, sparse: Qwen 2's attention, routed experts, and a gated shared expert."""
+"""Qwen 1.5 and 2 MoE: Qwen 2's attention, routed experts, and a gated shared expert."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from sglcore.models.decoder import CausalLM, DecoderLayer, SelfAttention, Shared
 
 
 class Qwen2MoeForCausalLM(CausalLM):
-    """Experts, or a dense block where the configuration says so."""
+    """Routed experts, or a dense block in the layers that the configuration marks."""
 
     knows: ClassVar[frozenset[str]] = frozenset({"shared_expert_intermediate_size"})
 
@@ -19,7 +19,7 @@ class Qwen2MoeForCausalLM(CausalLM):
         return DecoderLayer(build, attention, self.make_mlp(build, layer_id))
 
     def make_mlp(self, build: Build, layer_id: int) -> Layer:
-        """The feed-forward block of one layer."""
+        """Return the feed-forward block of one layer."""
         if not self.moe.layers[layer_id]:
             return build.mlp("mlp", build.config.intermediate_size)
         block = build.at("mlp")

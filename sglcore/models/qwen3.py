@@ -17,5 +17,5 @@ class Qwen3ForCausalLM(CausalLM):
         return DecoderLayer(build, attention, self.make_mlp(build, layer_id))
 
     def make_mlp(self, build: Build, layer_id: int) -> Layer:
-        """The feed-forward block of one layer."""
+        """Return the feed-forward block of one layer."""
         return build.mlp("mlp", build.config.intermediate_size)

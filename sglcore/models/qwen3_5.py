@@ -1,4 +1,4 @@
-"""Qwen 3.5, dense and sparse: Qwen3-Next's layers with separate projections for the delta rule.
+"""Qwen 3.5, dense and MoE: Qwen3-Next's layers with separate projections for the delta rule.
 
 The vision part is not read.
 """
@@ -12,11 +12,11 @@ from sglcore.models.qwen_vl import LanguagePart
 
 
 class Qwen35ForCausalLM(LanguagePart, Qwen3NextForCausalLM):
-    """The layers that predict further tokens are left unread."""
+    """The MTP layers are not read."""
 
     ignored = (*LanguagePart.ignored, *Qwen3NextForCausalLM.ignored)
 
     def make_projection(self, build: Build, net: DeltaNetConfig) -> Layer:
-        """As Qwen3-Next's, each a weight of its own."""
+        """Return Qwen3-Next's projection, from separate weights."""
         gates = (("in_proj_z", net.values), ("in_proj_b", net.value_heads), ("in_proj_a", net.value_heads))
         return build.fused((("in_proj_qkv", 2 * net.keys + net.values), *gates), build.config.hidden_size)

@@ -1,4 +1,4 @@
-"""Qwen 3, sparse: the dense model with experts in the layers that the configuration marks."""
+"""Qwen 3 MoE: the dense model with experts in the layers that the configuration marks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from sglcore.models.qwen3 import Qwen3ForCausalLM
 
 
 class Qwen3MoeForCausalLM(Qwen3ForCausalLM):
-    """Experts, or a dense block where the configuration says so."""
+    """Routed experts, or a dense block in the layers that the configuration marks."""
 
     def make_mlp(self, build: Build, layer_id: int) -> Layer:
         return build.experts("mlp", self.moe) if self.moe.layers[layer_id] else super().make_mlp(build, layer_id)

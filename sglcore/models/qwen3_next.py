@@ -36,8 +36,10 @@ class GatedAttention:
 
 
 def _halves_apart(heads: int, size: int, keys: int) -> Iterator[int]:
-    """The outputs of the projections, where each head's query stands before its gate: queries,
-    keys, values, gates."""
+    """Yield the order of outputs that gives queries, keys, values, gates.
+
+    In the checkpoint's query projection, each head's query comes before its gate.
+    """
     for offset in (0, size):
         for head in range(heads):
             yield from range(2 * head * size + offset, 2 * head * size + offset + size)
@@ -48,7 +50,7 @@ def _halves_apart(heads: int, size: int, keys: int) -> Iterator[int]:
 def _parts_apart(net: DeltaNetConfig) -> Iterator[int]:
     """Yield the order of outputs that gives queries, keys, values, gates, b, a.
 
-    Each projection of the checkpoint has its outputs key head after key head.
+    The outputs of each projection in the checkpoint are grouped by key head.
     """
     each = net.value_heads // net.key_heads
     sizes = (net.key_dim, net.key_dim, each * net.value_dim, each * net.value_dim)
@@ -60,7 +62,7 @@ def _parts_apart(net: DeltaNetConfig) -> Iterator[int]:
 
 
 class Qwen3NextForCausalLM(Qwen2MoeForCausalLM):
-    """The layers that predict further tokens are left unread."""
+    """The MTP layers are not read."""
 
     calls_library = True
     activations: ClassVar[tuple[str, ...]] = ("silu",)
@@ -82,12 +84,14 @@ class Qwen3NextForCausalLM(Qwen2MoeForCausalLM):
         return Recurrent(build.gated_delta_net(state_id, net, projection, output))
 
     def make_projection(self, build: Build, net: DeltaNetConfig) -> Layer:
-        """Queries, keys and values, the gate, b and a of a layer with the delta rule."""
+        """Return the projection of a gated delta rule layer: queries, keys and values, the gate, b
+        and a."""
         parts = (("in_proj_qkvz", 2 * net.keys + 2 * net.values), ("in_proj_ba", 2 * net.value_heads))
         return build.ordered(parts, build.config.hidden_size, [*_parts_apart(net)])
 
     def make_mlp(self, build: Build, layer_id: int) -> Layer:
-        """Dense in all layers where the configuration has no experts."""
+        """Return the feed-forward block; dense in all layers if the configuration has no
+        experts."""
         if build.config.moe is None:
             return build.mlp("mlp", build.config.intermediate_size)
         return super().make_mlp(build, layer_id)

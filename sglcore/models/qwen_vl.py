@@ -1,6 +1,8 @@
-"""The language part of Qwen 2.5-VL (Bai et al. 2025) and Qwen 3-VL: embeddings of images come with
-the prompt, and heads are turned by three positions where it has them. The vision part is left
-unread, and so is what it would add to later layers."""
+"""The language part of Qwen 2.5-VL (Bai et al. 2025) and Qwen 3-VL.
+
+Image embeddings come with the prompt. Heads are rotated by three positions if the prompt has them
+(mrope). The vision part is not read, nor are the features that it would add to later layers.
+"""
 
 from __future__ import annotations
 

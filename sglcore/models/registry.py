@@ -1,5 +1,4 @@
-"""Which class runs which architecture. Imports nothing; a reference is imported when a model of it
-is loaded."""
+"""Maps architectures to their classes. Imports no class until a model needs it."""
 
 from __future__ import annotations
 
@@ -78,8 +77,8 @@ ARCHITECTURES: Mapping[str, str] = MappingProxyType(
 
 
 def model_class(architecture: str, extra: Mapping[str, str] = MappingProxyType({})) -> type[Architecture]:
-    """Import the class of an architecture; `extra` adds to the built-in ones and wins. Raises
-    `ConfigError` for an unknown name, and what the import raises."""
+    """Import the class of an architecture; entries of `extra` override the built-in ones. Raises
+    `ConfigError` for an unknown name, and the errors of the import."""
     known = {**ARCHITECTURES, **extra}
     check_architecture(architecture, known)
     module, _, name = known[architecture].partition(":")

@@ -9,13 +9,13 @@ from sglcore.models.build import Build
 
 
 class RobertaModel(BertModel):
-    """The encoder, with its head for sequences where it scores."""
+    """The encoder, with its classification head if it has labels."""
 
     ignored = (r"pooler\..*", r"lm_head\..*")
     stripped: ClassVar[str] = "roberta."
 
     def make_head(self, build: Build, labels: int) -> ScoreHead:
-        """Both layers are the head's own."""
+        """Return the classification head; both its layers are in `classifier`."""
         within, size = build.at("classifier"), self.config.hidden_size
         scores = within.linear("out_proj", size, labels, bias=True)
         return ScoreHead(within.linear("dense", size, size, bias=True), build.activation("tanh"), scores)

@@ -1,4 +1,4 @@
-"""One safetensors file: its tensors read straight to where they belong."""
+"""One safetensors file: reads tensors straight into their targets."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ READABLE: Mapping[str, torch.dtype] = MappingProxyType(
         "F8_E8M0": torch.float8_e8m0fnu,
     }
 )
-"""The element types that `read` gives: those, and what quantised weights are made of."""
+"""The element types that `read` returns: plain weights, and parts of quantised weights."""
 
 PIECE_BYTES = 8 << 20
-"""How much is read at a time, and so how much memory a cast or a copy to a device takes besides the
+"""Bytes read at a time. A cast or a copy to a device takes this memory in addition to the
 weights."""
 
 
 class SafetensorsFile:
-    """An open file and its `entries`, in the order of their bytes. Raises `CheckpointError` if it
-    is damaged."""
+    """An open file and its `entries`, in the order of their bytes. Raises `CheckpointError` for a
+    damaged file."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -54,11 +54,11 @@ class SafetensorsFile:
             raise
 
     def copy(self, entry: Entry, target: Tensor, report: Callable[[int], None]) -> None:
-        """Fill a tensor of the same shape, cast to its dtype; calls `report` with the bytes of each
+        """Fill a tensor of the same shape, cast to its dtype; call `report` with the bytes of each
         piece.
 
-        Reads into the target's own memory where that is contiguous host memory of the same dtype.
-        One that is not contiguous is filled by its first dimension.
+        Reads straight into contiguous host memory of the same dtype. A tensor that is not
+        contiguous is filled along its first dimension.
         """
         self._file.seek(entry.start)
         if target.is_contiguous():
@@ -70,7 +70,7 @@ class SafetensorsFile:
             part.copy_(whole)
 
     def _fill(self, entry: Entry, target: Tensor, report: Callable[[int], None]) -> None:
-        """Fill a contiguous tensor with what follows in the file."""
+        """Fill a contiguous tensor from the file's current position."""
         dtype = READABLE[entry.dtype]
         is_direct = target.is_cpu and target.dtype == dtype
         flat, count = target.view(target.numel()), PIECE_BYTES // dtype.itemsize
@@ -83,8 +83,8 @@ class SafetensorsFile:
             report(piece.nbytes)
 
     def read(self, entry: Entry) -> Tensor:
-        """A tensor on the host, in the dtype and shape that the file gives it. Raises KeyError for
-        a type that is not `READABLE`."""
+        """Read a tensor to the host, in the file's dtype and shape. Raises KeyError for a type that
+        is not `READABLE`."""
         dtype = READABLE[entry.dtype]
         whole = torch.empty(math.prod(entry.shape), dtype=dtype)
         self._file.seek(entry.start)
@@ -92,10 +92,10 @@ class SafetensorsFile:
         return whole.view(entry.shape)
 
     def mapped(self, entry: Entry) -> Tensor:
-        """The tensor where it lies in the file, of the file's dtype; pages are read as they are
-        touched. Until `release`."""
+        """Return the tensor as a view of the mapped file, in the file's dtype. Pages are read when
+        they are touched, and kept until `release`."""
         if self._map is None:
-            # Private: torch takes no buffer that it may not write.
+            # A private mapping, because torch requires a writable buffer.
             self._map = mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_COPY)
         dtype = READABLE[entry.dtype]
         count = entry.num_bytes // dtype.itemsize
@@ -112,7 +112,7 @@ class SafetensorsFile:
         self._map.madvise(mmap.MADV_DONTNEED, first, end - first)
 
     def close(self) -> None:
-        """Close the file; the mapping goes with its last tensor."""
+        """Close the file. The mapping is freed with its last tensor."""
         self._map = None
         self._file.close()
 
@@ -122,7 +122,8 @@ class SafetensorsFile:
 
 
 def read_into(file: RawIOBase, piece: Tensor) -> bool:
-    """Fill a tensor uint8 [bytes] from where an open file stands; false if the file ends before."""
+    """Fill a tensor uint8 [bytes] from an open file's current position. False if the file ends
+    before."""
     rest = piece.numpy().data
     while len(rest) and (got := file.readinto(rest)):
         rest = rest[got:]

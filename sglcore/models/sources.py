@@ -1,7 +1,7 @@
-"""Where each wanted tensor of a model comes from: an entry of a file, or the several tensors of a
-quantised layer.
+"""Finds the source of each tensor that a model declares: an entry of a file, or the several tensors
+of a quantised layer.
 
-The model says which tensors it wants, the files say what there is; every difference is an error.
+The model declares tensors, the files have tensors; every difference is an error.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from sglcore.models.quantized_formats.tensors import LayerTensors
 from sglcore.models.safetensors_file import DTYPES, PIECE_BYTES, READABLE, SafetensorsFile
 
 CountBytes = Callable[[int], None]
-"""Called with the bytes of each piece that was read."""
+"""Called with the number of bytes of each piece read."""
 
 ROWS = 64
-"""Pieces of a matrix are of a multiple of these, so that a device's form has whole blocks."""
+"""The rows of a piece are a multiple of this, so that a device's format has whole blocks."""
 _WEIGHT = ".weight"
 _LEFT_BY_QUANTISERS = (r".*\.(k_scale|v_scale|q_scale|kv_scale|output_scale)",)
-"""Scales of other things than weights."""
+"""Scales of activations and of the KV cache."""
 
 
 class Source(Protocol):
-    """One wanted tensor in the files. `num_bytes` is what reading it reads; `form` says how it is
-    quantised, None: not."""
+    """The source of one tensor of the model. `num_bytes`: bytes that reading it reads; `form`: the
+    name of its quantisation, None for a plain tensor."""
 
     @property
     def num_bytes(self) -> int:
@@ -48,15 +48,16 @@ class Source(Protocol):
 
     @property
     def form(self) -> str | None:
-        """How a person calls its quantisation."""
+        """The name of its quantisation; None for a plain tensor."""
         ...
 
     def copy(self, target: Tensor, report: CountBytes) -> None:
-        """Fill a tensor of its shape with its values, cast to the tensor's dtype."""
+        """Fill `target`, a tensor of the same shape, with its values, cast to the target's
+        dtype."""
         ...
 
     def stored(self, report: CountBytes) -> Stored:
-        """What is stored, read to the host; only where `form` is not None."""
+        """Read the stored weight to the host. Only if `form` is not None."""
         ...
 
 
@@ -69,14 +70,14 @@ class MappedRows:
     start: int
 
     def release(self, report: CountBytes) -> None:
-        """They were read."""
+        """Release the rows' memory after they were read, and report their bytes."""
         self.file.release(self.start, self.start + self.rows.nbytes)
         report(self.rows.nbytes)
 
 
 @dataclass(frozen=True, slots=True)
 class PlainSource:
-    """A tensor as it is."""
+    """A plain tensor."""
 
     file: SafetensorsFile
     entry: Entry
@@ -88,12 +89,12 @@ class PlainSource:
         return self.entry.num_bytes
 
     def copy(self, target: Tensor, report: CountBytes) -> None:
-        """Read it straight to its place."""
+        """Read it straight into `target`."""
         self.file.copy(self.entry, target, report)
 
     def mapped(self, dtype: torch.dtype) -> list[MappedRows] | None:
-        """A matrix where it lies in its file, in pieces of some MiB; None if it is of another dtype
-        there, or no matrix."""
+        """Return a matrix as views of the mapped file, in pieces of some MiB; None if the file has
+        another dtype, or it is no matrix."""
         entry = self.entry
         if DTYPES[entry.dtype] is not dtype or len(entry.shape) != 2 or not self.num_bytes:
             return None
@@ -104,13 +105,13 @@ class PlainSource:
         return [MappedRows(self.file, piece, start) for piece, start in zip(pieces, starts, strict=True)]
 
     def stored(self, report: CountBytes) -> Stored:
-        """There is nothing but values."""
+        """Raise TypeError: a plain tensor has only values."""
         raise TypeError(f"{self.entry.name!r} is plain")
 
 
 @dataclass(frozen=True, slots=True)
 class CutSource:
-    """A part of a tensor."""
+    """A part of a plain tensor."""
 
     whole: PlainSource
     cut: Cut
@@ -118,25 +119,25 @@ class CutSource:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes in the file that are read, or nearly."""
+        """Approximate bytes read from the file."""
         kept = sum(last - first for first, last in self.cut.ranges)
         return self.whole.num_bytes * kept // max(self.cut.whole, 1)
 
     def copy(self, target: Tensor, report: CountBytes) -> None:
-        """From where it lies in its file: only the pages that hold the part are read."""
+        """Copy from the mapped file; reads only the pages that hold the part."""
         file, entry = self.whole.file, self.whole.entry
         self.cut.copy(file.mapped(entry), target)
         file.release(entry.start, entry.start + entry.num_bytes)
         report(self.num_bytes)
 
     def stored(self, report: CountBytes) -> Stored:
-        """There is nothing but values."""
+        """Raise TypeError: a plain tensor has only values."""
         raise TypeError(f"{self.whole.entry.name!r} is plain")
 
 
 @dataclass(frozen=True, slots=True)
 class QuantizedSource:
-    """The weight of a quantised layer, or the part of it, of this `shape`, that a rank holds."""
+    """The weight of a quantised layer, or a rank's part of it; `shape` is that of the part."""
 
     layer: LayerTensors
     num_bytes: int
@@ -145,15 +146,15 @@ class QuantizedSource:
 
     @property
     def form(self) -> str:
-        """Bits and groups."""
+        """The name of its quantisation: bits and groups."""
         return self.layer.scheme.text
 
     def copy(self, target: Tensor, report: CountBytes) -> None:
-        """Dequantise it."""
+        """Dequantise it into `target`."""
         fill(self.stored(report), target)
 
     def stored(self, report: CountBytes) -> Stored:
-        """Its codes or floats."""
+        """Read its codes or floats."""
         found = FORMATS[self.layer.scheme.kind].read(self.layer)
         report(self.num_bytes)
         return found if self.cut is None else CutWeight(found, self.cut, self.shape)
@@ -163,7 +164,7 @@ class QuantizedSource:
 class PartSource:
     """A part of a source: the whole tensor is read to the host, then cut.
 
-    `shape` is that of the whole tensor, `part` that of the part.
+    `shape` is the shape of the whole tensor, `part` the shape of the part.
     """
 
     source: Source
@@ -178,7 +179,7 @@ class PartSource:
 
     @property
     def form(self) -> str | None:
-        """How a person calls its quantisation."""
+        """The name of its quantisation; None for a plain tensor."""
         return self.source.form
 
     def copy(self, target: Tensor, report: CountBytes) -> None:
@@ -191,7 +192,7 @@ class PartSource:
         self.cut.copy(whole, target)
 
     def stored(self, report: CountBytes) -> Stored:
-        """What is stored of it."""
+        """Read the stored weight and cut it."""
         return CutWeight(self.source.stored(report), self.cut, (self.part[0], self.part[1]))
 
 
@@ -203,10 +204,10 @@ def find_sources(
     quantization: Quantization | None,
     cuts: Mapping[str, Cut] = MappingProxyType({}),
 ) -> dict[str, Source]:
-    """The source of each target, in the order of the files; `named` has what each name in the files
-    is called in `targets`, and `cuts` the parts that are all that some targets hold.
+    """Return the source of each target, in the order of the files. `named`: the target's name of
+    each tensor in the files; `cuts`: the part that a target holds, for targets that hold a part.
 
-    Raises `CheckpointError` for missing, unknown, doubled and misshapen tensors.
+    Raises `CheckpointError` for missing, unknown, duplicate and wrongly shaped tensors.
     """
     places = _by_name(files, named)
     used: set[str] = set()
@@ -247,7 +248,7 @@ def check_missing(wanted: Iterable[str], found: Mapping[str, object], files: Seq
 
 
 def check_unknown(unknown: Sequence[str]) -> None:
-    """Raise `CheckpointError` for tensors that the model does not want."""
+    """Raise `CheckpointError` for tensors that the model does not use."""
     if unknown:
         raise CheckpointError(
             f"the checkpoint has {some(unknown)}, which this architecture does not use",
@@ -256,7 +257,7 @@ def check_unknown(unknown: Sequence[str]) -> None:
 
 
 def some(names: Sequence[str], shown: int = 8) -> str:
-    """The first names, and how many more."""
+    """Return the first `shown` names, and the number of the others."""
     listed = ", ".join(repr(name) for name in names[:shown])
     return listed if len(names) <= shown else f"{listed} and {len(names) - shown} more"
 

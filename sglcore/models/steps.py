@@ -1,5 +1,5 @@
-"""Drives a model through the runtime's own runner, page table and reference attention, one step at
-a time."""
+"""Runs a model with the runtime's own runner, page table and reference attention, one step at a
+time."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ FACTS = Facts(tensor_device="cpu", shares_host_memory=True)
 
 
 class Steps:
-    """A model on a device, with its runner; steps run on the current stream. Slots 1 to 3 hold one
-    sequence each; pages are handed out from the top, interleaved."""
+    """A model on a device with its runner; steps run on the current stream. Request slots 1 to 3
+    hold one sequence each; pages are taken from the highest number down, interleaved."""
 
     def __init__(self, model: Architecture, snapshots: int = 0, device: str = "cpu") -> None:
         facts = FACTS if device == "cpu" else Facts(tensor_device=device)
@@ -52,17 +52,17 @@ class Steps:
         self._lens = dict.fromkeys(range(1, SLOTS + 1), 0)
 
     def hidden(self, tokens: Mapping[int, Sequence[int]], mode: ForwardMode = ForwardMode.EXTEND) -> Tensor:
-        """One step in which slot s gets tokens[s]: the hidden states of all tokens, slot after
-        slot."""
+        """Run one step in which slot s gets tokens[s]; return the hidden states of all tokens, slot
+        by slot."""
         with torch.inference_mode():
             return self.runner.run_eager(self.staged(tokens, mode))
 
     def staged(self, tokens: Mapping[int, Sequence[int]], mode: ForwardMode = ForwardMode.EXTEND) -> ForwardBatch:
-        """The step's batch on the device, not run yet."""
+        """Return the step's batch on the device, without running it."""
         return self.runner.init_batch(self._batch(tokens, mode))
 
     def logprobs(self, tokens: Mapping[int, Sequence[int]]) -> Tensor:
-        """float32 [T, vocab]: log-probabilities after each token of the step."""
+        """Run one step; return float32 [T, vocab], the log-probabilities after each token."""
         hidden = self.hidden(tokens)
         with torch.inference_mode():
             return torch.log_softmax(self.runner.logits(hidden, None), dim=-1)
@@ -96,8 +96,8 @@ class Steps:
 
 
 def _attention(model: Architecture, table: ReqToTokenPool, device: str) -> AttentionBackend:
-    """The reference over cells; over rows of other forms the first backend that serves such
-    layers."""
+    """Return the reference attention for KV slots; for other cache entries, the first backend that
+    supports the layers."""
     layers, pages = model.attention_layers, SLOTS * CONTEXT // PAGE
     shape = shape_of(layers, model.config.is_encoder)
     if any(layer.rows for layer in layers):

@@ -1,5 +1,5 @@
-"""Cosines and sines that a module of transformers' classes makes of positions: how they are
-doubled, and that they are a position's own."""
+"""Cosines and sines that a module of transformers' classes makes from positions: how they are
+doubled, and that they depend on their own position only."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from sglcore.device.errors import ConfigError
 from sglcore.models.transformers_turning import WAYS, Doubling
 
 _PROBED = (0, 1, 2, 5, 63, 64, 255, 256, 1023, 4096, 32768)
-"""Positions whose angles are asked for beside others and alone."""
+"""Positions for which angles are computed together and alone."""
 
 
 def check_angles(own: nn.Module, call: tuple[Any, Any], count: int) -> None:
-    """Raise `ConfigError` for a module that gives a position other angles when there are other
-    positions beside it, because a step has those of several requests.
+    """Raise `ConfigError` for a module that gives a position other angles in the presence of other
+    positions: a step has the positions of several requests.
 
-    The evidence is what it gives for positions up to `count`: all of them in order and in the other
-    order, those that are near alone, and the last one alone.
+    Evidence: its angles for positions up to `count`: all in order, all in reverse order, the lower
+    half alone, and the last one alone.
     """
     places = torch.tensor(sorted({*(each for each in _PROBED if each < count), count // 2, count - 1}))
     asked_of, near = copied(own).cpu(), len(places) // 2
@@ -41,14 +41,14 @@ def check_angles(own: nn.Module, call: tuple[Any, Any], count: int) -> None:
 
 
 def angles_of(own: nn.Module, call: tuple[Any, Any], positions: Tensor) -> list[Tensor]:
-    """float32 [T, R]: the cosines and the sines of positions int [T], on the host."""
+    """Return [cosines, sines], float32 [T, R] each, of positions int [T], on the host."""
     places = positions[None]
     args, named = tree_map_only(Tensor, lambda each: torch.zeros(1) if each.is_floating_point() else places, call)
     return [part[0].float() for part in own(*args, **named)]
 
 
 def halves_of(angles: Tensor, doubling: Doubling) -> tuple[Tensor, Tensor]:
-    """The two that should be the same."""
+    """Split angles [T, R] into the two [T, R / 2] that are equal if they are doubled this way."""
     if doubling == "none":
         return angles, angles
     if doubling == "neighbours":
@@ -58,18 +58,18 @@ def halves_of(angles: Tensor, doubling: Doubling) -> tuple[Tensor, Tensor]:
 
 
 def copied(own: nn.Module, replaced: Mapping[int, Any] = MappingProxyType({})) -> nn.Module:
-    """With others in place of some of what it has, by their ids; its configuration stays the same
-    one."""
+    """Return a deep copy, with `replaced` objects by the ids of the original ones. The
+    configuration is shared, not copied."""
     kept = {id(each): each for each in vars(own).values() if isinstance(each, PreTrainedConfig)}
     return deepcopy(own, {**kept, **replaced})
 
 
 def doubling_of(own: nn.Module, call: tuple[Any, Any]) -> Doubling:
-    """How a module that is on shapes alone doubles its angles, shown by random frequencies.
+    """Return how a module on the meta device doubles its angles, from random frequencies.
 
-    The evidence is five positions. More than one way fits where all of these angles are one, and
-    "none" fits all: the other two hold if they do so for every position of the table, which is made
-    later of the true frequencies.
+    Evidence: five positions. Several ways fit if all these angles are equal, and "none" fits
+    always; `halves` and `neighbours` are checked again for every position when the table is made
+    from the true frequencies.
     """
     generator = torch.Generator().manual_seed(0)
     with_values: dict[int, Any] = {id(each): torch.rand(each.shape, generator=generator) for each in own.buffers()}

@@ -1,8 +1,8 @@
-"""Whether the engine gives what a model of transformers gives by itself: a tiny random one, of the
-same class and options.
+"""Checks that the engine gives the same results as a model of transformers by itself, with a tiny
+random model of the same class and options.
 
-Both compute on the processor in float32: the class by its own forward, the engine by its
-reference's kernels and attention.
+Both compute on the CPU in float32: the class by its own forward, the engine by the reference
+kernels and attention.
 """
 
 from __future__ import annotations
@@ -25,16 +25,17 @@ from sglcore.models.transformers_shrink import shrunk
 from sglcore.runtime.kernels.table import KernelTable
 
 EQUAL = 2e-4
-"""The greatest difference of log-probabilities that counts as equal."""
+"""The tolerance: the greatest difference of log-probabilities that counts as equal."""
 
 LENGTH, OTHER = 40, 23
-"""Tokens of the two requests."""
+"""Numbers of tokens in the two requests."""
 
 
 def check(config: ModelConfig, implementation: str) -> float:
-    """The greatest difference of log-probabilities between the engine and a class of transformers,
-    whose configuration `transformers_config` read. `implementation` refers to what the engine runs
-    it by. Raises `ConfigError` where the two are not equal, or can not be compared."""
+    """Return the greatest difference of log-probabilities between the engine and the class of
+    transformers in `config`, which `transformers_config` made. `implementation`: the engine's class
+    for it, as `module:class`. Raises `ConfigError` if the difference exceeds `EQUAL`, or if the two
+    can not be compared."""
     kind = config.library.config.model_type
     try:
         with torch.random.fork_rng(devices=[]), tempfile.TemporaryDirectory() as folder:
@@ -57,7 +58,7 @@ def check(config: ModelConfig, implementation: str) -> float:
 
 
 def _save(model: PreTrainedModel, folder: str) -> None:
-    """Without a word about it."""
+    """Save a model without a progress bar."""
     is_shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
@@ -88,8 +89,8 @@ def _refusal(kind: str, what: str) -> ConfigError:
 
 
 def random_model(library: Library) -> PreTrainedModel:
-    """A model with random weights, of which none is near nothing, computed by its own eager
-    attention."""
+    """Make a model with random weights that runs its own eager attention. Parameters that start at
+    zero get values too."""
     model = library.model(attn_implementation="eager", dtype=torch.float32).eval()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -99,11 +100,13 @@ def random_model(library: Library) -> PreTrainedModel:
 
 
 def difference(own: PreTrainedModel, loaded: Architecture, seed: int = 0) -> float:
-    """The greatest difference of log-probabilities [T, vocab] between a model's own forward and the
-    engine's steps: two prompts in random chunks side by side, then their other tokens one by one,
-    and both in one batch. A model with states has two forwards of its own, of all tokens at once,
-    and of one after the other from its cache, of which the nearer one counts: they are not always
-    one."""
+    """Return the greatest difference of log-probabilities [T, vocab] between a model's own forward
+    and the engine's steps.
+
+    The engine runs two prompts in random chunks in the same steps, then their other tokens one by
+    one. A model with states has two forwards of its own, over all tokens at once and over one token
+    at a time with its cache; they may differ, so the one nearer to the engine counts.
+    """
     generator = torch.Generator().manual_seed(seed)
     tokens = [torch.randint(3, loaded.config.vocab_size, (length,), generator=generator) for length in (LENGTH, OTHER)]
     found = _by_steps(Steps(loaded), [each.tolist() for each in tokens], generator)
@@ -113,13 +116,15 @@ def difference(own: PreTrainedModel, loaded: Architecture, seed: int = 0) -> flo
 
 
 def whole(model: PreTrainedModel, tokens: Tensor) -> Tensor:
-    """Log-probabilities [T, vocab] after each token, by the model's own forward of all."""
+    """Return log-probabilities [T, vocab] after each token, from one forward of the model over all
+    tokens."""
     with torch.no_grad():
         return torch.log_softmax(model(tokens[None], use_cache=False).logits[0].float(), dim=-1)
 
 
 def _cached(model: PreTrainedModel, tokens: Tensor) -> Tensor:
-    """Half of the tokens at once, then each from the model's own cache."""
+    """Return log-probabilities [T, vocab]: half of the tokens in one forward, then one token at a
+    time with the model's own cache."""
     half, found, kept = len(tokens) // 2, [], {}
     with torch.no_grad():
         for part in (tokens[:half], *tokens[half:].split(1)):
@@ -130,8 +135,9 @@ def _cached(model: PreTrainedModel, tokens: Tensor) -> Tensor:
 
 
 def _by_steps(steps: Steps, tokens: list[list[int]], generator: torch.Generator) -> list[Tensor]:
-    """Chunks to the half of each prompt, then single tokens of both: the one that is there first
-    waits, or there would be few steps of two single tokens, or none."""
+    """Run the first half of each prompt in random chunks, then single tokens of both. The request
+    that finishes its half first waits; otherwise there would be few or no steps with single tokens
+    of both."""
     found: list[list[Tensor]] = [[], []]
     done = [0, 0]
     while any(left := [len(own) // 2 - at for at, own in zip(done, tokens, strict=True)]):

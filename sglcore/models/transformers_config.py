@@ -1,4 +1,4 @@
-"""A checkpoint's configuration as transformers reads it, for models that run by its classes."""
+"""Reads a checkpoint's configuration by transformers, for models that run on its classes."""
 
 from __future__ import annotations
 
@@ -23,33 +23,35 @@ from sglcore.models.checkpoint_code import CAUSAL
 from sglcore.models.registry import ARCHITECTURES
 
 UNBOUNDED = 1 << 17
-"""The context of a model that has no positions."""
+"""The context length of a model without positions."""
 _READ = ("num_nextn_predict_layers", "num_labels", "id2label", "sentence_transformers", "classifier_pooling")
-"""Of the file itself, beside what transformers reads."""
+"""Keys that are read from the file itself, in addition to transformers' configuration."""
 
 
 @dataclass(frozen=True, slots=True)
 class Library:
-    """What transformers makes a checkpoint's model of. `code` is the folder whose class it is;
-    None: transformers has it."""
+    """The configuration from which transformers makes a checkpoint's model. `code`: the folder with
+    the model's class; None: transformers has the class."""
 
     config: PreTrainedConfig
     code: Path | None = None
 
     def model(self, **options: Any) -> PreTrainedModel:
-        """A new causal model, without the checkpoint's weights. Raises what the class raises."""
+        """Make a new causal model without the checkpoint's weights. Raises the errors of its
+        class."""
         config = deepcopy(self.config)  # the class writes into it
         if self.code is None:
             return AutoModelForCausalLM.from_config(config, trust_remote_code=False, **options)
-        # Transformers would keep one class for all folders whose configuration is of one class.
+        # Transformers' auto class would keep one model class for all folders with one configuration
+        # class.
         found: Any = get_class_from_dynamic_module(config.auto_map[CAUSAL], self.code, local_files_only=True)
         return found._from_config(config, **options)
 
 
 def transformers_config(folder: Path, task: str = "auto", runs_code: bool = False) -> ModelConfig:
-    """What the engine asks of a model's configuration. Heads, windows and positions are not in it:
-    the model itself tells them. `runs_code`: its classes are those of the folder. Raises
-    `ConfigError` for what transformers refuses."""
+    """Return the engine's configuration of a model. Heads, windows and positions are placeholders:
+    the walk finds them. `runs_code`: the classes are those in the folder. Raises `ConfigError` if
+    transformers refuses the configuration, or if it has an unsupported option."""
     raw = read_json(folder / "config.json")
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=runs_code)
@@ -58,7 +60,7 @@ def transformers_config(folder: Path, task: str = "auto", runs_code: bool = Fals
             f"transformers refuses {folder / 'config.json'}: {' '.join(str(error).split())}", remedy="use another model"
         ) from error
     _check(folder, raw, config, runs_code)
-    config.__dict__.pop("quantization_config", None)  # the loader reads such weights, and the class is a plain one
+    config.__dict__.pop("quantization_config", None)  # the loader dequantises
     try:
         return described(folder, raw, Library(config, folder if runs_code else None), task)
     except AttributeError as error:
@@ -66,7 +68,8 @@ def transformers_config(folder: Path, task: str = "auto", runs_code: bool = Fals
 
 
 def described(folder: Path, raw: Mapping[str, Any], library: Library, task: str) -> ModelConfig:
-    """The same of a configuration that was read."""
+    """Return the engine's configuration for a `library` that was read. Raises as
+    `transformers_config`."""
     config = library.config
     text = config.get_text_config(decoder=True)
     file = folder / "config.json"
@@ -99,7 +102,7 @@ def described(folder: Path, raw: Mapping[str, Any], library: Library, task: str)
 
 
 def _length(file: Path, text: PreTrainedConfig) -> int:
-    """The longest context."""
+    """Return the longest context in tokens."""
     try:
         return _whole(file, text, "max_position_embeddings")
     except AttributeError:
@@ -107,8 +110,8 @@ def _length(file: Path, text: PreTrainedConfig) -> int:
 
 
 def _whole(file: Path, text: PreTrainedConfig, name: str) -> int:
-    """A number that no model is without. Raises `ConfigError` with the type's own name of it, and
-    AttributeError where the type has none."""
+    """Return a number that every model has. Raises `ConfigError`, with the model type's own name
+    for it, for a wrong value, and AttributeError if it is missing."""
     value, own = getattr(text, name), text.attribute_map.get(name, name)
     wanted, is_right = KINDS[name]
     if not is_right(value):
@@ -117,8 +120,8 @@ def _whole(file: Path, text: PreTrainedConfig, name: str) -> int:
 
 
 def _check(folder: Path, raw: Mapping[str, Any], config: PreTrainedConfig, runs_code: bool) -> None:
-    """Raise `ConfigError` for what transformers' classes would do otherwise in a batch than
-    alone."""
+    """Raise `ConfigError` for options that transformers' classes apply to a whole batch instead of
+    each request, and for an unsupported architecture or format."""
     file = folder / "config.json"
     check_values(file, {name: raw.get(name) for name in _READ})
     name = architecture_of(file, raw)

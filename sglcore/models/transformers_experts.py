@@ -1,5 +1,5 @@
-"""Experts of transformers' classes: by the engine's kernel where they are of its form, else one
-after the other."""
+"""Experts of transformers' classes: by the engine's kernel if their computation matches one, else
+one expert after another."""
 
 from __future__ import annotations
 
@@ -20,33 +20,33 @@ from sglcore.runtime.kernels import reference
 from sglcore.runtime.kernels.table import KernelTable
 
 EXPERTS = "sglcore_experts"
-"""The name under which transformers finds them."""
+"""The name under which transformers finds this implementation of experts."""
 
 Moe: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""Of hidden [T, H], weights [T, K] and experts [T, K], to [T, H]."""
+"""(hidden [T, H], weights [T, K], experts [T, K]) to [T, H]."""
 
 
 def serve_experts(model: PreTrainedModel) -> None:
-    """Experts of the model are computed here."""
+    """Make transformers call `_experts` for the model's experts."""
     ALL_EXPERTS_FUNCTIONS.register(EXPERTS, _experts)
     model.set_experts_implementation(EXPERTS)
 
 
 def choose_experts(model: PreTrainedModel, build: Build) -> None:
-    """Give every module with stacked experts the kernel that computes them, once its weights have
-    their places."""
+    """Choose the kernel of every module with stacked experts, once its weights are placed."""
     for module in model.modules():
         if has_experts(module):
             module.sglcore_moe = _kernel(module, build)  # pyright: ignore[reportArgumentType]
 
 
 def has_experts(module: nn.Module) -> bool:
-    """Only such modules were given the word by transformers."""
+    """Whether a module has stacked experts: transformers sets this attribute on no other
+    modules."""
     return "is_concatenated" in vars(module)
 
 
 def turned_weights(model: nn.Module) -> set[int]:
-    """The ids of stacked weights [E, in, out], which kernels want as [E, out, in]."""
+    """Return the ids of stacked weights [E, in, out], which kernels take as [E, out, in]."""
     found: set[int] = set()
     for module in model.modules():
         if has_experts(module) and vars(module)["is_transposed"]:
@@ -55,8 +55,8 @@ def turned_weights(model: nn.Module) -> set[int]:
 
 
 def _kernel(module: Any, build: Build) -> Moe | None:
-    """By an entry of the table, for experts of a gate and an up side by side that are one of those;
-    None for any other form."""
+    """Return the table's kernel for gated experts that compute the same, with gate and up in one
+    weight; None for any other experts."""
     if not module.has_gate or module.has_post_expert_norm:
         return None
     weights = module.gate_up_proj, module.down_proj
@@ -80,14 +80,15 @@ def _clamped(alpha: float, limit: float, gate_up: Tensor) -> Tensor:
 
 
 def _gates(module: Any, wanted: Callable[[Tensor], Tensor], dtype: torch.dtype) -> bool:
-    """Whether the module makes the same of gate and up [T, 2 * I]."""
+    """Whether the module's activation of gate and up [T, 2 * I] gives the same as `wanted`."""
     rows = torch.randn(5, 12, generator=torch.Generator().manual_seed(0)) * 4
     found = [(tried(module._apply_gate, x), wanted(x)) for x in (rows, LARGE * rows, rows.to(dtype))]
     return all(each is not None and is_same(each, other) for each, other in found)
 
 
 def _experts(module: Any, hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-    """hidden [T, H], ids int [T, K] and weights [T, K] of the chosen experts, to [T, H]."""
+    """Compute the experts `ids` int [T, K] with `weights` [T, K] for `hidden` [T, H]; returns [T,
+    H]."""
     if hidden.device.type == "meta":
         return torch.empty_like(hidden)
     if module.sglcore_moe is not None:
@@ -102,7 +103,7 @@ def _experts(module: Any, hidden: Tensor, ids: Tensor, weights: Tensor) -> Tenso
 
 
 def _one(module: Any, expert: int, hidden: Tensor) -> Tensor:
-    """All rows through one expert: no shape depends on the routing."""
+    """Run all rows through one expert, so that no shape depends on the routing."""
     inner = _project(module, "gate_up_proj" if module.has_gate else "up_proj", expert, hidden)
     inner = module._apply_gate(inner) if module.has_gate else module.act_fn(inner)
     out = _project(module, "down_proj", expert, inner)

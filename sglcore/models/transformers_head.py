@@ -1,5 +1,5 @@
-"""What a causal class of transformers does behind its decoder: its output layer by the engine's
-kernels, the rest by the class, or nothing where there is no rest."""
+"""The output layer of a causal class of transformers on the engine's kernels, and the rest of what
+the class runs after its decoder."""
 
 from __future__ import annotations
 
@@ -19,25 +19,26 @@ from sglcore.models.transformers_twins import embedding_scale
 
 
 class PackedHead(nn.Module):
-    """The output layer, with a weight of its own or that of the embedding `tied`."""
+    """The output layer, with its own weight or the one of the embedding `tied`."""
 
     def __init__(self, own: nn.Linear, name: str, tied: Rows | None) -> None:
         super().__init__()
         self.name, self.tied = name, tied
         self.is_read = False
-        self._own = (own,)  # out of the reach of who looks for modules
+        self._own = (own,)  # in a tuple, so that it is not registered as a submodule
         self.logits: Callable[[Tensor], Tensor] | None = None
         """[N, H] to float32 [N, vocab]."""
 
     @property
     def weight(self) -> Tensor:
-        """For shapes alone: who reads it computes with it by another way, which `is_read` tells."""
+        """The original weight, on shapes. A read sets `is_read`: the class then computes with the
+        weight itself."""
         self.is_read = True
         return self.own.weight
 
     @property
     def own(self) -> nn.Linear:
-        """The layer that it stands for."""
+        """The original layer."""
         return self._own[0]
 
     def place(self, build: Build) -> None:
@@ -54,7 +55,7 @@ class PackedHead(nn.Module):
 
 @dataclass(slots=True)
 class Ends:
-    """What stands in place of a model's embedding and of its output layer."""
+    """The replacements of a model's embedding and output layer."""
 
     embedding: Rows | None = None
     head: PackedHead | None = None
@@ -67,11 +68,11 @@ class Ends:
 
     @property
     def is_read(self) -> bool:
-        """Whether something else has computed with their weights."""
+        """Whether the class has computed with one of the weights itself."""
         return any(each.is_read for each in (self.embedding, self.head) if each is not None)
 
     def take_back(self, model: PreTrainedModel) -> None:
-        """Have the class's own again where a weight was read, or is the other's."""
+        """Restore the class's own layer if its weight was read, or is tied to one that was."""
         is_tied = self.head is not None and self.head.tied is not None
         if self.head is not None and (self.head.is_read or (is_tied and self.is_read)):
             model.set_output_embeddings(self.head.own)
@@ -82,9 +83,9 @@ class Ends:
 
 
 def replace_ends(model: PreTrainedModel, stored: Mapping[str, Tensor], keeps: Callable[[str], bool]) -> Ends:
-    """Replace the embedding and the output layer of a model on the meta device where they are no
-    more than that. None whose weight something else may have of what the model had `stored`, or
-    that has a name which `keeps`."""
+    """Replace the embedding and the output layer of a model on the meta device if they are plain
+    ones. A layer stays if something else in `stored` shares its weight, other than the two layers
+    tied with each other, or if `keeps` holds for the weight's name."""
     given, own = model.get_input_embeddings(), model.get_output_embeddings()
     names = {id(module): name for name, module in model.named_modules()}
 
@@ -106,7 +107,7 @@ def replace_ends(model: PreTrainedModel, stored: Mapping[str, Tensor], keeps: Ca
 
 
 class _HandedOn:
-    """A decoder's output of which only the hidden states are there."""
+    """A decoder's output that has only the hidden states; other attributes are None."""
 
     def __init__(self, hidden: Tensor) -> None:
         self.last_hidden_state = hidden
@@ -119,37 +120,37 @@ class _HandedOn:
 
 
 class _Decoded(nn.Module):
-    """Stands where the decoder was: it hands on what it is given as the decoder's output, and has
-    the decoder's attributes."""
+    """Replaces the decoder: returns `inputs_embeds` as the decoder's output, and has the decoder's
+    attributes."""
 
     def __init__(self, decoder: nn.Module) -> None:
         super().__init__()
-        self._stood_here = (decoder,)  # no module of this one
+        self._stood_here = (decoder,)  # in a tuple, so that it is not a submodule
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stood_here[0], name) if not name.startswith("_") else super().__getattr__(name)
 
     def forward(self, *_: Any, inputs_embeds: Tensor, **others: Any) -> _HandedOn:
-        """[1, N, H]."""
+        """Return `inputs_embeds` [1, N, H] as the decoder's output."""
         return _HandedOn(inputs_embeds)
 
     @property
     def decoder(self) -> _Decoded:
-        """Some classes call a part of what stood here."""
+        """Itself: some classes call the decoder's own `decoder`."""
         return self
 
 
 def head_of(model: PreTrainedModel) -> PreTrainedModel:
-    """All that the causal class does behind its decoder."""
+    """Return a copy of the causal class without its decoder: what runs after it."""
     head = copy(model)
     head._modules = {**model._modules, model.base_model_prefix: _Decoded(model.base_model)}
     return head
 
 
 def output_of(model: PreTrainedModel, layer: PackedHead, build: Build) -> Callable[[Tensor], Tensor] | None:
-    """The logits float32 [N, vocab] of hidden states [N, H], where nothing comes between the
-    decoder and the output layer, and behind that no more than a scale or a soft cap. The layer has
-    its place."""
+    """Return a function from hidden states [N, H] to logits float32 [N, vocab], if the class passes
+    the decoder's output straight to `layer` and applies at most a scale or a soft cap to the
+    logits; else None. `layer` must be placed already."""
     found = _Given()
     head = head_of(model)
     head._modules = {name: found if each is layer else each for name, each in head._modules.items()}
@@ -178,11 +179,11 @@ def output_of(model: PreTrainedModel, layer: PackedHead, build: Build) -> Callab
 
 
 _LOGITS = torch.tensor([0.0, 1.0, -60.0, -31.0, -12.5, -4.0, -0.75, -0.1, 0.3, 2.5, 7.0, 19.0, 28.0, 50.0, 90.0, 1e9])
-"""What is tried: 0, 1 and others, and one that any cap makes as large as it is itself."""
+"""Logits of the trial: 0, 1 and others, and one so large that any cap turns it into the cap."""
 
 
 class _Given(nn.Module):
-    """In place of an output layer: it keeps what it is given."""
+    """Replaces an output layer: keeps its input and returns `_LOGITS`."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,5 +1,5 @@
-"""Layers of transformers' classes by the engine's kernels. Each gives shapes alone until it has
-weights and kernels by `place`."""
+"""Layers of transformers' classes on the engine's kernels. Until `place` gives a layer weights and
+kernels, it returns results without contents."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from sglcore.runtime.kernels.table import KernelTable
 
 
 class Product:
-    """Linear layers (name, layer) with one input, as one product."""
+    """Linear layers (name, layer) with a common input, computed as one product."""
 
     def __init__(self, linears: Sequence[tuple[str, nn.Linear]]) -> None:
         first = linears[0][1]
@@ -39,15 +39,15 @@ class Product:
         return empty_as(x, x.shape[0], self.outputs) if self.linear is None else self.linear(x)
 
     def whole(self, x: Tensor, is_addend: bool = False) -> Tensor:
-        """[..., in] to [..., out], perhaps as what is to be added."""
+        """[..., in] to [..., out]; an `Addend` if `is_addend`."""
         shape = *x.shape[:-1], self.outputs
         if self.linear is None and not is_addend:
             return empty_as(x, *shape)
         return handed(self.rows(as_rows(x)), shape, is_addend)
 
     def part(self, place: int, x: Tensor) -> Tensor:
-        """[..., in] to what the layer of this place gives. The whole is computed at the first call
-        with an x, and forgotten at the last place's; a call out of turn costs time, no more."""
+        """[..., in] to the output of layer `place`. Computes the whole product at the first call
+        with an `x` and drops it at the last layer's; a call out of order only costs time."""
         if x is not self._x:
             self._x, self._split = x, self.whole(x).split([size for _, size in self.parts], dim=-1)
         part = self._split[place]
@@ -57,7 +57,7 @@ class Product:
 
 
 class PackedLinear(nn.Module):
-    """y = x W^T + b over any leading dimensions, by itself or as a part of a product."""
+    """y = x W^T + b over any leading dimensions, alone or as a part of a `Product`."""
 
     part = 0
     is_addend = False
@@ -66,28 +66,29 @@ class PackedLinear(nn.Module):
     def __init__(self, linear: nn.Linear, name: str) -> None:
         super().__init__()
         self.name = name
-        self._own = (linear,)  # out of the reach of who looks for modules
+        self._own = (linear,)  # in a tuple, so that it is not registered as a submodule
         self.product = Product([(name, linear)])
 
     @property
     def weight(self) -> Tensor:
-        """For shapes alone: who reads it computes with it by another way, which `is_read` tells."""
+        """The original weight, on shapes. A read sets `is_read`: the class then computes with the
+        weight itself."""
         self.is_read = True
         return self.own.weight
 
     @property
     def bias(self) -> Tensor | None:
-        """As `weight`."""
+        """The original bias, on shapes. A read sets `is_read`."""
         self.is_read = True
         return self.own.bias
 
     @property
     def own(self) -> nn.Linear:
-        """The layer that it stands for."""
+        """The original layer."""
         return self._own[0]
 
     def place(self, build: Build) -> None:
-        """Once for all parts of a product."""
+        """Declare the weights and choose the kernel, once for all parts of a product."""
         if self.part == 0:
             self.product.place(build)
 
@@ -100,7 +101,7 @@ class PackedLinear(nn.Module):
 
 
 Activation = Entry[Callable[[Tensor], Tensor]]
-"""An entry of the kernel table: of gate and up side by side, their product [T, 2 * I] to [T, I]."""
+"""A kernel table entry that takes gate and up in one tensor [T, 2 * I] and returns [T, I]."""
 
 
 class GatedBlock(nn.Module):
@@ -132,35 +133,35 @@ class GatedBlock(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class NormForm:
-    """Which root mean square norm. `offset` is that of `Build.norm`: None for a row that is cast
-    before the product."""
+    """The variant of root mean square norm. `offset` is that of `Build.norm`; None: the row is cast
+    before the product with the weight."""
 
     eps: float
     offset: float | None
 
 
 class Norm(nn.Module):
-    """Root mean square norm over the last dimension, together with the addition before it where a
-    `Sum` comes. `heads`: so many of them come as [1, T, heads, size]; None for rows [1, T,
+    """Root mean square norm over the last dimension, fused with the addition before it if its input
+    is a `Sum`. `heads`: the heads of its inputs [1, T, heads, size]; None for inputs [1, T,
     size]."""
 
     heads: int | None = None
     waits = False
-    """Whether its heads are normed together with their rotary embedding, unless a compiler
-    watches."""
+    """Whether attention norms the heads, together with the rotary embedding. Does not hold under a
+    compiler."""
     is_addend = False
 
     def __init__(self, name: str, own: Tensor, form: NormForm) -> None:
-        """`own` is the weight that it stands for, on shapes alone."""
+        """`own` is the original weight, on shapes."""
         super().__init__()
         self._name, self._form = name, form
-        self._own = (own,)  # no parameter of this module
+        self._own = (own,)  # in a tuple, so that it is not registered as a parameter
         self._norm: RMSNorm | None = None
 
     @property
     def weight(self) -> Tensor:
-        """As the class has it, on shapes alone, for who asks its dtype: nobody may compute with
-        it."""
+        """The original weight, on shapes, for classes that read its dtype. The class must not
+        compute with it."""
         return self._own[0]
 
     def place(self, build: Build) -> None:
@@ -170,12 +171,12 @@ class Norm(nn.Module):
 
     @property
     def placed(self) -> RMSNorm:
-        """The layer that computes; not before `place`."""
+        """The layer that computes. Only after `place`."""
         assert self._norm is not None
         return self._norm
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., size] to the same."""
+        """[..., size] to [..., size]."""
         if self._norm is None:
             if type(x) is Sum:
                 x.total = x.residual
@@ -200,22 +201,23 @@ class Rows(nn.Module):
         self.name = name
         self.is_read = False
         self._scale = None if scale == 1.0 else scale
-        self._own = (embedding,)  # out of the reach of who looks for modules
+        self._own = (embedding,)  # in a tuple, so that it is not registered as a submodule
         self._embedding: Embedding | None = None
 
     @property
     def weight(self) -> Tensor:
-        """For shapes alone: who reads it computes with it by another way, which `is_read` tells."""
+        """The original weight, on shapes. A read sets `is_read`: the class then computes with the
+        weight itself."""
         self.is_read = True
         return self.own.weight
 
     @property
     def own(self) -> nn.Embedding:
-        """The module that it stands for."""
+        """The original module."""
         return self._own[0]
 
     def place(self, build: Build) -> Embedding:
-        """Declare the weight, and choose the kernel, once."""
+        """Declare the weight and choose the kernel, at the first call."""
         if self._embedding is None:
             rows, size = self.own.weight.shape
             self._embedding = Embedding(build.at(*self.name.split(".")), rows, size, self._scale)
@@ -229,15 +231,15 @@ class Rows(nn.Module):
 
 
 def empty_as(x: Tensor, *shape: int) -> Tensor:
-    """Without contents, of a tensor's dtype and where it is, whatever a mode makes of other
-    tensors. On shapes alone `new_empty` takes four times as long."""
+    """Return an empty tensor with the dtype and device of `x`, outside any torch function mode. On
+    the meta device `new_empty` takes four times as long."""
     with torch._C.DisableTorchFunction():
         return torch.empty(shape, dtype=x.dtype, device=x.device)
 
 
 def as_rows(x: Tensor) -> Tensor:
-    """[..., size] as [T, size], each row in one piece, as kernels take them: classes give columns
-    too, such as behind a convolution."""
+    """Return [..., size] as [T, size] with contiguous rows, as kernels take them: classes also pass
+    columns, for example after a convolution."""
     if x.is_contiguous():
         return x.view(-1, x.shape[-1])
     rows = x.reshape(-1, x.shape[-1])
@@ -248,15 +250,16 @@ Replacement = PackedLinear | GatedBlock | Norm
 
 
 class NoDropout(nn.Dropout):
-    """Of a model that does not learn. Torch would record a copy."""
+    """Dropout that returns its input, because models only infer here. Torch's would record a copy
+    in a graph."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """As it is."""
+        """Return the input."""
         return input
 
 
 def handed(rows: Tensor, shape: Sequence[int], is_addend: bool) -> Tensor:
-    """[T, H] in another shape, as what is to be added where that is known; a compiler takes plain
-    tensors."""
+    """Return [T, H] in another shape, as an `Addend` if `is_addend`. Under a compiler a plain
+    tensor."""
     x = rows.view(shape)
     return Addend.of(x, rows) if is_addend and not torch.compiler.is_compiling() else x

@@ -1,9 +1,9 @@
-"""Any decoder that transformers has, on the engine's attention: for an architecture without a file
-of its own.
+"""Runs any decoder of transformers on the engine's attention, for architectures without a file of
+their own.
 
-Transformers' class is built without weights, asked what it wants of attention
-(`transformers_walk.py`), and given weights by the engine's loader. Every attention call goes to the
-engine's attention layer of its number, over the paged pool.
+Transformers' class is built without weights, a walk finds its attention calls
+(`transformers_walk.py`), and the engine's loader fills its weights. Every attention call goes to
+the engine's attention layer of the same number, over the paged pool.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from sglcore.runtime.forward_batch import ForwardBatch
 
 
 class TransformersModel(Architecture):
-    """A causal language model of transformers. Its parameters are the loader's, by the names that
-    the class gives them."""
+    """A causal language model of transformers. The loader owns its parameters, by the class's
+    names."""
 
     calls_library = True
 
     def __init__(self, build: Build) -> None:
-        """Raises `ConfigError` for a model that can not be served exactly."""
+        """Raise `ConfigError` for a model that can not be served exactly."""
         super().__init__(build)
         AttentionInterface.register(PAGED, attend)
         AttentionInterface.register(MASKED, attend)
@@ -73,8 +73,9 @@ class TransformersModel(Architecture):
         self.parts = f"{replaced}{why}"
 
     def named(self, shapes: Mapping[str, tuple[int, ...]]) -> Mapping[str, str]:
-        """By transformers' own renamings; what the files have one by one are parts of what the
-        class has in one."""
+        """Map names by transformers' own renamings; tensors that the files have one by one become
+        parts of the class's stacked weights. Raises `ConfigError` if rows to reorder are stored in
+        parts."""
         found = self._naming(shapes)
         lost = [name for name in self.weights.orders if name.endswith(".weight") and name not in self.weights.targets]
         if lost:
@@ -84,14 +85,14 @@ class TransformersModel(Architecture):
         return found
 
     def __call__(self, batch: ForwardBatch) -> Tensor:
-        """Hidden states [T, H] after the last norm."""
+        """Return hidden states [T, H] after the last norm."""
         if not batch.num_tokens:
             return torch.zeros(0, self.config.hidden_size, dtype=self.dtype, device=self.weights.device)
         for each in self._several:
             each.begin()
         if self._has_places:
             self._places.begin(batch.positions)
-        # Sums are written where their first part was, and the batch is not ours.
+        # Residual sums are written in place, and the batch's embeddings are not ours.
         given = batch.input_embeds
         ids, embeds = (batch.input_ids[None], None) if given is None else (None, given.clone()[None])
         found = self._decoder(
@@ -104,15 +105,16 @@ class TransformersModel(Architecture):
         return self._decoder.get_input_embeddings()(ids)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[N, H] to float32 [N, vocab], with whatever scale or cap the class has."""
+        """[N, H] to float32 [N, vocab], with the class's scale or soft cap."""
         if self._output is not None:
             return self._output(hidden)
         return self._head(inputs_embeds=hidden[None], use_cache=False, return_dict=True).logits[0].float()
 
 
 def _replaced_model(build: Build) -> tuple[PreTrainedModel, tuple[Mixer, ...], Replaced, str]:
-    """The model on the meta device, with the engine's layers; only linear ones where a class does
-    not run with others, and why."""
+    """Return the model on the meta device with the engine's layers, its mixers, the replaced parts,
+    and a note. If the class does not run with all layers, only linear layers are replaced, and the
+    note says why."""
     try:
         return *_replaced(build, is_whole=True), ""
     except DoesNotRun as error:
@@ -126,8 +128,8 @@ def _replaced(build: Build, is_whole: bool) -> tuple[PreTrainedModel, tuple[Mixe
 
 
 def _empty_model(build: Build) -> PreTrainedModel:
-    """The causal class of the checkpoint's configuration, on the meta device. Raises `ConfigError`
-    for what the class refuses."""
+    """Build the causal class of the checkpoint's configuration on the meta device. Raises
+    `ConfigError` if the class refuses it."""
     try:
         with torch.device("meta"), no_init_weights():
             model = build.config.library.model(dtype=build.dtype)
@@ -147,8 +149,8 @@ def _empty_model(build: Build) -> PreTrainedModel:
 
 
 def _place(model: PreTrainedModel, build: Build) -> None:
-    """Parameters of the loader in place of the empty ones, and buffers with what the class puts
-    there. A buffer that checkpoints have is a parameter to the loader."""
+    """Replace the empty parameters by the loader's, and buffers by those that the class
+    initialises. The loader reads a buffer that checkpoints store as a parameter."""
     weights, stored = build.weights, model.state_dict(keep_vars=True)
     made: dict[int, Any] = {}
     is_wide, turned = _kept(model, build.dtype), turned_weights(model)
@@ -175,8 +177,8 @@ def _place(model: PreTrainedModel, build: Build) -> None:
 
 
 def _kept(model: PreTrainedModel, dtype: torch.dtype) -> Callable[[str], bool]:
-    """Of a weight's name: whether the class keeps it in float32 whatever it computes in, as when
-    transformers loads it."""
+    """Return a function of a weight's name: whether the class keeps the weight in float32 in any
+    dtype, as when transformers loads it."""
     if dtype is torch.float32:
         return lambda name: False
     named = [*(model._keep_in_fp32_modules_strict or ())]

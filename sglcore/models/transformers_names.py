@@ -1,8 +1,8 @@
-"""What the tensors of a checkpoint's files are called in transformers' class: its own renamings,
-applied to the files' names.
+"""Maps the tensor names of a checkpoint's files to those of transformers' class, by transformers'
+own renamings.
 
-Experts that the files have one by one are parts of the stacked weight that the class has, and so
-are convolutions side by side: each goes straight to its place.
+Experts that the files have one by one, and weights that the class concatenates, become views of the
+class's stacked weight: each is read straight into its part.
 """
 
 from __future__ import annotations
@@ -26,26 +26,29 @@ from sglcore.models.quantized_formats.registry import FORMATS
 
 _WEIGHT = "weight"
 _QUANTIZED = frozenset(suffix for form in FORMATS.values() for suffix in (*form.needs, *form.may_have)) - {_WEIGHT}
-"""What quantised layers have beside or instead of a weight."""
+"""Tensors that quantised layers have in addition to, or instead of, a weight."""
 _STACKED = ((MergeModulelist,), (MergeModulelist, Concatenate))
-"""Experts, one after the other; or of each, several weights side by side, and then the same."""
+"""Stacking conversions: experts stacked; or several weights of each expert concatenated, and the
+experts stacked."""
 
 
 class Naming:
-    """The names of one model's class. `targets` are its weights by the class's names."""
+    """The names of one model's class. `targets`: its weights by the class's names; modified in
+    place."""
 
     def __init__(self, model: PreTrainedModel, targets: dict[str, Tensor]) -> None:
         found = get_model_conversion_mapping(model)
         self._renamings = [each for each in found if isinstance(each, WeightRenaming)]
         self._converters = [each for each in found if isinstance(each, WeightConverter)]
         self._prefix = model.base_model_prefix
-        self._known = dict.fromkeys(targets, True)  # no tensors, which are given up as they are packed
+        # Names only: tensors are freed as they are packed.
+        self._known = dict.fromkeys(targets, True)
         self._targets = targets
 
     def __call__(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
-        """What each tensor in the files is called in `targets`, where stacked weights give way to
-        their parts if the files have those. Raises `ConfigError` for weights that transformers
-        would work out of others in another way."""
+        """Return the name in `targets` of each tensor in the files. Stacked weights in `targets`
+        are replaced by their parts if the files have those. Raises `ConfigError` for weights that
+        transformers computes by any other conversion."""
         renamed = {name: self._rename(name) for name in shapes}
         found = {renamed[name]: shape for name, shape in shapes.items()}
         for name in dict.fromkeys(self._of_weight(name) for name in found):
@@ -54,19 +57,20 @@ class Naming:
         return renamed
 
     def _rename(self, name: str) -> str:
-        """The class knows weights alone: what else a quantised layer has is called as its weight
-        is."""
+        """Return the class's name of a tensor. The class knows only weights: other tensors of a
+        quantised layer are renamed as its weight is."""
         weight = self._of_weight(name)
         found = rename_source_key(weight, self._renamings, [], self._prefix, self._known)[0]
         return found if weight == name else found.removesuffix(_WEIGHT) + name.rpartition(".")[2]
 
     def _of_weight(self, name: str) -> str:
-        """The weight of which a quantised layer's tensor is a part; any other name as it is."""
+        """Return the name of the weight that a quantised layer's tensor belongs to; any other name
+        unchanged."""
         module, _, suffix = name.rpartition(".")
         return f"{module}.{_WEIGHT}" if suffix in _QUANTIZED and name not in self._known else name
 
     def _split(self, name: str, found: Mapping[str, tuple[int, ...]]) -> None:
-        """Where a converter takes this name: the parts of what it makes, in its place."""
+        """If a converter takes this name, replace its result in `targets` by the parts."""
         for converter in self._converters:
             stacked, pattern = converter.rename_source_key(name)
             if pattern is None or stacked not in self._known:
@@ -90,7 +94,7 @@ class Naming:
         found: Mapping[str, tuple[int, ...]],
         dim: int,
     ) -> None:
-        """The parts of tensors side by side, as long as the files have them."""
+        """Replace a concatenated weight by its parts, with the sizes that the files have."""
         names = [name.replace(_plain(pattern), _plain(other)) for other in converter.source_patterns]
         sizes = [found[part][dim] if part in found else 0 for part in names]
         if sum(sizes) != self._targets[stacked].shape[dim]:
@@ -111,10 +115,10 @@ class Naming:
 
 
 def _expression(pattern: str) -> re.Pattern[str]:
-    """A converter's pattern, whose star is an expert's number."""
+    """Compile a converter's pattern, in which a star is an expert's number."""
     return re.compile(re.escape(_plain(pattern)).replace(r"\*", r"\d+"))
 
 
 def _plain(pattern: str) -> str:
-    """A converter's pattern, some of whose dots are escaped."""
+    """Return a converter's pattern with unescaped dots."""
     return pattern.replace(r"\.", ".")

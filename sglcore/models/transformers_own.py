@@ -1,9 +1,9 @@
 """Attention that a class of transformers computes itself: a product of queries and keys, a softmax,
 a product with values.
 
-Such a module keeps its forward. While it runs, its scores have no contents, and the engine's
-attention answers in their place. What the class does to its scores is told by the walk on shapes,
-and tried with numbers before a model is served.
+Such a module keeps its forward. During a forward, its scores have no contents, and the engine's
+attention computes the result. The walk on the meta device records what the class does to its
+scores; a trial with numbers checks the result before a model is served.
 """
 
 from __future__ import annotations
@@ -40,30 +40,30 @@ from sglcore.models.transformers_walk import (
 )
 
 LARGE, LARGE_EACH = 30.0, 5
-"""How much larger than others the queries, keys and values of every so-manieth token are in a
-trial: scores up to about a thousand, in which limits show that no small score meets."""
+"""In a trial, the queries, keys and values of every `LARGE_EACH`th token are `LARGE` times larger.
+Scores then reach about a thousand, so that clamps show which small scores never meet."""
 EQUAL = 1e-3
-"""The greatest difference of what a trial gives, beside as much of each number: scores of a
-thousand are rounded by 1e-4."""
+"""The absolute and relative tolerance of a trial: rounding a score of a thousand costs 1e-4."""
 FAR_TOKENS = 4096
-"""With so many tokens, or as many as the model has positions, a bias has the slopes that it has
-with few."""
+"""A bias must have the same slopes with this many tokens (at most the model's number of positions)
+as with few."""
 
 
 class OwnAttention(nn.Module):
-    """A module that attends by itself: mixed into its class, beside which it has `sglcore_own`."""
+    """Mixed into the class of a module that computes attention itself; the module then has the
+    attribute `sglcore_own`."""
 
     sglcore_own: Own
 
     def __call__(self, *args: Any, **named: Any) -> Any:
-        """As its class; the engine attends."""
+        """Run the class's forward, in which the engine computes attention."""
         named = self.sglcore_own.without_places(args, named)
         with self.sglcore_own.between(args, named):
             return super().__call__(*args, **named)
 
 
 class Own:
-    """How one such module attends. Before the walk it is not known to."""
+    """How one such module computes attention. Unknown (`_numbers` is None) before the walk."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -76,12 +76,12 @@ class Own:
         self._bias: str | None = None
         self._masks: list[str] = []
         self.far_bias = torch.empty(0)
-        """Its bias with `FAR_TOKENS`."""
+        """The module's bias for `FAR_TOKENS` tokens."""
         module.sglcore_own = self  # pyright: ignore[reportArgumentType]
         module.__class__ = type(self._kind.__name__, (OwnAttention, self._kind), {})
 
     def between(self, args: Any, named: Any) -> Between | Traced:
-        """For one call of the module with these."""
+        """Return the torch function mode for one call of the module with these arguments."""
         if torch.compiler.is_compiling() and self._numbers is not None:
             return Traced(self._attend, self._numbers)
         if any(isinstance(each, Tensor) and each.is_meta for each in (*args, *named.values())):
@@ -90,9 +90,9 @@ class Own:
         return self._between
 
     def without_places(self, args: Any, named: dict[str, Any]) -> dict[str, Any]:
-        """With zeros, which are one, for the masks [1, 1, T, T] that are not made any more, because
-        some classes add them unasked; and for a bias, which may be of fewer keys than a step
-        has."""
+        """Return `named` with zeros for masks and the bias. Masks [1, 1, T, T] are no longer made,
+        but some classes add them without a check; a bias may have fewer keys than the step. The
+        zeros are one expanded element."""
         absent = [name for name in self._masks if named.get(name) is None]
         if not absent and self._bias is None:
             return named
@@ -107,17 +107,18 @@ class Own:
 
     @property
     def has_bias(self) -> bool:
-        """Whether it is given something that it adds to its scores."""
+        """Whether an argument other than a mask is added to the scores."""
         return self._bias is not None
 
     @property
     def bias(self) -> Tensor:
-        """What it was given last and adds to its scores."""
+        """The bias of the last call in the walk."""
         assert self._bias is not None and self._given is not None
         return self._given[1][self._bias]
 
     def settle(self) -> bool:
-        """Whether it attends; if not, it is of its own class again."""
+        """Return whether the module computed attention in the walk; if not, restore its class.
+        Finds the names of its masks and of its bias."""
         if self._given is not None:
             named = self._given[1]
             self._masks = [name for name, each in named.items() if isinstance(each, Seen)]
@@ -143,11 +144,13 @@ class Own:
         return write_down(self.module, product.query, product.key, value, mask, scaling=product.scaling)[0]
 
     def tried(self, call: AttentionCall) -> AttentionCall:
-        """The call with the window that the module's own mask has, once buffers have their values.
-        Raises `ConfigError` if the class does something else than the engine's attention.
+        """Return `call` with the slopes of the module's bias and the window of its own mask, once
+        buffers have their values. Raises `ConfigError` if the class computes something other than
+        the engine's attention.
 
-        The evidence is a twin's attention to random queries, keys and values, some of them `LARGE`,
-        for as many tokens as the last walk had, and its bias with these and with `FAR_TOKENS`."""
+        Evidence: the attention of a twin to random queries, keys and values, some of them `LARGE`,
+        with the tokens of the last walk; and its bias for these tokens and for `FAR_TOKENS`.
+        """
         for name in self._buffers:
             window = _window(self.module.get_buffer(name))
             if window is not None and not window < min(LENGTHS[-1], call.window or LENGTHS[-1]):
@@ -173,14 +176,15 @@ class Own:
         return call
 
     def _times(self, given: Any) -> float | None:
-        """How many times its size it has in the scores; None: it was not added to them, or is a
-        mask."""
+        """Return the factor with which an argument is added to the scores; None if it is not added,
+        or is a mask."""
         if not isinstance(given, Tensor) or isinstance(given, Seen) or _is_padding(given):
             return None
         return self._added.get(memory(given))
 
     def _slopes(self, heads: int) -> tuple[float, ...] | None:
-        """Those of its bias, which has contents."""
+        """Return the slopes of the bias; None without a bias that has contents. Raises
+        `ConfigError` if they differ for `FAR_TOKENS`."""
         if self._bias is None:
             return None
         times, bias = self._times(self.bias), self.bias
@@ -194,7 +198,8 @@ class Own:
         return slopes
 
     def _by_class(self) -> tuple[Tensor, Sequence[Tensor]]:
-        """What a twin attends to with random queries, keys and values, and these."""
+        """Return the result of a twin's own attention for random queries, keys and values, and
+        these three."""
         assert self._numbers is not None and self._given is not None
         (first, last), twin, found = self._numbers, self._twin(), []
         args, named = tree_map(_real, self._given)
@@ -210,8 +215,8 @@ class Own:
         return own.result, found
 
     def _twin(self) -> nn.Module:
-        """The module on the host in float32, whose layers give the same random numbers whatever
-        they are given."""
+        """Return the module on the host in float32. Its linear layers return the same random
+        numbers in every call, for any input."""
         twin = copy(self.module)
         vars(twin).pop("forward", None)
         twin.__class__ = self._kind
@@ -230,7 +235,7 @@ def _on_host(buffer: Tensor | None) -> Tensor | None:
 
 
 class _Noise(nn.Module):
-    """In place of a linear layer."""
+    """Replaces a linear layer: returns the same random numbers in every call."""
 
     def __init__(self, layer: Any) -> None:
         super().__init__()
@@ -246,7 +251,8 @@ class _Noise(nn.Module):
 
 
 def _varied(*shape: int) -> Tensor:
-    """Random numbers, of tokens where there are three dimensions: those of some are `LARGE`."""
+    """Return random numbers; with three dimensions [B, T, H], those of every `LARGE_EACH`th token
+    are `LARGE` times larger."""
     made = torch.randn(shape)
     if made.dim() == 3:
         made[:, ::LARGE_EACH] *= LARGE
@@ -254,7 +260,8 @@ def _varied(*shape: int) -> Tensor:
 
 
 def _real(given: Any) -> Any:
-    """With contents, what a module was given in the walk on shapes."""
+    """Return an argument of the walk with contents: random numbers, positions, and masks by their
+    function."""
     if isinstance(given, Angles):
         return torch.randn(1, len(given.positions), given.table.shape[1])
     if isinstance(given, Seen):
@@ -271,30 +278,31 @@ def _real(given: Any) -> Any:
 
 
 def _is_padding(given: Tensor) -> bool:
-    """Whether it is a mask of padding, of which there is none."""
+    """Whether an argument is a padding mask, which hides nothing here."""
     return isinstance(given, Ones) and given.dim() == 4
 
 
 def _window(mask: Tensor) -> int | None:
-    """The window of a mask [..., P, P] of ones and zeros."""
+    """Return the window of a mask [..., P, P] of ones and zeros."""
     last = mask.flatten(0, -3)[0, -1].cpu() != 0
     return seen_by(lambda batch, head, query, key: last[key.clamp(max=query)] & (key <= query), len(last) - 1)
 
 
 def find_own(modules: Sequence[nn.Module]) -> list[Own]:
-    """Every module of a model whose code may attend by itself. Those that do show in the walk."""
+    """Return every module with code that may compute attention itself. The walk shows which do."""
     names = names_by_kind(modules)
     return [Own(module) for module in modules if _may_attend(names[type(module)])]
 
 
 def try_own(owns: Sequence[Own], calls: Sequence[AttentionCall]) -> tuple[AttentionCall, ...]:
-    """The calls of a model, those of such modules as `tried` gives them."""
+    """Return the calls of a model, with those of such modules as `tried` returns them."""
     own = {each.module: each for each in owns}
     return tuple(own[call.module].tried(call) if call.module in own else call for call in calls)
 
 
 def find_biases(model: PreTrainedModel, owns: Sequence[Own]) -> bool:
-    """Whether some have a bias; its contents are theirs then. The model is on the meta device."""
+    """Return whether a module has a bias, and give each such module the contents of its bias. The
+    model is on the meta device."""
     biased = [own for own in owns if own.has_bias]
     if not biased:
         return False
@@ -307,12 +315,12 @@ def find_biases(model: PreTrainedModel, owns: Sequence[Own]) -> bool:
 
 
 class _ReachedError(Exception):
-    """Ends a forward."""
+    """Ends a forward early."""
 
 
 def _far_biases(model: PreTrainedModel, owns: Sequence[Own]) -> list[Tensor]:
-    """What each is given as its bias with `FAR_TOKENS`. The forward ends with the last one that is
-    not another's."""
+    """Return each module's bias for `FAR_TOKENS` tokens. Modules may share one; the forward ends
+    after the last distinct bias."""
     keys = [(memory(own.bias), own.bias.storage_offset()) for own in owns]
     firsts = [keys.index(key) for key in keys]
     found: dict[int, Tensor] = {}

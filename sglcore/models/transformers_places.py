@@ -1,10 +1,10 @@
-"""Scores to which a class of transformers adds a slope of each head times a place, such as ALiBi's
+"""Scores with a position bias, a slope for each head times the key's position, such as ALiBi
 (Press, Smith and Lewis 2022, "Train Short, Test Long", section 3).
 
-What is one for all keys of a query falls out of the softmax, so that a key's place in its request
-is enough, and the product of a few columns more, in queries and in keys, adds it: backends, pages
-and graphs know nothing of it. The columns are exact in every type: a place is two digits of at most
-256 either way, and a slope two numbers of bfloat16.
+A term that is equal for all keys of a query cancels in the softmax, so the key's position in its
+request suffices. A few more columns in queries and keys add the bias through their product:
+backends, pages and graphs do not change. The columns are exact in every dtype: a position is two
+digits of at most 256 in magnitude, a slope the sum of two bfloat16 numbers.
 """
 
 from __future__ import annotations
@@ -17,21 +17,24 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 COLUMNS = 4
-"""So much wider queries and keys are: two digits of a place, for each half of a slope."""
+"""The columns added to queries and keys: two digits of a position for each of the two parts of a
+slope."""
 FARTHEST = 1 << 17
-"""Places below it have two digits."""
+"""Positions below it have two digits."""
 _BASE = 512
 
 
 def key_columns(positions: Tensor) -> Tensor:
-    """int [T] to float32 [T, COLUMNS]: the digits, of which the lower one is from -256 to 255."""
+    """int [T] to float32 [T, COLUMNS]: the digits of positions; the lower one is from -256 to
+    255."""
     high = (positions + _BASE // 2) // _BASE
     digits = torch.stack((high, positions - high * _BASE), -1)
     return torch.cat((digits, digits), -1).float()
 
 
 def query_columns(slopes: Sequence[float], scaling: float) -> Tensor:
-    """Slopes of heads to float32 [heads, 1, COLUMNS], for scores that are scaled afterwards."""
+    """Slopes of heads to float32 [heads, 1, COLUMNS], divided by `scaling`, with which scores are
+    multiplied afterwards."""
     wanted = torch.tensor(slopes, dtype=torch.float64) / scaling
     first = wanted.bfloat16().double()
     second = (wanted - first).bfloat16().double()
@@ -39,19 +42,20 @@ def query_columns(slopes: Sequence[float], scaling: float) -> Tensor:
 
 
 def widened(part: Tensor, columns: Tensor) -> Tensor:
-    """Heads [1, heads, T, dim] and columns [heads or 1, T or 1, COLUMNS] to [1, heads, T, dim +
-    COLUMNS]."""
+    """Append columns [heads or 1, T or 1, COLUMNS] to heads [1, heads, T, dim]; returns [1, heads,
+    T, dim + COLUMNS]."""
     return torch.cat((part, columns.expand(*part.shape[1:3], COLUMNS)[None]), -1)
 
 
 def wide_head(head_dim: int) -> int:
-    """Elements of such heads: the next power of two, which backends take."""
+    """Return the elements of a head with the columns, rounded up to a power of two, as backends
+    require."""
     return 1 << (head_dim + COLUMNS - 1).bit_length()
 
 
 def slopes_of(bias: Tensor, heads: int, times: float) -> tuple[float, ...] | None:
-    """Those of a bias [..., heads, 1, P] of P keys, in `times` its size; None where it is another
-    one."""
+    """Return the slopes of a bias [..., heads, 1, P] for P keys, multiplied by `times`; None if it
+    is not linear in the position."""
     if bias.shape[-2] != 1 or bias.numel() != heads * bias.shape[-1]:
         return None
     rows = bias.double().view(heads, -1)
@@ -63,7 +67,7 @@ def slopes_of(bias: Tensor, heads: int, times: float) -> tuple[float, ...] | Non
 
 
 class Places:
-    """The columns of a forward's keys, which all layers share."""
+    """The key columns of a forward; all layers share them."""
 
     __slots__ = ("_dtype", "columns")
 
@@ -73,16 +77,17 @@ class Places:
         """[T, COLUMNS] once a forward has begun."""
 
     def begin(self, positions: Tensor) -> None:
-        """Of a step's tokens, int [T], each in its request."""
+        """Make the columns for the positions int [T] of a step's tokens in their requests."""
         self.columns = key_columns(positions).to(self._dtype)
 
 
 class OnHost(TorchFunctionMode):
-    """Inside, what is made on the meta device is made on the host: numbers that depend on no weight
-    have contents, which are not rounded to the type of the model."""
+    """Inside, tensors are made on the host instead of the meta device, and casts to another float
+    type do nothing: numbers that depend on no weight have contents, not rounded to the model's
+    dtype."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """The same, elsewhere."""
+        """Run a function with the host as device."""
         kwargs = dict(kwargs or {})
         if kwargs.get("device") == torch.device("meta"):
             kwargs["device"] = torch.device("cpu")

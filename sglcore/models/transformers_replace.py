@@ -1,9 +1,9 @@
-"""Parts of a model of transformers by the engine's kernels, wherever they are found to compute the
-same.
+"""Replaces parts of a model of transformers by the engine's kernels, where trials show that they
+compute the same.
 
-Everything happens on shapes alone: modules are replaced by what their twins show; then one walk
-tells which layers have an input in common, which sums go to a norm, and who reads the cosines; and
-another one, of more tokens, that the model calls attention as before.
+Everything happens on the meta device: modules are replaced if their twins match a kernel. Then one
+walk finds the layers with a common input, the residual sums that feed a norm, and the readers of
+cosines; a second walk with more tokens checks that the model calls attention as before.
 """
 
 from __future__ import annotations
@@ -53,21 +53,19 @@ from sglcore.models.transformers_twins import (
 from sglcore.models.transformers_walk import LENGTHS, AttentionCall, DoesNotRun, Windows, lengths_of, walk
 
 _CHOOSING = frozenset({"gate", "router", "wg"})
-"""Layers that choose experts, and those inside what does, stay as they are: a rounding would choose
-others, and their classes read their weights."""
+"""Names of layers that choose experts. They, and layers inside them, are not packed: another
+rounding would choose other experts, and their classes read their weights."""
 
 Place = tuple[nn.Module, str, str, nn.Module]
-"""A module's owner, its name there, its name in the model, and itself."""
+"""(owner module, name in the owner, name in the model, module)."""
 Layer = TypeVar("Layer", Router, PackedLinear)
 Put = tuple[nn.Module, str, Layer]
-"""A module's owner, its name there, and what stands in its place."""
+"""(owner module, name in the owner, replacement)."""
 
 
 @dataclass(slots=True)
 class Replaced:
-    """What replaces parts of a model of transformers, and what attention the model then calls.
-    `replace` makes it.
-    """
+    """The replaced parts of a model of transformers, and its attention calls. Made by `replace`."""
 
     calls: tuple[AttentionCall, ...] = ()
     """The calls of attention, in order."""
@@ -84,14 +82,13 @@ class Replaced:
     turns: Mapping[nn.Module, Turn] = field(default_factory=dict)
     """By attention module, the function that rotates its queries and keys."""
     angles: Mapping[nn.Module, Mapping[Any, tuple[Any, Any]]] = field(default_factory=dict)
-    """By module that makes cosines and sines, the calls with which it is made to give them, as in
-    `RotaryTrace`."""
+    """The calls of each module that makes cosines and sines, as in `RotaryTrace`."""
     owns: list[Own] = field(default_factory=list)
     """Modules that compute attention by themselves."""
 
     def place(self, build: Build) -> None:
-        """Declare weights, choose kernels and make tables, once the other weights have their
-        places. Raises `ConfigError` for angles that depend on a step."""
+        """Declare weights, choose kernels and make tables, once the other weights are placed.
+        Raises `ConfigError` for angles of a position that depend on other positions."""
         for module, calls in self.angles.items():
             for call in calls.values():
                 check_angles(module, call, build.max_positions)
@@ -118,9 +115,9 @@ class Replaced:
 def replace(
     model: PreTrainedModel, keeps: Callable[[str], bool], mixers: Sequence[Mixer] = (), *, is_whole: bool = True
 ) -> Replaced:
-    """Replace what can be of a model on the meta device; without `is_whole`, and in layers with
-    states, linear layers alone. Parameters whose name `keeps` are the class's own. Raises what
-    `walk` raises."""
+    """Replace parts of a model on the meta device; without `is_whole`, and in layers with states,
+    linear layers only. Parameters stay the class's own if `keeps` holds for their name. Raises the
+    errors of `walk`."""
     found, has_states = Replaced(), bool(mixers)
     routers, linears = _put(model, keeps, mixers, found, is_whole)
     modules = list(model.modules())
@@ -144,7 +141,8 @@ def replace(
 def _put(
     model: PreTrainedModel, keeps: Callable[[str], bool], mixers: Sequence[Mixer], found: Replaced, is_whole: bool
 ) -> tuple[list[Put[Router]], list[Put[PackedLinear]]]:
-    """Replace what twins tell, before the walk; returns what may be taken back after it."""
+    """Replace modules with matching twins, before the walk; returns those that may be restored
+    after it."""
     stored, routers, dtype = model.state_dict(keep_vars=True), [], model.dtype
     places = list(_places(model, stored, keeps))
     if is_whole:
@@ -159,7 +157,8 @@ def _put(
 
 
 def _unless(put: Iterable[Put[Layer]], is_other: Callable[[Layer], bool]) -> list[Layer]:
-    """Those that stay; the others give way to the class's own again."""
+    """Restore the original module if `is_other` holds for its replacement; return the replacements
+    that remain."""
     kept: list[Layer] = []
     for owner, name, layer in put:
         if is_other(layer):
@@ -181,8 +180,7 @@ def _check_norms(model: PreTrainedModel, norms: Iterable[Replacement], trace: Tr
 def _check(
     model: PreTrainedModel, found: Replaced, linears: Sequence[PackedLinear], windows: Windows, has_states: bool
 ) -> None:
-    """Raise `ConfigError` for a model that, with more tokens, does something else than what `found`
-    tells."""
+    """Raise `ConfigError` for a model that does something other than `found` with more tokens."""
     few, many = lengths_of(model)
     again = walk(model, lengths=(many,), windows=windows, has_states=has_states)
     if again != found.calls or found.ends.is_read or any(each.is_read for each in linears):
@@ -194,8 +192,8 @@ def _check(
 
 
 def _places(model: nn.Module, stored: Mapping[str, Tensor], keeps: Callable[[str], bool]) -> Iterator[Place]:
-    """Modules that one module owns, none of whose parameters, which are among `stored`, is
-    another's or `keeps`."""
+    """Yield the modules with exactly one owner, unless one of their parameters (in `stored`) is
+    shared or `keeps` holds for its name."""
     modules = list(model.named_modules())
     owners = Counter(id(child) for _, module in modules for child in module._modules.values())
     uses = Counter(id(parameter) for parameter in stored.values())
@@ -209,7 +207,7 @@ def _places(model: nn.Module, stored: Mapping[str, Tensor], keeps: Callable[[str
 
 
 def _still(model: nn.Module, places: Iterable[Place]) -> list[Place]:
-    """Those where the module still is."""
+    """Return the places that still hold their module."""
     modules = set(model.modules())
     return [place for place in places if place[0] in modules and place[0]._modules[place[1]] is place[3]]
 
@@ -259,8 +257,8 @@ def _routers(places: Iterable[Place], dtype: torch.dtype) -> Iterator[Put[Router
 
 
 def _linears(places: Iterable[Place], head: nn.Module | None) -> Iterator[Put[PackedLinear]]:
-    """All but those that choose experts, and the output layer, whose weight may be the
-    embedding's."""
+    """Replace the linear layers, except those that choose experts and the output layer, which may
+    share the embedding's weight."""
     for owner, name, path, module in places:
         is_choosing = not _CHOOSING.isdisjoint(path.split("."))
         if isinstance(module, nn.Linear) and module is not head and not is_choosing and is_linear(module):
@@ -270,7 +268,7 @@ def _linears(places: Iterable[Place], head: nn.Module | None) -> Iterator[Put[Pa
 
 
 def _join(trace: Trace) -> None:
-    """Tell the layers what the walk has shown."""
+    """Set in the layers what the walk found: heads of norms, addends, and joint products."""
     for norm, heads in trace.heads().items():
         norm.heads = next(iter(heads)) if len(heads) == 1 else None
     for layer in trace.addends():

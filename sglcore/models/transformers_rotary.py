@@ -1,9 +1,10 @@
-"""Rotary embedding of transformers' classes: its cosines and sines as tables made once, its turning
-as the kernel's.
+"""Rotary embedding of transformers' classes: cosines and sines come from tables made once, and the
+kernel rotates.
 
-A module that makes cosines and sines of positions hands on `Angles` in their place. The function by
-which an attention module turns queries and keys is known by what it does, and replaced in a copy of
-the globals of that module's forward: nothing of transformers is changed.
+`Rotary` replaces a module that makes cosines and sines from positions, and returns `Angles`
+instead. The function with which an attention module rotates queries and keys is recognised by its
+results, and replaced in a copy of the globals of that module's forward: transformers itself is not
+changed.
 """
 
 from __future__ import annotations
@@ -28,21 +29,21 @@ from sglcore.runtime.kernels import reference
 from sglcore.runtime.kernels.table import KernelTable
 
 Attended = Mapping[nn.Module, Sequence[tuple[Tensor, ...]]]
-"""The queries, keys and values that each module called attention with, in a walk."""
+"""The queries, keys and values of each module's attention calls in a walk."""
 
 
 @dataclass(frozen=True, slots=True)
 class Angles:
-    """In place of cosines and sines: float32 [P, R] as kernels want them, and the positions int [T]
-    of the step's tokens."""
+    """Replaces cosines and sines: a table float32 [P, R] as kernels take it, and the positions int
+    [T] of the step's tokens."""
 
     table: Tensor
     positions: Tensor
 
 
 class Rotary(nn.Module):
-    """In place of a module that makes cosines and sines, which turn `size` elements of a head.
-    `calls` are what it is called with."""
+    """Replaces a module that makes the cosines and sines for `size` elements of a head. `calls`:
+    the calls of the walk, by their arguments other than tensors."""
 
     def __init__(
         self, own: nn.Module, calls: Mapping[Any, tuple[Any, Any]], size: int, doubling: Doubling = "halves"
@@ -51,13 +52,14 @@ class Rotary(nn.Module):
         self.own = own
         self.doubling: Doubling = doubling
         self.has_order = False
-        """Whether rows of projections are in another order because of what it makes."""
+        """Whether projection rows were reordered because of its angles."""
         self._calls = calls
         self._tables = {key: torch.empty(1, size, device="meta") for key in calls}
 
     def place(self, build: Build) -> None:
-        """Make the tables, in float32; not where cosines are not doubled as was said, which stay as
-        they were."""
+        """Make the tables in float32. A call gets none if its angles are not doubled as `doubling`;
+        the module itself then answers it. Raises `ConfigError` if projection rows were reordered
+        for such a call."""
         tables = {key: self._table(call, build.max_positions) for key, call in self._calls.items()}
         if self.has_order and None in tables.values():
             raise ConfigError(
@@ -67,11 +69,12 @@ class Rotary(nn.Module):
 
     @property
     def has_tables(self) -> bool:
-        """Whether it hands on `Angles` whatever it is called with."""
+        """Whether all its calls return `Angles`."""
         return self._tables.keys() == self._calls.keys()
 
     def _table(self, call: tuple[Any, Any], count: int) -> Tensor | None:
-        """float32 [count, R]: R / 2 cosines, then R / 2 sines, of each position."""
+        """Return float32 [count, R], R / 2 cosines and then R / 2 sines of each position; None if
+        they are not doubled as `doubling`."""
         angles = angles_of(copied(self.own).cpu(), call, torch.arange(count))
         parts = [halves_of(part, self.doubling) for part in angles]
         if any(not torch.equal(*halves) for halves in parts):
@@ -79,7 +82,7 @@ class Rotary(nn.Module):
         return torch.cat([first for first, _ in parts], dim=-1)
 
     def forward(self, *args: Any, **named: Any) -> Any:
-        """Twice the same angles."""
+        """Return the same `Angles` in place of cosines and of sines."""
         key, positions = _key(args, named)
         if key not in self._tables:
             return self.own(*args, **named)
@@ -88,7 +91,8 @@ class Rotary(nn.Module):
 
 
 def _key(args: Any, named: Any) -> tuple[Any, Tensor]:
-    """What a rotary module is called with beside tensors, and the positions among those."""
+    """Return the arguments of a call other than tensors, and the positions: its first integer
+    tensor."""
     others = tuple(each for each in args if not isinstance(each, Tensor))
     by_name = tuple((name, each) for name, each in named.items() if not isinstance(each, Tensor))
     tensors = (each for each in (*args, *named.values()) if isinstance(each, Tensor))
@@ -97,7 +101,8 @@ def _key(args: Any, named: Any) -> tuple[Any, Tensor]:
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """One call of a function that turns: what it was given, and what it gave."""
+    """One call of a rotating function: its arguments and its results. `is_plain`: it had no further
+    arguments, except the default `unsqueeze_dim`."""
 
     q: Tensor
     k: Tensor
@@ -108,31 +113,31 @@ class _Call:
 
 
 class Turn:
-    """In place of the function by which an attention module turns its queries and keys.
+    """Replaces the function with which an attention module rotates its queries and keys.
 
-    `is_direct`: what it gives goes to attention, so that turning may wait for it and be one kernel
-    with storing keys.
+    `is_direct`: its results go straight to attention, so the rotation can wait for it and be one
+    kernel with the store of keys.
     """
 
     def __init__(self, function: TurnFunction, known: dict[object, bool]) -> None:
-        """`known` has what functions were found to do; all turns of a model have one."""
+        """`known` caches what functions were found to do; all `Turn`s of a model share it."""
         self.function = function
         self._known = known
         self.is_direct = False
         self.projections: Sequence[PackedLinear] = ()
-        """Those of queries and of keys, if pairs of neighbours are turned: their rows are put in an
-        order that has halves."""
+        """The projections of queries and of keys, if neighbours are rotated: their rows are
+        reordered so that pairs become halves."""
         self.rotaries: Sequence[Rotary] = ()
-        """Whose angles it is given."""
+        """The modules that make its angles."""
         self.norms: Sequence[Norm] = ()
-        """Those of the heads of queries and of keys, if nothing else takes what they give."""
+        """The norms of query heads and key heads, if nothing else reads their results."""
         self._size, self._heads = 0, (0, 0, 0)
         self._calls: list[_Call] | None = []
         self._held: tuple[Tensor, Tensor, Angles] | None = None
         self._rotary = reference.rotary
 
     def place(self, build: Build) -> None:
-        """Choose the kernel; what a walk left is forgotten."""
+        """Choose the kernel, and forget what the walk left."""
         self._held = None
         for each in self.projections:
             order = halves_first(each.own.out_features, self._heads[2], self._size)
@@ -142,11 +147,12 @@ class Turn:
         self._rotary = build.kernel(KernelTable.rotary, *given, self.table(build), head_dim)
 
     def table(self, build: Build) -> Tensor:
-        """What angles look like, without content."""
+        """Return a table of angles without contents."""
         return torch.empty(build.max_positions, self._size, device="meta")
 
     def __call__(self, q: Tensor, k: Tensor, cos: Any, sin: Any, *more: Any, **named: Any) -> tuple[Tensor, Tensor]:
-        """Both turned, or as they are if that waits; a compiler takes them turned."""
+        """Return queries and keys rotated, or unchanged if attention rotates them later. Under a
+        compiler they are rotated here."""
         if type(cos) is not Angles:
             return self._by_class(q, k, cos, sin, *more, **named)
         if self.is_direct and not torch.compiler.is_compiling():
@@ -162,14 +168,14 @@ class Turn:
         return q, k
 
     def rows(self, q: Tensor, k: Tensor, angles: Angles, head_dim: int) -> tuple[Tensor, Tensor]:
-        """[T, heads * head_dim] and [T, kv_heads * head_dim], turned."""
+        """Rotate queries [T, heads * head_dim] and keys [T, kv_heads * head_dim]."""
         return self._rotary(q, k, angles.positions, angles.table, head_dim)
 
     def _by_class(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *more: Any, **named: Any) -> Any:
         if self._calls is None:
             assert not self.projections, "cosines of another kind than those of the walk"
             return self.function(q, k, cos, sin, *more, **named)
-        # Nothing reads the angles here: who else does shows.
+        # Does not read the angles, so that any read in the trace is another reader's.
         turned = _like(q), _like(k)
         is_plain = not more and named in ({}, {"unsqueeze_dim": 1})
         self._calls.append(_Call(q, k, cos, sin, is_plain, turned))
@@ -177,12 +183,12 @@ class Turn:
 
     @property
     def read(self) -> Iterator[Tensor]:
-        """The cosines and sines that it was given."""
+        """The cosines and sines of its calls in the walk."""
         return (each for call in self._calls or () for each in (call.cos, call.sin))
 
     def is_kernels(self, doubling: Doubling, trace: Trace, attended: Sequence[tuple[Tensor, ...]]) -> bool:
-        """Whether every call that was watched is the kernel's, of angles that are doubled so; where
-        neighbours are turned, with rows of both projections in another order. `attended` as in
+        """Whether every call of the walk does what the kernel does, with angles doubled as
+        `doubling`. If it rotates neighbours, finds the two projections to reorder. `attended` as in
         `settle`."""
         calls = self._calls or []
         if all(self._is_kernels(call, doubling, "halves") for call in calls):
@@ -210,8 +216,8 @@ class Turn:
         return is_same and len(calls) == len(attended)
 
     def settle(self, doubling: Doubling, attended: Sequence[tuple[Tensor, ...]], trace: Trace) -> None:
-        """Watch no more. Its angles are doubled so; `attended` are the queries, keys and values
-        that the module called attention with."""
+        """End the recording. `doubling`: how its angles are doubled; `attended`: the queries, keys
+        and values of the module's attention calls."""
         self.is_direct = self._goes_to(attended)
         first, *others = self._calls or []
         found = [trace.giver_of(heads) for heads in (first.q, first.k)]
@@ -222,8 +228,8 @@ class Turn:
         self._calls = None
 
     def take(self, q: Tensor, k: Tensor) -> Angles | None:
-        """The angles by which these are still to be turned; None if they are as attention wants
-        them."""
+        """Return the angles that queries and keys still have to be rotated with, once; None if
+        nothing waits."""
         if self._held is None:
             return None
         (held_q, held_k, angles), self._held = self._held, None
@@ -232,18 +238,18 @@ class Turn:
 
 
 def _turned_size(cos: Tensor, doubling: Doubling) -> int:
-    """How many elements of a head they turn."""
+    """Return the number of rotated elements of a head."""
     return cos.shape[-1] * (2 if doubling == "none" else 1)
 
 
 def _like(x: Tensor) -> Tensor:
-    """Without reading it."""
+    """Return an empty tensor with the same shape and strides, without a read of `x`."""
     return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
 
 
 def put_turns(modules: Iterable[nn.Module]) -> dict[nn.Module, Turn]:
-    """A `Turn` in place of every such function that the forward of one of the modules calls by one
-    name."""
+    """Put a `Turn` in place of the rotating function that the forward of a module calls, if there
+    is exactly one; returns them by module. Changes only the instance's `forward`."""
     names: dict[Any, str | None] = {}
     known: dict[object, bool] = {}
     found: dict[nn.Module, Turn] = {}
@@ -256,7 +262,7 @@ def put_turns(modules: Iterable[nn.Module]) -> dict[nn.Module, Turn]:
         if (name := names[forward]) is not None:
             found[module] = turn = Turn(forward.__globals__[name], known)
             own = {**forward.__globals__, name: turn}
-            del own["__name__"]  # by it torch's compiler would look globals up in transformers' module
+            del own["__name__"]  # or torch's compiler takes globals from transformers' module
             copied = FunctionType(forward.__code__, own, forward.__name__, forward.__defaults__, forward.__closure__)
             copied.__kwdefaults__ = forward.__kwdefaults__
             module.forward = MethodType(copied, module)
@@ -264,8 +270,8 @@ def put_turns(modules: Iterable[nn.Module]) -> dict[nn.Module, Turn]:
 
 
 def _turning_name(forward: FunctionType) -> str | None:
-    """The only function that turns heads of eight elements; each of its calls is tried with its own
-    sizes later."""
+    """Return the name of the only function named in a forward that rotates heads of eight elements;
+    None if there are none or several. Its calls are checked with their own sizes later."""
     own = forward.__globals__
     named = [name for name in forward.__code__.co_names if inspect.isfunction(own.get(name))]
     turning = [
@@ -282,7 +288,7 @@ def _takes_four(function: FunctionType) -> bool:
 
 
 class RotaryTrace:
-    """What modules without parameters give for positions, in a walk."""
+    """Records what modules without parameters return for positions in a walk."""
 
     def __init__(self) -> None:
         self.calls: dict[nn.Module, dict[Any, tuple[Any, Any]]] = {}
@@ -290,7 +296,7 @@ class RotaryTrace:
 
     @contextmanager
     def watching(self, modules: Iterable[nn.Module]) -> Iterator[None]:
-        """The calls of a model's modules inside."""
+        """Record the calls of a model's modules inside."""
         found = [each for each in modules if each._buffers and not each._modules and not each.state_dict()]
         hooks = [each.register_forward_hook(self._after, with_kwargs=True) for each in found]
         try:
@@ -300,7 +306,7 @@ class RotaryTrace:
                 hook.remove()
 
     def _after(self, module: nn.Module, args: Any, named: Any, out: Any) -> Any:
-        """Tensors in place of those that it gave, which nobody has read yet."""
+        """Replace the results by new tensors, which nothing has read yet."""
         tensors = [each for each in (*args, *named.values()) if isinstance(each, Tensor)]
         positions = [each for each in tensors if not each.is_floating_point()]
         if len(positions) != 1 or not isinstance(out, tuple) or len(out) != 2:
@@ -317,8 +323,8 @@ class RotaryTrace:
 def settle(
     model: nn.Module, turns: Mapping[nn.Module, Turn], seen: RotaryTrace, trace: Trace, attended: Attended
 ) -> tuple[list[Rotary], dict[nn.Module, Turn]]:
-    """Replace the modules whose angles only such turns read, and take back the turns that read
-    others."""
+    """Replace each module that makes angles by a `Rotary` if only `Turn`s read them, and remove
+    each `Turn` that reads other angles. Returns the new modules and the remaining `Turn`s."""
     own = {id(each): module for module, made in seen.made.items() for each in made}
     makers = {module: {own.get(id(each)) for each in turn.read} for module, turn in turns.items()}
     refused = {module for module, made in seen.made.items() if any(trace.is_read(each) for each in made)}

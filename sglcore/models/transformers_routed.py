@@ -1,8 +1,9 @@
-"""Experts of classes that ask on the host which of them were chosen: computed here, by shapes that
-do not depend on it.
+"""Experts of classes that read the routing on the host: computed here with shapes that do not
+depend on the routing.
 
-Known by the names of their weights: stacked experts of which some may be missing, whose rows pass
-as they are; experts in flat weights; and products of rows in the order of their experts.
+Classes are recognised by the names of their weights: stacked experts, perhaps not for all indices
+(rows of missing experts pass unchanged); experts in flat weights; and products of rows sorted by
+expert.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ from sglcore.models.transformers_experts import has_experts
 from sglcore.models.transformers_states import names_by_kind
 
 One = Callable[[Any, int, Tensor], Tensor]
-"""Of a module and an expert's number, rows [T, H] to [T, H]."""
+"""(module, expert's number, rows [T, H]) to [T, H]."""
 
 
 def take_routed(model: nn.Module) -> None:
-    """Every such module of a model computes here."""
+    """Replace the forward of every such module of a model."""
     modules = list(model.modules())
     asks = {kind: _asks(kind) for kind in set(map(type, modules))}
     sorted_ones = [each for each in modules if "expert_size" in asks[type(each)] and _names(each) == {"weight"}]
@@ -46,7 +47,7 @@ def _names(module: nn.Module) -> set[str]:
 
 
 def _asks(kind: type[nn.Module]) -> tuple[str, ...]:
-    """The arguments of its forward."""
+    """Return the argument names of a class's forward."""
     forward = kind.forward
     return tuple(inspect.signature(forward).parameters) if isinstance(forward, FunctionType) else ()
 
@@ -68,14 +69,14 @@ _FORMS: Mapping[frozenset[str], tuple[One, Callable[[Any], int]]] = MappingProxy
         frozenset({"mlp.w1", "mlp.v1", "mlp.w2"}): (_flat, lambda module: module.num_experts),
     }
 )
-"""By the names of their weights: one expert, and how many there are."""
+"""By weight names: the function for one expert, and the number of experts."""
 
 
 def _routed(
     module: nn.Module, one: One, count: Callable[[Any], int], hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
-    """The weighted sum [.., H] of the experts `top_k_index` [T, K] of hidden [.., H]. Of experts
-    that are not there, rows pass."""
+    """Return the weighted sum [.., H] of the experts `top_k_index` [T, K] for hidden [.., H]. For
+    an index past the last expert, the row itself counts as the expert's output."""
     if hidden.device.type == "meta":
         return torch.empty_like(hidden)
     x, experts = hidden.reshape(-1, hidden.shape[-1]), count(module)
@@ -90,8 +91,7 @@ def _routed(
 
 
 def _by_order(module: Any, inputs: Tensor, expert_size: Tensor) -> Tensor:
-    """Rows [N, in], the first `expert_size[0]` of which are the first expert's and so on, to [N,
-    out]."""
+    """Rows [N, in] sorted by expert, with `expert_size[i]` rows for expert i, to [N, out]."""
     expert = (torch.arange(len(inputs), device=inputs.device)[:, None] >= expert_size.cumsum(0)).sum(
         dim=1, keepdim=True
     )
@@ -102,10 +102,11 @@ def _by_order(module: Any, inputs: Tensor, expert_size: Tensor) -> Tensor:
 
 
 class CountsOnDevice(nn.Module):
-    """A module whose counts stay tensors: mixed into its class."""
+    """Mixed into the class of a module that calls `tolist` on its counts: these stay tensors on the
+    device."""
 
     def __call__(self, *args: Any, **named: Any) -> Any:
-        """As its class."""
+        """Run the class's forward, in which `tolist` returns the tensor."""
         with _NoLists():
             return super().__call__(*args, **named)
 

@@ -1,8 +1,8 @@
-"""What chooses experts in transformers' classes, by the engine's layers where these choose alike;
-and the sum behind experts.
+"""Routers of transformers' classes on the engine's routing layers, if both choose the same experts;
+and the residual sum after expert blocks.
 
-Known by what it gives: its twin with random weights, against the reference of the two entries for
-routing.
+A router is recognised by its results: its twin with random weights is compared with the reference
+of the two routing kernels.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from sglcore.models.transformers_twins import twin_of
 from sglcore.runtime.kernels import reference
 
 CHOOSING = "e_score_correction_bias"
-"""What classes call a bias that chooses and does not weigh."""
+"""The classes' name for a bias that affects which experts are chosen, not their weights."""
 TOKENS = 16
-"""Random rows of a router's twin."""
+"""Random rows in a trial of a router."""
 
 
 @dataclass(frozen=True, slots=True)
 class RoutingForm:
-    """How experts are chosen: `is_sigmoid` as `sigmoid_routing`, else as `top_k_routing`, of logits
-    that may have a bias."""
+    """How experts are chosen: as by the kernel `sigmoid_routing` if `is_sigmoid`, else as by
+    `top_k_routing`. `has_bias`: the logits have a bias."""
 
     rules: MoeConfig
     is_sigmoid: bool
@@ -40,26 +40,28 @@ class RoutingForm:
 
 
 class Router(nn.Module):
-    """Which experts a row goes to, and their weights, as transformers' classes have it: logits,
-    weights, experts."""
+    """Replaces a router of transformers' classes; returns logits, weights and experts as these
+    do."""
 
     def __init__(self, own: nn.Module, name: str, form: RoutingForm) -> None:
         super().__init__()
         self.logits = torch.empty(0, device="meta")
-        """What a walk got in their place. In a step there are none."""
+        """The empty logits of the walk, which show whether something reads them. In a step there
+        are none."""
         self.is_read = False
-        self._own = (own,)  # out of the reach of who looks for modules
+        self._own = (own,)  # in a tuple, so that it is not registered as a submodule
         self._name, self._form = name, form
         self._route: Routing | None = None
 
     @property
     def own(self) -> nn.Module:
-        """The module that it stands for."""
+        """The original module."""
         return self._own[0]
 
     @property
     def weight(self) -> Tensor:
-        """For shapes alone: who reads it computes with it by another way, which `is_read` tells."""
+        """The original weight, on shapes. A read sets `is_read`: the class then computes with the
+        weight itself."""
         self.is_read = True
         return cast("Tensor", self.own.weight)
 
@@ -83,13 +85,13 @@ class Router(nn.Module):
 
 
 class SparseBlock(nn.Module):
-    """A block with experts: mixed into its class. `is_addend` is that of the layers, of what it
-    gives first."""
+    """Mixed into the class of a block with experts. `is_addend`: its first result is only an addend
+    of a residual sum that feeds a norm."""
 
     is_addend: bool
 
     def __call__(self, *args: Any, **named: Any) -> Any:
-        """As its class."""
+        """Run the class's forward; its first result may be an `Addend`."""
         found = super().__call__(*args, **named)
         if not self.is_addend or torch.compiler.is_compiling():
             return found
@@ -99,26 +101,27 @@ class SparseBlock(nn.Module):
 
 
 def as_sparse_block(block: nn.Module) -> SparseBlock:
-    """The same module, which is one from now on."""
+    """Mix `SparseBlock` into the class of a module; returns the same module."""
     block.__class__ = type(type(block).__name__, (SparseBlock, type(block)), {"is_addend": False})
     assert isinstance(block, SparseBlock)
     return block
 
 
 def may_route(module: nn.Module) -> bool:
-    """Whether all that a module has is one matrix, perhaps with a bias, and it is none of torch's
-    layers."""
+    """Whether a module's only tensors are one matrix and perhaps a bias, and it is not a layer of
+    torch."""
     weight = module._parameters.get("weight")
     is_own = not isinstance(module, nn.Linear | nn.Embedding) and weight is not None and weight.dim() == 2
     return is_own and _names(module) in ({"weight"}, {"weight", "bias"}, {"weight", CHOOSING})
 
 
 def routing_of(module: nn.Module, dtype: torch.dtype) -> RoutingForm | None:
-    """As which entry of the kernel table a module that `may_route` chooses experts; None if as
-    none, or if two forms that choose otherwise give the same here.
+    """Return the form in which a module that `may_route` chooses experts; None if no form fits, or
+    if several do.
 
-    Evidence: groups are numbers that the module or its configuration has, and what it gives for
-    `telling_logits`, where every other number of groups, or of those taken, chooses other experts.
+    Evidence: the candidates for groups are the integers in the module and its configuration. The
+    trials include `telling_logits`, for which any other number of groups or of chosen groups
+    chooses other experts.
     """
     names, numbers = _names(module), _numbers(module)
     groups = sorted(numbers & set(_divisors(_Trial.experts_of(module))))
@@ -134,10 +137,14 @@ def routing_of(module: nn.Module, dtype: torch.dtype) -> RoutingForm | None:
 
 
 def telling_logits(experts: int, groups: Iterable[int]) -> Tensor:
-    """float32 [R, experts]: rows for which experts are chosen otherwise by other groups. With
-    `groups` of equal size there is a row for each number of them that have one large expert and
-    else the least: by the sum of a group's two largest (DeepSeek-V3, arXiv 2412.19437, section
-    2.1.2) these are the last to be taken, though all others are less than that expert."""
+    """Return float32 [R, experts]: rows of logits that lead to other experts for any other
+    grouping.
+
+    For each count in `groups`, group size = experts / count, there are rows in which 1 to count
+    groups have one large logit and else the lowest ones. By the sum of a group's two largest scores
+    (DeepSeek-V3, arXiv 2412.19437, section 2.1.2) these groups are chosen last, although their
+    large logit exceeds all logits of the other groups.
+    """
     generator = torch.Generator().manual_seed(0)
     usual = torch.linspace(0.1, 2, experts)
     rows = [usual[torch.randperm(experts, generator=generator)]]
@@ -153,15 +160,15 @@ def telling_logits(experts: int, groups: Iterable[int]) -> Tensor:
 
 
 def _telling(module: nn.Module, groups: Sequence[int]) -> Sequence[Tensor]:
-    """Such logits, as many at a time as a row of the module has elements: each row is one column of
-    its weight."""
+    """Return `telling_logits` in parts of at most H rows, H the columns of the module's weight:
+    each row of logits is one column of a trial's weight."""
     experts, size = _Trial.experts_of(module), int(module._parameters["weight"].shape[1])  # pyright: ignore[reportOptionalMemberAccess]
     powers = (each for each in _divisors(experts) if each & (each - 1) == 0)
     return telling_logits(experts, sorted({*groups, *powers})).split(size)
 
 
 def _divisors(experts: int) -> Iterator[int]:
-    """Numbers of groups of two experts or more."""
+    """Return the divisors of `experts` that leave groups of two experts or more."""
     return (each for each in range(2, experts // 2 + 1) if experts % each == 0)
 
 
@@ -170,14 +177,14 @@ def _names(module: nn.Module) -> set[str]:
 
 
 def _numbers(module: nn.Module) -> set[int]:
-    """All that the module and its configuration say."""
+    """Return all integers in the module and its configuration."""
     own = [vars(module), *(vars(each) for each in vars(module).values() if isinstance(each, PreTrainedConfig))]
     return {each for values in own for each in values.values() if type(each) is int}
 
 
 class _Trial:
-    """Rows through a router's twin, random ones or such that give these `logits`. `found` has the
-    weights and experts that it gave; None: it does not give such."""
+    """Rows through a router's twin: random ones, or such that give `logits`. `found`: the weights
+    and experts that it returned; None if it does not return these."""
 
     def __init__(self, module: nn.Module, names: set[str], dtype: torch.dtype, logits: Tensor | None = None) -> None:
         generator = torch.Generator().manual_seed(0)
@@ -200,7 +207,7 @@ class _Trial:
 
     @staticmethod
     def experts_of(module: nn.Module) -> int:
-        """How many a module that `may_route` chooses among."""
+        """Return the number of experts of a module that `may_route`."""
         return int(module._parameters["weight"].shape[0])  # pyright: ignore[reportOptionalMemberAccess]
 
     def _tried(self, twin: nn.Module) -> tuple[Tensor, Tensor] | None:
@@ -213,13 +220,13 @@ class _Trial:
             return None
 
     def softmax_forms(self, has_bias: bool) -> Iterator[RoutingForm]:
-        """All that there are."""
+        """Return all softmax forms."""
         return (RoutingForm(self._rules(normalize), False, has_bias) for normalize in (False, True))
 
     def sigmoid_forms(self, groups: Iterable[int], numbers: set[int]) -> Iterator[RoutingForm]:
-        """All that scale weights as was found: their sum, or the ratio to the sigmoids, shows by
-        how much. `numbers` are those that may say how many of the `groups` are taken: fewer than
-        there are."""
+        """Yield the sigmoid forms with the scale that the weights show: by their sum if they are
+        normalised, else by their ratio to the sigmoids. `numbers`: candidates for the number of
+        chosen groups, which is lower than the number of groups."""
         assert self.found is not None
         weights, experts = self.found
         scores = self._logits(True).sigmoid().gather(1, experts)
@@ -229,8 +236,8 @@ class _Trial:
                 yield RoutingForm(self._rules(normalize, round(float(scale[0]), 5), *pair), True, False)
 
     def is_of(self, form: RoutingForm) -> bool:
-        """Whether a form gives what was found: to a rounding, by which in half types other experts
-        may be chosen whose weight is the same."""
+        """Whether a form gives the weights and experts found. In half types only the sorted weights
+        are compared, within one rounding: experts with equal weights may be swapped."""
         assert self.found is not None
         rules, logits = form.rules, self._logits(form.is_sigmoid)
         if form.is_sigmoid:

@@ -1,7 +1,7 @@
-"""The scores of attention that a class of transformers computes itself, without contents.
+"""The attention scores of a class of transformers that computes attention itself, without contents.
 
-A product of queries and keys gives `Scores`, which are shapes alone and go through whatever the
-class does to them. Where they meet the values, `attend` answers.
+A product of queries and keys gives `Scores`: shapes on the meta device that pass through whatever
+the class does to them. At the product with the values, `attend` computes the result.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ _PRODUCTS = frozenset(
     {torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm, torch.baddbmm, Tensor.baddbmm}
 )
 _ADDED = frozenset({torch.baddbmm, Tensor.baddbmm})
-"""Products to which the first argument is added."""
+"""Products that add their first argument."""
 _TIMES = frozenset({torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__, Tensor.__imul__, Tensor.mul_})
 _OVER = frozenset({torch.div, Tensor.div, Tensor.__truediv__, Tensor.__itruediv__, Tensor.div_})
 
 Attend = Callable[["Product", Tensor], Tensor]
-"""Of such a product and values [1, kv_heads, T, dim], [1, T, heads, dim]."""
+"""(product, values [1, kv_heads, T, dim]) to [1, T, heads, dim]."""
 
 
 @dataclass(slots=True)
 class Product:
-    """Of queries [1, heads, T, dim] and keys [1, kv_heads, T, dim], and what befell it: scales,
-    masks of transformers' making, and other tensors, by their memory, with the scale that there
-    was."""
+    """The product of queries [1, heads, T, dim] and keys [1, kv_heads, T, dim], and the operations
+    on it: the scale so far, masks made by transformers, and other tensors in `memory`: by their
+    memory, the scale at the time they took part."""
 
     query: Tensor
     key: Tensor
@@ -43,13 +43,13 @@ class Product:
 
 
 class Scores(Tensor):
-    """Scores without contents, on shapes alone."""
+    """Scores without contents, on the meta device."""
 
     product: Product
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """The same of shapes alone; what comes of scores is scores."""
+        """Run an operation on shapes and record it in the product. Results are scores too."""
         leaves = tree_leaves((args, kwargs))
         product = next(each for each in leaves if isinstance(each, Scores)).product
         if func in _TIMES | _OVER and isinstance(args[1], float | int):
@@ -75,14 +75,14 @@ def _scores(shape: Tensor, product: Product) -> Scores:
 
 
 class Between(TorchFunctionMode):
-    """Inside, the product of this number is that of queries and keys, and the next one of what
-    became of it is the attention. `number` None: any that has the look of it."""
+    """Inside, product `number` is that of queries and keys, and the next product with its scores is
+    the attention. `number` None: the first product with a square result."""
 
     def __init__(self, attend: Attend, number: int | None) -> None:
         super().__init__()
         self._attend, self._number = attend, number
         self.count = 0
-        """Products so far."""
+        """The number of products so far."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -105,13 +105,13 @@ class Between(TorchFunctionMode):
 
     @property
     def number(self) -> int | None:
-        """Of the product of queries and keys."""
+        """The number of the product of queries and keys; None if there was none."""
         return self._number
 
 
 class Traced(TorchFunctionMode):
-    """The same where a compiler traces: scores are computed, and nobody reads them, which the
-    compiler sees. `numbers` are those of the two products."""
+    """As `Between`, under a compiler: scores are computed too, and the compiler removes them
+    because nothing reads them. `numbers` are those of the two products."""
 
     def __init__(self, attend: Attend, numbers: tuple[int, int]) -> None:
         super().__init__()
@@ -134,7 +134,7 @@ class Traced(TorchFunctionMode):
 
 
 class Last(TorchFunctionMode):
-    """Keeps the result of the product of a number, which the class computes."""
+    """Keeps the result of product `number`, which the class computes."""
 
     def __init__(self, number: int) -> None:
         super().__init__()
@@ -155,7 +155,8 @@ def _product(first: Tensor, second: Tensor, scaling: float = 1.0) -> Product:
 
 
 def operands_of(func: Any, args: Any, kwargs: Any) -> tuple[Tensor, Tensor] | None:
-    """The two that are multiplied, if both have heads or a batch."""
+    """Return the two operands of a product of tensors with three or four dimensions; None for any
+    other operation."""
     if func not in _PRODUCTS:
         return None
     batches = (kwargs[name] for name in ("batch1", "batch2") if name in kwargs)
@@ -164,8 +165,8 @@ def operands_of(func: Any, args: Any, kwargs: Any) -> tuple[Tensor, Tensor] | No
 
 
 def _called(func: Any, args: Any, kwargs: Any) -> Any:
-    """The function's result. An index that is a list of one, which would be copied to the device,
-    is a slice instead."""
+    """Return the function's result. An index that is a list with one element becomes a slice: a
+    list would be copied to the device."""
     if func is Tensor.__getitem__ and isinstance(args[1], tuple):
         lists = [each for each in args[1] if isinstance(each, list)]
         if lists and all(isinstance(each, slice) or each is Ellipsis or _is_one(each) for each in args[1]):
@@ -190,5 +191,5 @@ def _heads(part: Tensor) -> Tensor:
 
 
 def memory(tensor: Tensor) -> int:
-    """Which memory a tensor is in."""
+    """Return the identity of a tensor's storage."""
     return tensor.untyped_storage()._cdata

@@ -1,8 +1,8 @@
-"""A configuration of transformers made small: fewer layers, heads, experts and words, and every
-kind of layer that there was.
+"""Shrinks a configuration of transformers: fewer layers, heads, experts and tokens, but every kind
+of layer.
 
-Sizes are known by their names; what is not a size stays as it is. Whether that was right, the
-models tell: each layer of the whole one, by the classes and choices in it, has to be in the small
+Sizes are recognised by their names; everything else stays. The result is checked on the models:
+every layer of the whole model, described by the classes and options in it, must occur in the small
 one.
 """
 
@@ -20,9 +20,9 @@ from sglcore.device.errors import ConfigError
 from sglcore.models.transformers_config import Library
 
 PARAMETERS = 80_000_000
-"""Of a small model at most."""
+"""The most parameters of a small model."""
 _SMALL = 4_000_000
-"""One that has no more stays as it is."""
+"""A model with no more parameters is not shrunk."""
 
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 _HEADS = (
@@ -61,12 +61,12 @@ _CHOSEN = (
 _GROUPS = ("n_groups", "mamba_n_groups")
 _SHARED = ("num_kv_shared_layers",)
 _WINDOWS = ("sliding_window", "window_size", "attention_window_size")
-"""A window that hides something of a short text too."""
+"""Sliding windows, shortened so that they matter in short texts."""
 LEAST_HEADS, LEAST_WIDTH, INNER, WINDOW, WORDS = 4, 64, 128, 6, 512
 
 
 def shrunk(library: Library) -> Library:
-    """A small configuration with the same options. Raises `ConfigError` where none is found."""
+    """Return a small configuration with the same options. Raises `ConfigError` if none is found."""
     whole = _empty(library)
     if _count(whole) <= _SMALL:
         return library
@@ -100,7 +100,7 @@ def _count(model: nn.Module) -> int:
 
 
 def _smaller(values: Mapping[str, Any], layers: int) -> dict[str, Any]:
-    """A configuration's values with small sizes; also of those inside it."""
+    """Return a configuration's values with small sizes, also in nested configurations."""
     depth = next((values[name] for name in _LAYERS if _is_size(values.get(name))), layers)
     divisor, made = _divisor(values), {}
     for name, value in values.items():
@@ -142,7 +142,8 @@ def _is_size(value: Any) -> bool:
 
 
 def _divisor(values: Mapping[str, Any]) -> int:
-    """The greatest number by which heads and widths can be divided alike."""
+    """Return the greatest divisor of all heads and widths that leaves at least `LEAST_HEADS` heads,
+    a head for each group, and `LEAST_WIDTH` elements."""
     heads = [values[name] for name in _HEADS if _is_size(values.get(name))]
     widths = [values[name] for name in _WIDTHS if _is_size(values.get(name))]
     least = max([LEAST_HEADS, *(values[name] for name in _GROUPS if _is_size(values.get(name)))])
@@ -151,7 +152,8 @@ def _divisor(values: Mapping[str, Any]) -> int:
 
 
 def _kv_heads(count: int, values: Mapping[str, Any], divisor: int) -> int:
-    """As many as heads, one, or between if heads can be divided."""
+    """Return the number of KV heads: equal to the heads if it was, else 2, or 1 if a number of
+    heads is odd."""
     heads = {values[name] for name in _HEADS if _is_size(values.get(name))}
     if count in heads:
         return count // divisor
@@ -159,20 +161,20 @@ def _kv_heads(count: int, values: Mapping[str, Any], divisor: int) -> int:
 
 
 def _experts(count: int, values: Mapping[str, Any]) -> int:
-    """So few that each token still chooses among them."""
+    """Return a small number of experts, at least twice the chosen ones, that divides `count`."""
     least = max([4, *(2 * values[name] for name in _CHOSEN if _is_size(values.get(name)))])
     return next(size for size in range(min(least, count), count + 1) if count % size == 0)
 
 
 def _kinds(model: PreTrainedModel) -> Iterator[object]:
-    """What each of a model's layers is."""
+    """Yield a description of each of a model's layers."""
     for module in model.modules():
         if isinstance(module, nn.ModuleList):
             yield from map(_kind, module)
 
 
 def _kind(module: nn.Module) -> object:
-    """Classes, and all in them that is no number."""
+    """Describe a module by its class, attributes other than numbers, tensors and submodules."""
     chosen = ((name, value) for name, value in vars(module).items() if value is None or isinstance(value, str | bool))
     tensors = ((name, value is None) for name, value in (*module._parameters.items(), *module._buffers.items()))
     return type(module), tuple(chosen), tuple(tensors), _parts(module.named_children())

@@ -1,5 +1,5 @@
-"""What becomes of the layers' tensors in a walk: which layers take the same input, and which sums
-go to a norm and nowhere else."""
+"""Records where the layers' tensors go in a walk: which layers take the same input, and which
+residual sums feed a norm and nothing else."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from sglcore.models.transformers_layers import GatedBlock, Norm, PackedLinear
 from sglcore.models.transformers_routers import SparseBlock
 
 Giver = PackedLinear | GatedBlock | Norm | SparseBlock
-"""Whose results may be added to something."""
+"""Layers with results that may be addends of a residual sum."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Addition:
-    """At which step, of what."""
+    """An addition: the step at which it ran, and its two operands."""
 
     step: int
     operands: tuple[Tensor, Tensor]
 
 
 class Trace(TorchDispatchMode):
-    """Inside `watching`: every operation of torch, and every call of the layers that stand for a
-    model's own. Tensors are kept, so that each is known by its identity."""
+    """Records every torch operation inside `watching`, and every call of the layers that replace a
+    model's own. Keeps the tensors alive, so that `id` identifies them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,8 +46,8 @@ class Trace(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        # Torch asks it while the class is made; yes would import its compiler, a second of every
-        # start.
+        # Torch calls this while the class is made; True would import its compiler, which takes a
+        # second of every start.
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -66,7 +66,7 @@ class Trace(TorchDispatchMode):
 
     @contextmanager
     def watching(self, modules: Sequence[nn.Module]) -> Iterator[None]:
-        """The calls of a model's modules inside."""
+        """Record the calls of a model's modules inside."""
         held = (each for module in modules for each in (*module._parameters.values(), *module._buffers.values()))
         self._fixed = {_memory(each) for each in held if each is not None}
         hooks = []
@@ -85,7 +85,7 @@ class Trace(TorchDispatchMode):
             self._normed.append((module, args[0]))
         if isinstance(module, PackedLinear):
             self.products.append((module, args[0]))
-        if not isinstance(module, SparseBlock):  # what stands for a part of a model reads no shapes
+        if not isinstance(module, SparseBlock):  # the class's own code shows its reads
             self._step += 1
             self._read(args[0])
 
@@ -100,20 +100,22 @@ class Trace(TorchDispatchMode):
         self._results[_memory(out)] = out
 
     def is_read(self, tensor: Tensor, after: int = 0) -> bool:
-        """Whether an operation later than this has read a tensor's memory, as making a view does
-        not."""
+        """Whether an operation after step `after` has read a tensor's memory. Making a view is no
+        read."""
         return any(step > after for step in self._reads.get(_memory(tensor), ()))
 
     def heads(self) -> dict[Norm, set[int | None]]:
-        """How many of them each norm is called with; None for rows."""
+        """Return for each norm the numbers of heads that it was called with; None stands for a call
+        with rows [1, T, size]."""
         found: dict[Norm, set[int | None]] = {}
         for norm, x in self._normed:
             found.setdefault(norm, set()).add(x.shape[2] if x.dim() == 4 and x.is_contiguous() else None)
         return found
 
     def addends(self) -> set[Giver]:
-        """The layers all of whose results are added to a tensor, of which nobody hears afterwards,
-        as nobody does of the result, and whose sum comes to a norm."""
+        """Return the layers that only produce addends of a residual sum that feeds a norm, so that
+        the addition can be fused with the norm. Nothing else reads the two operands of such a sum
+        after it, because the fused kernel overwrites them."""
         fused: Counter[Giver] = Counter()
         for norm, x in self._normed:
             addition = self._additions.get(id(x))
@@ -124,8 +126,9 @@ class Trace(TorchDispatchMode):
         return {module for module, count in fused.items() if count == calls[module]}
 
     def giver_of(self, heads: Tensor) -> Giver | None:
-        """The linear layer, or the norm of heads, whose one result are these heads [1, heads, T,
-        D], which nobody has read."""
+        """Return the linear layer or the norm of heads that made these heads [1, heads, T, D], if
+        they are its whole result, it was called once, and nothing has read the result since; else
+        None."""
         _, count, tokens, size = heads.shape
         out = self._results.get(_memory(heads))
         if out is None:
@@ -133,13 +136,14 @@ class Trace(TorchDispatchMode):
         module, step = self._given[id(out)]
         shape = (1, tokens, count, size) if isinstance(module, Norm) else (1, tokens, count * size)
         is_whole = out.shape == shape and heads.stride()[1:] == (size, count * size, 1)
-        if isinstance(module, Norm):  # some classes norm behind the transposition
+        if isinstance(module, Norm):  # some classes apply the norm after the transposition
             is_whole = is_whole or (out.shape == heads.shape and out.stride() == heads.stride())
         is_once = [each for each, _ in self._given.values()].count(module) == 1
         return module if is_whole and is_once and not self.is_read(heads, step) else None
 
     def _giver(self, operand: Tensor, step: int) -> list[Giver]:
-        """The layer that gave an operand, if nobody heard of it before this addition."""
+        """Return [the layer that made an operand] if this addition is the only operation that reads
+        it, else []."""
         if id(operand) not in self._given:
             return []
         module, given = self._given[id(operand)]
@@ -160,7 +164,8 @@ class Trace(TorchDispatchMode):
 
 
 def _sum(first: Tensor, second: Tensor) -> Tensor:
-    """On shapes alone, which torch itself works out in a fifth of a millisecond."""
+    """Add two tensors of the walk. Operands of one shape and dtype skip torch's shape inference,
+    which takes 0.2 ms."""
     is_plain = first.shape == second.shape and first.dtype is second.dtype
     if not is_plain or not (first.is_contiguous() and second.is_contiguous()):
         return first + second
@@ -168,8 +173,8 @@ def _sum(first: Tensor, second: Tensor) -> Tensor:
 
 
 def shared_inputs(calls: Iterable[tuple[PackedLinear, Tensor]]) -> list[Sequence[PackedLinear]]:
-    """The linear layers that are always called with the same tensor, of each other's kind, in the
-    order of their calls."""
+    """Return the groups of linear layers that always take the same tensor and have the same input
+    size and bias option, in the order of their calls."""
     by_input: dict[int, list[PackedLinear]] = {}
     for module, x in calls:
         by_input.setdefault(id(x), []).append(module)
@@ -185,7 +190,7 @@ def _is_one_kind(group: Sequence[PackedLinear]) -> bool:
 
 
 def _tensors(arguments: Iterable[Any]) -> Iterator[Tensor]:
-    """Those of an operation, some of which it takes in lists."""
+    """Yield the tensors among an operation's arguments, also those in lists."""
     for each in arguments:
         if isinstance(each, Tensor):
             yield each

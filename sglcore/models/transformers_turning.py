@@ -1,5 +1,5 @@
-"""What a function of transformers does that turns queries and keys, found by trying it against the
-kernel."""
+"""Detects which rotary convention a function of transformers uses, by comparing it with the kernel
+on random input."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from torch import Tensor
 from sglcore.runtime.kernels import reference
 
 TurnFunction = Callable[..., tuple[Tensor, Tensor]]
-"""Of queries and keys [1, heads, T, D], cosines and sines [1, T, R]: both, turned."""
+"""(queries, keys [1, heads, T, D], cosines, sines [1, T, R]) to rotated queries and keys."""
 
 Doubling = Literal["halves", "neighbours", "none"]
-"""How R cosines are those of R / 2 angles: the second half repeats the first, or each has its like
-beside it. None: there are R / 2 of them."""
+"""How R cosines hold R / 2 angles. `halves`: the second half repeats the first. `neighbours`: each
+value is repeated next to itself. `none`: there are only R / 2 cosines."""
 
 WAYS: Sequence[Doubling] = ("neighbours", "halves", "none")
-"""The last is that of all angles which are in no other."""
+"""In the order of trial: `none` fits all angles."""
 
 FORMS: Sequence[tuple[Doubling, Doubling]] = (
     ("halves", "halves"),
@@ -27,12 +27,12 @@ FORMS: Sequence[tuple[Doubling, Doubling]] = (
     ("neighbours", "neighbours"),
     ("none", "halves"),
 )
-"""How angles are doubled, and which elements are a pair, in functions that turn."""
+"""(how angles are doubled, which elements form a pair) in the known functions."""
 
 LENGTHS = (5, 1, 260)
-"""Tokens of texts that a function is tried with."""
+"""Numbers of tokens in the trials of a function."""
 SIZES = (1.0, 1e3, 1e-2)
-"""About how large the elements of a token are, and those of the next ones."""
+"""The scale of a token's elements, cyclic over the tokens."""
 
 
 def turns(
@@ -43,11 +43,12 @@ def turns(
     pairs: Doubling = "halves",
     lengths: Sequence[int] = LENGTHS,
 ) -> bool:
-    """Whether a function, of angles doubled so, turns the first `size` elements of each head as the
-    kernel does: an element with that of the other half, or with its neighbour.
+    """Whether a function, given angles doubled as `doubling`, rotates the first `size` elements of
+    each head as the kernel does. `pairs`: an element forms a pair with the same one of the other
+    half, or with its neighbour.
 
-    The evidence is random heads and angles of texts of `lengths`, whose tokens have `SIZES`. No two
-    forms are one function where more than two elements are turned.
+    Evidence: random heads and angles for `lengths` tokens with the scales `SIZES`. With more than
+    two rotated elements, no two forms agree.
     """
     return all(_turns(function, head_dim, size, doubling, pairs, tokens) for tokens in lengths)
 
@@ -81,8 +82,8 @@ def _doubled(angles: Tensor, doubling: Doubling) -> Tensor:
 
 
 def halves_first(rows: int, head_dim: int, size: int) -> Tensor:
-    """int64 [rows]: which row comes to each place, so that the pairs of the first `size` of each
-    head become halves."""
+    """Return int64 [rows], the source row of each row, so that the neighbour pairs of the first
+    `size` elements of each head become halves."""
     head = torch.arange(head_dim)
     one = torch.cat((head[:size:2], head[1:size:2], head[size:]))
     return (torch.arange(0, rows, head_dim)[:, None] + one).flatten()

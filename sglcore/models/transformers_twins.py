@@ -1,8 +1,8 @@
-"""What a module of transformers computes, found by trying: its twin, small and with random weights,
-against a kernel.
+"""Finds what a module of transformers computes, by trial: its twin, small and with random weights,
+is compared with a kernel.
 
-No name of a class decides. A module is what a kernel is where both give the same, in float32 and,
-to the bit, in the model's own dtype.
+Class names do not decide. A module counts as a kernel's operation if both give the same results, in
+float32 within rounding and in the model's own dtype to the bit.
 """
 
 from __future__ import annotations
@@ -25,38 +25,40 @@ M = TypeVar("M", bound=nn.Module)
 F = TypeVar("F")
 
 OFFSETS = (None, 0.0, 1.0)
-"""Of a norm's weight, as in `NormForm`."""
+"""Candidates for `NormForm.offset`."""
 
 ACTIVATIONS: Sequence[Activation] = (KernelTable.silu_and_mul, KernelTable.gelu_tanh_and_mul)
-"""Of a gated block."""
+"""Candidates for the activation of a gated block."""
 
 _VALUES = (int, float, str, tuple, FunctionType, BuiltinFunctionType)
-"""What shows, among a module's attributes, that it is another kind of its class; lists of such show
-it too."""
+"""Types of attributes that distinguish kinds of modules within a class; lists of plain values count
+too."""
 
 HIDDEN, INNER = 8, 6
-"""Sizes of a block's twin."""
+"""Hidden and intermediate size of a block's twin."""
 
 LARGE = 1e3
-"""How much larger than others some rows in float32 are: a limit that a class has shows in them."""
+"""The factor by which some float32 rows are larger, so that a class's clamps show."""
 _SIZES = torch.tensor([1e-4, 1e-2, 1.0, 30.0])[:, None]
-"""Of a norm's rows: epsilon shows in small ones."""
+"""Scales of a norm's rows: epsilon shows in small ones."""
 
 
 def may_be_norm(module: nn.Module) -> bool:
-    """Whether all that a module has is one weight with one dimension."""
+    """Whether a module's only tensor is a weight with one dimension, and it has no submodules."""
     weight = module._parameters.get("weight")
     is_alone = len(module._parameters) == 1 and not module._modules and not module._buffers
     return is_alone and weight is not None and weight.dim() == 1
 
 
 def rms_norm_of(module: nn.Module, dtype: torch.dtype) -> NormForm | None:
-    """As which norm of its weight a module computes; None if it is none."""
+    """Return the variant of root mean square norm that a module computes; None if it is none, or if
+    several fit."""
     if not may_be_norm(module):
         return None
     weight: Any = module.weight
     numbers = sorted({value for value in vars(module).values() if isinstance(value, float)})
-    offsets = [each for each in OFFSETS if each != 0.0 or dtype is not torch.float32]  # in float32 that one is as None
+    # In float32, an offset of 0.0 equals None.
+    offsets = [each for each in OFFSETS if each != 0.0 or dtype is not torch.float32]
     forms = (NormForm(eps, offset) for offset in offsets for eps in numbers)
     return only(form for form in forms if _is_rms_norm(module, weight.shape[0], form, dtype))
 
@@ -74,7 +76,7 @@ def _is_rms_norm(module: nn.Module, size: int, form: NormForm, dtype: torch.dtyp
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Whether a module is a linear layer, by its class or by what a class made of it gives."""
+    """Whether a module is a linear layer: `nn.Linear` itself, or a subclass that gives the same."""
     if type(module) is nn.Linear or not isinstance(module, nn.Linear):
         return type(module) is nn.Linear
     generator = torch.Generator().manual_seed(0)
@@ -87,8 +89,9 @@ def is_linear(module: nn.Module) -> bool:
 
 
 def embedding_scale(module: nn.Module, dtype: torch.dtype, initialize: Callable[[nn.Module], object]) -> float | None:
-    """With what a module multiplies the rows of its weight that it gives; None if it does anything
-    else. `initialize` gives buffers their values, as the module's class has them."""
+    """Return the factor with which an embedding multiplies the rows of its weight; None if the
+    module does anything else. `initialize` gives buffers their values, as the module's class
+    does."""
     weight = module._parameters.get("weight")
     if len(module._parameters) != 1 or weight is None or weight.dim() != 2 or type(module) is nn.Linear:
         return None
@@ -100,7 +103,7 @@ def embedding_scale(module: nn.Module, dtype: torch.dtype, initialize: Callable[
         parameter._is_hf_initialized = True  # pyright: ignore[reportAttributeAccessIssue]
         twin = twin_of(module, parameters={"weight": parameter}, buffers=buffers)
         if isinstance(twin, nn.Embedding):
-            twin.padding_idx = None  # counts in training alone, and the twin has fewer rows
+            twin.padding_idx = None  # matters in training only; the twin has fewer rows
         if buffers:
             initialize(twin)
         given = tried(twin, ids)
@@ -111,7 +114,7 @@ def embedding_scale(module: nn.Module, dtype: torch.dtype, initialize: Callable[
 
 
 def may_be_block(module: nn.Module) -> bool:
-    """Whether all that a module has are the weights of two or three linear layers."""
+    """Whether a module's only tensors are the weights of two or three linear layers."""
     linears = [child for child in module._modules.values() if type(child) is nn.Linear]
     if len(linears) not in (2, 3) or module._parameters or module._buffers:
         return False
@@ -119,9 +122,9 @@ def may_be_block(module: nn.Module) -> bool:
 
 
 def gated_block_of(module: nn.Module, dtype: torch.dtype) -> tuple[tuple[str, ...], Activation] | None:
-    """The names of a module's linear layers in the order gate, up, down with which it is
-    down(activation(gate(x)) * up(x)), or gate with up, down; and the activation. None if it is not
-    such a block."""
+    """Return the names of a module's linear layers as (gate, up, down) or (gate with up, down), and
+    the activation, if it computes down(activation(gate(x)) * up(x)); None if it does not, or if
+    several assignments fit."""
     if not may_be_block(module):
         return None
     linears = {name: child for name, child in module._modules.items() if type(child) is nn.Linear}
@@ -159,7 +162,7 @@ def _is_block(module: nn.Module, roles: Sequence[str], activation: Activation, d
 
 
 def _small(own: Any, is_down: bool, count: int, generator: torch.Generator) -> nn.Linear:
-    """A linear layer as this one, with the sizes of a twin."""
+    """Return a random linear layer with the sizes of a twin, and a bias if `own` has one."""
     inputs, outputs = (INNER, HIDDEN) if is_down else (HIDDEN, INNER if count == 3 else 2 * INNER)
     made = _Product(inputs, outputs, bias=own.bias is not None, device="meta")
     for name, empty in made.named_parameters():
@@ -168,10 +171,10 @@ def _small(own: Any, is_down: bool, count: int, generator: torch.Generator) -> n
 
 
 class _Product(nn.Linear):
-    """A linear layer by an elementwise product: torch wakes its threads for any other."""
+    """A linear layer by an elementwise product: torch starts its threads for a matrix product."""
 
     def reset_parameters(self) -> None:
-        """Who makes it gives it its weight."""
+        """Do nothing: `_small` sets the weights."""
 
     def forward(self, input: Tensor) -> Tensor:
         """[..., in] to [..., out]."""
@@ -185,7 +188,7 @@ def twin_of(
     modules: Mapping[str, nn.Module] | None = None,
     buffers: Mapping[str, Tensor] | None = None,
 ) -> M:
-    """A module as this one, with other parameters, parts or buffers."""
+    """Return a shallow copy of a module with other parameters, submodules or buffers."""
     twin = copy(module)
     twin._parameters = {**module._parameters, **(parameters or {})}
     twin._modules = {**module._modules, **(modules or {})}
@@ -194,8 +197,8 @@ def twin_of(
 
 
 def kind_of(module: nn.Module, without: frozenset[str] = frozenset()) -> object:
-    """Modules of one kind have twins that do the same; attributes of the names `without` count for
-    nothing."""
+    """Return a key that is equal for modules with equivalent twins. Attributes named in `without`
+    do not count."""
     own = ((name, _frozen(each)) for name, each in vars(module).items())
     values = tuple(each for each in own if isinstance(each[1], _VALUES) and each[0] not in without)
     shapes = tuple((name, None if each is None else each.shape) for name, each in module._parameters.items())
@@ -204,7 +207,7 @@ def kind_of(module: nn.Module, without: frozenset[str] = frozenset()) -> object:
 
 
 def _frozen(value: object) -> object:
-    """A list of plain values as a tuple."""
+    """Return a list of plain values as a tuple, anything else unchanged."""
     if not isinstance(value, list):
         return value
     is_plain = all(each is None or isinstance(each, int | float | str) for each in value)
@@ -212,14 +215,14 @@ def _frozen(value: object) -> object:
 
 
 def only(fitting: Iterable[F]) -> F | None:
-    """The one form that fits what a module gave; None if there is none, or another one that
-    computes something else."""
+    """Return the only form that fits a module's results; None if there are none or several."""
     found = list(fitting)
     return found[0] if len(found) == 1 else None
 
 
 def tried(module: Callable[[Tensor], object], x: Tensor) -> Tensor | None:
-    """What it gives, if it takes one tensor and gives one."""
+    """Return a module's result for one tensor; None if it raises or returns anything but a
+    tensor."""
     try:
         with torch.no_grad():
             found = module(x)
@@ -229,7 +232,7 @@ def tried(module: Callable[[Tensor], object], x: Tensor) -> Tensor | None:
 
 
 def is_same(found: Tensor, wanted: Tensor) -> bool:
-    """In float32 within a few roundings, in half types to the bit."""
+    """Whether two results are equal: float32 within a few roundings, half types to the bit."""
     if found.shape != wanted.shape or found.dtype is not wanted.dtype:
         return False
     exact = wanted.dtype is not torch.float32

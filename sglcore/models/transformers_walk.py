@@ -1,8 +1,8 @@
-"""What a model of transformers asks of attention, learned from one forward on shapes alone.
+"""Finds how a model of transformers calls attention, from one forward on the meta device.
 
-Nothing is read from configurations, whose words differ by model: the model runs on the meta device
-under an attention function that writes down what it is called with. Masks tell the windows: a mask
-is a function of two places, and is asked.
+Configurations are not read, because their keys differ by model: the model runs under an attention
+function that records its arguments. Sliding windows come from the masks: transformers describes a
+mask as a function of a query's and a key's position, which is evaluated here.
 """
 
 from __future__ import annotations
@@ -21,30 +21,31 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from sglcore.device.errors import ConfigError
 
 WALK = "sglcore_walk"
-"""The name of the attention function that writes down."""
+"""The name of the attention function that records calls."""
 
 LENGTHS = (3, 260)
-"""Tokens of the two walks, which must agree: what begins at some length shows in the second."""
+"""Tokens of the two walks, which must agree: behaviour that begins at some length shows in the
+second."""
 
 _POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len")
-"""What configurations call the tokens that a model's positions are defined for."""
+"""Keys of configurations for the number of positions that a model is defined for."""
 
 FAR = 1 << 18
-"""A place far behind every window."""
+"""A position far beyond every window."""
 
 _KEYS = (1 << 15) - 1
-"""So many keys a mask is asked about at once, because torch wakes its threads for more."""
+"""The most keys for which a mask is evaluated at once: torch starts its threads for more."""
 
 MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-"""Of batch, head, query's place and key's place: whether the query sees the key."""
+"""(batch, head, query's position, key's position) to whether the query sees the key."""
 
 Windows = dict[MaskFunction, int | None]
-"""Those of masks that were asked."""
+"""The sliding windows of masks that were evaluated."""
 
 _UNTOUCHED = frozenset(
     {"dropout", "position_ids", "use_cache", "cache_position", "output_attentions", "output_router_logits", "is_causal"}
 )
-"""What models pass beside, and attention has no use for."""
+"""Arguments that models pass and attention does not need."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,11 +63,11 @@ class AttentionCall:
     value_dim: int
     """Elements of a value head."""
     scaling: float
-    """What scores are multiplied with."""
+    """The factor of the scores."""
     window: int | None
     """The sliding window in tokens. None: full attention."""
     softcap: float | None
-    """The bound to which scores are bent. None: none."""
+    """The soft cap of the scores. None: there is none."""
     sinks: str | None
     """The name of the parameter with the heads' sinks. None: there are none."""
     cells: int
@@ -86,13 +87,14 @@ class _Walk:
     stored: dict[tuple[object, ...], int] = field(default_factory=dict)
 
     def window(self, function: MaskFunction) -> int | None:
-        """`window_of`, once for each mask, which many layers share."""
+        """Return `window_of`, computed once for each mask: many layers share one."""
         if function not in self.windows:
             self.windows[function] = window_of(function)
         return self.windows[function]
 
     def name(self, parameter: Tensor) -> str:
-        """That of one of the model's parameters; few models are asked for any."""
+        """Return the name of one of the model's parameters. The table is made at the first call:
+        few models need it."""
         self.names = self.names or {id(each): name for name, each in self.model.named_parameters()}
         return self.names[id(parameter)]
 
@@ -101,19 +103,18 @@ _walking: ContextVar[_Walk] = ContextVar("sglcore_transformers_walk")
 
 
 class DoesNotRun(ConfigError):
-    """A model that does not run on shapes alone, or otherwise with other lengths, perhaps for what
-    stands in place of its own parts."""
+    """The model does not run on the meta device, or calls attention otherwise with other lengths,
+    perhaps because of the layers that replace its own."""
 
 
 class Seen(Tensor):
-    """A mask without contents, which knows the function that it stands for; also what is cut from
-    it does."""
+    """A mask without contents that carries its function; slices and views of it carry it too."""
 
     function: MaskFunction
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Of the mask's own kind where it makes another of it."""
+        """Run an operation; if the result is a mask, give it the function."""
         made = super().__torch_function__(func, types, args, kwargs or {})
         if isinstance(made, Seen):
             masks = [each for each in args if isinstance(each, Seen)]
@@ -122,12 +123,12 @@ class Seen(Tensor):
 
 
 class Ones(Tensor):
-    """A mask without padding and without contents: whoever asks whether all of it is set is told
-    so."""
+    """A mask without padding and without contents: `all` of it is True, everything else runs on
+    shapes."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Of the same kind, but for that answer."""
+        """Answer `all`; run other operations as usual."""
         if func in (torch.all, Tensor.all):
             return torch.tensor(True)
         return super().__torch_function__(func, types, args, kwargs or {})
@@ -142,10 +143,14 @@ def walk(
     has_states: bool = False,
     is_padded: bool = True,
 ) -> tuple[AttentionCall, ...]:
-    """Every call of attention of a model on the meta device, in order, with texts of `lengths`
-    (none: `lengths_of`). `attended` gets the queries, keys and values of each module's, `windows`
-    those of masks that it has not; without `is_padded` the model gets no mask. Raises `ConfigError`
-    for a model that attends in a way of its own, or nowhere unless it has states beside."""
+    """Return every attention call of a model on the meta device, in order, for prompts of `lengths`
+    tokens (None: `lengths_of`), which must give the same calls.
+
+    `attended` receives the queries, keys and values of each module's calls, `windows` the windows
+    of masks that it lacks. Without `is_padded` the model gets no attention mask. Raises
+    `ConfigError` for a model that computes attention in its own way, or that never calls attention
+    unless `has_states`.
+    """
     AttentionInterface.register(WALK, write_down)
     AttentionMaskInterface.register(WALK, make_mask)
     use_attention(model, WALK)
@@ -162,7 +167,8 @@ def walk(
 
 
 def lengths_of(model: PreTrainedModel, most: int = LENGTHS[1]) -> tuple[int, int]:
-    """The first of `LENGTHS` and `most`, or as many as the model has positions."""
+    """Return the first of `LENGTHS`, and `most` or the model's number of positions if that is
+    lower."""
     config = model.config.get_text_config()
     known = [getattr(config, name, None) for name in _POSITIONS]  # foreign: no configuration has them all
     longest = min((each for each in known if type(each) is int and each > LENGTHS[0]), default=most)
@@ -170,8 +176,8 @@ def lengths_of(model: PreTrainedModel, most: int = LENGTHS[1]) -> tuple[int, int
 
 
 def use_attention(model: PreTrainedModel, name: str) -> None:
-    """Attention and masks are those of a name, also where a class says that it has but one
-    attention, its own."""
+    """Set the attention and mask functions of all modules to those registered as `name`, also for a
+    class that declares its own attention as the only one."""
     for each in model.modules():
         if isinstance(each, PreTrainedModel):
             each.config._attn_implementation = name
@@ -210,8 +216,10 @@ def write_down(
     sliding_window: int | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """query [1, heads, T, dim], key and value [1, kv_heads, T, dim]: what attention gives, without
-    contents. The window is the mask's: what is passed beside it binds nobody."""
+    """Record an attention call: query [1, heads, T, dim], key and value [1, kv_heads, T, dim].
+    Returns [1, T, heads, value dim] without contents. The window comes from the mask;
+    `sliding_window` is ignored. Raises `ConfigError` for a call that the engine does not
+    support."""
     del sliding_window
     record = _walking.get()
     unknown = sorted(name for name, given in others.items() if given is not None and name not in _UNTOUCHED)
@@ -232,22 +240,22 @@ def write_down(
         softcap,
         None if s_aux is None else record.name(s_aux),
     )
-    # A tensor that was written to since is another.
+    # The versions distinguish a tensor from itself after a later write.
     same = (id(key), key._version, id(value), value._version, *asked)
     record.calls.append(AttentionCall(module, *asked, record.stored.setdefault(same, len(record.calls))))
     return query.new_empty(1, query.shape[2], query.shape[1], value.shape[3]), None
 
 
 def make_mask(batch_size: int, q_length: int, kv_length: int, mask_function: MaskFunction, **_: Any) -> Seen:
-    """In place of a mask: its function."""
+    """Return a mask without contents that carries its function."""
     mask = torch.empty(batch_size, 1, q_length, kv_length, device="meta").as_subclass(Seen)
     mask.function = mask_function
     return mask
 
 
 def window_of(mask_function: MaskFunction) -> int | None:
-    """The window of a mask `mask_function(batch, head, query, key)`, the token itself counted;
-    None: every token before is seen. Raises `ConfigError` for any other mask."""
+    """Return the window of a mask `mask_function(batch, head, query, key)` in tokens, the token
+    itself included; None for a causal mask. Raises `ConfigError` for any other mask."""
     windows = {seen_by(mask_function, place) for place in (FAR, FAR + 1, FAR + 4095)}
     if len(windows) > 1:
         raise ConfigError("a mask of the model is neither causal nor a sliding window", remedy="use another model")
@@ -255,10 +263,10 @@ def window_of(mask_function: MaskFunction) -> int | None:
 
 
 def seen_by(mask_function: MaskFunction, place: int) -> int | None:
-    """How many tokens the one at a place sees, itself counted; None: all up to it. Raises
-    `ConfigError` for others than the last ones."""
+    """Return how many tokens the token at `place` sees, itself included; None if it sees all up to
+    itself. Raises `ConfigError` if it sees others than the last ones."""
     zero, query = torch.zeros((), dtype=torch.int64), torch.tensor(place)
-    # Piece by piece, in memory that is there: what is larger comes from the system, page by page.
+    # In pieces that fit memory the allocator has: a larger array would be mapped page by page.
     pieces = (torch.from_numpy(np.arange(first, min(first + _KEYS, place + 2))) for first in range(0, place + 2, _KEYS))
     parts = [torch.as_tensor(mask_function(zero, zero, query, keys)).expand(len(keys)) for keys in pieces]
     seen = np.concatenate([part.numpy() for part in parts])
@@ -271,7 +279,7 @@ def seen_by(mask_function: MaskFunction, place: int) -> int | None:
 
 
 def refusal(module: nn.Module, what: str, kind: type[ConfigError] = ConfigError) -> ConfigError:
-    """For a module that does something which is not served."""
+    """Return the error for a module that does something unsupported."""
     return kind(
         f"{type(module).__name__} can not be served by transformers' classes: {what}",
         wanted="attention by transformers' attention interface alone",

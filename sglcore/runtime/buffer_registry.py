@@ -41,7 +41,7 @@ REMEMBERED = 1024
 """Maximum number of cached views. Decode sizes recur; prefill sizes rarely do."""
 
 SPARE, SPARE_LEAST = 4, 64
-"""Spare words of the block per request, and at least, for a step's other arrays.
+"""Spare words of the block for a step's other arrays: the number per request, and the minimum.
 
 The page-table changes of a decode step always fit.
 """
@@ -52,7 +52,7 @@ SourceFn = Callable[["ForwardBatch", FillContext], "Tensor | None"]
 
 @dataclass(slots=True)
 class InputBuffer:
-    """One static buffer: the batch field that it feeds, who fills it, and its memory.
+    """One static buffer: the batch field that it feeds, how it is filled, and its memory.
 
     A buffer with `post_fill` or `source_fn` is always exposed.
     """
@@ -60,25 +60,25 @@ class InputBuffer:
     spec: FieldSpec
     """The declaration of the field."""
     width: int = 1
-    """Elements, of a buffer without an axis."""
+    """Number of elements, for a buffer without an axis."""
     trail: tuple[int, ...] = ()
     """The sizes of the dimensions after the axis."""
     post_fill: PostFill | None = None
-    """`post_fill(view, batch, ctx)` computes the padded view in place after the copies. None:
-    nothing does."""
+    """`post_fill(view, batch, ctx)` computes the padded view in place after the copies. None: the
+    buffer is not computed."""
     source_fn: SourceFn | None = None
-    """`source_fn(batch, ctx)` returns the values to copy into the first entries, None for nothing
-    in this step. None: the batch's field has them."""
+    """`source_fn(batch, ctx)` returns the values to copy into the first entries, or None if this
+    step has none. None: the values come from the batch's field."""
     tensor: Tensor = field(default_factory=lambda: torch.empty(0))
-    """The device's memory; empty until the registry makes it."""
+    """Device memory; empty until the registry allocates it."""
     host: NDArray | None = None
-    """The host's side. None: not made, or the host does not stage it."""
+    """Host side of the buffer. None: not allocated yet, or the host does not stage it."""
     name: str = field(init=False)
-    """The batch field that it feeds. Dots reach into a nested record."""
+    """Name of the batch field that the buffer feeds. Dots reach into a nested record."""
     _record: str = field(init=False)
     """The part of `name` before the last dot; empty without a dot."""
     _field: str = field(init=False)
-    """The part of `name` after it."""
+    """The part of `name` after the last dot."""
 
     def __post_init__(self) -> None:
         self.name = self.spec.name
@@ -401,7 +401,7 @@ class BufferRegistry:
 
 
 def _is_optional(buffer: InputBuffer) -> bool:
-    """Return whether a step may lack this field, or bring it from elsewhere than the host."""
+    """Return whether a step may lack this field, or get it from another source than the host."""
     return not buffer.spec.is_staged or buffer.spec.when in (When.IF_GIVEN, When.WINDOWS)
 
 

@@ -35,7 +35,7 @@ class Segments(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ForwardContext:
-    """One forward's control configuration."""
+    """What layers need during one forward, besides the batch's tensors."""
 
     attn_backend: AttentionBackend
     """The attention backend."""
@@ -44,11 +44,11 @@ class ForwardContext:
     layers: tuple[Attention, ...] = ()
     """The model's attention layers, by id, for the same operations."""
     segments: Segments | None = None
-    """Runs between two graphs what must not be captured. None: nothing is captured in pieces."""
+    """Runs uncaptured calls between captured segments. None: there are no segments."""
     state_pool: StatePool | None = None
-    """The states, of models that have layers with states. None: the model has none."""
+    """Pool of recurrent states. None: the model has none."""
     history: Tensor | None = None
-    """int32[slots + 1, context + 1]: the tokens of each slot. None: the model does not read it."""
+    """int32[slots + 1, context + 1]: tokens of each request slot. None: the model reads none."""
 
 
 _current: ContextVar[ForwardContext | None] = ContextVar("sglcore_forward_context", default=None)

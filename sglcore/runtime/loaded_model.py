@@ -50,7 +50,7 @@ class LoadedModel(Model, Protocol):
 
     @property
     def calls_library(self) -> bool:
-        """True if the model calls torch's own operations between those of the kernel table."""
+        """True if the model also calls torch operations that are not in the kernel table."""
         ...
 
     @property

@@ -1,6 +1,6 @@
 """Copies the results of a step to the host.
 
-Packed into one copy to pinned memory, on the schedule stream.
+They are packed into one copy to pinned memory, on the schedule stream.
 """
 
 from __future__ import annotations

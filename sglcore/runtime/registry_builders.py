@@ -90,7 +90,7 @@ def feature_buffer(size: int, dtype: torch.dtype) -> InputBuffer:
 def visible_buffer() -> InputBuffer:
     """Return the buffer of `ForwardInputs.visible`, for steps with draft trees.
 
-    In a batch without the field every row sees all cells.
+    In a batch without the field every row sees all KV slots.
     """
     spec, seen = spec_of(ForwardBatch, "visible"), dict[torch.device, Tensor]()
 
@@ -152,7 +152,7 @@ def _build(
 
 
 def _staged(batch_type: type[ForwardBatch], window_table: WindowTable | None) -> list[InputBuffer]:
-    """Buffers of the fields that the host fills.
+    """Return the buffers of the fields that the host fills.
 
     Sliding-window fields are staged at every step if there is a window table, and never otherwise.
     """
@@ -182,10 +182,10 @@ def _computed(
 
 
 def cache_locations(pool: ReqToTokenPool, compute: Compute, field: str = "positions") -> PostFill:
-    """Return a `post_fill` that computes the cell of each token from the page table.
+    """Return a `post_fill` that computes the KV slot of each token from the page table.
 
     The position of a token is the batch's `field`; in a batch with trees it is the row's `seq_lens
-    - 1`. Padding tokens keep cell 0.
+    - 1`. Padding tokens keep KV slot 0.
     """
     read = attrgetter("req_pool_indices", field)
 

@@ -1,6 +1,5 @@
-"""From hidden states to tokens.
-
-Logits of the sampled rows, the draw, and the state kept for the next step.
+"""From hidden states to tokens: logits of the sampled rows, the draw, and the state kept for the
+next step.
 """
 
 from __future__ import annotations
@@ -30,8 +29,8 @@ from sglcore.step.sampling import NO_SAMPLING, BatchSampling, SamplingInputs, sa
 class DeviceSampling:
     """A `BatchSampling` on the device.
 
-    `slots` int[N] are those of the sampled rows, `state` is that of the last draw. `penalties` are
-    the rows with penalties, int32[R], their parameters and their slots.
+    `slots` int[N] are the slots of the sampled rows, `state` is the state of the last draw.
+    `penalties` has the rows with penalties, int32[R], their parameters and their slots.
     """
 
     host: BatchSampling

@@ -74,7 +74,7 @@ LENGTHS: Mapping[str, Moved] = MappingProxyType(
 A host mirror changes as the field that it mirrors.
 """
 SIZES = frozenset({"batch_size", "num_tokens", "extend_start_loc"})
-"""Clipped fields with formulas of their own."""
+"""Clipped fields with separate formulas."""
 
 
 def check_declarations(batch_type: type) -> None:

@@ -1,8 +1,8 @@
-"""Copies host data to the device.
+"""Copies host data to the device: one block of words with a device twin, and the other arrays of a
+step.
 
-One block of words with a device twin, and the other arrays of a step. If host and device share
-memory, both sides are the same bytes. Otherwise the host side is a ring of pinned buffers, so that
-writing the next step does not race with the copy of the previous one.
+If host and device share memory, both sides are the same bytes. Otherwise the host side is a ring of
+pinned buffers, so that writing the next step does not race with the copy of the previous one.
 """
 
 from __future__ import annotations
@@ -152,8 +152,8 @@ class HostBlock:
 class StagedArrays:
     """Host arrays of one step, by name, that have no buffer in the block.
 
-    They travel in the block's spare words if they fit, otherwise in a copy of their own. `add`
-    them, `pack` before the block's commit, `arrive` after it, then read `arrived`.
+    They are copied with the block's spare words if they fit, otherwise separately. `add` them,
+    `pack` before the block's commit, `arrive` after it, then read `arrived`.
     """
 
     __slots__ = ("_arrays", "_lasting", "_lease", "_source", "_starts", "_total", "arrived")

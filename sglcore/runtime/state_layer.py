@@ -33,7 +33,7 @@ class StateLayer(ABC):
         """Map hidden [T, H] to [T, H]; reads and writes states.
 
         A forward captured in pieces runs this layer between two pieces, and a compiler treats it as
-        opaque. The batch is that of the context; the parameter is ignored.
+        opaque. The batch comes from the forward context; the parameter is ignored.
         """
         if torch.compiler.is_compiling():
             return torch.ops.sglcore.state_layer(hidden, self.layer_id)
@@ -103,7 +103,7 @@ def pool_rows(batch: ForwardBatch) -> PoolRows:
 
 @torch.library.custom_op("sglcore::state_layer", mutates_args=())
 def state_layer_op(hidden: Tensor, layer_id: int) -> Tensor:
-    """A layer with states as one operation that is opaque to a compiler.
+    """Run a layer with states as one operation that is opaque to a compiler.
 
     Its inputs come from the context.
     """

@@ -112,7 +112,8 @@ def _stream(device: torch.device, priority: int = 0) -> torch.Stream:
 
 @cache
 def _spare(device: torch.device, priority: int, units: int | None = None) -> list[torch.Stream]:
-    """Streams that no engine of this process uses, on all compute units or on `units` of them.
+    """Return the list of streams that no engine of this process uses, on all compute units or on
+    `units` of them.
 
     Libraries keep a workspace of up to 32 MiB for every stream that they were ever called on, until
     the process ends. Reusing streams keeps a restarted engine from adding more.

@@ -1,8 +1,8 @@
-"""Per-slot state that the device keeps between steps.
+"""State of each request slot that the device keeps between steps: the last token, and the token
+history if sampling needs it.
 
-The last token, and the token history if sampling needs it. A decode step reads its input ids from
-here, not from the host. It can therefore be scheduled before the tokens of the step before it are
-known.
+A decode step reads its input ids from here, not from the host. It can therefore be scheduled before
+the tokens of the step before it are known.
 """
 
 from __future__ import annotations

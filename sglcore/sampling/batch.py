@@ -95,9 +95,10 @@ class SamplingBatch:
     min_p: np.ndarray = _row_field(np.int32)
     """int32[R]: the largest gap kept, in 2**-16 nat."""
     xtc_chance: np.ndarray = _row_field(np.int32)
-    """int32[R]: how likely a draw is to leave out its top tokens, in units of 2**-24. 0: never."""
+    """int32[R]: probability that a draw drops its top tokens (XTC), in units of 2**-24. 0:
+    never."""
     xtc_share: np.ndarray = _row_field(np.int32)
-    """int32[R]: the share of the weight that makes a token one of them, in units of 2**-24."""
+    """int32[R]: share of the weight from which a token is a top token (XTC), in units of 2**-24."""
     seed_words: np.ndarray = _row_field(np.int32)
     """int32[R, 2]: seed and sample index, mixed. The position is added on the device."""
     repetition: np.ndarray = _row_field(np.float32)
@@ -115,10 +116,10 @@ class SamplingBatch:
     bias_ids: np.ndarray = _entry_field(np.int32)
     """int32[E]: the token of each entry."""
     bias_values: np.ndarray = _entry_field(np.float32)
-    """float32[E]: what is added to its logit; -inf bans it."""
+    """float32[E]: value to add to its logit; -inf bans it."""
     bias_until: np.ndarray = _entry_field(np.int32)
-    """int32[E]: the entry counts while the drawn token's position is below this: `noise.OFF` for a
-    bias, else the end of a min_tokens ban."""
+    """int32[E]: the entry is active while the drawn token's position is below this: `noise.OFF` for
+    a bias, the end of the ban for min_tokens."""
 
     @classmethod
     def from_rows(cls, rows: Sequence[SamplingRow], stream: int = 0) -> "SamplingBatch":

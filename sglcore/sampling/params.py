@@ -49,7 +49,7 @@ class SamplingParams:
     """
 
     max_tokens: int | None = 128
-    """Tokens to generate. None: as many as the context holds."""
+    """Number of tokens to generate. None: up to the end of the context."""
     temperature: float = 1.0
     """The temperature of the draw. Anything below MIN_TEMPERATURE is greedy."""
     top_k: int = 0
@@ -59,10 +59,10 @@ class SamplingParams:
     min_p: float = 0.0
     """Keep tokens with at least this share of the best token's probability. 0: off."""
     xtc_probability: float = 0.0
-    """With this probability a draw leaves out all tokens that have at least `xtc_threshold` of the
-    probability, except the least likely of them. Never where the draw is greedy."""
+    """Probability of applying XTC to a draw: drop all tokens with a probability of at least
+    `xtc_threshold`, except the least likely of them. Ignored when the draw is greedy."""
     xtc_threshold: float = 0.1
-    """The probability that makes a token one of them."""
+    """The smallest probability of a token that XTC may drop."""
     presence_penalty: float = 0.0
     """Subtracted once from the logits of tokens that are in the output."""
     frequency_penalty: float = 0.0
@@ -78,42 +78,43 @@ class SamplingParams:
     dry_penalty_last_n: int = -1
     """Tokens over which DRY looks back. -1: all, 0: off."""
     dry_sequence_breakers: tuple[str, ...] = ("\n", ":", '"', "*")
-    """Texts over which no repetition reaches."""
+    """Texts that no repetition extends over."""
     logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
-    """By token id, what is added to the logit after penalties, before temperature."""
+    """Value to add to the logit of each of these token ids, after penalties and before
+    temperature."""
     stop: tuple[str, ...] = ()
     """Strings that end the text."""
     stop_regex: tuple[str, ...] = ()
-    """Regular expressions, as `stop_pattern` follows them: the text ends where one has matched."""
+    """Regular expressions in the syntax of `stop_pattern`; the text ends where one has matched."""
     stop_token_ids: tuple[int, ...] = ()
     """Tokens that end the output."""
     ignore_eos: bool = False
     """End-of-sequence tokens do not end the output."""
     min_tokens: int = 0
-    """Stop ids cannot be drawn before this many output tokens, and a stop string or pattern that
-    they complete is text."""
+    """Stop ids cannot be drawn before this many output tokens; stop strings and patterns that these
+    tokens complete are ordinary text."""
     logprobs: int | None = None
     """Top alternatives to report for each output token. 0: only the chosen token, None: nothing."""
     prompt_logprobs: int | None = None
     """The same for each prompt token. 0: only the token, None: nothing."""
     n: int = 1
-    """Samples."""
+    """Number of samples."""
     seed: int | None = None
     """0..2**64-1. None: the engine draws one with fresh_seed()."""
     priority: int = 0
-    """Of waiting requests those with the lowest start first, and those with the highest are
-    preempted first."""
+    """Waiting requests with the lowest priority value start first; running requests with the
+    highest value are preempted first."""
     skip_special_tokens: bool = True
     """The text is decoded without special tokens."""
     include_stop_str_in_output: bool = False
     """The text includes the stop string that ended it."""
     grammar: Grammar | None = None
-    """What the output must follow. It ends by an end-of-sequence token, so that may neither be
-    ignored nor banned. None: no grammar."""
+    """The grammar of the output. The output ends with an end-of-sequence token, so that token may
+    be neither ignored nor banned. None: no grammar."""
     token_rules: TokenRules | None = None
-    """Which tokens alone may come, and which words may not. None: no rules."""
+    """Allowed tokens and banned words. None: no rules."""
     thinking: Thinking | None = None
-    """Reasoning that comes first. The grammar binds what follows. None: no reasoning."""
+    """Reasoning before the output that the grammar constrains. None: no reasoning."""
 
     def __post_init__(self) -> None:
         for name, check in _CHECKS.items():

@@ -48,37 +48,40 @@ def _vote(reducer: Reducer, neutral: Any = None) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class StepVote:
-    """What one shard of requests has for a step; without arguments the vote of an idle shard.
+    """The vote of one shard (DP rank) for a step. The default values are the vote of an idle shard.
 
     Each field is reduced over all shards. A new decision is one more field.
     """
 
     rows: tuple[int, ...] = _vote(EACH, (0,))
-    """Token rows, one entry for each shard."""
+    """Number of token rows, one entry for each shard."""
     mode: ForwardMode = _vote(SAME)
-    """What the forward does. MIXED where shards differ."""
+    """The forward mode. MIXED if shards with rows differ."""
     can_replay: bool = _vote(ALL)
-    """It has no input that graphs do not read."""
+    """Graphs read all inputs of the step."""
     is_extend: bool = _vote(ANY)
-    """It has rows of prompts."""
+    """The step is not a decode."""
     cuts: tuple[int, ...] = _vote(EACH, (0,))
-    """Rows of the first half where ranks run the step as two halves; 0: it has no two halves. One
-    entry for each shard."""
+    """Number of rows in the first of two micro-batches, one entry for each shard. 0: the shard
+    would run the step whole."""
     may_cut: bool = _vote(ALL)
-    """It can be cut in two halves."""
+    """The step can be split in two micro-batches."""
     emitting: tuple[int, ...] = _vote(EACH, (0,))
-    """Requests that sample, one entry for each shard."""
+    """Number of requests that sample, one entry for each shard."""
     verifying: tuple[int, ...] = _vote(EACH, (0,))
-    """Requests that decode, one entry for each shard."""
+    """Number of requests that decode, one entry for each shard."""
     going_on: tuple[int, ...] = _vote(EACH, (0,))
-    """Prompts of a step in which some continue earlier chunks, one entry for each shard."""
+    """Number of requests of a prefill step in which some continue earlier chunks, one entry for
+    each shard. 0: no request continues."""
 
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """Constants of all steps. `width` ranks share the token rows of a shard; `buckets` are the
-    captured graph sizes, ascending. `needs_equal_rows`: the transport between ranks needs the same
-    number of rows from each shard.
+    """Constants of all steps.
+
+    `width` ranks share the token rows of a shard. `buckets` are the captured graph sizes,
+    ascending. `needs_equal_rows`: the transport between ranks needs the same number of rows from
+    each shard.
     """
 
     width: int = 1
@@ -88,8 +91,8 @@ class Terms:
 
 @dataclass(frozen=True, slots=True)
 class Proposals:
-    """Draft tokens of each request: `verified` in this step, and `proposed` for the next one. The
-    caller sees all shards and chooses them, so they are not voted on.
+    """Number of draft tokens of each request: `verified` in this step, and `proposed` for the next
+    one. The caller sees all shards and chooses both, so they are not voted on.
     """
 
     verified: int = 0

@@ -46,8 +46,8 @@ class AgreedLength:
         return number, Proposals(verified, self._length.tokens)
 
     def end(self, number: int, results: Sequence[BatchResult]) -> None:
-        """Take the collected step `number`; `results` are those of the shards that verified draft
-        tokens.
+        """Take the collected step `number`; `results` has one result for each shard that verified
+        draft tokens.
         """
         accepted = [np.zeros(0, np.int32), *(accepted_of(result) for result in results)]
         self._times.took(number, np.concatenate(accepted), self._length)

@@ -38,8 +38,8 @@ class DecodeRows:
     slots: Ints = _column(lambda request, _: request.slot)
     """The request slot."""
     seq_lens: Ints = _column(lambda request, _: request.num_cells, back="num_cells")
-    """KV slots that are written once all submitted steps ran; at least that many, where steps may
-    bring several tokens."""
+    """Number of KV slots that are written once all submitted steps have run. A lower bound if steps
+    may emit several tokens."""
     drafted_lens: Ints = _column(lambda request, _: 0)
     """KV slots that steps in flight may have written in addition."""
     allocated_lens: Ints = _column(lambda request, page_size: len(request.pages) * page_size)
@@ -47,13 +47,13 @@ class DecodeRows:
     final_seq_lens: Ints = _column(lambda request, _: request.final_seq_len)
     """The `seq_lens` with which the last possible token is sampled."""
     most_cells: Ints = _column(lambda request, _: request.most_cells)
-    """KV slots that a row may ever have: `final_seq_lens`, and those of a draft tree after it."""
+    """Maximum KV slots of the row: `final_seq_lens`, plus those of a draft tree after it."""
     last_steps: Ints = _column(lambda request, _: request.last_step, back="last_step")
-    """The last step that has the row."""
+    """The last step that contains the row."""
     page_counts: Ints = _column(lambda request, _: request.sent_pages)
-    """Page-table entries that the device has."""
+    """Number of page-table entries that the device has."""
     window_starts: Ints = _column(lambda request, page_size: request.window_first * page_size)
-    """Tokens before the first sliding-window page."""
+    """Number of tokens before the first sliding-window page."""
     sent_window_starts: Ints = _column(lambda request, page_size: request.sent_window_first * page_size)
     """The `window_starts` of the list that the device has."""
 

@@ -42,7 +42,7 @@ class Pace:
     """A known layer time has the weight of this many layers. A slice may overlap two decode steps;
     either may appear longer, and only the sum is correct."""
     SURELY: ClassVar[int] = 4
-    """A layer over twice the tokens that takes more times as long was measured wrongly."""
+    """A layer time is implausible if it is more than this many times that of half the tokens."""
     LEAST_TOKENS: ClassVar[int] = 64
     """The smallest chunk that is cut into slices."""
     LASTS: ClassVar[int] = 64
@@ -76,8 +76,8 @@ class Pace:
         return min(most, chosen)
 
     def seconds_of(self, tokens: int) -> float:
-        """Return an upper bound of the time of a layer over `tokens` tokens: the measured time, or
-        that of fewer tokens in proportion, or that of more tokens. 0: nothing is known.
+        """Return the time of a layer over `tokens` tokens, if measured, or else an upper bound: the
+        time of fewer tokens in proportion, or the time of more tokens. 0: nothing is known.
         """
         place = bucket(tokens)
         if place in self.layer_seconds:
@@ -99,8 +99,8 @@ class Pace:
         self._ask_again()
 
     def _ask_again(self) -> None:
-        """Forget implausible layer times, so that they are measured again: more than `SURELY` times
-        that of half the tokens. A kernel was compiled, or the machine was busy.
+        """Forget implausible layer times, more than `SURELY` times that of half the tokens, so that
+        they are measured again. Causes are the compilation of a kernel, or a busy machine.
         """
         for size, seconds in list(self.layer_seconds.items()):
             if seconds > self.SURELY * self.layer_seconds.get(size // 2, seconds):

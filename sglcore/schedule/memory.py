@@ -23,8 +23,8 @@ class Memory:
     request.
 
     `takes_snapshots`: requests keep a state and share prefixes through snapshots of it.
-    `keeps_windows`: a request takes one window page with each page. `needs_asking`: either holds,
-    so a request shares what it computes only if others ask in time.
+    `keeps_windows`: a request takes one window page with each page. `needs_asking`: one of the two
+    is true, so a request shares what it computes only if others ask in time.
     """
 
     def __init__(self, limits: Limits, prefix_cache: bool) -> None:
@@ -91,8 +91,8 @@ class Memory:
         return True
 
     def grow(self, request: Request, count: int) -> bool:
-        """Append `count` pages of its own to the request, and evict cached pages if needed. Returns
-        False and allocates nothing if there are too few.
+        """Allocate `count` pages for the request, and evict cached pages if needed. Returns False
+        and allocates nothing if there are too few.
         """
         missing = count - self.pool.free
         if missing > self.cache.num_unused or (self.keeps_windows and count > self.windows.available):

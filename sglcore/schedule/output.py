@@ -28,14 +28,14 @@ class TokenLogprob:
 
 
 class EngineOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
-    """The tokens that one sample of a request emitted in a step. The scheduler makes it; the one
-    that says why the sample ended is its last.
+    """The tokens that one sample of a request emitted in a step. The output with a `finish_reason`
+    is the sample's last.
     """
 
     request_id: str
-    """The name of the request."""
+    """Name of the request."""
     index: int
-    """The number of the sample."""
+    """Index of the sample."""
     token_ids: list[int] = msgspec.field(default_factory=list)
     """The tokens, a stop token included."""
     finish_reason: FinishReason | None = None
@@ -43,28 +43,26 @@ class EngineOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=False
     stop_cause: int | str | None = None
     """The stop token's id, or the stop string. None: it ended for another reason."""
     error: str = ""
-    """Why it failed; empty: it did not."""
+    """Why the sample failed; empty: it did not fail."""
     logprobs: list[TokenLogprob] | None = None
     """One record for each of `token_ids`. None: not requested."""
     cached_tokens: int = -1
-    """Prompt tokens that the prefix cache had, with the first token. -1: not said."""
+    """Number of prompt tokens that the prefix cache had, with the first token. -1: not reported."""
     prompt_logprobs: list[TokenLogprob] | None = None
-    """Records of prompt tokens 1 and on, with the first token. None: not requested, or said
+    """Records of prompt tokens 1 and on, with the first token. None: not requested, or sent
     before."""
     processed: int = -1
-    """Prompt tokens that were handed to the device, for requests that follow their progress. -1:
-    not said."""
+    """Number of prompt tokens that were submitted to the device, for requests that follow their
+    progress. -1: not reported."""
     refused: bool = False
-    """The sample could never run, or could not continue, by the caller's fault, which `error`
-    names."""
+    """The caller is at fault: the sample could never run, or could not continue (see `error`)."""
     proposed: int = -1
-    """Draft tokens that the step verified. All of `token_ids` but the last are accepted ones. -1:
-    no speculation."""
+    """Number of draft tokens that the step verified. All of `token_ids` except the last are
+    accepted ones. -1: no speculation."""
     is_unserved: bool = False
-    """Nothing was made of the sample, because something that `error` names is missing and may come
-    back."""
+    """The engine could not serve the sample, for a reason that may go away. `error` names it."""
     retry_after: float = 0.0
-    """Seconds after which it may run, where other requests kept it from it. 0: not said."""
+    """Seconds after which to try again, if the engine was too busy. 0: not reported."""
 
     @property
     def finished(self) -> bool:

@@ -22,35 +22,34 @@ class BatchRecord:
     """One step between its planning and its collect. The scheduler makes it."""
 
     step: int
-    """The number of the step."""
+    """Number of the step."""
     requests: list[Request]
-    """The requests, row by row. The last `len(spans)` rows are prefill chunks."""
+    """The request of each row. The last `len(spans)` rows are prefill chunks."""
     slots: NDArray[np.int32]
-    """int32: the slots of the rows that sample a token."""
+    """int32: the request slots of the rows that sample a token."""
     spans: list[tuple[int, int]] = field(default_factory=list)
-    """Each chunk's tokens, start..end-1."""
+    """The tokens start..end-1 of each chunk."""
     finishing: list[Request] = field(default_factory=list)
     """Requests that sample their last token in this step."""
     released: list[Request] = field(default_factory=list)
-    """Requests that gave up their slot and pages while this step was the last with a row of theirs.
-    Both go back at its collect."""
+    """Requests that have left and have their last row in this step. Their request slots and pages
+    are released when it is collected."""
     has_stale_rows: bool = False
-    """Some row's request ended or was preempted after the step was planned."""
+    """The request of some row ended or was preempted after the step was planned."""
     is_masked: bool = False
     """Some row samples under a grammar, so its next mask needs the result of this step."""
     layers: tuple[int, int] | None = None
-    """The layers that this step runs, first..end-1, where prompts come in slices. None: it runs
-    all."""
+    """The layers first..end-1 that this step runs, with prompt slices. None: all layers."""
     sliced_tokens: int = 0
-    """Tokens of the prompt that is computed in slices; 0: none."""
+    """Number of tokens of the prompt that runs in slices; 0: none."""
     is_partial: bool = False
-    """It is not the prompt's last slice, and brings no result."""
+    """The step is a prompt slice but not the prompt's last one, so it has no result."""
     seconds: float | None = None
-    """The seconds that it took to submit and to collect, so far. None: not measured."""
+    """Seconds spent in submit and collect so far. None: not measured."""
     ended: float = 0.0
-    """When it was collected, in seconds of the same clock."""
+    """Time of the collect, in seconds of the same clock."""
     batch: ScheduleBatch | None = None
-    """The batch that the worker got. None: not submitted, or collected."""
+    """The batch that the worker received. None: not submitted, or collected."""
     ticket: Ticket | None = None
     """The worker's ticket. None: not submitted, or collected."""
 

@@ -112,8 +112,8 @@ class RunningRequests:
         return (context if most is None else min(prompt + most, context)) - 1
 
     def compare_waiting(self) -> None:
-        """If prefixes are shared only on request, let the first waiting requests ask before the
-        running ones pass the end of the common prefix.
+        """Let the first waiting requests ask for prefixes, if prefixes are shared only on request,
+        before the running requests pass the end of the common prefix.
         """
         if self.memory.needs_asking:
             for request in islice(self.waiting, MOST_COMPARED):

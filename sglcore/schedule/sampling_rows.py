@@ -11,8 +11,8 @@ SLACK = 64
 
 
 class SamplingRows:
-    """Makes the SamplingBatch of a batch's requests. `stop_ids` cannot be sampled before
-    `min_tokens`.
+    """Makes the SamplingBatch of a batch's requests. The tokens in `stop_ids` cannot be sampled
+    before `min_tokens`.
     """
 
     def __init__(self) -> None:

@@ -14,7 +14,7 @@ from sglcore.schedule.request import Request, State
 
 @dataclass(slots=True)
 class SlicedPrompt:
-    """Chunks with `done` layers planned. `requests`, `slots` and `spans` are those of their
+    """Chunks with `done` layers planned. `requests`, `slots` and `spans` are as in their
     BatchRecord. `released`: requests that have left; the device still writes to their slots and
     pages.
     """

@@ -117,7 +117,7 @@ class Snapshots:
         assert places == list(range(1, self.num_places + 1)), f"snapshots lost or held twice: {places}"
 
     def _take(self) -> int:
-        """Return a free snapshot, or that of the least recently used node. One of them
+        """Return a free snapshot, or take the snapshot of the least recently used node. One of them
         must exist.
         """
         if self._free:

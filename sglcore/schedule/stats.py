@@ -9,73 +9,73 @@ from sglcore.schedule.memory import Memory
 
 
 class Levels(msgspec.Struct):
-    """What the scheduler holds at a moment. `Scheduler.stats` reads it."""
+    """Current state of the scheduler. `Scheduler.stats` reads it."""
 
     waiting: int = 0
-    """Requests that wait."""
+    """Number of waiting requests."""
     running: int = 0
-    """Requests that run, in prefill or decode."""
+    """Number of running requests, in prefill or decode."""
     decoding: int = 0
-    """Requests that decode."""
+    """Number of requests that decode."""
     in_flight: int = 0
-    """Steps that are planned and not collected."""
+    """Number of steps that are planned and not collected."""
     num_pages: int = 0
-    """KV pages."""
+    """Number of KV pages."""
     free_pages: int = 0
-    """Pages that are free."""
+    """Number of free KV pages."""
     cached_pages: int = 0
-    """Pages in the prefix cache."""
+    """Number of KV pages in the prefix cache."""
     unused_cached_pages: int = 0
-    """Pages in the prefix cache that no request uses."""
+    """Number of KV pages in the prefix cache that no request uses."""
     num_snapshots: int = 0
-    """State checkpoints that fit."""
+    """Number of snapshots that fit."""
     free_snapshots: int = 0
-    """State checkpoints that are free."""
+    """Number of free snapshots."""
     cached_snapshots: int = 0
-    """State checkpoints in the prefix cache."""
+    """Number of snapshots in the prefix cache."""
     num_window_pages: int = 0
-    """Sliding-window pages."""
+    """Number of sliding-window pages."""
     free_window_pages: int = 0
-    """Sliding-window pages that are free."""
+    """Number of free sliding-window pages."""
     cached_window_pages: int = 0
-    """Sliding-window pages in the prefix cache."""
+    """Number of sliding-window pages in the prefix cache."""
     kv_bytes: int = 0
-    """Bytes of the KV pages on each device, as in `Limits`. The same goes for the next four."""
+    """Bytes of the KV pages on each device, as in `Limits`."""
     window_bytes: int = 0
-    """Bytes of the sliding-window pages."""
+    """Bytes of the sliding-window pages on each device."""
     state_bytes: int = 0
-    """Bytes of the states in all slots."""
+    """Bytes of the states in all request slots on each device."""
     snapshot_bytes: int = 0
-    """Bytes of the state checkpoints."""
+    """Bytes of the snapshots on each device."""
     host_bytes: int = 0
-    """Bytes of the pages in host memory."""
+    """Bytes of the pages in host memory, for each device."""
 
 
 class SchedulerStats(Levels):
-    """The levels, and the scheduler's counters since its start."""
+    """The current state, and the scheduler's counters since its start."""
 
     evicted_pages: int = 0
     """KV pages that the prefix cache evicted."""
     evicted_snapshots: int = 0
-    """State checkpoints that it evicted."""
+    """Snapshots that the prefix cache evicted."""
     snapshot_hits: int = 0
-    """Requests that began with a cached state checkpoint."""
+    """Requests that started from a cached snapshot."""
     evicted_window_pages: int = 0
     """Sliding-window pages that the prefix cache evicted."""
     hit_tokens: int = 0
     """Tokens of admitted requests that the prefix cache had."""
     looked_up_tokens: int = 0
-    """Tokens of admitted requests that were looked up in it."""
+    """Tokens of admitted requests that were looked up in the prefix cache."""
     retractions: int = 0
     """Preemptions."""
     steps: int = 0
     """Steps that were planned."""
     computed_prompt_tokens: int = 0
-    """Prompt tokens that the device computed, again after a preemption."""
+    """Prompt tokens that the device computed, including those computed again after a preemption."""
     stale_rows: int = 0
     """Rows that a step computed for a request that had ended in the meantime."""
     invalid_rows: int = 0
-    """Rows whose logits were not finite."""
+    """Rows with logits that were not finite."""
 
 
 def memory_counts(memory: Memory, limits: Limits) -> dict[str, int]:

@@ -124,29 +124,29 @@ class FieldSpec:
     """The declaration of one batch field. `batch_field` makes it."""
 
     name: str
-    """The field's name; of a nested record's field with dots."""
+    """Name of the field. A field of a nested record has a dotted name."""
     axis: Axis
-    """What it has one entry per."""
+    """The dimension along which the field has entries."""
     split: Split
-    """How the children of a split batch get it."""
+    """How the parts of a split batch get the field."""
     dtype: str | None
-    """The name of its element type. None: it is no tensor with a static buffer."""
+    """Name of the element type. None: the field is no tensor with a static buffer."""
     padding: Padding
     """What padding rows hold."""
     when: When
-    """When the host has a value for it."""
+    """When the host has a value for the field."""
     read: Read | None
-    """Where the host batch has its value. None: the host batch does not have it."""
+    """Source of the value in the host batch. None: the host batch does not have it."""
     mirror: str
-    """The field of which it is the host's side; empty: none."""
+    """Name of the field that this one mirrors on the host; empty: none."""
     owner: str
-    """Who computes or brings it where the host does not; empty: none does."""
+    """Who computes or provides the field if the host does not; empty: no one."""
     record: type | None
-    """The type of a nested record. None: it is not nested."""
+    """Type of a nested record. None: the field is not nested."""
     dim: int
-    """The tensor dimension of the axis."""
+    """Tensor dimension of the axis."""
     lead: tuple[int, ...]
-    """The sizes of the dimensions before the axis."""
+    """Sizes of the dimensions before the axis."""
 
     @property
     def is_buffered(self) -> bool:

@@ -82,74 +82,74 @@ class ForwardInputs(Generic[Array]):
     """
 
     forward_mode: ForwardMode = batch_field(axis=NONE, split=Split.COPY, read="forward_mode", default=ForwardMode.IDLE)
-    """What the forward does."""
+    """Forward mode."""
     batch_size: int = batch_field(axis=NONE, split=Split.CLIP, read="batch_size", default=0)
-    """Requests, B."""
+    """Number of requests, B."""
     num_tokens: int = batch_field(axis=NONE, split=Split.CLIP, read="num_tokens", default=0)
-    """Tokens, T."""
+    """Number of tokens, T."""
     width: int | None = batch_field(axis=NONE, split=Split.COPY, owner="speculative")
-    """Rows that a decode has of each request: consecutive tokens, the last of them perhaps of slot
-    0 instead. The host's lengths are then upper bounds. None: one row of each request, with exact
-    lengths."""
+    """Rows per request in a decode: consecutive tokens; trailing tokens that are not verified have
+    slot 0. Host lengths are then upper bounds. None: one row per request, with exact lengths."""
 
     req_pool_indices: Array = batch_field(axis=REQUESTS, dtype="int32", padding=zero(), read="slots")
     """int32[B]: request slots, the indices into the page table."""
     seq_lens: Array = batch_field(axis=REQUESTS, split=Split.CLIP, dtype="int32", padding=sentinel(1), read=_seq_lens)
-    """int32[B]: tokens of each request after this forward."""
+    """int32[B]: number of tokens of each request after this forward."""
     visible: Array | None = batch_field(
         axis=REQUESTS, dtype="int32", padding=sentinel(-1), owner="speculative", when=IF_GIVEN
     )
-    """int32[B] (optional): bit 31 - d says whether the row sees the KV slot d before its own; KV
-    slots from 32 before it on are always seen, and -1 sees all. Where given, a row's own KV slot is
-    at `seq_lens` - 1, and `positions` are its positions in the text. None: rows see all KV slots
+    """int32[B] (optional): bit 31 - d says whether the row sees the KV slot d before its own. KV
+    slots 32 or more before it are always seen; -1 sees all. If given, a row's own KV slot is at
+    `seq_lens` - 1, and `positions` are its positions in the text. None: rows see all KV slots
     before their own."""
     run_slots: Array | None = batch_field(
         axis=REQUESTS, dtype="int32", padding=zero(), owner="speculative", when=IF_GIVEN
     )
-    """int32[T] (optional): for decodes of several rows of each request, by a model with states. The
-    rows of one request are a run: the first row has the slot of its state, the others 0."""
+    """int32[T] (optional): for a decode with several rows per request, by a model with recurrent
+    states. The rows of one request are a run: the first row has the request slot of the state, the
+    others 0."""
     run_targets: Array | None = batch_field(
         axis=REQUESTS, dtype="int32", padding=zero(), owner="speculative", when=IF_GIVEN
     )
-    """int32[T] (optional): at the first row of a run the slot to which the state is written (0:
-    none); others 0."""
+    """int32[T] (optional): at the first row of a run, the request slot to which the state is
+    written (0: none); 0 at other rows."""
     run_lens: Array | None = batch_field(
         axis=REQUESTS, dtype="int32", padding=zero(), owner="speculative", when=IF_GIVEN
     )
-    """int32[T] (optional): at the first row of a run how many rows it has; others 0."""
+    """int32[T] (optional): at the first row of a run, its number of rows; 0 at other rows."""
     run_rows: Array | None = batch_field(
         axis=REQUESTS, dtype="int32", padding=zero(), owner="speculative", when=IF_GIVEN
     )
-    """int32[T] (optional): each row's index, from 1, in what is kept of such a decode. 0: nothing
-    is kept of the row."""
+    """int32[T] (optional): index, from 1, at which the state inputs of each row are kept. 0: they
+    are not kept."""
     extend_prefix_lens: Array | None = batch_field(
         axis=REQUESTS, split=Split.CLIP, dtype="int32", padding=zero(), read="prefix_lens", when=EXTEND
     )
-    """int32[B]: tokens of each request in the KV pool before this forward. None: every row brings
-    one token."""
+    """int32[B]: number of tokens of each request in the KV pool before this forward. None: every
+    request has one new token."""
     extend_seq_lens: Array | None = batch_field(
         axis=REQUESTS, split=Split.CLIP, dtype="int32", padding=sentinel(1), read=_extend_seq_lens, when=EXTEND
     )
-    """int32[B]: tokens that each request brings. None: every row brings one."""
+    """int32[B]: number of new tokens of each request. None: every request has one."""
     extend_start_loc: Array | None = batch_field(
         axis=REQUESTS, split=Split.CLIP, dtype="int32", padding=zero(), read=_extend_start_loc, when=EXTEND
     )
-    """int32[B]: where each request's tokens begin among the T. None: every row brings one."""
+    """int32[B]: index of each request's first token among the T. None: each request has one."""
     input_ids: Array = batch_field(
         axis=TOKENS, dtype="int32", padding=zero(), read="input_ids", when=EXTEND, owner="token table"
     )
-    """int32[T]: token ids. Negative ids stand for tokens that only the device knows; on decode
-    steps all are."""
+    """int32[T]: token ids. A negative id stands for a token that only the device knows; in a decode
+    step all are negative."""
     positions: Array = batch_field(axis=TOKENS, dtype="int32", padding=zero(), read=_positions)
     """int32[T]: each token's position in its text."""
     out_cache_loc: Array | None = batch_field(axis=TOKENS, dtype="int64", padding=zero(), owner="pool")
-    """int64[T]: the KV slot to which each token writes. None: the forward writes none."""
+    """int64[T]: the KV slot to which each token is written. None: the forward writes none."""
     window_seq_lens: Array | None = batch_field(
         axis=REQUESTS, split=Split.CLIP, dtype="int32", padding=sentinel(1), read=_window_seq_lens, when=WINDOWS
     )
-    """int32[B]: `seq_lens` as sliding-window layers see it: requests begin at
-    `ScheduleBatch.window_starts`. None: the worker keeps no sliding-window pages. The same goes for
-    the next two."""
+    """int32[B]: `seq_lens` as sliding-window layers see it, counted from
+    `ScheduleBatch.window_starts`. None: the worker has no sliding-window pages. The same holds for
+    `window_positions` and `window_cache_loc`."""
     window_positions: Array | None = batch_field(
         axis=TOKENS, dtype="int32", padding=zero(), read=_window_positions, when=WINDOWS
     )
@@ -161,11 +161,11 @@ class ForwardInputs(Generic[Array]):
     num_token_non_padded: Array = batch_field(
         axis=NONE, split=Split.COUNT, dtype="int32", padding=fill_once(0), owner="registry"
     )
-    """int32[1]: how many of the token rows are real; the others are padding."""
+    """int32[1]: number of real token rows; the others are padding."""
     global_num_tokens: Array | None = batch_field(
         axis=NONE, split=Split.DROP, dtype="int32", padding=fill_once(0), owner="parallel", when=IF_GIVEN
     )
-    """int32[ranks]: tokens on every data-parallel rank. None: not given."""
+    """int32[ranks]: number of tokens on every data-parallel rank. None: not given."""
 
     seq_lens_cpu: Ints | None = batch_field(axis=REQUESTS, split=Split.CLIP, mirror="seq_lens")
     """int32[B]: the host mirror of `seq_lens`."""
@@ -183,20 +183,20 @@ class ForwardInputs(Generic[Array]):
     token_type_ids: Array | None = batch_field(
         axis=TOKENS, dtype="int32", padding=zero(), read="token_type_ids", when=IF_GIVEN
     )
-    """int32[T]: the segment of each token in its text. None: all are of segment 0."""
+    """int32[T]: the segment of each token in its text. None: segment 0."""
     mrope_positions: Array | None = batch_field(
         axis=TOKENS, dtype="int32", padding=zero(), read="mrope_positions", when=IF_GIVEN, lead=(3,)
     )
-    """int32[3, T]: positions by time, height and width. None: no token's three positions differ."""
+    """int32[3, T]: time, height and width positions. None: each token's three are equal."""
     input_embeds: Array | None = batch_field(axis=TOKENS, owner="embedding", when=IF_GIVEN)
     """[T, H]: embeddings in place of those of `input_ids`. None: the model looks them up."""
     features: Array | None = batch_field(axis=TOKENS, padding=zero(), owner="target model", when=IF_GIVEN)
-    """[T, F]: the target model's hidden features of each token, for the draft model. None: the
-    forward is not a draft model's, or reads none."""
+    """[T, F]: the target model's hidden features of each token, for a draft model. None: the
+    forward reads none."""
     ngram_embedding_info: NgramEmbeddingInfo[Array] | None = batch_field(
         axis=NONE, split=Split.NESTED, record=NgramEmbeddingInfo, when=IF_GIVEN
     )
-    """The inputs of n-gram embeddings. None: the model has none."""
+    """Inputs of n-gram embeddings. None: the model has none."""
 
     capture_hidden_mode: CaptureHiddenMode = batch_field(
         axis=NONE, split=Split.COPY, read=Once("capture_hidden_mode"), default=CaptureHiddenMode.NONE
@@ -205,10 +205,10 @@ class ForwardInputs(Generic[Array]):
     return_hidden_states_before_norm: bool = batch_field(
         axis=NONE, split=Split.COPY, read=Once("return_hidden_states_before_norm"), default=False
     )
-    """Return the hidden states from before the last norm."""
+    """Return the hidden states before the last norm."""
     step_plan: StepPlan | None = batch_field(axis=NONE, split=Split.DROP, read="step_plan", when=IF_GIVEN)
-    """What the data-parallel shards agreed on. None: the requests are in one shard."""
+    """The plan that the data-parallel shards agreed on. None: there is one shard."""
     sampling: Any = batch_field(axis=NONE, split=Split.DROP, owner="sampler", when=IF_GIVEN)
     """The sampler's inputs. None: the forward samples nothing."""
     spec_info: Any = batch_field(axis=NONE, split=Split.NESTED, owner="speculative", when=IF_GIVEN)
-    """What speculation passes with the batch. None: nothing."""
+    """Inputs of speculation. None: there are none."""

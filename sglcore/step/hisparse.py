@@ -52,9 +52,10 @@ class HiSparseConfig:
 
 @dataclass(frozen=True, slots=True)
 class SwapSizes:
-    """Sizes of KV entries in host memory: `row_bytes` for each entry, one entry for `ratio` tokens.
-    A token reads at most `top_k` of them. `layers`: number of layers that read the choice of each
-    indexer.
+    """Sizes of KV entries in host memory.
+
+    `row_bytes`: bytes of an entry. `ratio`: tokens per entry. `top_k`: maximum entries that a token
+    reads. `layers`: for each indexer, the number of layers that read its choice.
     """
 
     row_bytes: int
@@ -64,7 +65,7 @@ class SwapSizes:
     layers: tuple[int, ...]
 
     def chosen(self, batch: ScheduleBatch) -> int:
-        """Return the number of entries that the indexers choose in a decode step."""
+        """Return the number of entries that all indexers choose in a decode step."""
         return len(self.layers) * int(np.minimum(batch.seq_lens // self.ratio, self.top_k).sum())
 
     def stored(self, batch: ScheduleBatch) -> int:

@@ -1,6 +1,4 @@
-"""The results of one step in arrays of the worker's library, and their conversion to what the host
-reads.
-"""
+"""The results of one step, in arrays of the worker's library and as host arrays."""
 
 from __future__ import annotations
 
@@ -22,27 +20,27 @@ A = TypeVar("A")
 
 @dataclass(slots=True)
 class StepOutput(Generic[A]):
-    """What one step computes, in arrays of the worker's library. The device may not have computed
-    them yet.
+    """Results of one step in arrays of the worker's library, which the device may not have computed
+    yet.
     """
 
     rows: RowPlan
-    """Which rows of the batch sample."""
+    """The rows of the batch that sample."""
     path: str
-    """What ran, such as "eager"."""
+    """What ran, for example "eager"."""
     tokens: SampledTokens[A] | None = None
-    """The sampled tokens. None: the step samples none."""
+    """Sampled tokens. None: the step samples none."""
     prompt: Mapping[int, Logprobs[A]] = field(default_factory=dict)
     """Prompt log-probabilities, by row."""
     embeddings: A | None = None
-    """float32[B, H]: vectors or scores of prompts to embed. None: the step was not one of EMBED."""
+    """float32[B, H]: vectors or scores of an embedding step. None: any other step."""
     runs: tuple[A, A] | None = None
-    """Of a step with speculation, whose rows are those of B requests: how many draft tokens were
-    accepted, int32[B], and how many were verified, int32[B]. None: no speculation."""
+    """For a verification step: the number of accepted and of verified draft tokens of each of B
+    requests, int32[B] each. None: no speculation."""
     drafts: A | None = None
     """int32[B, k]: the next draft tokens. None: the host does not read them."""
     swaps: StepSwaps[A] | None = None
-    """Counts of KV rows in host memory. None: there are none."""
+    """Swap counts of KV entries in host memory. None: there are no such entries."""
 
     def arrays(self) -> list[A]:
         """Return all arrays that the host reads, in the order that `read` expects."""

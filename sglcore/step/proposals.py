@@ -101,9 +101,7 @@ def node_limits(batch: ScheduleBatch, width: int) -> Ints | None:
 
 
 def accepted_runs(wide: BatchResult, accepted: Ints, proposed: Ints) -> BatchResult:
-    """Return the result of B rows from that of B * N wide rows: the first `accepted` + 1 tokens of
-    each.
-    """
+    """Reduce the result of B * N wide rows to B rows: the first `accepted` + 1 tokens of each."""
     nodes = wide.token_ids.reshape(len(accepted), -1)
     kept = np.arange(nodes.shape[1], dtype=np.int32) <= accepted[:, None]
     offsets = np.zeros(len(accepted) + 1, np.int32)

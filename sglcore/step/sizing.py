@@ -17,7 +17,7 @@ GIB = 1 << 30
 SNAPSHOTS = 4
 """Default number of state snapshots for each request that may run."""
 CACHED_WINDOWS = 1
-"""Windows in the prefix cache for each request that may run: a text that was continued once may be
+"""Windows in the prefix cache for each request that may run. A text that was continued once may be
 continued again.
 """
 
@@ -43,10 +43,10 @@ class MemoryBudget:
 class Geometry:
     """Bytes that the layers of a model keep.
 
-    - `page`: of one page, over the layers that keep all tokens.
-    - `window_page`: of one page, over the layers that keep only the last `window` tokens (0: none).
+    - `page`: of one page, in layers that keep all tokens.
+    - `window_page`: of one page, in layers that keep only the last `window` tokens (0: none).
     - `state`: of one request, independent of its length.
-    - `ring`: the same, but without snapshots.
+    - `ring`: the same, but not part of snapshots.
     - `host_page`: of one page in host memory, which holds at most `host_ratio` times the pages that
       fit on the device.
     """
@@ -72,23 +72,23 @@ class KeptBytes(TypedDict):
 
 @dataclass(frozen=True, slots=True)
 class MemorySizes:
-    """The sizes with which every pool and table is made. `size_pools` chooses them."""
+    """Sizes of all pools and tables. `size_pools` chooses them."""
 
     page_size: int
-    """Tokens in a page."""
+    """Tokens per page."""
     num_pages: int
-    """KV pages."""
+    """Number of KV pages."""
     max_model_len: int
-    """Tokens of the longest request."""
+    """Maximum tokens of a request."""
     max_requests: int
-    """Requests, each with a slot and a state."""
+    """Maximum running requests, each with a request slot and a state."""
     num_snapshots: int = 0
-    """State checkpoints, in addition to the states of the slots."""
+    """Number of snapshots, in addition to the states of the request slots."""
     window: int = 0
     """The longest sliding window in tokens."""
     num_window_pages: int = 0
-    """Pages for layers with a sliding window. 0: they keep all tokens, in the pages of the
-    others."""
+    """Number of sliding-window pages. 0: sliding-window layers keep all tokens, in the pages of the
+    other layers."""
     geometry: Geometry = field(default=Geometry(0), compare=False)
     """Bytes of what was sized."""
 
@@ -160,8 +160,8 @@ def size_pools(
 
 
 def _allowed(config: EngineConfig, budget: MemoryBudget) -> int:
-    """Return the bytes that may be allocated: `kv_cache_memory`, or what `memory_fraction` of all
-    memory leaves after what is in use, or the default share of what is free.
+    """Return the bytes that may be allocated: `kv_cache_memory`, or `memory_fraction` of all memory
+    minus the memory in use, or the default share of the free memory.
     """
     if config.kv_cache_memory is not None:
         return config.kv_cache_memory
@@ -247,9 +247,9 @@ def _size_windows(
 ) -> int:
     """Return the number of window pages, or 0 if a common pool holds a longer context.
 
-    They are what all requests and the prefix cache can use, but at most half of `allowed`, at most
-    the number of pages, and never at the expense of a whole context. They are always enough for one
-    request.
+    The number is the least of: what all requests and the prefix cache can use, half of `allowed`,
+    the number of KV pages, and what leaves room for one whole context. It is at least what one
+    request needs.
     """
     window = geometry.window
     if not window:

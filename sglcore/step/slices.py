@@ -1,6 +1,4 @@
-"""Start-up decisions for prompt slices (layer-wise prefill), for workers of every
-tensor library.
-"""
+"""Start-up decisions for prompt slices (layered prefill), for workers of every tensor library."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """A simulated accelerator under torch: real device names, streams and graphs on a CPU, and a fault
-where hardware would corrupt.
+where hardware would silently corrupt data.
 
-Importing this module does not load torch, so that a pytest whose run has no simulated device does
-not either; the public names are imported on first use.
+Importing this module does not import torch, so a pytest run without a simulated device does not
+either; the public names are imported on first use.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ("KINDS", "Caught", "Fault", "Simulator", "current", "install")
 
 
 def __getattr__(name: str) -> object:
-    """Import a public name where it lives, on first use."""
+    """Import a public name from its module on first use."""
     if name not in __all__:
         raise AttributeError(f"module 'sglcore_sim' has no attribute {name!r}; it offers {', '.join(__all__)}")
     home = "faults" if name in ("KINDS", "Caught", "Fault") else "simulator"

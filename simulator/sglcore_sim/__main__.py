@@ -1,5 +1,5 @@
-"""`python -m sglcore_sim KIND[:CHIP] COMMAND ...`: a command in which every process of Python has
-the simulated device."""
+"""`python -m sglcore_sim KIND[:CHIP] COMMAND ...`: run a command with the simulated device in every
+Python process that it starts."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ VARIABLE = "SGLSIM_KIND"
 
 
 def main(words: list[str]) -> None:
-    """Become the command. Its processes, and theirs, import `at_start/sitecustomize.py`. Raises
-    SystemExit with what is wrong."""
+    """Replace this process by the command. Python processes of the command and their children
+    import `at_start/sitecustomize.py`. Raises SystemExit with an error message."""
     if len(words) < 2:
         raise SystemExit(USAGE)
     kind, *command = words

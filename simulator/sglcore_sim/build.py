@@ -1,5 +1,5 @@
-"""Builds the native core once per sources, torch, Python and flags, in a cache that several
-processes may share."""
+"""Build the native core once per sources, torch, Python, compiler and flags, in a cache that
+several processes may share."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def sources() -> tuple[Path, ...]:
 
 
 def cache_folder() -> Path:
-    """`SGLSIM_CACHE`, or the user's cache folder."""
+    """Return `SGLSIM_CACHE`, or a folder in the user's cache folder."""
     named = os.environ.get("SGLSIM_CACHE")
     if named:
         return Path(named)
@@ -40,7 +40,7 @@ def cache_folder() -> Path:
 
 
 def fingerprint() -> str:
-    """The hash of everything that the binary depends on."""
+    """Return a hash of everything that the binary depends on."""
     digest = hashlib.sha256()
     for path in sources():
         digest.update(path.name.encode() + path.read_bytes())
@@ -75,14 +75,14 @@ def run(command: list[str]) -> None:
 
 
 def compile_all(target: Path) -> None:
-    """Compiles on two cores and links into `target` in one step that other processes see whole."""
+    """Compile with two processes, link, and rename the result to `target` atomically."""
     work = target.parent / "objects"
     work.mkdir(parents=True, exist_ok=True)
     files = [Path(shutil.copy(path, work)) for path in sources()]
     for header in (path for path in files if path.suffix == ".h"):
         compile_one(
             header, header.with_suffix(".h.gch")
-        )  # read once instead of by every file: most of the time is torch's headers
+        )  # precompiled once instead of in every file: torch's headers take most of the time
     cpp = sorted((path for path in files if path.suffix == ".cpp"), key=lambda path: -path.stat().st_size)
     with ThreadPoolExecutor(2) as pool:
         objects = list(pool.map(lambda path: compile_one(path, path.with_suffix(".o")), cpp))
@@ -112,7 +112,7 @@ def built() -> Path:
 
 
 def load() -> ModuleType:
-    """The native module; compiles it first where the cache has none (under a minute)."""
+    """Load the native module; compile it first if the cache has none (less than a minute)."""
     path = built()
     spec = importlib.util.spec_from_file_location(NAME, path)
     if spec is None or spec.loader is None:

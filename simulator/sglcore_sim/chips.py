@@ -1,9 +1,8 @@
-"""The simulator's own kinds: what each chip says of itself, and the files by which its machine
-shows.
+"""The simulator's own kinds: the properties of each chip, and the system files that show it.
 
-Figures follow what vendors publish; memory is near what a driver reports, which is seldom a round
-number. They were written down without a machine to read them from, and give tests realistic shapes
-and budgets: nothing measures by them.
+Figures follow the vendors' publications; memory is close to what a driver reports, which is seldom
+a round number. They were not read from real machines. They give tests realistic shapes and budgets;
+no measurement uses them.
 """
 
 from __future__ import annotations
@@ -16,14 +15,14 @@ from sglcore_sim.kinds import Kind, pci
 
 KIB, MIB = 1 << 10, 1 << 20
 NO_GRAPH: Mapping[str, Any] = MappingProxyType({"capabilities": frozenset()})
-"""torch 2.13 refuses its graph of an accelerator there."""
+"""torch 2.13 refuses `torch.accelerator.Graph` for these kinds."""
 
 
 def gpu(
     name: str, capability: tuple[int, int], processors: int, mib: int, *, l2: int, shared: int, threads: int = 2048
 ) -> dict[str, Any]:
-    """Properties under the names of `torch.cuda.get_device_properties`. `shared`: KiB per
-    multiprocessor."""
+    """Return properties by the names of `torch.cuda.get_device_properties`. `mib`: memory in MiB;
+    `l2`: MiB; `shared`: shared memory in KiB per multiprocessor."""
     return {
         "name": name,
         "major": capability[0],
@@ -41,7 +40,7 @@ def gpu(
 
 
 def cuda(chip: str, device: int, pci_class: int, properties: dict[str, Any]) -> Kind:
-    """An NVIDIA GPU behind driver 570."""
+    """Make the kind of an NVIDIA GPU with driver 570."""
     driver = "570.86.15"
     files = {
         "dev/nvidia{i}": "",
@@ -59,7 +58,7 @@ def cuda(chip: str, device: int, pci_class: int, properties: dict[str, Any]) -> 
 
 
 def hip(chip: str, device: int, pci_class: int, target: str, properties: dict[str, Any], features: str = "") -> Kind:
-    """An AMD GPU behind ROCm 6.4. On MI parts of several dies a device is one of them."""
+    """Make the kind of an AMD GPU with ROCm 6.4. On MI250 a device is one of the two dies."""
     wide, units = target.startswith("gfx9"), properties["multi_processor_count"]
     lanes, per_unit = (64, 4) if wide else (32, 2)
     version = int(target[3:-2]) * 10000 + int(target[-2], 16) * 100 + int(target[-1], 16)
@@ -87,8 +86,8 @@ def hip(chip: str, device: int, pci_class: int, target: str, properties: dict[st
 
 
 def musa(chip: str, device: int, properties: dict[str, Any]) -> Kind:
-    """A Moore Threads GPU behind the vendor's driver, with a torch_musa of the same version as
-    torch."""
+    """Make the kind of a Moore Threads GPU with the vendor's driver, and a torch_musa of torch's
+    version."""
     files = {
         "dev/mtgpu.{i}": "",
         "sys/module/mtgpu/version": "3.3.1\n",
@@ -104,8 +103,8 @@ def musa(chip: str, device: int, properties: dict[str, Any]) -> Kind:
 
 
 def npu(chip: str, device: int, properties: dict[str, Any]) -> Kind:
-    """An Ascend NPU behind CANN 8.5, with a torch_npu of the same version as torch. On dual parts a
-    device is one die."""
+    """Make the kind of an Ascend NPU with CANN 8.5, and a torch_npu of torch's version. On chips of
+    two dies a device is one die."""
     home = "usr/local/Ascend"
     files = {
         "dev/davinci{i}": "",
@@ -137,8 +136,8 @@ def _kind(
     libraries: tuple[str, ...],
     **values: Any,
 ) -> Kind:
-    """`libraries`: modules of `sglcore_sim.vendors`; one that lacks kernels for a chip is not
-    installed there either."""
+    """Make a kind. `libraries`: modules of `sglcore_sim.vendors`; a library without kernels for the
+    chip is left out, as it is not installed on such a machine."""
     return Kind(
         name=name,
         chip=chip,
@@ -156,8 +155,8 @@ def amd(name: str, capability: tuple[int, int], units: int, mib: int, l2: int) -
 
 
 def mthreads(name: str, capability: tuple[int, int], mib: int) -> dict[str, Any]:
-    """torch_musa tells these, and a count of multiprocessors, which the vendor has not published:
-    absent here."""
+    """Return the properties that torch_musa reports, except the number of multiprocessors, which
+    the vendor has not published."""
     return {"name": name, "major": capability[0], "minor": capability[1], "total_memory": mib * MIB}
 
 

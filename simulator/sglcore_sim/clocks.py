@@ -1,12 +1,13 @@
-"""Virtual time: what a program would take on a device of given speeds, whatever this machine takes
-to compute it.
+"""Virtual time: how long a program would take on a device of given speeds, independent of the speed
+of this machine.
 
-The host takes `launch` seconds to queue an operation, and waits where it waits for the device. An
-operation begins when its stream and the events that it waits for have come so far, and takes as
-long as its bytes or its arithmetic, whichever is longer, and `start` seconds. While other streams
-work, what is queued on one has a share of the device: what those leave, half if none is set; they
-are not slowed. A collective takes alpha and, for each of its bytes, beta, on the link of its group,
-which takes nothing from the device. What runs in a captured graph is not timed.
+The host takes `launch` seconds to queue an operation, and waits when it waits for the device. An
+operation begins when its stream and the events that it waits for are done. It takes `start` seconds
+plus the time of its bytes or of its arithmetic, whichever is longer. While other streams of the
+device are busy, a new operation runs at its stream's share of the device's speed (0.5 unless set);
+work that is already queued on the other streams is not slowed. A collective takes alpha seconds and
+beta for each byte, on the link of its group, which takes nothing from the device. Captured graphs
+are not timed.
 """
 
 from __future__ import annotations
@@ -24,18 +25,19 @@ from torch.utils.flop_counter import flop_registry
 from sglcore_sim.simulator import Simulator
 
 FREE = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "alias"})
-"""Operations that move nothing."""
+"""Operations that move no bytes."""
 BY_ROWS = frozenset(
     {"embedding", "index", "index_select", "gather", "index_put_", "index_copy_", "scatter_", "index_add_"}
 )
-"""Those that touch as much of their first tensor as they are given, or give."""
+"""Operations on some rows of their first tensor: they count the bytes of the other tensors, and
+twice those of a new result, instead of the whole first tensor."""
 
 
 @dataclass(frozen=True, slots=True)
 class Speeds:
-    """Of a device: arithmetic a second, bytes a second, seconds until an operation runs and seconds
-    of the host to queue it; of the link between ranks: seconds of a collective, and of each of its
-    bytes."""
+    """Speeds of a device: `flops` and `bandwidth` (bytes) per second, `start` seconds before an
+    operation runs, `launch` seconds of the host to queue it. Speeds of the link between ranks:
+    `alpha` seconds per collective, `beta` seconds per byte."""
 
     flops: float = 1e14
     bandwidth: float = 1e12
@@ -45,12 +47,12 @@ class Speeds:
     beta: float = 1e-11
 
     def collective(self, size: int) -> float:
-        """Seconds of one over `size` bytes."""
+        """Return the seconds of a collective over `size` bytes."""
         return self.alpha + self.beta * size
 
 
 class VirtualTime(TorchDispatchMode):
-    """Gives each operation on the simulated device its time."""
+    """Adds the time of each operation on the simulated device to its stream."""
 
     def __init__(self, sim: Simulator, speeds: Speeds) -> None:
         super().__init__()
@@ -58,21 +60,22 @@ class VirtualTime(TorchDispatchMode):
 
     @property
     def now(self) -> float:
-        """Seconds of the host since the beginning."""
+        """The host's virtual time in seconds since the start of the region."""
         return self._sim.core.pass_time(0.0) / 1e3
 
     def work(self, seconds: float) -> None:
-        """Of the host, beside that of queueing."""
+        """Add host work to the virtual time, in addition to the queueing of operations."""
         self._sim.core.pass_time(seconds * 1e3)
 
     def share(self, stream: torch.Stream, share: float) -> None:
-        """Of the device while other streams work too; 0: it takes nothing from them, and they take
-        nothing from it."""
+        """Set the stream's share of the device's speed while other streams are busy; 0: the stream
+        and the others do not slow each other."""
         with stream:
             self._sim.core.set_share(share)
 
     def collective(self, stream: torch.Stream, tensors: Iterable[torch.Tensor]) -> None:
-        """One over these tensors, on a stream that is a link."""
+        """Add the time of a collective over these tensors to `stream`, which stands for the link
+        between ranks."""
         self.share(stream, 0.0)
         with stream:
             self._sim.busy(self.speeds.collective(sum(each.nbytes for each in tensors)) * 1e3)
@@ -80,7 +83,7 @@ class VirtualTime(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Run it, and give its time to the current stream."""
+        """Run the operation and add its time to the current stream."""
         given = kwargs or {}
         out = func(*args, **given)
         name = func.overloadpacket.__name__
@@ -114,7 +117,7 @@ def _bytes(name: str, read: Sequence[torch.Tensor], made: Sequence[torch.Tensor]
 
 @contextmanager
 def virtual_time(sim: Simulator, speeds: Speeds = Speeds()) -> Iterator[VirtualTime]:
-    """A region of this thread in which time is that of a device of these speeds, from 0 on."""
+    """A region of this thread with virtual time for a device of these speeds, starting at 0."""
     sim.core.virtual_time(True)
     clock = sim.timing = VirtualTime(sim, speeds)
     try:

@@ -1,15 +1,15 @@
-"""Collectives of the simulated device: gloo between processes, with the order of streams that the
-vendor's library has.
+"""Collectives of the simulated device: gloo between processes, with the stream order of a vendor's
+library.
 
-A collective reads and writes its tensors on the stream that is current when it is called, as one
-piece of work there, so tensors of another stream race with it unless it waits. With `async_op=True`
-it runs on a stream of the group's own, which waits for the current one; `wait()` on its work has
-the stream that is current then wait for it, and until that was called nothing may write what it
-reads, or touch what it writes. The work holds what comes of it; what is read, the caller has to
-hold, as not every library does. Nothing runs in a capture: that is a fault.
+A collective reads and writes its tensors on the current stream as one piece of work, so a stream
+that touches the tensors without waiting for it is a race. With `async_op=True` the collective runs
+on a stream of the group, which waits for the current stream. `wait()` on its work makes the stream
+that is current then wait for it; before that, nothing may write its inputs or touch its outputs.
+The work keeps the outputs alive; the caller must keep the inputs alive, because not every library
+does. A collective in a capture is a fault.
 """
 
-# The type stubs of torch.distributed lack what its Python subclasses override.
+# The type stubs of torch.distributed lack the methods that its Python subclasses override.
 # pyright: reportAttributeAccessIssue=false, reportIncompatibleMethodOverride=false, reportPrivateImportUsage=false
 # pyright: reportAssignmentType=false, reportCallIssue=false
 
@@ -24,8 +24,8 @@ from torch.distributed import distributed_c10d
 
 
 class Done(dist._Work):
-    """A collective that has happened, perhaps on a stream that is not the caller's; `result` is
-    what it gave."""
+    """The work of a collective that has run, perhaps on another stream than the caller's;
+    `result()` returns its outputs."""
 
     def __init__(self, tensors: list[Any], stream: torch.Stream | None = None) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class Done(dist._Work):
         self._future.set_result(tensors)
 
     def wait(self, timeout: Any = None) -> bool:
-        """The current stream waits for it; the host does not."""
+        """Make the current stream wait for the collective; the host does not wait."""
         if self._end is not None:
             torch.accelerator.current_stream(self._device).wait_event(self._end)
         return True
@@ -104,17 +104,17 @@ class Group(dist.ProcessGroup):
         return Done(result)
 
     def _stream(self, device: torch.device) -> torch.Stream:
-        """The group's own."""
+        """Return the group's own stream on the device."""
         if device not in self._streams:
             self._streams[device] = torch.Stream(device)
         return self._streams[device]
 
     def behind(self, own: torch.Stream, device: torch.device) -> None:
-        """The group's stream waits for what was queued on the current one."""
+        """Make the group's stream wait for the work queued on the current stream."""
         own.wait_stream(torch.accelerator.current_stream(device))
 
     def allreduce(self, tensors: Any, opts: Any = None) -> Done:
-        """Every tensor becomes the reduction over all ranks."""
+        """Replace every tensor by the reduction over all ranks."""
         options = opts or dist.AllreduceOptions()
         return self._run(
             "all_reduce",
@@ -126,7 +126,7 @@ class Group(dist.ProcessGroup):
         )
 
     def broadcast(self, tensors: Any, opts: Any = None) -> Done:
-        """Every tensor becomes that of the root."""
+        """Replace every tensor by the root's."""
         options = opts or dist.BroadcastOptions()
         root = options.rootRank == self.rank()
         touched = (tensors, ()) if root else ((), tensors)
@@ -135,13 +135,13 @@ class Group(dist.ProcessGroup):
         )
 
     def reduce(self, tensors: Any, opts: Any) -> Done:
-        """The root's tensor becomes the reduction."""
+        """Replace the root's tensor by the reduction over all ranks."""
         return self._run(
             "reduce", lambda over: self._gloo.reduce([over(t) for t in tensors], opts), tensors, tensors, tensors, opts
         )
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Done:
-        """Lists of every rank's tensor."""
+        """Gather every rank's tensor in lists."""
         flat = [t for row in outputs for t in row]
 
         def gather(over: Any) -> Any:
@@ -150,7 +150,7 @@ class Group(dist.ProcessGroup):
         return self._run("all_gather", gather, inputs, flat, outputs, opts)
 
     def _allgather_base(self, output: Any, given: Any, opts: Any = None) -> Done:
-        """One tensor that holds every rank's, by rank."""
+        """Gather every rank's tensor in one tensor, by rank."""
 
         def gather(over: Any) -> Any:
             parts = list(over(output).view(self.size(), *given.shape).unbind(0))
@@ -159,7 +159,7 @@ class Group(dist.ProcessGroup):
         return self._run("all_gather_into_tensor", gather, [given], [output], [output], opts)
 
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> Done:
-        """This rank's part of the reduction, of lists of parts."""
+        """Write this rank's part of the reduction of lists of parts."""
         options = dist.AllreduceOptions()
         options.reduceOp = (opts or dist.ReduceScatterOptions()).reduceOp
 
@@ -176,7 +176,7 @@ class Group(dist.ProcessGroup):
         )
 
     def _reduce_scatter_base(self, output: Any, given: Any, opts: Any = None) -> Done:
-        """This rank's part of the reduction."""
+        """Write this rank's part of the reduction of one tensor."""
         options = dist.AllreduceOptions()
         options.reduceOp = (opts or dist.ReduceScatterOptions()).reduceOp
 
@@ -190,7 +190,7 @@ class Group(dist.ProcessGroup):
         return self._run("reduce_scatter_tensor", scatter, [given], [output], [output], opts)
 
     def alltoall_base(self, output: Any, given: Any, output_sizes: Any, input_sizes: Any, opts: Any = None) -> Done:
-        """Rows to and from every rank."""
+        """Exchange rows with every rank."""
 
         def exchange(over: Any) -> Any:
             return self._gloo.alltoall_base(
@@ -204,26 +204,26 @@ class Group(dist.ProcessGroup):
     all_to_all_single = alltoall_base
 
     def send(self, tensors: Any, destination: int, tag: int = 0) -> Done:
-        """To one rank."""
+        """Send tensors to one rank."""
         return self._run(
             "send", lambda over: self._gloo.send([over(t) for t in tensors], destination, tag), tensors, (), tensors
         )
 
     def recv(self, tensors: Any, source: int, tag: int = 0) -> Done:
-        """From one rank."""
+        """Receive tensors from one rank."""
         return self._run(
             "recv", lambda over: self._gloo.recv([over(t) for t in tensors], source, tag), (), tensors, tensors
         )
 
     def barrier(self, opts: Any = None) -> Done:
-        """Every rank has come this far."""
+        """Wait on the host until every rank has called it."""
         self._gloo.barrier(opts or dist.BarrierOptions()).wait()
         return Done([])
 
 
 def plant(sim: Any) -> None:
-    """Register the kind's name for its device. Those that torch has itself it makes by a class,
-    which CPU builds lack."""
+    """Register the kind's collectives as a backend of its device. For a backend that torch itself
+    knows, plant the class that torch constructs, which CPU builds lack."""
     name = sim.kind.collectives
     if name in dist.Backend.backend_list:
         _plant_class(sim, name)
@@ -245,9 +245,9 @@ def _plant_class(sim: Any, name: str) -> None:
             super().__init__(sim, store, rank, size, options._timeout)
 
         def _set_sequence_number_for_group(self) -> None:
-            """Gloo counts its own."""
+            """Do nothing: gloo has its own counter."""
 
     InTreeGroup.Options = Options  # pyright: ignore[reportAttributeAccessIssue]
     names = {f"ProcessGroup{name.upper()}": InTreeGroup, f"_{name.upper()}_AVAILABLE": True}
     for attribute, value in names.items():
-        setattr(distributed_c10d, attribute, value)  # foreign: what torch's build with this library has
+        setattr(distributed_c10d, attribute, value)  # foreign: as in a torch build with it

@@ -16,7 +16,7 @@ PropertyTable = dict[str, Any]
 
 
 class StreamBinding(in_tree.StreamBinding):
-    """`torch._C._CudaStreamBase`: a stream of this device type with CUDA's attribute names."""
+    """`torch._C._CudaStreamBase`: a stream of the simulated device with CUDA's attribute names."""
 
     def __new__(
         cls, priority: int = 0, stream_id: int = 0, device_index: int = 0, device_type: int = 0, stream_ptr: int = 0
@@ -29,7 +29,7 @@ class StreamBinding(in_tree.StreamBinding):
 
     @staticmethod
     def priority_range() -> tuple[int, int]:
-        """Lowest and highest priority, as on hardware."""
+        """Return the lowest and the highest priority, as on hardware."""
         return (0, -5)
 
 
@@ -59,7 +59,7 @@ class GraphBinding(in_tree.GraphBinding):
 
 
 class GreenContextBinding:
-    """`torch._C._CUDAGreenContext`: the first multiprocessors of the device, in multiples of 8."""
+    """`torch._C._CUDAGreenContext`: some multiprocessors of the device, in multiples of 8."""
 
     sim: ClassVar[Any]
 
@@ -83,7 +83,7 @@ class GreenContextBinding:
         return cls(device, min(there, -(-num_sms // 8) * 8))
 
     def Stream(self) -> Any:
-        """A new stream each time; `sim.parts` tells how many multiprocessors it has."""
+        """Return a new stream each time; `sim.parts` has its number of multiprocessors."""
         made = torch.cuda.Stream(self._device)
         self.sim.parts[made.device_index, made.stream_id] = self._units
         return made
@@ -95,7 +95,7 @@ class GreenContextBinding:
 
 
 def bindings(sim: Any) -> dict[str, Any]:
-    """Name to value of everything to add to `torch._C`."""
+    """Return the names and values to add to `torch._C`."""
     mode = SimpleNamespace(value=0)
     return {
         **in_tree.bindings(sim, "cuda"),
@@ -119,7 +119,7 @@ def bindings(sim: Any) -> dict[str, Any]:
 
 
 def runtime_library(native: ModuleType) -> SimpleNamespace:
-    """The few functions of `torch.cuda.cudart()` that torch itself calls."""
+    """Return the functions of `torch.cuda.cudart()` that torch itself calls."""
 
     def mem_info(device: int) -> tuple[int, int]:
         numbers = native.memory(device)
@@ -138,7 +138,8 @@ def runtime_library(native: ModuleType) -> SimpleNamespace:
 
 
 def device_properties(table: PropertyTable) -> SimpleNamespace:
-    """`torch.cuda.get_device_properties`: the kind's table under torch's names."""
+    """Return the kind's properties by the names of `torch.cuda.get_device_properties`, with
+    defaults for missing ones."""
     wanted = {
         "name": "simulated",
         "major": 0,
@@ -162,8 +163,8 @@ def device_properties(table: PropertyTable) -> SimpleNamespace:
 
 
 def plant(sim: Any, hip: str | None = None, cuda: str | None = None) -> None:
-    """Adds the bindings and runs torch's own streams and graphs again over them. `hip`, `cuda`: the
-    release that the build is for."""
+    """Add the bindings and reload torch's own streams and graphs over them. `hip`, `cuda`: the
+    release that torch claims to be built for."""
     torch.version.cuda = cuda  # foreign: torch reads its build from here
     torch.version.hip = hip  # foreign: torch reads its build from here
     torch_cuda: Any = torch.cuda

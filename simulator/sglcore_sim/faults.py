@@ -1,4 +1,5 @@
-"""Faults: what the simulated device reports where hardware would corrupt silently, by kind."""
+"""Faults: the errors that the simulated device raises where hardware would silently corrupt data,
+by kind."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ KINDS = MappingProxyType(
 
 
 class Fault(RuntimeError):
-    """A contract violation; `kind` is a key of KINDS, the text names the places of both sides."""
+    """A contract violation. `kind` is a key of KINDS; the text names the code of both sides."""
 
     def __init__(self, kind: str, text: str) -> None:
         super().__init__(f"[{kind}] {text}")
@@ -41,33 +42,33 @@ class Fault(RuntimeError):
         self.text = text
 
     def __reduce__(self) -> tuple[type[Fault], tuple[str, str]]:
-        return (type(self), (self.kind, self.text))  # it crosses processes
+        return (type(self), (self.kind, self.text))  # it is sent between processes
 
 
 class HostAccess(Fault, TypeError):
-    """Torch's own refusal, a TypeError, as a fault."""
+    """A fault that is also the TypeError that torch raises for it."""
 
 
 class Caught:
-    """What an `expect` block caught; `fault` is None until it did."""
+    """The fault that an `expect` block caught; `fault` is None before that."""
 
     def __init__(self) -> None:
         self.fault: BaseException | None = None
 
     @property
     def text(self) -> str:
-        """The fault's message; empty where nothing was caught."""
+        """The fault's message; empty if none was caught."""
         return str(self.fault or "")
 
 
 class FaultLog:
-    """Makes faults for the native core and remembers the unexpected ones."""
+    """Makes faults for the native core and keeps the unexpected ones."""
 
     def __init__(self) -> None:
         self.seen: list[Fault] = []
 
     def make(self, kind: str, text: str) -> Fault:
-        """A new fault, remembered; called by the native core."""
+        """Make and keep a fault; called by the native core."""
         if kind not in KINDS:
             raise ValueError(f"found fault kind {kind!r}, wanted one of {', '.join(KINDS)}")
         fault = (HostAccess if kind == "host_access" else Fault)(kind, text)
@@ -75,14 +76,14 @@ class FaultLog:
         return fault
 
     def forget(self, fault: BaseException | None) -> None:
-        """Removes an expected fault, and those it was raised on top of."""
+        """Remove an expected fault, and the faults in its chain of contexts."""
         while fault is not None:
             self.seen[:] = [other for other in self.seen if other is not fault]
             fault = fault.__context__
 
     @contextmanager
     def expect(self, kind: str, out_of_memory: type[BaseException]) -> Iterator[Caught]:
-        """Swallows one fault of `kind` raised inside; an AssertionError where none was."""
+        """Catch one fault of `kind` raised in the block; raises AssertionError if none was."""
         if kind not in KINDS:
             raise ValueError(f"found fault kind {kind!r}, wanted one of {', '.join(KINDS)}")
         caught = Caught()

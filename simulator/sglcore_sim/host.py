@@ -1,5 +1,5 @@
-"""Reads of host memory that torch answers without asking the device: guarded, so that a pinned copy
-in flight is noticed."""
+"""Guards for reads of host memory that torch answers without asking the device, so that a read
+during a copy to pinned memory is detected."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ def refuse(read: Callable[..., Any], device_type: str, core: ModuleType, log: Fa
 
 
 def plant(core: ModuleType, device_type: str, log: FaultLog) -> None:
-    """Guards the methods that give a tensor's numbers to Python; numpy views of pinned memory show
-    poison instead."""
+    """Guard the methods that return a tensor's numbers to Python, and refuse numpy arrays over
+    device memory. Numpy views of pinned memory are not guarded; they show poison."""
     for name in ("numpy", "__array__"):
         setattr(
             torch.Tensor, name, refuse(getattr(torch.Tensor, name), device_type, core, log)
-        )  # foreign: the only way to see it
+        )  # foreign: the only way to detect it
     for name in READS:
         setattr(
             torch.Tensor, name, guard(getattr(torch.Tensor, name), core)
-        )  # foreign: the only way to see a host read
+        )  # foreign: the only way to detect a host read

@@ -1,9 +1,9 @@
-"""Kinds: what a simulated device is, as data, and how one is found by its name. Nothing here knows
-a device.
+"""Kinds: the description of a simulated device as data, and the lookup of one by name. This module
+knows no device.
 
-A kind comes with the simulator (`OWN`), or from any installed distribution, by an entry point of
-the group `sglcore_sim.kinds`: its name is what `--sim` takes, its value a `Kind`, or a sequence of
-them for a family of chips.
+A kind comes with the simulator (`OWN`), or from any installed distribution with an entry point of
+the group `sglcore_sim.kinds`. The entry point's name is the value of `--sim`; its object is a
+`Kind`, or a sequence of them for a family of chips.
 """
 
 from __future__ import annotations
@@ -19,25 +19,26 @@ GROUP = "sglcore_sim.kinds"
 OWN: Mapping[str, str] = MappingProxyType(
     {name: f"sglcore_sim.chips:{name.upper()}" for name in ("cuda", "hip", "musa", "npu")}
 )
-"""The kinds that the simulator brings."""
+"""The kinds that come with the simulator."""
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """A simulated device. Every reference is a "module:function" that is called once, with the
+    """A simulated device. A reference is a "module:function" that is called once, with the
     simulator.
 
-    `torch_name`: the device type of its tensors: one of torch's own that the native core has hooks
-    for (cuda, hpu, xpu), or a name that torch does not know, under which its private backend then
-    goes. `arch`: what compilers call the chip. `properties`: the fields of the vendor's device
-    properties. `face`: plants what the vendor's Python names need, such as the bindings of a build
-    for it; the default registers a plain module, for a type that torch brings none for.
-    `libraries`: plant the vendor's libraries, before the face. `capabilities`: what tests may ask
-    of it beyond what every kind has (`plugin.capabilities`). `collectives`: what
-    `init_process_group` takes for it. `files`: relative path to text of the machine's system tree;
-    `{i}`, `{bus}` and `{render}` in a path make one file per device, and both may use any of
-    `machine.FIELDS`. `chip`: what people call it, for `--sim=NAME:CHIP`.
+    `torch_name`: the device type of its tensors: one of torch's types that the native core has
+    hooks for (cuda, hpu, xpu), or a name that torch does not know, which becomes the name of
+    torch's private backend. `arch`: the compilers' name of the chip. `properties`: the fields of
+    the vendor's device properties. `face`: a reference that plants the vendor's Python names, such
+    as the bindings of a torch build for the device; the default registers a plain module, for types
+    without a module in torch. `libraries`: references that plant the vendor's libraries, called
+    before the face. `capabilities`: those that tests may require beyond the ones of every kind
+    (`plugin.capabilities`). `collectives`: the backend's name for `init_process_group`. `files`:
+    relative path to text of the machine's system tree; `{i}`, `{bus}` and `{render}` in a path make
+    one file per device, and path and text may use any of `machine.FIELDS`. `chip`: its common name,
+    for `--sim=NAME:CHIP`.
     """
 
     name: str
@@ -53,21 +54,21 @@ class Kind:
 
 
 def pci(vendor: int, device: int, pci_class: int) -> dict[str, str]:
-    """A device of the PCI bus, one per simulated device, for `Kind.files`."""
+    """Return `Kind.files` for a device on the PCI bus, one per simulated device."""
     folder = "sys/bus/pci/devices/0000:{bus}:00.0"
     ids = (f"0x{vendor:04x}", f"0x{device:04x}", f"0x{pci_class:06x}")
     return {f"{folder}/{name}": f"{value}\n" for name, value in zip(("vendor", "device", "class"), ids, strict=True)}
 
 
 def resolve(ref: str) -> Any:
-    """What a "module:name" names."""
+    """Import the object of a "module:name"."""
     module, name = ref.split(":")
     return getattr(import_module(module), name)
 
 
 def known() -> Mapping[str, str]:
-    """Reference by name of every kind that is installed; raises ValueError where two have one
-    name."""
+    """Return the reference of every installed kind by its name. Raises ValueError if two kinds have
+    the same name."""
     found = dict(OWN)
     for point in entry_points(group=GROUP):
         if found.setdefault(point.name, point.value) != point.value:
@@ -78,8 +79,8 @@ def known() -> Mapping[str, str]:
 
 
 def chips(name: str) -> Sequence[Kind]:
-    """The chips of a kind; the first is the one that its name alone means. Raises ValueError with
-    what there is."""
+    """Return the chips of a kind; the first is the default. Raises ValueError, with the known
+    names, for an unknown one."""
     refs = known()
     if name not in refs:
         raise ValueError(f"found simulated kind {name!r}, wanted one of {', '.join(sorted(refs))}, or a Kind record")
@@ -88,10 +89,10 @@ def chips(name: str) -> Sequence[Kind]:
 
 
 def kind_of(kind: str | Kind, arch: str | None = None) -> Kind:
-    """The record of "npu", of "npu:910C" (chip or target), or of a chip given as `arch`; a Kind is
-    returned as it is.
+    """Return the record of "npu", of "npu:910C" (a chip or its `arch`), or of the chip in the
+    argument `arch`; a Kind is returned as it is.
 
-    Raises ValueError with what there is.
+    Raises ValueError, with the known names, for an unknown one.
     """
     if isinstance(kind, Kind):
         return kind

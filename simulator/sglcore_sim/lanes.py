@@ -1,11 +1,12 @@
-"""Triton kernels in the interpreter: on device memory directly, with every lane's address checked.
+"""Triton kernels in the interpreter: on device memory directly, with the address of every lane
+checked.
 
-The interpreter copies arguments to the host and back. Here a kernel over simulated tensors runs on
-their bytes as one piece of work of its stream, and what its lanes really read and wrote goes to the
-race checker; in a capture it is a node with the bytes that its captured run touched. Addresses are
-held against all tensor arguments together, because the interpreter does not know from which of them
-a pointer came. Arithmetic that the interpreter gets wrong in silence (bfloat16 without an upcast)
-is a fault of kind wrong_arithmetic.
+Triton's interpreter copies arguments to the host and back. Here a kernel over simulated tensors
+runs on their bytes as one piece of work of its stream, and the bytes that its lanes read and wrote
+go to the race checker. In a capture it is a node with the bytes that the captured run touched.
+Addresses are checked against all tensor arguments together, because the interpreter does not know
+from which argument a pointer came. Arithmetic that the interpreter silently computes wrongly
+(bfloat16 without an upcast) is a fault of kind wrong_arithmetic.
 """
 
 from __future__ import annotations
@@ -24,15 +25,15 @@ import torch
 from sglcore_sim.faults import Fault
 
 RANGES = 64
-"""Byte ranges of one argument that are told apart; more are taken as one that covers them."""
+"""Most byte ranges of one argument that are tracked separately; more are merged into one."""
 NAMED = 8
-"""Lanes that a message names."""
+"""Most lanes that a message lists."""
 UPCAST = "the interpreter computes on the bits of bfloat16 as integers; upcast with .to(tl.float32) first"
 
 
 @dataclass(slots=True)
 class Run:
-    """One launch of a kernel: where its tensors lie, and what its lanes touched."""
+    """One launch of a kernel: the addresses of its tensors, and the bytes its lanes touched."""
 
     kernel: str
     starts: np.ndarray
@@ -43,9 +44,9 @@ class Run:
     touched: dict[bool, list[np.ndarray]] = field(default_factory=lambda: {False: [], True: []})
 
     def check(self, what: str, program: Any, pointers: np.ndarray, mask: Any, size: int, write: bool) -> Any:
-        """The lanes that run. A fault if one that is not masked off lies outside of every argument;
-        at rehearsal, where nothing that the kernel reads has been computed yet, such a lane is left
-        out."""
+        """Check the addresses of the lanes that are not masked off, record them, and return the
+        lanes that run. A lane outside of every argument is a fault, except in a rehearsal (the run
+        in a capture, before the kernel's inputs are computed), which skips such a lane."""
         active = np.broadcast_to(np.ones((), bool) if mask is None else mask, pointers.shape).astype(bool)
         addresses = pointers[active].reshape(-1).astype(np.uint64)
         if not addresses.size:
@@ -81,13 +82,14 @@ class Run:
         )
 
     def ranges(self, write: bool) -> list[tuple[int, int]]:
-        """Merged byte ranges that were read or written."""
+        """Return the merged byte ranges that were read, or written."""
         return merged(self.touched[write])
 
 
 class Here(threading.local):
-    """The run of this thread, whether plain CPU tensors are checked too, and for the functions of
-    which modules the launch of this thread has made Triton's language ready."""
+    """The state of this thread: its current run; `checking` > 0 if plain CPU tensors are checked
+    too; and the modules (ids of their globals) for which this launch has prepared Triton's
+    language."""
 
     def __init__(self) -> None:
         self.run: Run | None = None
@@ -99,7 +101,7 @@ HERE = Here()
 
 
 def merged(pieces: list[np.ndarray]) -> list[tuple[int, int]]:
-    """Sorted, joined ranges."""
+    """Sort and merge byte ranges."""
     if not pieces:
         return []
     every = np.unique(np.concatenate(pieces), axis=0)
@@ -110,7 +112,7 @@ def merged(pieces: list[np.ndarray]) -> list[tuple[int, int]]:
 
 
 def span(tensor: torch.Tensor) -> tuple[int, int]:
-    """First byte of a tensor and the first past it."""
+    """Return the addresses of a tensor's first byte and of the first byte after it."""
     start, size = tensor.data_ptr(), tensor.element_size()
     if not tensor.numel():
         return start, start
@@ -120,7 +122,8 @@ def span(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def make_run(kernel: str, tensors: dict[str, torch.Tensor], make: Callable[[str, str], Fault]) -> Run:
-    """Arguments by address; those that overlap or touch are one, named together."""
+    """Make a run with the arguments sorted by address; overlapping arguments become one, with a
+    common name."""
     rows: list[tuple[int, int, str]] = []
     for start, end, name in sorted((*span(tensor), name) for name, tensor in tensors.items()):
         if rows and start < rows[-1][1]:
@@ -133,7 +136,7 @@ def make_run(kernel: str, tensors: dict[str, torch.Tensor], make: Callable[[str,
 
 @contextmanager
 def running(run: Run) -> Iterator[Run]:
-    """The interpreter's accesses of this thread belong to `run`."""
+    """Assign the interpreter's accesses on this thread to `run`."""
     before, HERE.run = HERE.run, run
     try:
         yield run
@@ -143,8 +146,8 @@ def running(run: Run) -> Iterator[Run]:
 
 @contextmanager
 def check_lanes() -> Iterator[None]:
-    """Check kernels over plain CPU tensors too, on this thread; without a simulated device as
-    well."""
+    """Check kernels over plain CPU tensors too, on this thread; works without a simulated
+    device."""
     patch()
     HERE.checking += 1
     try:
@@ -155,7 +158,7 @@ def check_lanes() -> Iterator[None]:
 
 @functools.cache
 def patch() -> bool:
-    """Take over the interpreter's launches, memory operations and arithmetic, once. False where
+    """Patch the interpreter's launches, memory operations and arithmetic, once. Returns False if
     Triton is missing."""
     try:
         from triton.runtime import interpreter
@@ -177,10 +180,10 @@ def patch() -> bool:
 
 @functools.cache
 def prepare_once() -> None:
-    """Let the interpreter make Triton's language ready once in a launch for the functions of a
-    module, not at each of their calls, which took a third of a kernel's time and changed nothing;
-    and make once what every value of a kernel has of its shape and type, which took a fifth of the
-    rest."""
+    """Make the interpreter faster, once per process. It prepares Triton's language for a module's
+    functions once per launch instead of at every call, which took a third of a kernel's time and
+    had no effect. It also caches the shape, type and dtype objects of values, which took a fifth of
+    the remaining time."""
     try:
         from triton.runtime import interpreter
     except ImportError:
@@ -211,8 +214,7 @@ def prepare_once() -> None:
 
 
 def _keep_shapes() -> None:
-    """A value's shape and count, which nobody writes to, are made once for all values of that
-    shape."""
+    """Cache the shape and element count of values by shape; they are never written to."""
     from triton.language import core
 
     @functools.cache
@@ -223,11 +225,11 @@ def _keep_shapes() -> None:
         self.handle, self.type, self.dtype = handle, type, type.scalar
         self.shape, self.numel = made(tuple(type.shape) if type.is_block() else ())
 
-    core.tensor.__init__ = begin  # foreign: what every value of a kernel begins with
+    core.tensor.__init__ = begin  # foreign: runs for every value of a kernel
 
 
 def _keep_types(interpreter: Any) -> None:
-    """The type of a block of numbers is made once for each scalar type and shape."""
+    """Cache the type of a block by scalar type and shape."""
     from triton.language import core
 
     kept = functools.cache(lambda scalar, sizes: core.block_type(scalar, list(sizes)))
@@ -238,12 +240,12 @@ def _keep_types(interpreter: Any) -> None:
     def block(_: Any, dtype: Any, shape: Any) -> Any:
         return kept(dtype, tuple(shape)) if type(dtype) is core.dtype else core.block_type(dtype, shape)
 
-    core.block_type.with_element_ty = with_element  # foreign: asked for each cast
-    interpreter.InterpreterBuilder.get_block_ty = block  # foreign: asked for each value that is made
+    core.block_type.with_element_ty = with_element  # foreign: called for each cast
+    interpreter.InterpreterBuilder.get_block_ty = block  # foreign: called for each new value
 
 
 def _keep_dtypes(interpreter: Any) -> None:
-    """numpy's name of a scalar type, looked up in a table that was made anew for each question."""
+    """Cache numpy's dtype of a scalar type; the interpreter builds its table anew at each call."""
     from triton.language import core
 
     original = interpreter._get_np_dtype
@@ -257,7 +259,7 @@ def _keep_dtypes(interpreter: Any) -> None:
             known[scalar.name] = original(scalar)
         return known[scalar.name]
 
-    setattr(interpreter, "_get_np_dtype", named)  # noqa: B010  # foreign: asked for each operation
+    setattr(interpreter, "_get_np_dtype", named)  # noqa: B010  # foreign: called for each operation
 
 
 def _guard_memory(builder: Any) -> None:
@@ -317,7 +319,8 @@ def _guard_arithmetic(builder: Any, interpreter: Any) -> None:
 
 
 def launch(interpreter: Any, run_kernel: Callable[..., Any], executor: Any, args: Any, kwargs: Any) -> Any:
-    """One launch: on the device as its work, on the CPU checked if asked for."""
+    """Run one launch: as work of the device if it has device tensors; else on the CPU, with checks
+    inside `check_lanes`."""
     from sglcore_sim.simulator import current
 
     sim, name = current(), executor.fn.__name__
@@ -341,7 +344,7 @@ def launch(interpreter: Any, run_kernel: Callable[..., Any], executor: Any, args
     if sim is None or not on_device:
         run(lambda value: value)
         return None
-    # Kernels reach pinned memory too; what is pageable, the launch refuses.
+    # Kernels may access pinned memory too; `sim.launch` refuses pageable memory.
     hosts = [tensor for tensor in tensors.values() if tensor.device.type == "cpu" and tensor.dim()]
     return _on_device(sim, name, [*on_device.values(), *hosts], run)
 
@@ -369,14 +372,14 @@ def _on_device(sim: Any, name: str, tensors: list[torch.Tensor], run: Callable[.
 
 
 def _whole(view: torch.Tensor) -> torch.Tensor:
-    """The bytes from a tensor's first to its last."""
+    """Return all bytes from a tensor's first to its last, as uint8."""
     start, end = span(view)
     offset = start - view.untyped_storage().data_ptr()
     return torch.empty(0, dtype=torch.uint8).set_(view.untyped_storage(), offset, (end - start,))  # pyright: ignore[reportCallIssue, reportArgumentType]
 
 
 def _pieces(tensors: list[torch.Tensor], ranges: list[tuple[int, int]]) -> list[torch.Tensor]:
-    """Byte ranges as device tensors over the arguments that hold them."""
+    """Return the byte ranges as uint8 tensors over the storages of the arguments."""
     pieces: list[torch.Tensor] = []
     for tensor in {tensor.untyped_storage().data_ptr(): tensor for tensor in tensors}.values():
         storage = tensor.untyped_storage()
@@ -390,7 +393,7 @@ def _pieces(tensors: list[torch.Tensor], ranges: list[tuple[int, int]]) -> list[
 
 
 def tensor_arguments(names: Sequence[str], args: Any, kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Names and values of the arguments that are tensors."""
+    """Yield names and values of the arguments that are tensors."""
     for name, value in (*zip(names, args, strict=False), *kwargs.items()):
         if isinstance(value, torch.Tensor):
             yield name, value

@@ -1,5 +1,5 @@
-"""A machine as its system shows it: device nodes, driver libraries, the PCI bus, the torch build,
-as plain files below a root."""
+"""The system files of a simulated machine: device nodes, driver libraries, the PCI bus and the
+torch build, as plain files in a folder."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ import torch
 from sglcore_sim.kinds import Kind
 
 FIELDS = ("i", "node", "render", "bus", "torch")
-"""What texts of `Kind.files` may name: the device, its node of the topology, its render node, its
-bus, torch's release."""
+"""Fields in `Kind.files`: the device's index, its topology node, its render node, its bus, torch's
+release."""
 
 
 def lay_out(kind: Kind, devices: int) -> Path:
-    """The root of a new folder tree with `devices` devices of this kind, removed when the process
-    ends."""
+    """Write the files of `devices` devices of this kind to a new folder, which is removed when the
+    process ends; return the folder."""
     root = Path(tempfile.mkdtemp(prefix=f"sglcore-sim-{kind.name}-"))
     atexit.register(shutil.rmtree, root, ignore_errors=True)
     for path, text in kind.files.items():

@@ -10,5 +10,5 @@ from sglcore_sim import build
 
 @cache
 def native() -> ModuleType:
-    """The compiled core; the first call of a machine compiles it (under a minute)."""
+    """Load the compiled core; the first call on a machine compiles it (less than a minute)."""
     return build.load()

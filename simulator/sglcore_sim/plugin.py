@@ -1,11 +1,10 @@
-"""The pytest side: `--sim=KIND[:chip]` gives this process a simulated accelerator before anything
-is collected.
+"""The pytest plugin: `--sim=KIND[:chip]` installs a simulated accelerator before tests are
+collected.
 
-A process holds one kind; workers of pytest-xdist install their own, and the process that only hands
-out tests to them has none. Nothing here imports torch but an installation. A test that passes
-although the device raised a fault, which something swallowed, fails. `@pytest.mark.sim(...)` leaves
-out what the simulated device can not do, by capability; `@pytest.mark.sim_faults(...)` says which
-faults a test leaves behind on purpose.
+A process has one kind. Each worker of pytest-xdist installs its own; the controller has none. The
+plugin imports torch only to install a device. A test that passes although a fault was raised and
+swallowed fails. `@pytest.mark.sim(...)` skips a test if the device lacks one of these capabilities;
+`@pytest.mark.sim_faults(...)` lists the kinds of faults that a test leaves on purpose.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """`--sim`, `--sim-devices`, `--sim-memory`."""
+    """Add the options `--sim`, `--sim-devices` and `--sim-memory`."""
     group = parser.getgroup("simulated accelerator")
     group.addoption(
         "--sim", default="", help="the simulated device of this run: KIND or KIND:CHIP, such as npu or hip:MI355X"
@@ -39,13 +38,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
-    """Install the device; everything that is imported from now on sees it."""
+    """Install the device before the tests' modules are imported."""
     config.addinivalue_line(
         "markers", "sim(*capabilities): what the simulated device must offer, see sglcore_sim.plugin.capabilities"
     )
     config.addinivalue_line("markers", "sim_faults(*kinds): faults of these kinds stay behind on purpose")
     kind = str(config.getoption("--sim"))
-    hands_out = bool(config.getoption("numprocesses", default=None))  # pytest-xdist's
+    hands_out = bool(config.getoption("numprocesses", default=None))  # pytest-xdist's controller
     if kind and not hands_out and installed() is None:
         os.environ["TRITON_INTERPRET"] = "1"
         sglcore_sim.install(
@@ -56,12 +55,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def installed() -> Simulator | None:
-    """The simulated device of this process, without the import of what would make one."""
+    """Return the simulated device of this process, if any, without importing torch."""
     return sglcore_sim.current() if "sglcore_sim.simulator" in sys.modules else None
 
 
 def pytest_report_header(config: pytest.Config) -> str | None:
-    """What the run is on."""
+    """Return the line that names the simulated device."""
     sim = installed()
     return (
         f"simulated device: {sim.devices} of {sim.kind.name} {sim.kind.arch}, {sim.memory >> 20} MiB each"
@@ -71,7 +70,7 @@ def pytest_report_header(config: pytest.Config) -> str | None:
 
 
 def size(text: str) -> int:
-    """Bytes of "8g", "512m" or a plain number, which may be odd. Raises pytest.UsageError."""
+    """Return the bytes of "8g", "512m" or any plain number. Raises pytest.UsageError."""
     found = re.fullmatch(r"(\d+)([kmg]?)", text.lower())
     if found is None:
         raise pytest.UsageError(f"found --sim-memory {text!r}, wanted bytes, or a number with one of k, m, g")
@@ -79,10 +78,10 @@ def size(text: str) -> int:
 
 
 def capabilities(sim: Simulator | None) -> frozenset[str]:
-    """What a test may ask of the simulated device: "device", "streams", "graphs", "pinned_memory",
-    "collectives", "several_devices", and what its kind says, such as "neutral_graph"
-    (torch.accelerator.Graph) and "graph_update" (captured calls that the host rewrites). Nothing
-    without a device."""
+    """Return the capabilities that a test may require: "device", "streams", "graphs",
+    "pinned_memory", "collectives", "several_devices", and those of the kind, such as
+    "neutral_graph" (torch.accelerator.Graph) and "graph_update" (captured calls that the host
+    rewrites). Empty without a device."""
     if sim is None:
         return frozenset()
     offered = {"device", "streams", "graphs", "pinned_memory", "collectives"}
@@ -91,19 +90,19 @@ def capabilities(sim: Simulator | None) -> frozenset[str]:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skip what asks for more than the device has; nothing of the test before is left on it."""
+    """Skip a test that requires a missing capability, and reset the device before other tests."""
     sim = installed()
     asked = {str(name) for mark in item.iter_markers("sim") for name in mark.args}
     missing = sorted(asked - capabilities(sim))
     if missing:
         pytest.skip(f"needs the capability {', '.join(missing)}")
     if sim is not None:
-        sim.reset()  # as after a synchronize: what the test before freed while it was in use is not this one's
+        sim.reset()  # as after a synchronize: memory freed in use is not this test's fault
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
-    """A test that passed although a fault was raised did not pass."""
+    """Fail a test that passed although a fault was raised and swallowed."""
     result = yield
     sim = installed()
     if sim is None:
@@ -119,8 +118,8 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
 
 @pytest.fixture
 def sim() -> Iterator[Simulator]:
-    """The simulated device, with no access, counter or fault of a test before; skips without
-    one."""
+    """The simulated device, without accesses, counters or faults of earlier tests; skips the test
+    if there is no device."""
     device = installed()
     if device is None:
         pytest.skip("needs the capability device: run with --sim=KIND")

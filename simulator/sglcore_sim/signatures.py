@@ -1,9 +1,9 @@
-"""Signatures of a vendor's Python sources, read without importing them, and those of a face, in one
-form.
+"""Signatures of a vendor's Python sources, read without importing them, and signatures of a face,
+in the same format.
 
-`python -m sglcore_sim.signatures WHEEL...` writes what is stored of torch_npu: the signatures of
-its module, which all these releases share, and of the last the schemas of the operators that are
-called.
+`python -m sglcore_sim.signatures WHEEL...` writes the stored data of torch_npu: the signatures of
+its module, which must be equal in all these wheels, and, from the last wheel, the schemas of the
+operators that sglcore calls.
 """
 
 from __future__ import annotations
@@ -20,14 +20,13 @@ from pathlib import Path
 from typing import Any
 
 Parameters = list[list[str]]
-"""Of every parameter its kind and name, and its default as source ("" without one)."""
+"""Kind, name and default of every parameter; the default as source text ("" without one)."""
 SOURCES = ("__init__", "graphs", "memory", "random", "streams", "utils")
 STORED = Path(str(files("sglcore_sim"))) / "data"
 
 
 def of_source(text: str) -> dict[str, Parameters]:
-    """Functions, classes (by their constructor) and methods ("Class.method") of a module's
-    source."""
+    """Return the parameters of the functions and methods ("Class.method") of a module's source."""
     found: dict[str, Parameters] = {}
     for node in ast.parse(text).body:
         if isinstance(node, ast.FunctionDef):
@@ -52,7 +51,7 @@ def _source(default: ast.expr | None) -> str:
 
 
 def of_callable(function: Callable[..., Any]) -> Parameters:
-    """The parameters of a Python function."""
+    """Return the parameters of a Python function."""
     kinds = {"POSITIONAL_ONLY": "positional", "POSITIONAL_OR_KEYWORD": "positional", "VAR_POSITIONAL": "rest"}
     kinds |= {"KEYWORD_ONLY": "named", "VAR_KEYWORD": "others"}
     rows = inspect.signature(function).parameters.values()
@@ -60,8 +59,8 @@ def of_callable(function: Callable[..., Any]) -> Parameters:
 
 
 def of_face(names: Mapping[str, Any]) -> Iterator[tuple[str, Parameters]]:
-    """What a face offers under public names: functions, and the public and constructing methods of
-    its classes."""
+    """Yield the names and parameters of a face's public functions, and of the public methods and
+    constructors of its public classes."""
     for name, value in names.items():
         if name.startswith("_") or not callable(value):
             continue
@@ -75,7 +74,7 @@ def of_face(names: Mapping[str, Any]) -> Iterator[tuple[str, Parameters]]:
 
 
 def of_wheel(wheel: Path) -> dict[str, Any]:
-    """Version and signatures of `torch_npu.npu` in a wheel of torch_npu."""
+    """Return the version of a torch_npu wheel and the signatures of its `torch_npu.npu`."""
     found: dict[str, Parameters] = {}
     with zipfile.ZipFile(wheel) as archive:
         for name in SOURCES:
@@ -85,8 +84,8 @@ def of_wheel(wheel: Path) -> dict[str, Any]:
 
 
 def schemas_of_wheel(wheel: Path, names: Iterable[str]) -> list[str]:
-    """Schemas of operators of the namespace `npu`, as the libraries in a wheel of torch_npu spell
-    them: one line each."""
+    """Return the schemas of operators of the namespace `npu`, one line each, from the text in the
+    shared libraries of a torch_npu wheel."""
     with zipfile.ZipFile(wheel) as archive:
         libraries = b"".join(archive.read(name) for name in archive.namelist() if name.endswith(".so"))
     texts = (text.decode() for text in re.findall(rb"[ -~]{16,}", libraries) if b") -> " in text)
@@ -95,14 +94,14 @@ def schemas_of_wheel(wheel: Path, names: Iterable[str]) -> list[str]:
 
 
 def stored(name: str) -> dict[str, Any]:
-    """What is stored of a vendor's module: the "versions" that were read, and the "signatures" that
-    they share."""
+    """Load the stored data of a vendor's module: the "versions" that were read, and their common
+    "signatures"."""
     return json.loads((STORED / f"{name}_signatures.json").read_text())
 
 
 def write(wheels: Sequence[Path]) -> None:
-    """Store what these wheels of torch_npu say, the newest last. Raises ValueError where their
-    signatures differ."""
+    """Store signatures and schemas of these torch_npu wheels, the newest last. Raises ValueError if
+    their signatures differ."""
     from sglcore_sim.vendors.torch_npu import REFERENCES
 
     read = [of_wheel(wheel) for wheel in wheels]

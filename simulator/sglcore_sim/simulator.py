@@ -1,5 +1,5 @@
-"""`install`: makes this process's torch see a simulated accelerator, and the object that tests talk
-to."""
+"""`install`, which gives this process's torch a simulated accelerator, and `Simulator`, the object
+that tests use."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def pair_of(touched: Touched) -> tuple[torch.Tensor, torch.Tensor | None]:
 
 
 class Simulator:
-    """The simulated device of this process. `core`: the native module, for faces and libraries that
-    are planted over it; `log` makes and keeps faults; `timing` is there in virtual time alone."""
+    """The simulated device of this process. `core`: the native module, for faces and libraries.
+    `log`: makes and keeps faults. `timing`: the virtual clock, None outside of virtual time."""
 
     def __init__(self, core: ModuleType, kind: Any, devices: int, memory: int, log: FaultLog) -> None:
         self.kind = kind
@@ -41,26 +41,26 @@ class Simulator:
         self.log = log
         self.timing: VirtualTime | None = None
         self.parts: dict[tuple[int, int], int] = {}
-        """How many compute units a stream keeps to, by device and stream; those of other streams
-        are all of them."""
+        """Number of compute units of a stream, by (device index, stream id); streams that are not
+        listed have all."""
         self.watch(lambda: None, lambda: None)
 
     def watch(self, unfinished: Callable[[], None], forget: Callable[[], None]) -> None:
-        """A face whose work can wait for the host says how to fault where some still does, and how
-        to drop it."""
+        """Set the callbacks of a face with work that can wait for the host: `unfinished` faults if
+        some work still waits, `forget` drops it."""
         self._unfinished, self._forget = unfinished, forget
 
     def unfinished(self) -> None:
-        """Faults (stuck_graph) where work still waits for the host."""
+        """Fault (stuck_graph) if work still waits for the host."""
         self._unfinished()
 
     @property
     def faults(self) -> list[Fault]:
-        """Faults raised so far that no `expect` block swallowed."""
+        """Faults raised so far that no `expect` block caught."""
         return self.log.seen
 
     def device(self, index: int = 0) -> torch.device:
-        """The torch device of one of the simulated ones."""
+        """Return the torch device of a simulated device."""
         return torch.device(self.kind.torch_name, index)
 
     @contextmanager
@@ -74,13 +74,13 @@ class Simulator:
             self.core.no_sync(-1)
 
     def expect(self, kind: str) -> AbstractContextManager[Caught]:
-        """Swallows one fault of `kind`, and raises AssertionError where none was raised."""
+        """Catch one fault of `kind`; raises AssertionError if none was raised."""
         return self.log.expect(kind, torch.OutOfMemoryError)
 
     @contextmanager
     def untracked(self) -> Iterator[None]:
-        """A region of this thread whose operations are no device work: no accesses, no nodes, no
-        syncs."""
+        """A region of this thread in which operations are not device work: no accesses, graph nodes
+        or syncs are recorded."""
         self.core.untracked(1)
         try:
             yield
@@ -90,24 +90,25 @@ class Simulator:
     def launch(
         self, name: str, fn: Callable[[], object], reads: Sequence[Touched] = (), writes: Sequence[Touched] = ()
     ) -> None:
-        """Runs `fn` as one piece of work on the current stream that reads and writes the named
+        """Run `fn` as one piece of work on the current stream, which reads and writes the given
         tensors in place.
 
-        A pair (tensor, rows) says that only those rows of dimension 0 are touched; `rows` is an
-        integer tensor, read again at every replay. Inside a capture the launch becomes one node and
-        `fn` runs again at every replay, so it must not keep state of its own; inside `fn` nothing
-        is tracked.
+        A pair (tensor, rows) means that only these rows of dimension 0 are touched; `rows` is an
+        integer tensor that is read again at every replay. Inside a capture the launch becomes one
+        node and `fn` runs again at every replay, so it must not keep state. Inside `fn` nothing is
+        tracked.
         """
         touched = [(*pair_of(item), False) for item in reads] + [(*pair_of(item), True) for item in writes]
         self.core.launch(name, fn, touched)
 
     def call(self, name: str, fn: Callable[..., Any], *args: Any, writes: Sequence[torch.Tensor] = ()) -> Any:
-        """`fn(*args)` as one operation of the device: the CPU reference of a vendor's kernel.
+        """Run `fn(*args)` as one operation of the device, such as the CPU reference of a vendor's
+        kernel.
 
-        `fn` sees CPU tensors over the bytes of the device tensors among `args`, writes in place
+        `fn` gets CPU tensors over the bytes of the device tensors in `args`. It writes in place
         only to those in `writes`, and returns a tensor, a tuple of tensors or None; new tensors
-        come back on the device. Inside a capture it is one node, and `fn` runs again at every
-        replay with the same plain arguments.
+        are returned on the device. Inside a capture it is one node, and `fn` runs again at every
+        replay with the same Python values.
         """
         places = [place for place, value in enumerate(args) if isinstance(value, torch.Tensor)]
         shape: dict[str, bool] = {}
@@ -127,20 +128,20 @@ class Simulator:
         return results[0] if shape["one"] else tuple(results)
 
     def busy(self, milliseconds: float) -> None:
-        """Gives the current stream so much work, by the host's clock: the host goes on, and what is
-        queued behind it, or waits for it, waits so long. Inside a capture it becomes a node.
-        Operations themselves take the device no time."""
+        """Occupy the current stream for this time of the host's clock. The host does not wait; work
+        that is queued after it, or waits for it, does. Inside a capture it becomes a node. Other
+        operations take no device time."""
         self.core.busy(milliseconds)
 
     def access(self, tensor: torch.Tensor, write: bool = False, op: str = "access") -> None:
-        """Records one access of the current stream to the bytes of `tensor`."""
+        """Record an access of the current stream to the bytes of `tensor`."""
         self.core.access(tensor, write, op)
 
     def host_view(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A CPU tensor over the same bytes, without a wait: for references that declared their
-        accesses.
+        """Return a CPU tensor over the same bytes, without waiting: for references that declared
+        their accesses.
 
-        On a pinned tensor with a copy still to arrive it faults (pinned_read_early).
+        For a pinned tensor with a pending copy it faults (pinned_read_early).
         """
         if tensor.device.type == "cpu":
             self.core.require_landed(tensor)
@@ -148,8 +149,7 @@ class Simulator:
         return self.core.host_alias(tensor)
 
     def check_finite(self, tensor: torch.Tensor, name: str = "tensor") -> None:
-        """Faults (uninitialised) where `tensor` holds poison or other values that are not
-        finite."""
+        """Fault (uninitialised) if `tensor` holds poison or other values that are not finite."""
         poisoned = self.core.poisoned_elements(tensor)
         values = self.core.host_alias(tensor)
         bad = int((~torch.isfinite(values)).sum()) if values.is_floating_point() else 0
@@ -158,17 +158,16 @@ class Simulator:
             raise self.log.make("uninitialised", text)
 
     def declare_writes(self, op: str, *arguments: str) -> None:
-        """Says that the operator writes arguments that its schema does not mark, before its first
-        use."""
+        """Declare arguments that the operator writes although its schema does not mark them. Call
+        it before the operator's first use."""
         self.core.declare_writes(op, list(arguments))
 
     def stats(self) -> Mapping[str, int]:
-        """Counters since the last reset, and memory now."""
+        """Return the counters since the last reset, and the current memory."""
         return MappingProxyType(self.core.stats())
 
     def reset(self) -> None:
-        """Forgets accesses, copies in flight, counters and faults, as after a device
-        synchronize."""
+        """Drop all accesses, pending copies, counters and faults, as after a device synchronize."""
         self._forget()
         self.core.reset()
         for index in range(self.devices):
@@ -180,11 +179,11 @@ _installed: list[Simulator] = []
 
 
 def install(kind: Any, devices: int = 1, memory: int = 8 << 30, arch: str | None = None) -> Simulator:
-    """Gives this process a simulated accelerator. Once per process, before any use of a device;
-    raises RuntimeError after that.
+    """Install a simulated accelerator in this process. Call it once, before any use of a device; a
+    second call raises RuntimeError.
 
-    `kind` is the name of an installed one (`kinds.known`), with a chip after a colon, or a Kind
-    record of a made-up device. `memory` is bytes per device, of any size.
+    `kind`: the name of an installed kind (`kinds.known`), with an optional chip after a colon, or a
+    Kind record of a made-up device. `memory`: bytes per device, any size.
     """
     if _installed:
         raise RuntimeError(
@@ -221,5 +220,5 @@ def _is_torchs_own(device_type: str) -> bool:
 
 
 def current() -> Simulator | None:
-    """The simulated device of this process, or None."""
+    """Return the simulated device of this process, or None."""
     return _installed[0] if _installed else None

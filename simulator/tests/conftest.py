@@ -1,4 +1,5 @@
-"""The simulated device of this process, and short words for what the tests do on it."""
+"""Fixtures: the simulated device of this process, streams, and graphs with one interface for every
+kind."""
 
 from __future__ import annotations
 
@@ -16,8 +17,8 @@ from sglcore_sim import Simulator
 
 @pytest.fixture(scope="session")
 def device_of_process() -> Simulator:
-    """Installed by `pytest --sim=KIND`, or here from SGLSIM."""
-    gc.freeze()  # what pytest and torch loaded is no garbage of a test
+    """The device that `pytest --sim=KIND` installed, or one of the kind in SGLSIM."""
+    gc.freeze()  # exclude what pytest and torch have loaded from garbage collection
     present = sglcore_sim.current()
     if present:
         return present
@@ -45,19 +46,19 @@ def dev(sim: Simulator) -> torch.device:
 
 @pytest.fixture
 def side(dev: torch.device) -> torch.Stream:
-    """A stream of its own; nothing is queued on it yet."""
+    """A new stream without queued work."""
     return torch.Stream(dev)
 
 
 class Recorded:
-    """A captured graph under one set of names for every kind."""
+    """A captured graph with the same interface for every kind."""
 
     def __init__(self, sim: Simulator) -> None:
         self.neutral = "neutral_graph" in sim.kind.capabilities
         self.made: Any = None
 
     def capture(self, step: Callable[[], object], stream: torch.Stream, pool: tuple[int, int] | None = None) -> object:
-        """Records `step` on `stream`, after everything queued so far; returns what it returned."""
+        """Capture `step` on `stream`, after the current stream's work; return its result."""
         stream.wait_stream(torch.accelerator.current_stream())
         accelerator: Any = torch.accelerator
         graph: Any = accelerator.Graph(pool=pool) if self.neutral else torch.cuda.CUDAGraph()

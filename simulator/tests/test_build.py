@@ -1,5 +1,5 @@
-"""The native core is compiled once for what it depends on, by one of the processes that want it;
-faults are complete."""
+"""The native core is compiled once per set of dependencies, by one of the processes that need it;
+every kind of fault has a test."""
 
 import pickle
 import re

@@ -1,5 +1,5 @@
-"""Collectives between two processes, each with its own simulated device: right, ordered by streams
-whether they are waited for at once or are under way, refused in a capture."""
+"""Collectives between two processes, each with its own simulated device: results, and the order of
+streams for synchronous and asynchronous collectives."""
 
 from __future__ import annotations
 

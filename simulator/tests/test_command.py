@@ -1,5 +1,5 @@
-"""`python -m sglcore_sim` refuses what it can not run; that its processes have the device, the
-trials of devices show."""
+"""`python -m sglcore_sim` refuses commands that it can not run. Trials of devices show that its
+processes have the simulated device."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""A small overlapped engine: clean it computes what the CPU computes with no fault; every planted
-defect is named."""
+"""A small overlapped engine: without a defect it gives the CPU's results and no fault; every
+planted defect is reported."""
 
 from dataclasses import dataclass
 
@@ -24,7 +24,7 @@ def make_weights():
 
 
 class Engine:
-    """Decodes SLOTS requests. `defect` plants one mistake."""
+    """An engine that decodes SLOTS requests. `defect` plants one defect."""
 
     def __init__(self, dev, weights, defect="", make_graph=None):
         self.dev, self.defect = dev, defect
@@ -68,7 +68,7 @@ class Engine:
         self.tokens.copy_(self.next)
 
     def submit(self):
-        """Queues one step; returns its ticket."""
+        """Queue one step and return its ticket."""
         ticket = self.step_count % 2
         staging = self.staging[0 if self.defect == "refill" else ticket]
         if self.step_count >= 2:

@@ -1,5 +1,4 @@
-"""The faces of the vendors' modules: their signatures are the vendors', and NPU graphs wait for the
-host's updates."""
+"""The faces of the vendors' modules have the vendors' signatures."""
 
 from __future__ import annotations
 
@@ -20,8 +19,8 @@ LIKE_CUDA = {
     "manual_seed",
     "manual_seed_all",
 }
-"""Names of the musa face that the public sources of torch_musa do not show; torch.cuda's signatures
-hold."""
+"""Names of the musa face that are not in torch_musa's public sources; they have torch.cuda's
+signatures."""
 
 
 def face_of(sim) -> dict:
@@ -31,7 +30,7 @@ def face_of(sim) -> dict:
 
 
 OWN = {"StreamContext.__init__", "device.__init__", "NPUGraph.run", "NPUGraph.begin"}
-"""Constructors that users reach through functions, and methods that only the simulator calls."""
+"""Constructors that users call through functions, and methods that only the simulator calls."""
 ASKED_BY_TORCH = {"get_amp_supported_dtype", "get_rng_state", "set_rng_state"}
 
 

@@ -1,5 +1,5 @@
-"""Capture and replay: what may not happen inside, what a replay touches, and graphs that share
-memory."""
+"""Capture and replay: calls that are faults in a capture, the accesses of a replay, and graphs that
+share memory."""
 
 import gc
 from functools import partial
@@ -29,7 +29,7 @@ def test_a_replay_reads_its_inputs_again(sim, dev, side, make_graph):
 
 
 def test_a_replay_writes_what_an_operation_makes_by_resizing(sim, dev, side, make_graph):
-    """`arange` resizes an empty result."""
+    """`arange` creates an empty result and resizes it."""
     x, _ = ready(dev)
     graph = make_graph()
     out = graph.capture(lambda: x + torch.arange(4, device=dev), side)
@@ -119,7 +119,7 @@ def test_a_pinned_source_changed_under_a_replay_faults(sim, dev, side, make_grap
 
 
 def test_a_pinned_row_freed_under_a_replay_faults(sim, dev, side, make_graph):
-    """A graph that is gone holds nothing; what it queued still runs."""
+    """A graph that was reset keeps nothing alive, but the work that it queued still runs."""
     _, out = ready(dev)
     held, graph = [torch.full((4,), 7.0).pin_memory()], make_graph()
     run = partial(sim.host_view(out).copy_, held[0])

@@ -1,4 +1,4 @@
-"""What the host may see and do: pinned memory in flight, hidden waits, host access to device
+"""Faults of the host: accesses to pinned memory during a copy, hidden waits, and access to device
 memory."""
 
 import gc
@@ -195,7 +195,7 @@ def test_device_memory_gives_no_numpy_array(sim, dev, reach):
 
 
 def over_pinned(sim, dev, write=False):
-    """A kernel over pinned memory, which only the caller holds."""
+    """Launch a kernel over pinned memory that only the caller keeps alive."""
     host, out = torch.arange(4.0).pin_memory(), torch.zeros(4, device=dev)
 
     def run():
@@ -220,8 +220,8 @@ def test_a_host_row_freed_under_a_kernel_faults(sim, dev, write, then):
 
 @pytest.mark.parametrize("held", ["event", "synchronize", "copy"])
 def test_pinned_memory_that_is_freed_in_time_is_fine(sim, dev, held):
-    """When the host has waited, or where a copy of torch's own on the same stream has the allocator
-    keep it."""
+    """It is fine if the host has waited, or if a torch copy on the same stream makes the allocator
+    keep the memory."""
     host, out = over_pinned(sim, dev)
     if held == "event":
         event = torch.Event(dev)

@@ -1,5 +1,5 @@
-"""Ordering across streams: races by bytes, freed memory, several devices. Every fault has a good
-twin."""
+"""Order across streams: races by bytes, freed memory, several devices. Every fault has a correct
+counterpart."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What torch can do on a simulated device: identity, factories, views, layers, compile, files, the
+"""Features of torch on a simulated device: factories, views, layers, compile, files, the
 accelerator API."""
 
 import copy

@@ -1,5 +1,5 @@
-"""Kinds: every chip's machine satisfies its package's probe, and no other's; names find chips or
-say what there is."""
+"""Kinds: every chip's machine satisfies the probe of its own package and no other; names select
+chips, and an unknown name lists the known ones."""
 
 from __future__ import annotations
 

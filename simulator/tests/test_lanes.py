@@ -1,5 +1,5 @@
-"""Triton's lanes: an address outside of every argument faults, with the kernel, the program and the
-lanes; races are seen."""
+"""Triton's lanes: an address outside of every argument is a fault that names the kernel, the
+program and the lanes; races are detected."""
 
 # A kernel is not Python to a type checker.
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false, reportOperatorIssue=false

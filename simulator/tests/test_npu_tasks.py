@@ -1,5 +1,5 @@
-"""Captured calls that the host rewrites: a replay waits for the update, and a missing order or
-event is a fault."""
+"""Captured calls that the host rewrites: a replay waits for its update; missing stream order or a
+missing event is a fault."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.sim("graph_update")
 
 
 class Attention:
-    """One captured attention call over one page, with lengths from the host."""
+    """A captured attention call over one page, with lengths from the host."""
 
     def __init__(self, sim, waits=True) -> None:
         device = sim.device()

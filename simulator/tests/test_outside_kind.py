@@ -1,5 +1,5 @@
-"""A kind from another distribution: found by its entry point, with its face, library, capability
-and machine, by no edit here; on a device type of its own, and on one of torch's that nothing else
+"""A kind from another distribution works without edits in this package: its entry point, face,
+library, capability and machine; on its own device type, and on a type of torch that no other kind
 here uses."""
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def test_what_the_kind_does_not_offer():
 
 
 def installed(folder: Path, device_type: str = "roadrunner") -> Path:
-    """The distribution as it would be installed, beside a test that uses it."""
+    """Write the files of the installed distribution, and a test that uses it, to `folder`."""
     for name, text in PACKAGE.items():
         file = folder / name
         file.parent.mkdir(exist_ok=True)

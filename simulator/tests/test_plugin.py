@@ -1,5 +1,5 @@
-"""The pytest plugin: installs before collection, in workers too, fails a test that swallows a
-fault, skips by capability."""
+"""The pytest plugin: it installs the device before collection, in workers too, fails a test that
+swallows a fault, and skips by capability."""
 
 from __future__ import annotations
 

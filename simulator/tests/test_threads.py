@@ -1,5 +1,5 @@
-"""Two host threads drive the device at once: no deadlock between the simulator's lock and the
-interpreter's, no false alarm."""
+"""Two host threads use the device at once: no deadlock between the simulator's mutex and the GIL,
+and no false alarm."""
 
 import threading
 import time

@@ -1,5 +1,5 @@
-"""Modelled time: the host goes on while a stream is busy, and whoever waits for it waits so
-long."""
+"""Busy streams and virtual time: the host continues while a stream is busy, and a wait for the
+stream takes that long."""
 
 import time
 from datetime import timedelta
@@ -10,7 +10,7 @@ import torch
 from sglcore_sim.clocks import Speeds, virtual_time
 
 LONG, SHORT = 3_600_000, 30
-"""Milliseconds: more than a run of the tests takes, and what a test may wait."""
+"""Milliseconds: longer than a run of the tests, and short enough for a test to wait."""
 
 
 def waited(wait):
@@ -134,7 +134,7 @@ def test_streams_wait_in_virtual_time_as_in_any_other(sim, dev, side):
 
 @pytest.mark.parametrize(("share", "end"), [(1.0, 30), (0.5, 40), (0.25, 45)])
 def test_a_stream_has_a_share_while_others_work(share, end, sim, dev, side):
-    """20 ms of the other: of 30 ms of work, so much is done in that time."""
+    """During the 20 ms of the other stream, this one does 20 ms * `share` of its 30 ms of work."""
     with virtual_time(sim, SLOW) as clock:
         clock.share(side, share)
         sim.busy(20)

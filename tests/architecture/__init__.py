@@ -1,2 +1,2 @@
-"""The rules of the house, each a function over a tree of files, each tested with a planted
+"""The architecture rules: each is a function over a source tree, and each is tested with a planted
 violation."""

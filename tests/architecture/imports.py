@@ -1,5 +1,5 @@
-"""What importing modules does, seen from a fresh interpreter: modules loaded, device nodes opened,
-seconds."""
+"""Imports modules in a fresh interpreter and reports the modules loaded, the device nodes opened
+and the CPU time."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ print(json.dumps({"modules": sorted(sys.modules), "opened": opened, "seconds": s
 
 @dataclass(frozen=True, slots=True)
 class Imported:
-    """What a fresh interpreter did while it imported some modules; `seconds` of the processor,
-    which no neighbour's load lengthens."""
+    """What a fresh interpreter did while it imported some modules. `seconds` is CPU time, so the
+    load of other processes does not lengthen it."""
 
     modules: frozenset[str]
     opened: tuple[str, ...]
@@ -40,8 +40,8 @@ class Imported:
 
 
 def imported(root: Path, modules: Sequence[str], beside: Sequence[Path] = ()) -> Imported:
-    """Import modules of the tree at `root`, and of folders `beside` it, in a new process; raises
-    when an import does."""
+    """Import modules of the tree at `root`, and of the folders in `beside`, in a new process.
+    Raises AssertionError if an import fails."""
     path = os.pathsep.join(map(str, (root, *beside)))
     command = (sys.executable, "-I", "-c", _WATCH, path, *modules)
     ran = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
@@ -52,7 +52,7 @@ def imported(root: Path, modules: Sequence[str], beside: Sequence[Path] = ()) ->
 
 
 def modules_of(root: Path, package: str) -> tuple[str, ...]:
-    """Every module of a package, from its files."""
+    """Return the names of all modules of a package except `__main__`, from its files."""
     folder = root.joinpath(*package.split("."))
     names = (path.relative_to(root).with_suffix("").parts for path in sorted(folder.rglob("*.py")))
     return tuple(

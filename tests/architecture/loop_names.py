@@ -1,4 +1,4 @@
-"""The rule about the names that loops take, as those of `rules.py`."""
+"""The rule about loop variables, in the form of the rules in `rules.py`."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ LOOPS = (ast.For, ast.AsyncFor)
 
 
 def taken_names(root: Path) -> list[str]:
-    """A loop takes a name that its function gave a value before and reads behind it: what is read
-    is the loop's last."""
+    """Find loop variables that overwrite an earlier value of the same function that is read again
+    after the loop: that read sees the loop's last value."""
     return [
         source.finding(loop, f"the loop takes {name!r}, which is read behind it as what it was before")
         for source in sources(root)
@@ -47,7 +47,7 @@ def _takers(function: ast.FunctionDef | ast.AsyncFunctionDef) -> Iterator[tuple[
 
 
 def _nodes(scope: ast.AST) -> Iterator[ast.AST]:
-    """What a function does itself: scopes inside have names of their own."""
+    """The nodes of a function without those of nested scopes, which have names of their own."""
     for child in ast.iter_child_nodes(scope):
         yield child
         if not isinstance(child, SCOPES):

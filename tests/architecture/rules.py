@@ -1,5 +1,5 @@
-"""The rules that can be read from the source. Each takes the root of a tree and gives its findings
-as `file:line: what`."""
+"""The rules that can be checked on the source text. Each takes the root of a tree and returns
+findings as `file:line: what`."""
 
 from __future__ import annotations
 
@@ -34,21 +34,21 @@ ARROWS: Mapping[str, frozenset[str]] = MappingProxyType(
         ),
     }
 )
-"""What each part of `sglcore` may import besides itself; "" is `sglcore/__init__.py`."""
+"""What each part of `sglcore` may import, besides itself; "" is `sglcore/__init__.py`."""
 
 DEVICE_ARROWS = frozenset({"device", "checkpoint", "models", "sampling", "step", "runtime"})
 """What a device package may import of the core."""
 TORCH_PARTS = frozenset({"runtime", "layers"})
-"""What a device package may import only if it runs on torch; of the other parts, files that load
-torch are not for it."""
+"""Parts that a device package may import only if it runs on torch. From the other parts, a package
+without torch may not import files that load torch."""
 
 ROOMS = ("replicas", "chat", "apis", "http")
-"""The folders of `sglcore/serving`, from below: each imports itself and those before it. No other
-file stands in it."""
+"""The folders of `sglcore/serving`, lowest layer first: each may import itself and those before it.
+Every file except `__init__.py` is in one of them."""
 
 SIMULATOR, SIMULATED = "sglcore_sim", "simulated"
-"""The simulator, and the folder of a device package in which its simulated kind is: nothing else of
-it may import that."""
+"""The simulator, and the folder of a device package that holds its simulated device: only that
+folder may import the simulator."""
 
 ANYWHERE = ("cuda", "rocm", "nvidia")
 WHOLE = ("hip", "musa", "npu", "ascend", "mlx", "xpu", "amd")
@@ -57,20 +57,20 @@ _CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
 TEXT = frozenset({".py", ".pyi", ".json", ".html", ".toml", ".md", ".txt", ".cpp", ".h", ".css", ".js"})
 MAKES_MUTABLE = frozenset({"list", "dict", "set", "defaultdict", "deque", "OrderedDict", "Counter", "bytearray"})
 MAKES_THREADS = {"Thread": 1, "Timer": 1, "Process": 1}
-"""By the place of what they run among their arguments."""
+"""The position of the function to run among the positional arguments of each class."""
 FOREIGN = "# foreign:"
-"""Ends a line that asks or sets something on an object of somebody else's library, and says why."""
+"""Ends a line that reads or sets an attribute on an object of another library, and says why."""
 
 LONGEST_FILE, LONGEST_FUNCTION, MOST_FUNCTIONS = 350, 60, 20
 
 MANY_FIELDS = 8
-"""A record of this many fields documents each of them below it."""
+"""A record with this many fields or more has a docstring below each field."""
 RECORD_MARKS = frozenset({"dataclass", "batch_record"})
 """Decorators that make a class a record."""
 RECORD_BASES = frozenset({"Struct", "NamedTuple", "Protocol"})
 """Base classes that make a class a record."""
 SAYS_ITSELF = "setting"
-"""The call that declares a field together with its help text, which documents it."""
+"""The call that declares a field with its help text; the help text documents the field."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,12 +99,12 @@ def sources(root: Path, *patterns: str) -> Iterator[Source]:
 
 
 parsed = cache(ast.parse)
-"""Each text once for all rules; whoever has no more rules to ask forgets the trees."""
+"""Parse each text once for all rules. A caller that is done clears the cache to free the trees."""
 
 
 def import_direction(root: Path) -> list[str]:
-    """Imports against the arrows, of a device package by the core, or of one device package by
-    another."""
+    """Find imports that `ARROWS` forbids, imports of a device package by the core, and imports of
+    one device package by another."""
     found: list[str] = []
     for source in sources(root):
         parts = Path(source.name).parts
@@ -116,7 +116,7 @@ def import_direction(root: Path) -> list[str]:
 
 
 def room_direction(root: Path) -> list[str]:
-    """Imports of the server from a room by one below it, and files of the server that stand in no
+    """Find imports in the server from a room by a room below it, and server files outside every
     room."""
     found: list[str] = []
     for source in sources(root, "sglcore/serving/**/*.py"):
@@ -133,8 +133,8 @@ def room_direction(root: Path) -> list[str]:
 
 
 def _imports(source: Source) -> Iterator[tuple[ast.AST, str]]:
-    """Every module that a file imports, wherever the statement stands; `from sglcore import x`
-    counts as `sglcore.x`."""
+    """Return every module that a file imports, at any nesting; `from sglcore import x` counts as
+    `sglcore.x`."""
     for node in ast.walk(source.tree):
         if isinstance(node, ast.Import):
             yield from ((node, alias.name) for alias in node.names)
@@ -172,7 +172,7 @@ def _list(names: frozenset[str]) -> str:
 
 
 def without_torch(root: Path) -> dict[str, list[Source]]:
-    """The files of each device package of which none imports torch."""
+    """Return the files of each device package that has no file importing torch."""
     packages: dict[str, list[Source]] = {}
     for source in sources(root, "devices/*/sglcore_*/**/*.py"):
         packages.setdefault(Path(source.name).parts[1], []).append(source)
@@ -180,7 +180,7 @@ def without_torch(root: Path) -> dict[str, list[Source]]:
 
 
 def core_modules(source: Source) -> list[tuple[ast.AST, str]]:
-    """What a file imports of the core, as `sglcore.part.module`."""
+    """Return the modules of the core that a file imports, as `sglcore.part.module`."""
     return [(node, module) for node, module in _imports(source) if module.startswith("sglcore.")]
 
 
@@ -189,7 +189,7 @@ def _loads_torch(source: Source) -> bool:
 
 
 def torch_parts(root: Path) -> list[str]:
-    """Imports of a part that is torch's by a device package without torch."""
+    """Find imports of `TORCH_PARTS` by device packages without torch."""
     return [
         source.finding(node, f"imports {module}, and no file of this package imports torch")
         for files in without_torch(root).values()
@@ -200,8 +200,8 @@ def torch_parts(root: Path) -> list[str]:
 
 
 def device_words(root: Path) -> list[str]:
-    """Words that name a device or its maker, in any text file of the core but the alias table and
-    asset folders."""
+    """Find words that name a device or its vendor, in any text file of the core except the alias
+    table and asset folders."""
     found: list[str] = []
     for path in sorted((root / "sglcore").rglob("*")):
         name = path.relative_to(root)
@@ -216,7 +216,7 @@ def device_words(root: Path) -> list[str]:
 
 
 def mutable_globals(root: Path) -> list[str]:
-    """Lists, dictionaries and sets that a module or a class body keeps, and `global` statements."""
+    """Find lists, dictionaries and sets at module or class level, and `global` statements."""
     found: list[str] = []
     for source in sources(root):
         bodies = [source.tree.body, *(n.body for n in ast.walk(source.tree) if isinstance(n, ast.ClassDef))]
@@ -250,7 +250,7 @@ def _last_name(node: ast.expr) -> str:
 
 
 def guessed_attributes(root: Path) -> list[str]:
-    """`hasattr`, and `getattr` with a default, on what is not marked as somebody else's object."""
+    """Find `hasattr`, and `getattr` with a default, on lines that are not marked `# foreign:`."""
     found: list[str] = []
     for source in sources(root):
         for node in ast.walk(source.tree):
@@ -262,8 +262,8 @@ def guessed_attributes(root: Path) -> list[str]:
 
 
 def thread_targets(root: Path) -> list[str]:
-    """Threads whose target does not take what it is given: no type says so, and nobody hears of the
-    thread's end."""
+    """Find threads whose target does not accept the arguments it is given. No type checker sees
+    this, and the thread would end without a report."""
     return [finding for source in sources(root) for finding in _wrong_targets(source, source.tree, None)]
 
 
@@ -277,13 +277,13 @@ def _wrong_targets(source: Source, node: ast.AST, owner: ast.ClassDef | None) ->
 
 
 def _why_wrong(source: Source, call: ast.Call, owner: ast.ClassDef | None) -> str:
-    """Why a call makes a thread that would end at once; empty: it does not."""
+    """Why the thread that a call makes would end at once; empty if it would not."""
     words = {word.arg: word.value for word in call.keywords}
     place = MAKES_THREADS[_last_name(call.func)]
     target = words.get("target", words.get("function", call.args[place] if len(call.args) > place else None))
     given = words.get("args", ast.Tuple(elts=[]))
     if target is None:
-        return ""  # a class of its own, with `run`
+        return ""  # a subclass with its own `run`
     parameters = _parameters(source, target, owner)
     if parameters is None or not isinstance(given, ast.Tuple | ast.List) or "kwargs" in words:
         return "a thread's target and args have to be seen: a function of this file, and a tuple"
@@ -296,7 +296,8 @@ def _why_wrong(source: Source, call: ast.Call, owner: ast.ClassDef | None) -> st
 
 
 def _parameters(source: Source, target: ast.expr, owner: ast.ClassDef | None) -> ast.arguments | None:
-    """Those of a function of the file, of a method of the class around, or of a lambda."""
+    """The parameters of a function of the file, of a method of the enclosing class, or of a
+    lambda."""
     if isinstance(target, ast.Lambda):
         return target.args
     if isinstance(target, ast.Name):
@@ -310,12 +311,13 @@ def _parameters(source: Source, target: ast.expr, owner: ast.ClassDef | None) ->
 
 
 def monkey_patches(root: Path) -> list[str]:
-    """Assignments to attributes of what was imported."""
+    """Find assignments to attributes of imported objects."""
     return [finding for source in sources(root) for finding in _patches(source, source.tree, frozenset())]
 
 
 def _patches(source: Source, scope: ast.AST, outer: frozenset[str]) -> Iterator[str]:
-    """Findings in one scope, where names that the scope binds itself hide imported ones."""
+    """Find such assignments in one scope, where names that the scope binds itself hide imported
+    ones."""
     here, inner = _scope_nodes(scope)
     bound = {node.id for node in here if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
     bound |= {node.arg for node in here if isinstance(node, ast.arg)}
@@ -359,8 +361,8 @@ def _root_name(node: ast.expr | None) -> str:
 
 
 def budgets(root: Path) -> list[str]:
-    """Files and functions that have too many lines of code, and too many functions that nearly do.
-    Text is free: nobody squeezes a docstring to meet a count."""
+    """Find files and functions with too many lines of code, and report if too many functions are
+    close to the limit. Docstrings and comments do not count."""
     found: list[str] = []
     lengths: list[int] = []
     for source in sources(root):
@@ -382,7 +384,7 @@ def budgets(root: Path) -> list[str]:
 
 
 def code_lines(source: Source) -> list[int]:
-    """The numbers of the lines that are no docstring, no comment and not blank, ascending."""
+    """Return the numbers of the lines that are not blank, docstring or comment, ascending."""
     text = {
         number
         for node in ast.walk(source.tree)
@@ -394,11 +396,11 @@ def code_lines(source: Source) -> list[int]:
 
 
 def fields_without_docstring(root: Path) -> list[str]:
-    """Records of `MANY_FIELDS` or more whose fields do not all have a docstring below them.
+    """Find records with at least `MANY_FIELDS` fields, where some field has no docstring below it.
 
-    A record is a dataclass, a batch record, a msgspec.Struct (by way of a base too), a NamedTuple
-    or a Protocol. What `setting` declares has its help text. Models of request bodies (pydantic)
-    are not records: their fields are other people's APIs.
+    A record is a dataclass, a batch record, a msgspec.Struct (also through a base class), a
+    NamedTuple or a Protocol. A field declared with `setting` is documented by its help text. Models
+    of request bodies (pydantic) are not records: their fields belong to other APIs.
     """
     found: list[str] = []
     structs = _structs(root)
@@ -414,8 +416,7 @@ def fields_without_docstring(root: Path) -> list[str]:
 
 
 def _structs(root: Path) -> frozenset[str]:
-    """Names of the classes of the tree that derive from `RECORD_BASES`, directly or by way of one
-    another."""
+    """The names of the tree's classes that derive from `RECORD_BASES`, directly or indirectly."""
     bases = {
         node.name: {_base_name(base) for base in node.bases}
         for source in sources(root)
@@ -451,8 +452,8 @@ def _is_text(node: ast.stmt | None) -> bool:
 
 
 def undocumented(root: Path) -> list[str]:
-    """Modules, public classes and functions without a docstring, and methods that inherit none
-    either."""
+    """Find modules, public classes and functions without a docstring, and methods that can not
+    inherit one."""
     found: list[str] = []
     for source in sources(root):
         if source.tree.body and ast.get_docstring(source.tree) is None:
@@ -475,6 +476,7 @@ def _public(body: list[ast.stmt]) -> Iterator[ast.ClassDef | ast.FunctionDef | a
 
 
 def _may_inherit(node: ast.ClassDef) -> bool:
-    """Whether a method may have its docstring from a base of ours or of another library."""
+    """Whether methods of a class may inherit docstrings from a base class of ours or of another
+    library."""
     bases = {_base_name(base) for base in node.bases}
     return bool(bases - {"Protocol", "Generic", "ABC", "NamedTuple", "Enum", "IntEnum", "StrEnum"})

@@ -1,4 +1,4 @@
-"""Every link of the documents leads somewhere, and every page is found from the first one."""
+"""Every link of the documents leads somewhere, and every page is reachable from the first one."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ _MARKUP = re.compile(r"`|\*|\[([^\]]*)\]\([^)]*\)")
 
 
 def slug_of(heading: str) -> str:
-    """The anchor that GitHub gives a heading."""
+    """Return the anchor that GitHub gives a heading."""
     plain = _MARKUP.sub(lambda found: found[1] or "", heading)
     return re.sub(r"[^\w\- ]", "", plain.lower()).strip().replace(" ", "-")
 
 
 @cache
 def anchors(page: Path) -> frozenset[str]:
-    """The anchors of a page's headings."""
+    """Return the anchors of a page's headings."""
     return frozenset(map(slug_of, _HEADING.findall(page.read_text(encoding="utf-8"))))
 
 
 def dead_links(page: Path, text: str) -> list[str]:
-    """The links to a file or a heading of the checkout that is not there."""
+    """Return the links to files or headings of the checkout that do not exist."""
     dead = []
     for link in _LINK.findall(text):
         path, _, anchor = link.partition("#")

@@ -1,4 +1,4 @@
-"""docs/glossary.md has each word once, and names of code that there are."""
+"""docs/glossary.md lists each word once, and the code names in it exist."""
 
 from __future__ import annotations
 

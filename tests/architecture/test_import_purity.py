@@ -1,4 +1,4 @@
-"""What an import costs and what it must not touch."""
+"""What an import may cost and what it must not touch."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ WITHOUT_TENSORS = (
     "sglcore.sampling.reference",
     "sglcore.conformance.plugin",
 )
-"""Modules of packages that are otherwise torch's, which the engine or the kit loads beside a device
-without torch."""
+"""Modules of packages that otherwise need torch; the engine or the conformance kit also loads them
+with a device package without torch."""
 
 
 def tree(root: Path, text: str) -> Path:
-    """A tree whose `sglcore` consists of one text."""
+    """Make a tree with an `sglcore` that has only `__init__.py` with this text."""
     (root / "sglcore").mkdir()
     (root / "sglcore" / "__init__.py").write_text(text)
     return root
@@ -45,7 +45,7 @@ def test_the_seam_the_scheduler_the_host_half_and_the_engine_load_no_tensor_libr
 
 
 def architecture_modules() -> set[str]:
-    """Every architecture's file, and what they share."""
+    """Every architecture's module, and the modules that they share."""
     return {
         "sglcore.models.build",
         "sglcore.models.decoder",

@@ -1,8 +1,7 @@
-"""The contract is small enough to hold in mind, and a device's own code stays small, for standard
-attention and DeepSeek's.
+"""Limits of size: the device contract, and a device package's own code for standard attention and
+for DeepSeek's attention.
 
-The contract is counted in fields and methods. Its lines are free: no text is squeezed to meet a
-count.
+The contract is counted in fields and methods, not in lines, so shortening its text does not help.
 """
 
 from __future__ import annotations
@@ -17,7 +16,8 @@ ROOT = Path(__file__).resolve().parents[2]
 CONTRACT = ROOT / "tests" / "device" / "contract.txt"
 PACKAGE, SPARSE = 550, 200
 MOST_FIELDS, MOST_METHODS, MOST_KERNELS = 180, 48, 66
-"""Of all records, of all classes that a device brings or calls, and of the kernel table."""
+"""Most fields of all records, most methods of all classes that a device brings or calls, and most
+kernels of the table."""
 MOST_OF_A_RECORD = (("DevicePackage", 16), ("Facts", 15), ("Limits", 34), ("BatchResult", 12), ("ScheduleBatch", 44))
 NO_RECORDS = ("The standard bring-up", "Imported by what `sglcore new-device` writes")
 STREAM_DEVICES = sorted(
@@ -26,7 +26,7 @@ STREAM_DEVICES = sorted(
 
 
 def lines(*paths: Path) -> int:
-    """Lines of code; text is free."""
+    """Lines of code, without docstrings and comments."""
     return sum(len(rules.code_lines(source_of(path))) for path in paths)
 
 
@@ -36,7 +36,7 @@ def source_of(path: Path) -> rules.Source:
 
 
 def contract() -> dict[str, list[str]]:
-    """The parts of the contract by name: the lines of their fields or methods."""
+    """Map each part of the contract to the lines of its fields or methods."""
     parts: dict[str, list[str]] = {}
     for block in CONTRACT.read_text(encoding="utf-8").split("\n\n"):
         head, *members = block.splitlines()
@@ -50,8 +50,8 @@ def is_method(member: str) -> bool:
 
 
 def test_a_reader_can_hold_the_fields_and_the_methods_of_the_contract() -> None:
-    """All that `tests/device/test_contract.py` finds, so nothing gets smaller by moving
-    elsewhere."""
+    """Counts everything that `tests/device/test_contract.py` finds, so moving a field elsewhere
+    does not reduce the count."""
     parts = contract()
     kernels = parts.pop("KernelTable")
     methods = [member for members in parts.values() for member in members if is_method(member)]
@@ -67,7 +67,8 @@ def test_no_record_of_the_contract_grows_past_what_a_reader_can_hold(record: str
 
 @pytest.mark.parametrize("module", STREAM_DEVICES)
 def test_a_package_brings_few_lines_of_code(module: str) -> None:
-    """All of it, but for kernels' sources and what is for DeepSeek's attention."""
+    """The package's code without kernel sources and without the files for DeepSeek's sparse
+    attention."""
     (folder,) = ROOT.glob(f"devices/*/{module}")
     sources = [path for path in folder.rglob("*.py") if "kernel_sources" not in path.parts]
     assert lines(*(path for path in sources if not path.name.startswith("sparse"))) < PACKAGE

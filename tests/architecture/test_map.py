@@ -1,5 +1,4 @@
-"""docs/map.md has a row for each folder of the core, and follows a token through files that there
-are."""
+"""docs/map.md has a row for each folder of the core, and the files on its path of a token exist."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tree keeps every rule, and every rule finds what is planted against it."""
+"""The tree keeps every rule, and every rule finds the violation planted against it."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ HARMLESS: tuple[tuple[Rule, str, str], ...] = (
 
 
 def planted(root: Path, name: str, text: str) -> Path:
-    """A tree with one file."""
+    """Make a tree with one file."""
     path = root / name
     path.parent.mkdir(parents=True)
     path.write_text(text)
@@ -160,7 +160,7 @@ def planted(root: Path, name: str, text: str) -> Path:
 
 @pytest.fixture(scope="module", autouse=True)
 def trees() -> Iterator[None]:
-    """Trees of the whole source, for these tests alone."""
+    """Free the parsed trees of the whole source after these tests."""
     yield
     rules.parsed.cache_clear()
 

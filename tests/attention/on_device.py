@@ -1,5 +1,5 @@
-"""Cases of `rows.py` on a device, in half precision: eagerly, and captured with padding rows,
-against the dense oracle."""
+"""Runs cases of `rows.py` on a device in half precision, eagerly and captured with padding rows,
+and compares with the dense oracle."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Capture = Callable[[Callable[[], None]], Callable[[], None]]
 
 @dataclass
 class Placed:
-    """A case with its cells, tables and batch on a device, and the backend over them."""
+    """A case with its KV slots, tables and batch on a device, and the backend over them."""
 
     case: Case
     backend: AttentionBackend
@@ -42,14 +42,14 @@ class Placed:
         return q, k, v
 
     def run(self, *given: Tensor) -> Tensor:
-        """Plan and attend eagerly; float32, on the host."""
+        """Plan and attend eagerly; returns float32 on the host."""
         self.batch.mark_forward_metadata_ready(self.backend.plan(self.batch))
         q, k, v = given or self.inputs
         out = self.backend.forward(q, k, v, self.case.layer, self.batch)
         return out.cpu().float()
 
     def check(self, found: Tensor) -> None:
-        """It is what the dense oracle gives."""
+        """Compare with the dense oracle, within the bound of the dtype."""
         bound = BOUNDS[self.dtype]
         torch.testing.assert_close(found, self.case.dense(), atol=bound, rtol=bound)
 
@@ -66,7 +66,7 @@ def place(
     windows: tuple[int | None, ...] | None = None,
     context: int = CONTEXT,
 ) -> Placed:
-    """A random case on a device; keys, values and queries have values of `dtype`."""
+    """Make a random case on a device; keys, values and queries are rounded to `dtype`."""
     case = make_case(rows, heads, page_size, seed, decode, windows=windows, context=context)
     for parts in (case.keys, case.values, case.queries):
         parts[:] = [part.to(dtype).float() for part in parts]
@@ -85,8 +85,8 @@ def place(
 def over_the_same_pools(
     first: Placed, rows: Sequence[tuple[int, int]], heads: Heads, seed: int, context: int = CONTEXT
 ) -> Placed:
-    """Another decode case, whose cells and tables are copied over those of the first, which a graph
-    reads."""
+    """Make another decode case and copy its KV slots and page table over those of the first, which
+    a graph reads."""
     mine = first.backend
     pages = mine.token_to_kv_pool.page_size
     other = place(rows, type(mine), heads, first.device, page_size=pages, decode=True, seed=seed, context=context)
@@ -98,7 +98,8 @@ def over_the_same_pools(
 
 
 def batch_on(batch: ForwardBatch, device: str) -> ForwardBatch:
-    """The same batch with its tensors on a device, and the lengths of both sides."""
+    """Copy the batch with its tensors on a device, and with the prefill lengths on host and
+    device."""
     tensors = ("req_pool_indices", "seq_lens", "out_cache_loc")
     moved = {name: getattr(batch, name).to(device) for name in tensors}
     lengths = batch.extend_seq_lens_cpu
@@ -148,8 +149,8 @@ class Captured:
         self._out.append(out)
 
     def run(self, placed: Placed) -> Tensor:
-        """The rows of a case over the same pools, which may be fewer than the bucket holds;
-        float32, on the host."""
+        """Replay for a case over the same pools, with at most as many rows as the bucket has;
+        returns float32 on the host."""
         given, count = placed.batch, placed.batch.batch_size
         assert given.seq_lens_cpu is not None
         for name, idle in (("req_pool_indices", 0), ("seq_lens", 1), ("out_cache_loc", 0)):

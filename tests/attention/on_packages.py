@@ -1,8 +1,8 @@
-"""The attention backends of a package equal the dense oracle: eager and captured, padded, with and
-without windows.
+"""The attention backends of a device package equal the dense oracle: eager, captured with padding,
+with and without sliding windows.
 
-A package's test file is `from tests.attention.on_packages import *` beside the imports of its
-`package` and `make_capture`; `ATTENTION` there names the backends, if they are not all but the
+A package's test file has `from tests.attention.on_packages import *` and defines `package` and
+`make_capture`. It sets `ATTENTION` to the backends to test, if that is not all of them except the
 reference.
 """
 
@@ -40,16 +40,16 @@ EXTEND = [(0, 5), (17, 9), (0, 16), (4, 1)]
 
 
 EDGES = (128, 256, 512)
-"""Tokens of a page, a partition or a block in vendors' kernels: a row ends before, at and behind
-each."""
+"""Sizes in tokens of a page, partition or block in vendors' kernels. Tests use rows that end
+before, at and after each."""
 LONG = 640
 CORES_OWN = ("gathered", "triton")
-"""Those have tests of their own on short rows in small blocks."""
+"""Backends of the core. They have their own tests, on short rows in small blocks."""
 
 
 class Placing:
-    """Cases on the device of a package, in pages of its own size; a missing library skips, naming
-    it."""
+    """Cases on the device of a package, with its page size. A missing library skips the test and is
+    named."""
 
     def __init__(self, package: DevicePackage, make_capture: Callable[[], StreamCapture]) -> None:
         self.package = package
@@ -57,7 +57,7 @@ class Placing:
         self._make_capture = make_capture
 
     def place(self, rows: Any, name: str, heads: Heads = HEADS, **how: Any) -> Placed:
-        """A case over the backend of this name."""
+        """Make a case over the backend of this name."""
         try:
             kind = resolve(self.package.attention[name], self.package.name)
         except Unavailable as error:
@@ -67,7 +67,7 @@ class Placing:
         return place(rows, kind, heads, self.facts.tensor_device, **{"page_size": self.facts.page_size, **how})
 
     def capture(self, step: Callable[[], None]) -> Callable[[], None]:
-        """On a stream of its own, as a runner does."""
+        """Capture on a separate stream, as a runner does."""
         stream, mechanism = torch.Stream(torch.device(self.facts.tensor_device)), self._make_capture()
         torch.accelerator.synchronize()
         with mechanism.capture(stream, mechanism.make_pool()) as segment:
@@ -75,8 +75,8 @@ class Placing:
         return segment.replay
 
     def check_edge(self, name: str, edge: int) -> None:
-        """Rows around an edge, of which the longest ends at it or one token behind it: decoded,
-        captured, and as prompts."""
+        """Check rows around an edge, where the longest ends at the edge or one token after it:
+        decoded, captured, and as prompts."""
         for seed, longest in enumerate((edge, edge + 1)):
             lengths = range(longest - 2, longest + 1)
             decode = self.place([(n - 1, 1) for n in lengths], name, decode=True, seed=seed, context=LONG)
@@ -87,7 +87,7 @@ class Placing:
         decode.check(graph.run(decode))
 
     def check_captured(self, name: str, heads: Heads) -> None:
-        """A decode bucket of four, replayed on other cases over the same pools."""
+        """Check a decode bucket of four, replayed on other cases over the same pools."""
         first = self.place(DECODE, name, heads, decode=True)
         graph = Captured(first, 4, self.capture)
         first.check(graph.run(first))
@@ -97,7 +97,8 @@ class Placing:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """The backends of the module's package, and those of them that are a vendor's."""
+    """Parametrize over the backends of the module's package; `vendors_attention` only over vendors'
+    own."""
     module = vars(metafunc.module)
     names = module.get("ATTENTION") or [name for name in module["package"].attention if name != "reference"]
     if "attention" in metafunc.fixturenames:

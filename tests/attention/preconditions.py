@@ -1,5 +1,5 @@
-"""Calls of vendors' operators with one precondition violated at a time: the simulator's reference
-refuses each by its name, and a reference that forgets it lets the call through."""
+"""Calls of vendors' operators that violate one precondition at a time. The simulator's reference
+must refuse each by name; a reference without the check lets the call through."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ Given = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Wrong:
-    """What is made of an argument, and how the precondition begins that does not hold then, and no
-    other."""
+    """One violation: the argument, the change to it, and the beginning of the only precondition
+    that the changed argument violates."""
 
     argument: str
     change: Callable[[Any], Any]
@@ -27,13 +27,13 @@ class Wrong:
 
 
 class Forgotten(Exception):
-    """A call came past a precondition that was forgotten."""
+    """A call passed a precondition that the test had disabled."""
 
 
 @dataclass(frozen=True, slots=True)
 class Calls:
-    """One operator with good arguments, `wrongs`, and the `modules` whose `require` looks at
-    them."""
+    """One operator with valid arguments, the violations to try, and the `modules` that define the
+    `require` they use."""
 
     call: Callable[..., Any]
     given: Given
@@ -41,7 +41,8 @@ class Calls:
     modules: Sequence[ModuleType]
 
     def check_refused(self, wrong: Wrong, patch: pytest.MonkeyPatch) -> None:
-        """By its name; and it is this precondition alone that refuses."""
+        """The operator refuses the changed argument by this precondition's name, and passes with
+        only this precondition disabled."""
         spoiled = {**self.given, wrong.argument: wrong.change(self.given[wrong.argument])}
         with pytest.raises((RuntimeError, ValueError), match=f" wants {re.escape(wrong.says)}"):
             self.call(**spoiled)
@@ -50,7 +51,7 @@ class Calls:
             self.call(**spoiled)
 
     def check_covered(self, patch: pytest.MonkeyPatch) -> None:
-        """The good call passes, and every precondition that it met is violated by one of
+        """The valid call passes, and each precondition that it checks is violated by one of
         `wrongs`."""
         met = self._watch(patch, lambda rule: False)
         self.call(**self.given)
@@ -73,22 +74,22 @@ class Calls:
 
 
 def strided(tensor: Tensor) -> Tensor:
-    """The same values, each beside a stranger."""
+    """The same values with stride 2 in the last dimension."""
     return torch.stack((tensor, tensor), -1)[..., 0]
 
 
 def widened(tensor: Tensor) -> Tensor:
-    """The same values in rows that are one element apart."""
+    """The same values in rows with one unused element between them."""
     return torch.cat((tensor, tensor[..., :1]), -1)[..., : tensor.shape[-1]]
 
 
 def int32(device: torch.device, *values: int) -> Tensor:
-    """A list on the device."""
+    """Make an int32 tensor on the device."""
     return torch.tensor(values, dtype=torch.int32, device=device)
 
 
 def flash_attention(call: Callable[..., Any], device: torch.device, modules: Sequence[ModuleType]) -> Calls:
-    """Two rows over pages of 16, by the interface of FlashAttention 3."""
+    """Two rows over pages of 16 tokens, by the interface of FlashAttention 3."""
     pages = torch.zeros(4, 16, 2, 64, dtype=torch.float16, device=device)
     given = {
         "q": torch.zeros(3, 4, 64, dtype=torch.float16, device=device),

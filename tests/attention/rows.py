@@ -1,5 +1,5 @@
-"""Random requests over random pages, and what attention over them must give, worked out one query
-at a time."""
+"""Random requests over random pages, and the expected attention output, computed one request at a
+time."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ class Heads:
 
 @dataclass
 class Case:
-    """A batch whose pool holds the rows' own cells and NaN everywhere else, and the keys and values
-    of each row."""
+    """A batch with the keys and values of each row. The pool holds the rows' own KV slots and NaN
+    everywhere else."""
 
     backend: ReferenceAttention
     layer: Attention
@@ -55,7 +55,7 @@ class Case:
 
     @property
     def inputs(self) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k, v of this step's tokens, flat."""
+        """q, k, v of this step's tokens, flattened to [tokens, heads * dim]."""
         new = [len(query) for query in self.queries]
         parts = (
             self.queries,
@@ -66,14 +66,15 @@ class Case:
         return q, k, v
 
     def run(self, *given: Tensor) -> Tensor:
-        """Plan, store, attend; the step's own q, k and v unless others are given."""
+        """Plan, store and attend, with the step's own q, k and v unless others are given."""
         self.batch.mark_forward_metadata_ready(self.backend.plan(self.batch))
         q, k, v = given or self.inputs
         return self.backend.forward(q, k, v, self.layer, self.batch)
 
     def dense(self) -> Tensor:
-        """The oracle: each request by itself through torch's attention, or that of a model of
-        transformers where torch's has not what the layer asks for, with every head of its own."""
+        """The oracle: each request alone through torch's attention, with K/V heads repeated for
+        each query head. Softcap and sinks use a transformers model's eager attention, because
+        torch's has neither."""
         outs = []
         words = [-1] * len(self.keys) if self.batch.visible is None else self.batch.visible.tolist()
         for query, keys, values, word in zip(self.queries, self.keys, self.values, words, strict=True):
@@ -91,8 +92,8 @@ class Case:
 
 
 def eager_of_transformers(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, layer: Attention) -> Tensor:
-    """q [heads, n, dim], k and v [heads, s, dim], mask bool [n, s]: [n, heads, dim] by the eager
-    attention of Gemma 2, which has a softcap, or of gpt-oss, which has sinks. No model has both."""
+    """q [heads, n, dim], k and v [heads, s, dim], mask bool [n, s]: returns [n, heads, dim] from
+    the eager attention of Gemma 2 (softcap) or of gpt-oss (sinks). No model has both."""
     from transformers.models.gemma2 import modeling_gemma2
     from transformers.models.gpt_oss import modeling_gpt_oss
 
@@ -107,7 +108,8 @@ def eager_of_transformers(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, layer: 
 
 
 def visible(length: int, new: int, window: int | None) -> Tensor:
-    """bool[new, length]: which tokens each of the last `new` ones sees, one by one."""
+    """bool[new, length]: which tokens each of the last `new` tokens sees, written out token by
+    token."""
     mask = torch.zeros(new, length, dtype=torch.bool)
     for row in range(new):
         last = length - new + row
@@ -126,8 +128,8 @@ def make_case(
     windows: tuple[int | None, ...] | None = None,
     context: int = CONTEXT,
 ) -> Case:
-    """`rows` hold (tokens before, tokens now) of each request, `context` together at most; slots
-    and pages are drawn at random."""
+    """Make a case from (tokens before, tokens now) of each request, at most `context` together;
+    request slots and pages are random."""
     rng = random.Random(seed)
     torch.manual_seed(seed)
     num_pages = SLOTS * math.ceil(context / page_size)
@@ -159,7 +161,7 @@ def make_case(
 def make_batch(
     rows: Sequence[tuple[int, int]], slots: Sequence[int], cells: Sequence[Tensor], decode: bool
 ) -> ForwardBatch:
-    """The inputs that attention reads."""
+    """Make the batch fields that attention reads."""
     lengths = np.array([new for _, new in rows], dtype=np.int32)
     seq_lens = np.array([prefix + new for prefix, new in rows], dtype=np.int32)
     none = torch.zeros(0, dtype=torch.int64)

@@ -1,5 +1,5 @@
-"""Gathered attention equals torch's own, in fixed shapes that a capture replays for other lengths,
-slots and pages."""
+"""Gathered attention equals torch's own attention, in fixed shapes that a capture replays for other
+lengths, slots and pages."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from tests.runtime.recording import Queue, RecordingCapture
 
 
 def fixed(case: Case, *given: Tensor) -> Tensor:
-    """The forward under a captured plan, on what the batch's tensors hold; the host's lengths are
-    taken away."""
+    """Run the forward under a captured plan on the batch's device tensors, with the host lengths
+    removed."""
     batch = case.batch
     plan = case.backend.capture_plan(Bucket(batch.batch_size, batch.num_tokens))
     assert case.backend.refresh(plan, batch) is None
@@ -103,8 +103,8 @@ def test_half_precision_is_attended_in_float32() -> None:
 
 
 def recorded(kind: type[GatheredAttention]) -> tuple[Tensor, Tensor]:
-    """Output of a replay after lengths, slots and inputs changed in place, and what it should
-    be."""
+    """Return the output of a replay after lengths, slots and inputs changed in place, and the
+    expected output."""
     first = make_case([(3, 1), (9, 1)], Heads(window=6), seed=1, decode=True, kind=kind)
     second = make_case([(30, 1), (1, 1)], Heads(window=6), seed=2, decode=True, kind=kind)
     batch, pool = first.batch, first.backend.req_to_token_pool
@@ -126,7 +126,7 @@ def recorded(kind: type[GatheredAttention]) -> tuple[Tensor, Tensor]:
 
 
 def _become(first: Case, second: Case, inputs: tuple[Tensor, ...]) -> None:
-    """The tensors of one case take the contents of another, where they are."""
+    """Copy the contents of the second case into the tensors of the first."""
     pairs = [*zip(inputs, second.inputs, strict=True)]
     pairs += zip(first.backend.token_to_kv_pool.kv(0), second.backend.token_to_kv_pool.kv(0), strict=True)
     pairs.append((first.backend.req_to_token_pool.page_table, second.backend.req_to_token_pool.page_table))
@@ -157,7 +157,7 @@ class BakingLengths(GatheredAttention):
 
 
 class CopyingLengths(GatheredAttention):
-    """Mutant: reads the lengths that it saw at capture."""
+    """Mutant: reads the lengths from the time of capture."""
 
     def _attend(self, q: Any, rows: Any, layer: Any, batch: ForwardBatch) -> Tensor:
         old = ForwardBatch(req_pool_indices=batch.req_pool_indices, seq_lens=torch.tensor(batch.seq_lens_cpu))

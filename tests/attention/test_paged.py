@@ -1,5 +1,5 @@
-"""Rows and lists of pages are those of the page table, and a backend over rows equals the dense
-oracle, on the host."""
+"""`PageRowsAttention` passes the page table's rows and pages to a backend, and a backend over them
+equals the dense oracle, on the host."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ HEADS = Heads(4, 2, 8)
 
 
 class HostRows(PageRowsAttention):
-    """Row by row with torch's own attention."""
+    """Attends row by row with torch's own attention."""
 
     facts = AttentionFacts(features=frozenset({"sliding_window", "mixed", "capture"}))
 
     def attend_pages(self, q: Tensor, k_pages: Tensor, v_pages: Tensor, plan: RowsPlan, layer: Attention) -> Tensor:
-        """The definition."""
+        """Define the expected result."""
         outs = []
         for row, length in enumerate(plan.seq_lens.tolist()):
             own = q[plan.starts[row] : plan.starts[row + 1]].transpose(0, 1)

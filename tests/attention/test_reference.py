@@ -1,5 +1,5 @@
-"""The reference attention equals torch's own attention over each request alone, wherever its cells
-lie."""
+"""The reference attention equals torch's own attention over each request alone, for any placement
+of its KV slots."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ PAGES = st.sampled_from((1, 3, 4, 16))
 
 
 def assert_equals_dense(case: Case) -> None:
-    """Attention and the oracle agree, and the cells hold what was stored."""
+    """Attention equals the oracle, and the KV slots hold the stored keys and values."""
     torch.testing.assert_close(case.run(), case.dense(), rtol=1e-5, atol=1e-5)
     k_cache, v_cache = case.backend.token_to_kv_pool.kv(0)
     for cells, keys, values in zip(case.cells, case.keys, case.values, strict=True):
@@ -105,10 +105,10 @@ def test_the_rows_of_a_batch_are_the_rows_of_singles() -> None:
 
 
 class IgnoringPages(ReferenceAttention):
-    """Mutant: takes a slot's cells to lie one after the other."""
+    """Mutant: assumes that a request's KV slots are contiguous."""
 
     def _cells(self, slots: Tensor, positions: Tensor) -> Tensor:
-        """Cells int64[R, L]."""
+        """Return KV slots int64[R, L]."""
         pool = self.req_to_token_pool
         return (slots[:, None] * pool.max_pages * pool.page_size + positions).long() % self.token_to_kv_pool.num_cells
 
@@ -117,7 +117,7 @@ class ReadingOnward(ReferenceAttention):
     """Mutant: does not mask the columns beyond a row's length."""
 
     def _make_gather(self, part: Any, window: int | None) -> tuple[Tensor, Tensor]:
-        """The true cells, no mask."""
+        """Return the correct KV slots without a mask."""
         cells, mask = super()._make_gather(part, window)
         return cells, torch.ones_like(mask)
 
@@ -126,49 +126,49 @@ class OneTooWide(ReferenceAttention):
     """Mutant: the window is one token too wide."""
 
     def _make_gather(self, part: Any, window: int | None) -> tuple[Tensor, Tensor]:
-        """Of a wider window."""
+        """Gather with a window that is one token wider."""
         return super()._make_gather(part, None if window is None else window + 1)
 
 
 class OwnExtras(ReferenceAttention):
-    """Mutants: the layer is not attended as it is."""
+    """Base of mutants that attend with a changed copy of the layer."""
 
     def attend(self, q: Tensor, layer: Attention, batch: Any, plan: Any) -> Tensor:
-        """Of a changed layer."""
+        """Attend with the changed layer."""
         changed = copy(layer)
         self.change(changed)
         return super().attend(q, changed, batch, plan)
 
     def change(self, layer: Attention) -> None:
-        """The defect."""
+        """Apply the defect to the copied layer."""
 
 
 class ForgettingSoftcaps(OwnExtras):
-    """Scores are not bent."""
+    """Mutant: applies no softcap to the scores."""
 
     def change(self, layer: Attention) -> None:
         layer.softcap = None
 
 
 class ForgettingSinks(OwnExtras):
-    """Nothing is lost to the sinks."""
+    """Mutant: the softmax has no sinks."""
 
     def change(self, layer: Attention) -> None:
         layer.sinks = None
 
 
 class SinksOfOtherHeads(OwnExtras):
-    """Each head has the sink of the one before."""
+    """Mutant: each head uses the sink of the head before."""
 
     def change(self, layer: Attention) -> None:
         layer.sinks = None if layer.sinks is None else layer.sinks.roll(1)
 
 
 class ForgettingToStore(ReferenceAttention):
-    """Mutant: this step's keys and values reach no cell."""
+    """Mutant: this step's keys and values are not stored."""
 
     def attend(self, q: Tensor, layer: Attention, batch: Any, plan: Any) -> Tensor:
-        """As the true one, and what was stored goes."""
+        """Overwrite the stored keys and values with zeros, then attend."""
         for cells in self.token_to_kv_pool.kv(layer.layer_id):
             cells[batch.out_cache_loc] = 0
         return super().attend(q, layer, batch, plan)
@@ -203,8 +203,8 @@ def test_a_backend_that_loses_what_a_layer_asks_for_is_caught(
 
 
 def padded(case: Case, extra: int, garbage: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Adds padding rows to a decode batch, as a registry does; the rows' own q, k and v hold
-    garbage."""
+    """Add padding rows to a decode batch, as a graph registry does; q, k and v of the padding rows
+    hold garbage."""
     batch = case.batch
     assert batch.out_cache_loc is not None
     zeros = torch.zeros(extra, dtype=torch.int32)

@@ -1,5 +1,5 @@
-"""Which attention backend runs: the first candidate that serves the model, or the one asked for,
-never another."""
+"""Which attention backend runs: the one requested, or else the first candidate that supports the
+model."""
 
 from __future__ import annotations
 
@@ -30,32 +30,32 @@ NEEDS = AttentionNeeds(head_dims=(64, 128), page_size=16, dtype="bfloat16", feat
 
 
 class Wide(ReferenceAttention):
-    """Serves everything that is asked here."""
+    """Supports everything that these tests need."""
 
     facts = AttentionFacts(features=frozenset({"sliding_window", "capture"}))
 
 
 class LargePages(ReferenceAttention):
-    """Serves pages of 64 tokens only."""
+    """Supports pages of 64 tokens only."""
 
     facts = AttentionFacts(page_sizes=(64,), features=frozenset({"sliding_window"}))
 
 
 class Plain(ReferenceAttention):
-    """Serves no windows."""
+    """Supports no sliding windows."""
 
     facts = AttentionFacts()
 
 
 def refs(*names: str) -> dict[str, str]:
-    """Candidates of this file, in this order."""
+    """Candidates from this file, in this order."""
     return {name: f"{__name__}:{name}" for name in names}
 
 
 def choose(
     candidates: Mapping[str, str], explicit: str | None = None, needs: AttentionNeeds = NEEDS
 ) -> tuple[Any, Any]:
-    """The chosen class, and the ledger's rows."""
+    """Return the chosen class and the ledger's rows."""
     ledger = DecisionLedger()
     return select_attention(candidates, needs, explicit, "toy", ledger), ledger.rows
 
@@ -109,7 +109,7 @@ def test_no_candidate_is_an_error_with_every_reason_and_a_remedy() -> None:
 
 @pytest.fixture
 def broken_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Modules whose import fails, each in another way."""
+    """Modules that fail to import, for different reasons."""
     sources = {"needs_library": "import a_library_that_nobody_has", "raises": "raise RuntimeError('driver too old')"}
     for name, text in sources.items():
         (tmp_path / f"attention_{name}.py").write_text(textwrap.dedent(text))
@@ -177,7 +177,7 @@ def test_what_a_layer_asks_for_is_what_a_backend_must_name(asked: dict[str, Any]
 
 
 class OwnRows(ReferenceAttention):
-    """Reads pools of rows, for layers with latent attention."""
+    """Reads row pools, for layers with latent attention."""
 
     facts = AttentionFacts(layouts=(ROWS,), features=frozenset({"latent"}))
 
@@ -191,7 +191,7 @@ class OwnRows(ReferenceAttention):
     ],
 )
 def test_rows_are_read_by_a_packages_own_backend_before_the_cores(own: dict[str, str], wanted: type) -> None:
-    """Whatever its name is."""
+    """Holds for any name of the backend."""
     parts: Any = dict.fromkeys(("probe", "facts", "worker", "bring_up"), "toy:part")
     kernels = {"own": "toy:kernels"}
     package = DevicePackage(name="toy", api=API, summary="", attention=own, graphs={}, kernels=kernels, **parts)
@@ -202,7 +202,7 @@ def test_rows_are_read_by_a_packages_own_backend_before_the_cores(own: dict[str,
 
 
 class ByPage(ReferenceAttention):
-    """Reads pools of pages only."""
+    """Reads page-major pools only."""
 
     facts = AttentionFacts(layouts=(PAGE_MAJOR,))
 
@@ -221,7 +221,7 @@ def test_a_backend_over_a_pool_that_its_facts_do_not_name_is_refused_when_it_is_
 
 
 def select_by_name(candidates: Mapping[str, str], explicit: str | None) -> str:
-    """Mutant: falls back to the first that serves when the one asked for does not."""
+    """Mutant: takes the first backend that works if the requested one does not."""
     try:
         return choose(candidates, explicit)[0].__name__
     except ConfigError:

@@ -1,5 +1,5 @@
-"""Rows of trees, which leave out single cells, equal torch's own attention over what they see; and
-no sum has what they do not."""
+"""Rows of draft trees, where some earlier tokens are hidden, equal torch's own attention over the
+visible tokens; hidden KV slots enter no sum."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ HEADS = (Heads(), Heads(6, 2, 16, softcap=0.7), Heads(6, 2, 16, has_sinks=True))
 
 
 def words(seed: int, count: int) -> torch.Tensor:
-    """What rows see, each its own cell."""
+    """Random visibility words; the top bit is set, so each row sees its own token."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(-(1 << 31), 0, (count,), generator=generator, dtype=torch.int32)
 
 
 def tree_case(heads: Heads, page_size: int, kind: Any, seed: int = 0) -> Case:
-    """Rows that see about half of the cells before their own."""
+    """Make rows that see about half of the tokens before their own."""
     case = make_case(ROWS, heads, page_size, seed, decode=True, kind=kind)
     case.batch.visible = words(seed, len(ROWS))
     return case
@@ -62,7 +62,7 @@ def test_rows_in_triton_do_too(programs: int, heads: Heads) -> None:
 
 
 def spoil(case: Case) -> None:
-    """What rows do not see has no numbers."""
+    """Overwrite the hidden KV slots with NaN."""
     assert case.batch.visible is not None
     pool = case.backend.token_to_kv_pool
     for cells, word in zip(case.cells, case.batch.visible.tolist(), strict=True):

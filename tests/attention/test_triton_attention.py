@@ -1,5 +1,5 @@
-"""Attention in Triton equals torch's own attention over each request alone; nothing else is read or
-written."""
+"""Attention in Triton equals torch's own attention over each request alone; it reads and writes
+nothing else."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.attention.rows import CONTEXT, Case, Heads, make_case
 from tests.kernels.guards import Guards, mutated
 
 SMALL = Tuning(programs=24, decode_tokens=16, extend_tokens=16, extend_queries=16)
-"""Several splits, and several tiles even for short rows."""
+"""Gives several splits and several tiles even for short rows."""
 
 Rows = tuple[tuple[int, int], ...]
 MIXED: Rows = ((9, 1), (30, 1), (2, 6), (0, 20), (25, 23))
@@ -35,7 +35,7 @@ SINGLES: Rows = ((9, 1), (0, 1), (3, 1), (46, 1))
 
 
 class Small(TritonAttention):
-    """Launched in small pieces."""
+    """Triton attention with small tiles."""
 
     def make_tuning(self) -> Tuning:
         return SMALL
@@ -50,7 +50,7 @@ def case_of(
     seed: int = 0,
     windows: tuple[int | None, ...] | None = None,
 ) -> Case:
-    """A case whose batch has the device's side of its lengths too."""
+    """Make a case that has its lengths on the device too."""
     case = make_case(rows, heads, page_size, seed, decode, kind, windows)  # pyright: ignore[reportArgumentType]
     lengths = case.batch.extend_seq_lens_cpu
     if lengths is not None:
@@ -69,7 +69,8 @@ def as_dtype(case: Case, dtype: torch.dtype) -> Case:
 
 
 def assert_equals_dense(case: Case, dtype: torch.dtype = torch.float32) -> None:
-    """The oracle's answer; own cells hold what was stored, and all others are as NaN as before."""
+    """The output equals the oracle; the rows' KV slots hold the stored values and all others are
+    still NaN."""
     found = case.run(*(part.to(dtype) for part in case.inputs))
     bound = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}[dtype]
     assert found.dtype == dtype
@@ -156,7 +157,8 @@ def test_no_rows_and_no_tokens_give_nothing(decode: bool) -> None:
 
 
 def pad(case: Case, more: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Rows as a registry pads them; their q, k and v are NaN. The inputs of all rows."""
+    """Pad rows as a graph registry does, with NaN as q, k and v of the padding; returns the inputs
+    of all rows."""
     batch = case.batch
     filled = {"req_pool_indices": 0, "seq_lens": 1, "out_cache_loc": 0}
     for name, value in filled.items():
@@ -286,7 +288,7 @@ DEFECTS = tuple(
 
 
 def check_both(heads: Heads, singles: Rows, mixed: Rows, patch: pytest.MonkeyPatch) -> None:
-    """Decode rows and a mixed batch; nobody leaves what it was given."""
+    """Check decode rows and a mixed batch; no kernel reads or writes outside its arguments."""
     guards = Guards(patch)
     assert_equals_dense(case_of(singles, heads, decode=True))
     assert_equals_dense(case_of(mixed, heads))

@@ -1,4 +1,4 @@
-"""Both forms of DeepSeek-V4's configuration, and what does not fit."""
+"""Both forms of DeepSeek-V4's configuration, and errors for inconsistent ones."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ PUBLISHED: dict[str, Any] = {
 
 
 def read(folder: Path, given: dict[str, Any]) -> CompressedConfig:
-    """Of a checkpoint with this configuration; None takes a key away."""
+    """Read a checkpoint with this configuration; a value of None removes the key."""
     kept = {name: value for name, value in given.items() if value is not None}
     (folder / "config.json").write_text(json.dumps(kept))
     return compressed_config(read_config(folder))

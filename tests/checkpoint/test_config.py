@@ -34,8 +34,8 @@ MOE = {"num_experts": 4, "moe_intermediate_size": 8}
 
 
 ALIKE = {"MiMoForCausalLM": "Qwen2ForCausalLM"}
-"""Whose own class of transformers is in their checkpoints, and another's of transformers' that it
-is made of."""
+"""Architectures with their own class in the checkpoint, and the transformers architecture that this
+class derives from."""
 HAS_WINDOW = ("sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention")
 
 
@@ -46,11 +46,11 @@ def read(folder: Path, changes: dict) -> ModelConfig:
 
 
 NO_ROPE = {"rope_theta": 10000.0, "rope_type": "default"}
-"""What is read of rotary embeddings where there are none."""
+"""The rotary settings of a model without rotary embeddings."""
 
 
 def epsilon(config: dict[str, Any]) -> float:
-    """That of norms, by whatever name."""
+    """The epsilon of norms, under any of its names."""
     return next(config[name] for name in ("rms_norm_eps", "norm_eps", "layer_norm_epsilon") if name in config)
 
 
@@ -122,7 +122,7 @@ WINDOWED = sorted(
     name
     for name in ARCHITECTURES
     if name in DEFAULTS
-    and name != "NemotronHForCausalLM"  # which has the word, and no layer with a window
+    and name != "NemotronHForCausalLM"  # which has the key but no sliding-window layer
     and "sliding_window" in getattr(transformers, ALIKE.get(name, name)).config_class().to_dict()
 )
 
@@ -299,7 +299,7 @@ PUBLISHED: tuple[tuple[dict, dict], ...] = (
         {"first_position": 2, "context_length": 512},
     ),
 )
-"""Parts of configurations as they are published, and what they mean."""
+"""Parts of published configurations, and the values that they mean."""
 
 
 @pytest.mark.parametrize(("changes", "wanted"), PUBLISHED, ids=lambda value: value.get("architectures", [""])[0])
@@ -330,7 +330,7 @@ def test_experts_of_published_dialects(tmp_path) -> None:
 
 
 SPARSE = ("num_experts", "num_local_experts", "n_routed_experts")
-"""What configurations call the number of experts."""
+"""Names of the number of experts in configurations."""
 
 
 @pytest.mark.parametrize("architecture", sorted(name for name in ARCHITECTURES if name.endswith("ForCausalLM")))
@@ -339,7 +339,7 @@ def test_what_a_file_leaves_out_is_what_transformers_takes(tmp_path, architectur
     given["hidden_size"] = 4096
     wanted = getattr(transformers, ALIKE.get(architecture, architecture)).config_class(**given).to_dict()
     found = read(tmp_path, {"architectures": [architecture], **given})
-    # Heads that share a latent row have no number of keys.
+    # Models with latent attention have no number of K/V heads.
     assert found.num_key_value_heads == wanted["num_key_value_heads"] or "kv_lora_rank" in wanted
     assert found.head_dim == (wanted.get("head_dim") or wanted.get("qk_rope_head_dim") or 128)
     assert found.rms_norm_eps == epsilon(wanted)
@@ -435,7 +435,7 @@ PER_LAYER: tuple[tuple[str, dict[str, Any], str, list[Any]], ...] = (
     ("Lfm2MoeForCausalLM", {}, "layer_types", ["conv", "full_attention"]),
     ("Glm4MoeForCausalLM", {"head_dim": 12}, "mlp_layer_types", ["dense", "sparse"]),
 )
-"""Architectures, what they need beside, and a word with one entry for each layer."""
+"""Architectures, further required keys, and a key with one entry per layer."""
 
 
 @pytest.mark.parametrize("count", [3, 5], ids=["one short", "one over"])
@@ -443,8 +443,8 @@ PER_LAYER: tuple[tuple[str, dict[str, Any], str, list[Any]], ...] = (
 def test_entries_that_are_not_one_for_each_layer_are_refused(
     tmp_path, architecture: str, more: dict[str, Any], word: str, kinds: list[Any], count: int
 ) -> None:
-    """One over is a list of another checkpoint just as one short: layers would be of the wrong
-    kinds in silence."""
+    """A list that is one entry too long comes from another checkpoint, as one that is too short
+    does: reading it would give layers of the wrong kinds without an error."""
     given = {"architectures": [architecture], "num_key_value_heads": 2, **more}
     assert layer_kinds_or_windows(read(tmp_path, {**given, word: kinds * 2}))
     with pytest.raises(ConfigError, match=f"has {count} {word}"):
@@ -452,7 +452,7 @@ def test_entries_that_are_not_one_for_each_layer_are_refused(
 
 
 def layer_kinds_or_windows(config: ModelConfig) -> tuple[Any, ...]:
-    """What a model of layers of several kinds asks of its configuration."""
+    """Read the layer kinds or windows as a model with several layer kinds does."""
     has_states = {"mamba", "conv", "linear_attention"} & {*config.words.get("layer_types", ())}
     return layer_kinds(config) if has_states else config.sliding_windows
 

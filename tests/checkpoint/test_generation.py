@@ -1,5 +1,4 @@
-"""What a checkpoint says of how its text is drawn: numbers, or an error that names the file and the
-key."""
+"""The sampling defaults of a checkpoint: numbers, or an error that names the file and the key."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a folder's files say of pooling and prompts."""
+"""The pooling and prompt settings in a checkpoint folder's files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `quantization_config` says, in every dialect, and what we lack."""
+"""Reading `quantization_config` in every dialect, and errors for what is not supported."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PACKED = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", 
 
 
 def compressed(form: str = "pack-quantized", **weights: Any) -> dict[str, Any]:
-    """A configuration of compressed-tensors with one group."""
+    """Make a configuration of compressed-tensors with one group."""
     group = {"targets": ["Linear"], "weights": {**PACKED, **weights}}
     return {"quant_method": "compressed-tensors", "format": form, "config_groups": {"group_0": group}}
 
@@ -27,7 +27,7 @@ def target(text: Any) -> dict[str, Any]:
 
 
 def scheme(given: dict[str, Any], module: str = "model.layers.3.mlp.down_proj") -> Scheme | None:
-    """The scheme of a module."""
+    """Return the scheme of a module."""
     found = read_quantization({"quantization_config": given})
     assert found is not None
     return found.scheme(module)
@@ -96,7 +96,7 @@ def test_a_group_has_a_format_of_its_own() -> None:
     ("text", "module", "is_meant"),
     [
         ("re:.*mlp", "model.layers.0.mlp.up_proj", True),
-        ("re:mlp", "model.layers.0.mlp.up_proj", False),  # compressed-tensors matches from the beginning
+        ("re:mlp", "model.layers.0.mlp.up_proj", False),  # matched from the start
         ("re:model.layers.0", "model.layers.0.mlp.up_proj", True),
         ("up_proj", "model.layers.0.mlp.up_proj", True),
         ("mlp.up_proj", "model.layers.0.mlp.up_proj", True),
@@ -191,7 +191,7 @@ READ: dict[str, list[Any]] = {
         compressed("float-quantized", num_bits=8, type="float", strategy="block", block_structure=[128, 64]),
     ],
 }
-"""Configurations of what the page says is read."""
+"""Configurations that the documentation lists as supported."""
 NOT_YET: dict[str, dict[str, Any]] = {
     "gptq": {
         "3 bits": {"quant_method": "gptq", "bits": 3, "group_size": 32},
@@ -209,12 +209,12 @@ NOT_YET: dict[str, dict[str, Any]] = {
         "transforms": {**compressed(), "transform_config": {"config_groups": {"R1": {}}}},
     },
 }
-"""Those of what it says is not, by the page's word."""
+"""Configurations that the documentation lists as unsupported, by the word it uses."""
 
 
 def page() -> dict[str, list[str]]:
-    """The rows of the page's table, by what it calls a checkpoint: what is read, and what is not
-    yet."""
+    """Return the rows of the documentation's table by checkpoint kind: what is supported, and what
+    is not yet."""
     part = PAGE.read_text().partition("## Quantised checkpoints")[2].partition("\n## ")[0]
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in part.splitlines() if line.startswith("|")]
     return {name.replace("`", ""): cells for name, *cells in rows[2:]}

@@ -1,4 +1,4 @@
-"""The header of a safetensors file agrees with what reads its tensors."""
+"""The header parser of safetensors files agrees with the loader of their tensors."""
 
 from __future__ import annotations
 
@@ -24,8 +24,7 @@ def test_every_type_that_is_read_has_its_size() -> None:
 
 
 def written(folder: Path, data: int, **tensors: tuple[str, list[int], int, int]) -> Path:
-    """A file of so many bytes of data, and tensors of a type and shape that say where they begin
-    and end in it."""
+    """Write a file with `data` bytes of data and tensors given as (dtype, shape, start, end)."""
     parts = {
         name: {"dtype": kind, "shape": shape, "data_offsets": [start, end]}
         for name, (kind, shape, start, end) in tensors.items()
@@ -60,7 +59,7 @@ def test_a_header_of_other_values_is_damage_in_one_line(tmp_path: Path, name: st
         header = json.dumps({"a": {**GOOD, name: value} if name else value}).encode()
         file = tmp_path / "model.safetensors"
         file.write_bytes(len(header).to_bytes(8, "little") + header + bytes(8))
-        if name == "dtype" and value == "x":  # a type whose bytes are not known
+        if name == "dtype" and value == "x":  # a dtype of unknown width
             assert read_entries(file)[0].dtype == "x"
             continue
         with pytest.raises(CheckpointError, match="is damaged") as error:
@@ -105,7 +104,7 @@ def test_a_tensor_that_is_not_where_it_says_is_damage(tmp_path: Path, data: int,
 def test_a_file_that_may_not_be_opened_is_an_error_of_one_line(
     read: Callable[[Path], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As where another user owns it, or the disk fails: whatever reads it."""
+    """For example, a file of another user or a disk error, with every reader."""
     file = tmp_path / INDEX
     file.write_text("{}")
 

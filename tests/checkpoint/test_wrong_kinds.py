@@ -1,5 +1,5 @@
-"""A value of the wrong kind in a `config.json` is an error of one line with its name, whatever
-reads it."""
+"""A value of the wrong type in a `config.json` gives a one-line error that names the key, in every
+reader."""
 
 from __future__ import annotations
 
@@ -66,12 +66,11 @@ READERS: Mapping[str, tuple[Callable[[ModelConfig], object], Mapping[str, Any]]]
     "ModernBertForSequenceClassification": (lambda found: None, {}),
     "XLMRobertaForSequenceClassification": (lambda found: None, {}),
 }
-"""What reads the configuration of an architecture beyond what is read of all, and what it can not
-be without."""
+"""The reader of each architecture's own configuration keys, and the keys that it requires."""
 
 
 def read(folder: Path, architecture: str, changes: Mapping[str, Any]) -> None:
-    """All that is made of a configuration before there are weights."""
+    """Read everything from a configuration that is read before the weights."""
     reader, own = READERS[architecture]
     found = config_of(folder, {**BASE, **own, "architectures": [architecture], **changes}, ARCHITECTURES)
     rotary.rotary_frequencies(found, 64)
@@ -125,7 +124,7 @@ def test_null_switches_truncation_off_as_in_the_library(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", [name for name, kind in KINDS.items() if kind[0] == "a whole number above zero"])
 def test_a_count_of_none_is_refused_by_its_name(name: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**BASE, "architectures": ["LlamaForCausalLM"], name: 0}))
-    if name == "qk_rope_head_dim":  # of DeepSeek-V4, which says so itself
+    if name == "qk_rope_head_dim":  # a key of DeepSeek-V4, which reports it itself
         return
     with pytest.raises(ConfigError, match=f"has {name} = 0; wanted a whole number above zero"):
         read_config(tmp_path)
@@ -139,12 +138,12 @@ def test_what_every_model_has_some_of_is_counted_from_one() -> None:
 
 
 OWN = {"added_tokens", "block_rope", "first_position", "compression_config", "quantization_config", "pad_token_id"}
-"""Names that are checked where they are read, or that are no checkpoint's."""
+"""Names that are checked by their readers, or that do not come from a checkpoint."""
 MAPPINGS = re.compile(r"(config\.|^)(words|raw|values|scaling|rope\.scaling)$")
 
 
 def asked(source: str) -> Iterator[str]:
-    """The names that some code asks a configuration for."""
+    """Yield the keys that a source text reads from a configuration."""
     for node in ast.walk(ast.parse(source)):
         match node:
             case ast.Call(
@@ -162,7 +161,7 @@ def asked(source: str) -> Iterator[str]:
 @pytest.mark.parametrize("module", [compressed, config, encoders, latent, recurrent, renamed, rotary, shards, pooling])
 def test_every_name_that_is_asked_for_has_a_kind(module: Any) -> None:
     own = {*KINDS, *itertools.chain(*WORDS.values()), *OWN}
-    modes = {*pooling.MODES.values(), "pooling_mode", "include_prompt"}  # of a pooling's own file
+    modes = {*pooling.MODES.values(), "pooling_mode", "include_prompt"}  # of a pooling file
     found = set(asked(Path(module.__file__).read_text(encoding="utf-8")))
     assert found - own - (modes if module is pooling else set()) == set()
 
@@ -187,7 +186,7 @@ def test_labels_that_are_null_are_two_as_in_the_library(tmp_path: Path) -> None:
 
 
 BY_CLASS = ("bloom", "dbrx", "deepseek_v3", "exaone4", "falcon_mamba", "gemma3_text", "gpt2", "mpt", "opt")
-"""Types of transformers that run by its classes, with the names that each has for its numbers."""
+"""Model types that run with transformers' classes; each has its own names for the sizes."""
 MORE = (
     "architectures",
     "id2label",
@@ -199,8 +198,8 @@ MORE = (
 
 
 def of_class(folder: Path, kind: str) -> dict[str, Any]:
-    """What transformers writes of a small configuration of a type, by the type's own names
-    alone."""
+    """Save a small configuration of a type with transformers, and return the keys that the type
+    defines itself."""
     own = CONFIG_MAPPING[kind]().to_dict()
     config = CONFIG_MAPPING[kind](**sizes_of(kind))
     config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]]
@@ -210,7 +209,7 @@ def of_class(folder: Path, kind: str) -> dict[str, Any]:
 
 
 def by_class(folder: Path, raw: Mapping[str, Any]) -> ModelConfig:
-    """As it is read where transformers' class is asked for."""
+    """Read the configuration for transformers' own model class."""
     (folder / "config.json").write_text(json.dumps(raw))
     return choose_implementation("transformers", folder, DecisionLedger())[0]
 

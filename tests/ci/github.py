@@ -1,5 +1,5 @@
-"""Workflows as GitHub would expand and run them: only what this project's own use, and an error for
-anything else."""
+"""Expands and runs workflows as GitHub does. Supports only what this project's workflows use, and
+raises an error for anything else."""
 
 from __future__ import annotations
 
@@ -17,45 +17,45 @@ from typing import Any
 import yaml
 
 SHELL = ("bash", "--noprofile", "--norc", "-eo", "pipefail")
-"""What `shell: bash` is."""
+"""The command that `shell: bash` means."""
 ACTIONS: Mapping[str, frozenset[str]] = {
     "actions/checkout": frozenset({"fetch-depth"}),
     "actions/setup-python": frozenset({"python-version"}),
     "actions/upload-artifact": frozenset({"name", "path", "if-no-files-found"}),
     "actions/download-artifact": frozenset({"pattern", "path"}),
 }
-"""The actions that are used, and what may be given to each."""
+"""The supported actions and their inputs."""
 OWN = ("PYTEST", "PYTHON", "LANE_", "SGLCORE_", "TRITON_", "OMP_", "VIRTUAL_ENV")
-"""How variables begin by which this process is one of the project's own; a step finds none of
-them."""
+"""Prefixes of environment variables that belong to this test process; they are removed for a
+step."""
 EXPRESSION = re.compile(r"\$\{\{(.*?)\}\}", re.DOTALL)
 TOKEN = re.compile(r"\s*(?:('(?:[^']|'')*')|(==|!=|&&|\|\||!|\(|\))|(cancelled|always)\(\)|([a-zA-Z_][\w.-]*))")
 WORDS = {"&&": "and", "||": "or", "!": "not", "(": "(", ")": ")", "==": "==", "!=": "!="}
 
 
 class WorkflowError(Exception):
-    """What GitHub would refuse or do otherwise than it is read: where, and what stands there."""
+    """A workflow that GitHub would refuse or read differently; says where and quotes the text."""
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One step, expanded."""
+    """One step with its expressions replaced."""
 
     name: str
     run: str
-    """Its bash; "" for an action."""
+    """Its bash text; "" for an action."""
     uses: str
     """Its action without the version; "" for bash."""
     given: Mapping[str, str]
-    """What the action is given."""
+    """The inputs of the action."""
     env: Mapping[str, str]
     condition: str
-    """Its `if`; "" where it has none."""
+    """Its `if`; "" if it has none."""
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One job, expanded."""
+    """One job with its expressions replaced."""
 
     name: str
     needs: tuple[str, ...]
@@ -65,22 +65,22 @@ class Job:
     steps: tuple[Step, ...]
 
     def runs(self, context: Context) -> bool:
-        """Whether it would run, if none that it needs had failed."""
+        """Whether the job would run if none of the jobs it needs had failed."""
         return bool(evaluate(self.condition, context))
 
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """What expressions are read from: an event, the inputs of one started by hand, and the
-    repository's variables."""
+    """The values that expressions read: the event, the inputs of a manual run, and the repository's
+    variables."""
 
     event: str = "push"
     inputs: Mapping[str, str] = field(default_factory=dict)
     vars: Mapping[str, str] = field(default_factory=dict)
 
     def get(self, name: str) -> str:
-        """The value of `inputs.X`, `vars.X` or one of `github.X`, in small letters as GitHub
-        compares them; "" for null."""
+        """Return the value of `inputs.X`, `vars.X` or a supported `github.X`; "" for null. Raises
+        WorkflowError for other names."""
         space, _, key = name.partition(".")
         github = {"event_name": self.event, "ref": "refs/heads/main"}
         spaces: Mapping[str, Mapping[str, str]] = {"inputs": self.inputs, "vars": self.vars, "github": github}
@@ -90,7 +90,7 @@ class Context:
 
 
 def evaluate(text: str, context: Context) -> object:
-    """The value of a condition with or without its braces; true where there is none."""
+    """Return the value of a condition with or without its braces; true for an empty one."""
     inner = EXPRESSION.fullmatch(text.strip())
     rest, words = (inner[1] if inner else text).strip(), []
     while rest:
@@ -105,18 +105,19 @@ def evaluate(text: str, context: Context) -> object:
 
 
 def expanded(text: str, context: Context) -> str:
-    """A value with its expressions replaced."""
+    """Return a value with its expressions replaced."""
     return EXPRESSION.sub(lambda found: str(evaluate(found[1], context)), text)
 
 
 def parsed(text: str) -> dict[str, Any]:
-    """A workflow's text as GitHub reads it: `on` is a word there, in YAML a truth value."""
+    """Parse a workflow as GitHub does: `on` is a string there, a truth value in YAML."""
     found = yaml.load(text, yaml.CSafeLoader)
     return {"on" if key is True else key: value for key, value in found.items()}
 
 
 def jobs(text: str, context: Context) -> tuple[Job, ...]:
-    """Every job of a workflow; raises WorkflowError where it has what this does not know."""
+    """Return every job of a workflow. Raises WorkflowError for a feature that is not supported
+    here."""
     workflow = parsed(text)
     shell = workflow.get("defaults", {}).get("run", {}).get("shell")
     if shell != "bash":
@@ -171,21 +172,20 @@ def _refuse(row: Mapping[str, Any], known: frozenset[str], place: str) -> None:
 
 @dataclass(slots=True)
 class Machine:
-    """A runner for one job: a workspace of its own, and artifacts that all jobs of a run share."""
+    """A runner for one job: its own workspace, and artifacts that all jobs of a run share."""
 
     folder: Path
     artifacts: Path
     source: Path
-    """The repository that is checked out."""
+    """The repository to check out."""
     kept: tuple[str, ...] = ()
-    """Folders of what was made from the sources before, as a machine keeps them between its
-    jobs."""
+    """Build folders that a machine keeps between its jobs."""
     said: list[str] = field(default_factory=list)
     """The output of each step."""
 
     def execute(self, job: Job, context: Context) -> int:
-        """Run a job's steps in order; the exit status of the first that failed. A step runs after a
-        failure only if it says so."""
+        """Run a job's steps in order; returns the exit status of the first that failed. After a
+        failure only steps with `always()` or `cancelled()` in their condition run."""
         failed = 0
         self.folder.mkdir(parents=True, exist_ok=True)
         for step in job.steps:
@@ -227,8 +227,8 @@ class Machine:
         return 0
 
     def _env(self, step: Step) -> dict[str, str]:
-        """What a step finds: of this process all but what makes it a test of this project; `sudo`
-        where there is none."""
+        """The environment of a step: that of this process without the project's own variables, and
+        with a `sudo` if there is none."""
         own = {name: value for name, value in os.environ.items() if not name.startswith(OWN)}
         programs = self.folder.parent / "bin"
         if not programs.exists():

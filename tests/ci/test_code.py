@@ -1,4 +1,4 @@
-"""Words about code are no code; all else is."""
+"""Docstrings and comments do not count as code; everything else does."""
 
 from __future__ import annotations
 

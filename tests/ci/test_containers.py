@@ -1,6 +1,6 @@
-"""Container files, the compose file and the manifests of docs/kubernetes.md fit the server: its
-probes, its port, its settings, the time it drains. What they are by themselves, linters and schemas
-say (tests/ci/test_jobs.py)."""
+"""Container files, the compose file and the manifests of docs/kubernetes.md agree with the server:
+its probes, port, settings and drain time. Linters and schemas check their syntax
+(tests/ci/test_jobs.py)."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ SECRET = re.compile("token|key|secret|password", re.IGNORECASE)
 
 @cache
 def probes() -> frozenset[str]:
-    """The paths that the server answers before the model is there, and without a key."""
+    """Return the paths that the server answers before the model is loaded, without an API key."""
     router = APIRouter()
     add_routes(router, SimpleNamespace(health=Health()))  # pyright: ignore[reportArgumentType]
     return frozenset(str(route.path) for route in router.routes if route.path in OPEN)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def instructions(text: str) -> Iterator[tuple[str, str]]:
-    """A container file's instructions with what they are given, lines joined."""
+    """Yield a container file's instructions and their arguments, with continued lines joined."""
     lines = "\n".join(line for line in text.splitlines() if not line.lstrip().startswith("#"))
     for line in re.sub(r"\\\n", "\n", lines).replace("\n ", " ").splitlines():
         word, _, rest = line.strip().partition(" ")
@@ -54,7 +54,7 @@ def instructions(text: str) -> Iterator[tuple[str, str]]:
 
 
 def stages(text: str) -> list[list[tuple[str, str]]]:
-    """Its stages, each with FROM first."""
+    """Split a container file into stages; each begins with FROM."""
     found: list[list[tuple[str, str]]] = []
     for word, rest in instructions(text):
         if word == "FROM":
@@ -64,7 +64,7 @@ def stages(text: str) -> list[list[tuple[str, str]]]:
 
 
 def said_of_file(device: str, text: str) -> list[str]:
-    """What is wrong with a container file."""
+    """Return what is wrong with a container file."""
     found = stages(text)
     first, last = found[0], found[-1]
     given: Mapping[str, str] = dict(last)
@@ -92,7 +92,7 @@ def said_of_file(device: str, text: str) -> list[str]:
 
 
 def _copies(word: str, rest: str, found: list[list[tuple[str, str]]]) -> bool:
-    """Whether an instruction is no COPY, or one of what is there."""
+    """Whether an instruction is not a COPY, or copies from existing files or stages."""
     if word != "COPY":
         return True
     if not rest.startswith("--from="):
@@ -146,13 +146,13 @@ def test_what_a_build_reads_is_what_the_packages_and_the_installer_need() -> Non
 
 
 def schema_errors(name: str, value: Any) -> list[str]:
-    """What a schema that check-jsonschema brings says."""
+    """Return the errors of a schema that comes with check-jsonschema."""
     schema = get_builtin_schema(name)
     return [error.message for error in validators.validator_for(schema)(schema).iter_errors(value)]
 
 
 def said_of_compose(text: str) -> list[str]:
-    """What is wrong with a compose file."""
+    """Return what is wrong with a compose file."""
     value = yaml.load(text, yaml.CSafeLoader)
     said = schema_errors("vendor.compose-spec", value)
     for name, service in value["services"].items():
@@ -189,12 +189,13 @@ def test_a_defect_in_the_compose_file_is_caught(good: str, bad: str, said: str) 
 
 
 def manifests(page: str) -> list[dict[str, Any]]:
-    """The manifests that a page shows."""
+    """Return the manifests in the YAML blocks of a page."""
     return [yaml.load(block, yaml.CSafeLoader) for block in re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)]
 
 
 def pods(manifest: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Every pod of a manifest, and whether it "serves" or works for another."""
+    """Yield every pod of a manifest, with "serves" for a pod that serves requests and "works" for a
+    worker pod."""
     spec = manifest["spec"]
     if manifest["kind"] == "LeaderWorkerSet":
         yield "serves", spec["leaderWorkerTemplate"]["leaderTemplate"]["spec"]
@@ -207,7 +208,7 @@ PROBES = {"startupProbe": "/startupz", "readinessProbe": "/readyz", "livenessPro
 
 
 def said_of_pod(kind: str, pod: Mapping[str, Any]) -> list[str]:
-    """What is wrong with a pod."""
+    """Return what is wrong with a pod."""
     (container,) = pod["containers"]
     device = container["image"].rpartition(":")[2]
     if device not in FILES:
@@ -244,7 +245,7 @@ def _names(rows: list[dict[str, Any]]) -> set[str]:
 
 
 def said_of_page(page: str) -> list[str]:
-    """What is wrong with the manifests of a page."""
+    """Return what is wrong with the manifests of a page."""
     found = manifests(page)
     said = [line for each in found for kind, pod in pods(each) for line in said_of_pod(kind, pod)]
     served = [each["spec"]["selector"]["matchLabels"] for each in found if each["kind"] == "Deployment"]

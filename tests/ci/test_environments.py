@@ -1,4 +1,4 @@
-"""A lane's own environment holds what it declares, at the pinned versions, and is made again only
+"""A lane's environment holds what the lane declares, at the pinned versions, and is rebuilt only
 when that changes."""
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ def test_an_environment_with_torch_takes_the_build_that_the_installer_takes_for_
 
 
 def third_party(file: Path, seen: set[Path]) -> set[str]:
-    """What a file imports from outside the project anywhere in it, and what the files of `ci` that
-    it imports do."""
+    """Return the third-party modules that a file imports at any nesting, and those of the `ci`
+    files that it imports."""
     seen.add(file)
     nodes = list(ast.walk(ast.parse(file.read_text())))
     names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}

@@ -1,5 +1,5 @@
-"""A group is fresh as long as what it covers is what it was when it last passed whole; anything
-else makes it stale."""
+"""A group is fresh while the code it covers equals the code of its last complete pass; any other
+change makes it stale."""
 
 from __future__ import annotations
 
@@ -116,7 +116,8 @@ skips = true
 
 @pytest.fixture
 def everywhere(checkout: Path) -> tuple[Group, ...]:
-    """The groups of a checkout with four lanes, of which the last row is for every lane."""
+    """The groups of a checkout with four lanes; the last row of its groups applies to every
+    lane."""
     package = checkout / "devices" / "one"
     package.mkdir(parents=True)
     (package / "ci.toml").write_text(LANES)

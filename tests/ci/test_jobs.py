@@ -1,5 +1,5 @@
-"""Jobs of the workflow, run here as GitHub would run them: from a fresh clone to the record, each
-in minutes."""
+"""Jobs of the workflow, run here as GitHub would run them, from a fresh clone to the record. Each
+takes minutes."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from ci.lanes import ROOT
 from tests.ci.github import Context, Machine, jobs
 
 TESTS = {"cpu": "tests/ci/test_lanes.py", "hip-sim": "devices/hip/tests/test_kernels.py"}
-"""A lane of each kind that any machine runs, the host's and a simulated one, and a small file of
-its tests."""
+"""One lane of each kind that runs on any machine, the host's and a simulated one, with a small file
+of its tests."""
 
 
 @pytest.mark.needs("jobs", "registry")

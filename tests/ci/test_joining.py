@@ -1,5 +1,5 @@
-"""The job that joins the records of all lanes, run as GitHub would run it, is red for a test that
-ran nowhere."""
+"""The job that joins the records of all lanes, run as GitHub would run it, fails if a test ran on
+no lane."""
 
 from __future__ import annotations
 

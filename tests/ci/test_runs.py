@@ -1,5 +1,5 @@
-"""What a run leaves behind: a class for its failure, a record of each test, and a table in which
-nothing is forgotten."""
+"""The output of a run: a class for its failure, a record of each test, and a table that lists every
+test."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run takes what is cheap always, a part of what is slow at each turn, what is near always, and
+"""A run takes all cheap tests, a rotating part of the slow ones, all tests near the change, and
 groups by their digests."""
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ SLOW = tuple(f"s.py::test_{number}" for number in range(300))
 
 @pytest.fixture(autouse=True)
 def one_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One closed group on the lane, which covers what it did."""
+    """One closed group on the lane, fresh for its sources."""
     monkeypatch.setattr(module, "groups", lambda: (GROUP,))
     monkeypatch.setattr(Group, "is_fresh", lambda self: True)
 
 
 def item(test: str) -> Any:
-    """What the selection reads of a test."""
+    """The attributes of a test that the selection reads."""
     return SimpleNamespace(nodeid=test)
 
 

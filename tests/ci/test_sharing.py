@@ -1,5 +1,5 @@
-"""Simulated lanes share tests out so that each runs on one of them, and in time on each that can
-run it."""
+"""Simulated lanes share tests, so that a run has each test on one of them, and over several runs on
+each lane that can run it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ reason = "r"
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """A checkout with four simulated lanes, of which the last lacks wings, and a host."""
+    """A checkout with four simulated lanes, where the last lacks the capability `wings`, and a host
+    lane."""
     for name in (*NAMES, "host"):
         folder = tmp_path / "devices" / name[0]
         folder.mkdir(parents=True)
@@ -50,7 +51,7 @@ def checkout(tmp_path: Path) -> Path:
 
 
 def item(test: str, *needs: str, **params: Any) -> Any:
-    """What is read of a test."""
+    """The attributes of a test that sharing reads."""
     values = "-".join(map(str, params.values()))
     marks = [SimpleNamespace(args=needs or ("device",))]
     made = SimpleNamespace(

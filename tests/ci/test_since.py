@@ -1,4 +1,4 @@
-"""A bisection names the commit since which a test fails, and leaves the checkout as it was."""
+"""A bisection names the first commit at which a test fails, and leaves the checkout unchanged."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LANE = Lane(name="x", device="x", capabilities=frozenset())
 
 @pytest.fixture
 def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A repository of eight commits; what is tested fails from the sixth on."""
+    """A repository of eight commits; the test fails from the sixth on."""
     run(tmp_path, "init", "-q")
     for number in range(1, 9):
         (tmp_path / "check.py").write_text(f"raise SystemExit({number} > 5)  # {number}\n")

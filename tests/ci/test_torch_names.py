@@ -1,5 +1,5 @@
-"""The oldest torch that must do, and the newest, have every torch name that the runtime and the
-packages use."""
+"""The oldest supported torch and the newest have every torch name that the runtime and the packages
+use."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_a_name_that_is_gone_would_be_seen(tmp_path: Path, line: str, is_known: 
 
 
 def is_in(names: dict[str, list[str]], line: str, root: Path) -> bool:
-    """A torch of these names has what a line uses."""
+    """Whether a torch with these names has everything that a line uses."""
     (root / "sglcore").mkdir()
     (root / "sglcore" / "planted.py").write_text(f"import torch\n{line}\n")
     return unknown_names(names, root) == []

@@ -1,5 +1,5 @@
-"""The stored workflows are what the packages declare; every step of them is bash, and every record
-they make is joined."""
+"""The stored workflows match the declarations of packages; every step is valid bash, and every
+record is joined."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def stored() -> str:
 
 @cache
 def spoken(script: str) -> str:
-    """What `bash -n` says of a script; "" if nothing."""
+    """Return the errors of `bash -n` for a script; "" if there are none."""
     return subprocess.run(("bash", "-n"), input=script, capture_output=True, text=True).stderr
 
 
 def problems(text: str, wanted: Sequence[Lane]) -> list[str]:
-    """What is wrong with a workflow: steps that are no bash, lanes that no job runs, records that
-    nobody joins."""
+    """Return what is wrong with a workflow: steps that are not valid bash, lanes without a job, and
+    records that no job joins."""
     try:
         found = jobs(text, PUSH)
     except WorkflowError as error:
@@ -82,13 +82,13 @@ def _bash(job: Job) -> str:
 
 
 def _uploads(job: Job) -> dict[str, str]:
-    """Files by the names of the artifacts that they become."""
+    """Map the names of uploaded artifacts to their files."""
     given = [step.given for step in job.steps if step.uses == "actions/upload-artifact"]
     return {each["name"]: each["path"] for each in given}
 
 
 def plant(root: Path, **texts: str) -> Path:
-    """A checkout with packages, and its workflows."""
+    """Make a checkout with packages and their workflows."""
     (root / workflows.FOLDER).mkdir(parents=True)
     for device, text in texts.items():
         (root / "devices" / device).mkdir(parents=True)
@@ -144,8 +144,8 @@ def test_what_a_lane_sets_up_is_checked_as_bash(bad: str) -> None:
 
 
 def said_of_installs(text: str) -> list[str]:
-    """What the installer would refuse of the jobs' commands: an option, or a torch that not all
-    packages take."""
+    """Return the install commands of the jobs that the installer would refuse: for an unknown
+    option, or a torch version that some package does not accept."""
     said = []
     for job in jobs(text, PUSH):
         line = next((line for line in _bash(job).splitlines() if "install_devices.py" in line), "")
@@ -179,7 +179,7 @@ def test_an_install_step_that_the_installer_refuses_is_caught(good: str, bad: st
 
 
 def schema_errors(text: str) -> list[str]:
-    """What GitHub's schema says of a workflow."""
+    """Return the errors of GitHub's schema for a workflow."""
     schema = get_builtin_schema("vendor.github-workflows")
     return [error.message for error in validators.validator_for(schema)(schema).iter_errors(parsed(text))]
 

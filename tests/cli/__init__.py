@@ -1,1 +1,1 @@
-"""Tests of the command line, run as processes of their own."""
+"""Tests of the command line, each run in a new process."""

@@ -1,3 +1,3 @@
-"""The planted site of the device tests, for processes."""
+"""The `site` fixture of the device tests, for processes."""
 
 from tests.device.conftest import site as site

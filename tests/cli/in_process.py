@@ -1,5 +1,5 @@
-"""`sglcore WORDS` in the test's own process: what it writes, to whatever stream, and its exit code,
-without a start."""
+"""Runs `sglcore WORDS` in the test's process and returns its output and exit code, without the cost
+of a new interpreter."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from sglcore.cli.__main__ import main
 
 
 def run_here(words: tuple[str, ...], environ: Mapping[str, str], text: str = "") -> subprocess.CompletedProcess[str]:
-    """What the command gives with this environment and standard input; waits.
+    """Run the command with this environment and standard input; waits for the end.
 
-    For what it says and does. How it starts, hears signals and ends is for a process.
+    Use it for output and results. Tests of start, signals and exit need a new process.
     """
     with TemporaryDirectory() as folder:
         streams = [Path(folder) / name for name in ("in", "out", "err")]
@@ -31,7 +31,8 @@ def run_here(words: tuple[str, ...], environ: Mapping[str, str], text: str = "")
 
 @contextmanager
 def _standard_streams(files: list[Path]) -> Iterator[None]:
-    """These files as descriptors 0 to 2, of Python and of libraries; restored."""
+    """Use these files as descriptors 0 to 2, for Python and for libraries; the old ones are
+    restored."""
     before, kept = (sys.stdin, sys.stdout, sys.stderr), [os.dup(number) for number in range(3)]
     for number, file in enumerate(files):
         opened = os.open(file, os.O_RDWR | os.O_CREAT)

@@ -1,4 +1,4 @@
-"""`sglcore advise` says what docs/multi-node.md shows, and the same as JSON."""
+"""`sglcore advise` prints what docs/multi-node.md shows, and the same as JSON."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WORDS = ("advise", "benchmarks/clusters/dense-70b", "--cluster", "benchmarks/clu
 
 
 def shown() -> list[tuple[str, str]]:
-    """Each command of the document, and what is shown below it."""
+    """Return each command of the document and the output shown below it."""
     text = (ROOT / "docs" / "multi-node.md").read_text(encoding="utf-8")
     found = re.findall(r"^    \$ sglcore (advise .*)\n((?:    .*\n|\n(?=    ))*)", text, re.MULTILINE)
     return [(words, re.sub(r"^    ", "", below, flags=re.MULTILINE)) for words, below in found]
@@ -39,7 +39,8 @@ def test_the_document_shows_what_the_command_prints(
 
 
 def first(model: str, cluster: Cluster, load: Load) -> list[tuple[Topology, int, int]]:
-    """Forms in their order, microseconds of a step, and tokens a second."""
+    """Return the topologies in their order, with microseconds per step (rounded to 10) and tokens
+    per second."""
     found = advise_folder(ROOT / "benchmarks" / "clusters" / model, cluster, load)
     return [(each.topology, int(round(each.step.total * 1e6, -1)), round(each.rate)) for each in found]
 
@@ -71,7 +72,7 @@ def test_what_the_document_says_beside_its_tables_is_so() -> None:
 
 
 def test_the_document_gives_the_files_constants() -> None:
-    """Every number of the clusters' files stands in the table of the document."""
+    """Every number of the clusters' files is in the table of the document."""
     text = (ROOT / "docs" / "multi-node.md").read_text(encoding="utf-8")
     rows = {
         cells[0]: cells[1:]

@@ -1,5 +1,5 @@
-"""What a start says: the device, the model and the memory, what is less than was asked, and
-everything where it is asked for."""
+"""The start-up output: device, model and memory, every downgrade, and with `--verbose` all
+decisions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SECONDS = {"model": 0.5, "total": 1.0}
 
 
 def said(capsys: pytest.CaptureFixture[str], *, verbose: bool) -> list[str]:
-    """The lines of a start."""
+    """Return the lines printed at a start."""
     show_start("acme", "acme 1", "Acme One", ROWS, SECONDS, verbose=verbose)
     return capsys.readouterr().err.splitlines()
 

@@ -1,5 +1,5 @@
-"""`sglcore bench`: the load is what was asked, latency counts from when a request was due, and
-failures are counted."""
+"""`sglcore bench`: the load is as requested, latency counts from a request's due time, and failures
+are counted."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ LOAD = Workload(
 
 
 def answering() -> FastAPI:
-    """Streams as many pieces as were asked for. The first token of a prompt makes it fail: 1 busy,
-    2 in the stream, 3 cut."""
+    """A server that streams the requested number of pieces. The prompt's first token selects a
+    failure: 1 busy, 2 an error in the stream, 3 a cut stream."""
     app = FastAPI()
 
     @app.get("/v1/models")
@@ -66,7 +66,7 @@ def answering() -> FastAPI:
 
 
 async def pieces(sent: dict[str, Any]) -> AsyncIterator[str]:
-    """Text of each token, the usage, and the end."""
+    """Yield the text of each token, the usage, and the end."""
     for number in range(sent["max_tokens"]):
         choice = {"index": 0, "text": "error x", "finish_reason": None}
         yield f"data: {json.dumps({'choices': [choice], 'usage': None})}\n\n"

@@ -1,5 +1,5 @@
-"""`sglcore bench serve --long-prompts`: what requests that stream feel of long prompts is told
-apart from their quiet time."""
+"""`sglcore bench serve --long-prompts`: latencies of streaming requests during long prompts are
+reported apart from those of other times."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LONG, QUIET_MS, STALL_MS = 200, 10, 60
 
 
 def record(number: int, *marks: float, sent: float = 0.0, **given: Any) -> Record:
-    """One whose pieces came at these seconds."""
+    """A record with pieces received at these seconds."""
     return Record(number, sent, sent, marks[-1] if marks else sent + 1.0, marks, 5, len(marks), **given)
 
 
@@ -100,8 +100,8 @@ def test_numbers_that_make_no_load_are_refused(given: dict[str, Any]) -> None:
 
 
 def stalling() -> FastAPI:
-    """Pieces come every QUIET_MS, or every STALL_MS while a long prompt is computed, which takes
-    five of those."""
+    """A server that sends a piece every QUIET_MS, or every STALL_MS during a long prompt, which
+    takes 5 * STALL_MS."""
     app, busy = FastAPI(), list[int]()
 
     @app.get("/v1/models")

@@ -1,5 +1,5 @@
-"""`sglcore chat`: what is sent, what is printed, what Ctrl-C does; with the embedded model and with
-a scripted server."""
+"""`sglcore chat`: the messages sent, the text printed and the effect of Ctrl-C, with the embedded
+model and with a scripted server."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def script(served: tuple[Script, str]) -> Script:
 
 @dataclass
 class Scripted:
-    """A source that says one thing for ever; `interrupts` are sent after that many parts."""
+    """A source that repeats one text for ever and sends Ctrl-C after `interrupts` parts."""
 
     interrupts: int = 0
     obeys: bool = True
@@ -168,8 +168,8 @@ def test_an_interrupt_stops_the_answer_at_the_server_and_the_chat_goes_on(
     pressed = threading.Event()
 
     class Watched(io.StringIO):
-        """Presses Ctrl-C when the text has been printed; the main thread is the one that a terminal
-        interrupts."""
+        """Presses Ctrl-C once the text has been printed; as in a terminal, the main thread gets the
+        signal."""
 
         def write(self, text: str) -> int:
             if "Once upon" in text and not pressed.is_set():

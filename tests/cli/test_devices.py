@@ -1,4 +1,4 @@
-"""`sglcore devices` shows every package with its evidence, and never hides one that is broken."""
+"""`sglcore devices` shows every package with its evidence, broken ones too."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.device.site import Site
 
 
 def as_json(site: Site, *words: str, environ: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """The JSON of `sglcore devices`."""
+    """Return the JSON of `sglcore devices`."""
     ran = site.run("-m", "sglcore.cli", "devices", "--json", *words, environ=environ)
     assert ran.returncode == 0, ran.stderr
     return json.loads(ran.stdout)

@@ -1,5 +1,5 @@
-"""`sglcore doctor` works on the machine it must explain: with nothing installed, and with torch
-broken."""
+"""`sglcore doctor` works on the machine that it must explain: with nothing installed, and with a
+broken torch."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ BROKEN = {
 
 
 def checks_of(ran: subprocess.CompletedProcess[str]) -> dict[str, Any]:
-    """The checks by topic."""
+    """Return the checks by topic."""
     assert "Traceback" not in ran.stderr, ran.stderr
     return {check["topic"]: check for check in json.loads(ran.stdout)["checks"]}
 
 
 @pytest.fixture
 def bare(tmp_path: Path) -> Site:
-    """A folder with the core's source and no distribution at all."""
+    """A folder with the core's source and no installed distribution."""
     (tmp_path / "sglcore").symlink_to(Path(sglcore.__file__).parent)
     return Site(tmp_path)
 
 
 def with_torch(site: Site, body: str = "__version__ = 'planted'", **environ: str) -> subprocess.CompletedProcess[str]:
-    """Run doctor where `torch` is a module of one line."""
+    """Run doctor with a `torch` that is a module of one line."""
     (site.path / "torch.py").write_text(body)
     return site.run("-m", "sglcore.cli.doctor", "--json", environ=environ)
 

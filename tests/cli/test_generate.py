@@ -1,4 +1,4 @@
-"""`sglcore generate` and `explain` as a person runs them: text, banner, figures, and one line for
+"""`sglcore generate` and `explain` as a user runs them: text, banner, figures, and one line for
 every mistake."""
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "160"}
 
 
 def run(*words: str, text: str = "", **environ: str) -> subprocess.CompletedProcess[str]:
-    """`sglcore WORDS` with a standard input."""
+    """Run `sglcore WORDS` in this process with a standard input."""
     return run_here(words, {"COLUMNS": "160", **environ}, text)
 
 
 def run_alone(*words: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    """The same in a process that has imported nothing of ours."""
+    """Run it in a process that has imported nothing of sglcore."""
     return warm.run(("-m", "sglcore.cli", *words), Path.cwd(), {**ENVIRONMENT, **environ})
 
 
 def refused(found: subprocess.CompletedProcess[str], *parts: str) -> None:
-    """Exit code 2, one line that names what matters, no traceback."""
+    """The command ended with exit code 2 and one line that names all parts, without a traceback."""
     assert found.returncode == 2, found.stderr
     lines = [line for line in found.stderr.splitlines() if line.strip()]
     assert len(lines) == 1 and lines[0].startswith("error: "), found.stderr
@@ -47,7 +47,7 @@ def refused(found: subprocess.CompletedProcess[str], *parts: str) -> None:
 
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
-    """A copy of the embedded model, to be broken."""
+    """A copy of the embedded model that a test may damage."""
     return Path(shutil.copytree(embedded_model(), tmp_path / "model"))
 
 
@@ -173,7 +173,8 @@ def test_a_missing_tokenizer_is_one_line(checkpoint: Path) -> None:
 
 
 def _heed_interrupts() -> None:
-    """Whoever runs the tests in the background ignores interrupts, and children inherit that."""
+    """Restore the default handler: a shell ignores interrupts for tests in the background, and
+    child processes inherit that."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 

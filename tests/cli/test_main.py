@@ -1,4 +1,4 @@
-"""The start of the command line: what needs nothing, and how errors look."""
+"""The start of the command line: what works without optional packages, and the form of errors."""
 
 from __future__ import annotations
 

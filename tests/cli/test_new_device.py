@@ -1,4 +1,4 @@
-"""What `sglcore new-device` writes for a device of torch."""
+"""The files that `sglcore new-device` writes for a torch device."""
 
 from __future__ import annotations
 

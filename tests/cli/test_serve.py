@@ -1,5 +1,5 @@
-"""`sglcore serve` as a person types it: flags from the records, other engines' names for them, and
-how it ends."""
+"""`sglcore serve` as a user types it: flags from the records, other engines' names for them, and
+how the process ends."""
 
 from __future__ import annotations
 
@@ -187,7 +187,7 @@ def test_a_broken_checkpoint_ends_the_server_with_its_reason(tmp_path: Path) -> 
 
 @pytest.fixture
 def started() -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """A server as a terminal starts it, in a group of its own, and its URL."""
+    """Start a server as a terminal does, in its own process group; yields it and its URL."""
     command = [sys.executable, "-m", "sglcore.cli", "serve", "--port", "0"]
     environment = {**os.environ, "COLUMNS": "160"}
     process = subprocess.Popen(
@@ -211,7 +211,7 @@ def test_ctrl_c_in_mid_stream_ends_the_stream_whole_and_the_server_with_0(
     )
     with urllib.request.urlopen(request, timeout=60) as answer:
         first = answer.readline()
-        os.killpg(process.pid, signal.SIGINT)  # as a terminal does: every process of the group hears it
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal does, to the whole process group
         lines = [first, *answer]
     assert [line for line in lines if line.startswith(b"data: ")][-1] == b"data: [DONE]\n"
     assert process.wait(30) == 0

@@ -1,5 +1,5 @@
-"""docs/speculation.md shows recorded acceptance, measured latency, kinds and refusals as they
-are."""
+"""docs/speculation.md shows the recorded acceptance, the measured latency, and the actual kinds and
+errors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SHOWN_COST, SHOWN_BATCH = 0.1, 8
 
 
 def rows_below(heading: str) -> list[list[str]]:
-    """The cells of the table whose first line this is, without its heading."""
+    """Return the cells of the table with this heading line, without the heading."""
     lines = PAGE.splitlines()
     start = lines.index(heading) + 2
     table = lines[start : next(at for at in range(start, len(lines)) if not lines[at].startswith("|"))]
@@ -29,7 +29,8 @@ def rows_below(heading: str) -> list[list[str]]:
 
 
 def recorded() -> Iterator[list[str]]:
-    """What the record of the embedded model has, head by head and number of proposals by number."""
+    """Yield the acceptance recorded for the embedded model, by head and by number of draft
+    tokens."""
     found = json.loads((ROOT / "sglcore" / "assets" / "demo" / "acceptance.json").read_text())
     for kind, temperatures in found["heads"].items():
         greedy, drawn = temperatures["0.0"], temperatures["1.0"]
@@ -39,7 +40,7 @@ def recorded() -> Iterator[list[str]]:
 
 
 def measured() -> Iterator[list[str]]:
-    """What the benchmark found for several requests and the lesser cost."""
+    """Yield the benchmark's results for the batch size and cost that the page shows."""
     found = json.loads((ROOT / "benchmarks" / "results" / "speculative_latency.json").read_text())
     for row in found["rows"]:
         if (row["c"], row["batch"]) == (SHOWN_COST, SHOWN_BATCH):
@@ -64,8 +65,8 @@ def test_the_page_has_what_trees_bring() -> None:
 
 
 def by_forwards() -> Iterator[list[str]]:
-    """Of each number of forwards the chain, the tree of the width that did best at temperature 1,
-    and the most that any tree had."""
+    """Yield for each number of draft forwards the chain, the tree width that did best at
+    temperature 1, and the highest result of any tree."""
     found = json.loads((ROOT / "benchmarks" / "results" / "draft_trees.json").read_text())
     for kind, by_depth in found["by_forwards_of_the_draft"].items():
         for depth, shapes in by_depth.items():

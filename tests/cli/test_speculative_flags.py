@@ -1,4 +1,4 @@
-"""Flags of speculative decoding: other engines' names for them, and what is refused in one line."""
+"""Flags of speculative decoding: other engines' names for them, and refusals in one line."""
 
 from __future__ import annotations
 

@@ -1,2 +1,2 @@
 """The conformance kit: its laws hold for the reference, each of its mutants is caught, and its data
-says what is."""
+is correct."""

@@ -1,4 +1,5 @@
-"""A folder of packages as pip would leave them, for processes that run the kit on them."""
+"""A folder of installed packages, as pip would leave them, and processes that run the kit on
+them."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Every fact of a device has a reader in the core, a law that holds it, and a device that lies and
-is caught."""
+"""Every fact of a device has a reader in the core, a law that checks it, and a mutant that
+misstates it and is caught."""
 
 from __future__ import annotations
 
@@ -47,8 +47,7 @@ def test_the_guide_explains_each_fact_in_one_row() -> None:
 
 
 def index_is_refused() -> bool:
-    """The law: indices of 64 bits are seen where an operation takes them in a list and gives none
-    back."""
+    """Whether `Watch` sees an int64 index that an operation takes in a list and does not return."""
     x, index = torch.zeros(4), torch.zeros(2, dtype=torch.int64)
     try:
         with Watch("cpu"):

@@ -1,5 +1,5 @@
-"""What a package gives the kit: a wider tolerance counts, is seen wherever results are, and is an
-error where it is none."""
+"""What a package gives the kit: a wider tolerance takes effect, appears with every result, and is
+an error if it is invalid or widens nothing."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def written(folder: Path, text: str) -> Path:
 
 
 def law() -> Law:
-    """The one of these tests."""
+    """The law that these tests use."""
     return next(law for law in LAWS if law.name == WIDER.law)
 
 
@@ -95,7 +95,7 @@ def test_a_tolerance_that_widens_nothing_is_an_error(items: list[Tolerance], tol
 
 
 def rounds(base: Any) -> type:
-    """Cells are kept in another type than the model's."""
+    """Store keys and values in bfloat16 precision instead of the model's dtype."""
 
     class Rounds(base):
         def store(self, layer_id: int, key: Tensor, value: Tensor, out_cache_loc: Tensor) -> None:
@@ -105,7 +105,7 @@ def rounds(base: Any) -> type:
 
 
 def rounding(pools: Any) -> Any:
-    """A device whose pool rounds what it stores."""
+    """Mutant: a pool that rounds the keys and values that it stores."""
     become(pools.token_to_kv, rounds)
     return pools
 
@@ -168,7 +168,8 @@ def test_a_tolerance_in_whose_dtype_nothing_ran_says_so() -> None:
 
 
 class Cells:
-    """The cells of a device whose start is one closed step, given on the host."""
+    """Gives the kit access to the KV slots of a device that starts in one opaque step; arrays are
+    on the host."""
 
     def __init__(self, built: Any) -> None:
         self._pool = pool = built["worker"].runner.attn_backend.token_to_kv_pool
@@ -183,7 +184,7 @@ class Cells:
 
 
 class Beside(Cells):
-    """Access that goes one cell too far."""
+    """Writes to the KV slot after the requested one."""
 
     def write_cells(self, layer_id: int, cells: Any, keys: Any, values: Any) -> None:
         super().write_cells(layer_id, (cells + 1) % self.num_cells, keys, values)

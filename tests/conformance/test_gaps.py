@@ -1,4 +1,5 @@
-"""Gaps are data with an end: one that passes, matches no law, or has expired is an error."""
+"""Gaps are data with an expiry date: a gap that passes, matches no law, or has expired is an
+error."""
 
 from __future__ import annotations
 

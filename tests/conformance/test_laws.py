@@ -1,4 +1,4 @@
-"""Every law holds for the reference, and says what it needs."""
+"""Every law holds for the reference, and states its needs."""
 
 from __future__ import annotations
 

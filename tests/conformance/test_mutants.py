@@ -1,4 +1,4 @@
-"""Each law catches each broken device that it names; a law that nothing can fail proves nothing."""
+"""Each law catches each mutant that it names; a law that nothing can break proves nothing."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The kit holds every kernel table that a package names against the reference, not only the one
-that serves by itself."""
+"""The kit compares every kernel table that a package names with the reference, not only the default
+one."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from sglcore.runtime.kernels.table import KernelTable
 
 
 def fused() -> KernelTable:
-    """Another way to compute a norm."""
+    """Another way to compute RMS norm."""
     return KernelTable().replace(rms_norm=lambda x, weight, eps: torch.rms_norm(x, weight.shape, weight, eps))
 
 
 def forgetful() -> KernelTable:
-    """Mutant: the norm without its weight."""
+    """Mutant: RMS norm without its weight."""
 
     def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return torch.rms_norm(x, weight.shape, None, eps)
@@ -33,12 +33,12 @@ def forgetful() -> KernelTable:
 
 
 def elsewhere() -> KernelTable:
-    """A table whose library is not here."""
+    """A table with a library that is not installed."""
     raise ConfigError("its library is 1.0", wanted="2.0")
 
 
 def damaged() -> KernelTable:
-    """Mutant: a table that breaks when it is made."""
+    """Mutant: a table that raises when it is made."""
     raise RuntimeError("half a library")
 
 

@@ -111,11 +111,12 @@ def test_a_law_with_a_gap_may_fail(site: Site) -> None:
 def test_a_package_for_a_device_of_torch_passes_c0_without_it(module: str, tmp_path: Path) -> None:
     write_package("acme", tmp_path / "acme", module)
     torch_site = Site(tmp_path).with_package("acme", tmp_path / "acme")
-    # What both import is the same, and what they name is resolved.
+    # Both templates import the same modules, so the import test runs for one of them; references
+    # are resolved for both.
     chosen = ("-k", "not imports_touch_no_device") if "." in module else ()
     ran = torch_site.run("-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", *chosen, "acme/tests")
     assert ran.returncode == 0, ran.stdout + ran.stderr
-    own = len(laws_up_to("C0")) + 2 - bool(chosen)  # beside the laws, a test of the gaps and one of the launches
+    own = len(laws_up_to("C0")) + 2 - bool(chosen)  # the laws, a gaps test and a launches test
     assert f"{own} passed" in ran.stdout and "acme is not usable here: hardware: no /dev/acme*" in ran.stdout
 
 

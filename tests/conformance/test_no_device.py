@@ -1,4 +1,4 @@
-"""Who asks a device where there is none is told of, whichever way it is asked."""
+"""Every call that needs a device is reported on a machine without one, for each way to call it."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from sglcore.conformance.no_device import ASKS
 
 MODULES = (torch.cuda, torch.xpu, torch.accelerator)
 OF_ONE_VENDOR = {"cudart"}
-"""Whose names the core does not know."""
+"""Functions of one vendor, unknown to the core."""
 
 
 def only_a_device_answers(module: ModuleType) -> Iterator[str]:
-    """The functions of a device module of torch that raise where there is no device."""
+    """Yield the functions of a torch device module that raise if there is no device."""
     for name in {*module.__all__, "_lazy_init"} & vars(module).keys():
         function = vars(module)[name]
         if isinstance(function, FunctionType):

@@ -1,4 +1,4 @@
-"""The reference is right by somebody else's code, and a difference is told by place, size and
+"""The reference agrees with independent code, and a difference is reported with position, size and
 margin."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The kit on a device whose worker is a closed box: no step of its start is one of the torch
+"""The kit on a device with an opaque worker: it starts in one step, which is none of the torch
 runtime's."""
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ def kit(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kit]:
 
 
 def run(kit: Kit, law: Law) -> list[Outcome]:
-    """Every case of a law."""
+    """Run every case of a law."""
     return [run_case(kit, law, case) for case in law.cases(BOX)]
 
 
 def law_named(name: str) -> Law:
-    """One law of the kit."""
+    """Return one law of the kit."""
     return next(law for law in LAWS if law.name == name)
 
 
@@ -101,7 +101,7 @@ class Mute:
 
 
 class Vague:
-    """A backend that names one size where a tuple of them is wanted."""
+    """A backend with one size where a tuple of sizes is required."""
 
     facts = type("Facts", (), {"head_dims": 64, "page_sizes": None, "dtypes": ("float32",)})
 

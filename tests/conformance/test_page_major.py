@@ -1,5 +1,5 @@
-"""The kit on a device that keeps keys and values page-major: every law holds, and what takes them
-for cells is caught."""
+"""The kit on a device with page-major keys and values: every law holds, and code that assumes
+cell-major storage is caught."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from sglcore.runtime.memory.pools import PAGE_MAJOR, PER_HEAD_BY_PAGE, PoolKind
 
 
 class ByPage(PageRowsAttention):
-    """A vendor's call over pages in which each head's tokens lie together."""
+    """A vendor's call over pages that keep each head's tokens together."""
 
     facts = AttentionFacts(features=frozenset({"mixed"}), takes_stored=True, layouts=(PAGE_MAJOR,))
 
     def attend_pages(self, q: Tensor, k_pages: Tensor, v_pages: Tensor, plan: RowsPlan, layer: Any) -> Tensor:
-        """Row by row."""
+        """Attend one row after the other."""
         outs: list[Tensor] = []
         for row, length in enumerate(plan.seq_lens.tolist()):
             queries = q[int(plan.starts[row]) : int(plan.starts[row + 1])].transpose(0, 1)
@@ -48,17 +48,17 @@ class ByPage(PageRowsAttention):
 
 
 class ByCell(ByPage):
-    """The same call by a backend that knows cells only, and says so."""
+    """The same call by a backend that supports the cell-major layout only and declares it."""
 
     facts = replace(ByPage.facts, layouts=AttentionFacts().layouts)
 
     def attend_pages(self, q: Tensor, k_pages: Tensor, v_pages: Tensor, plan: RowsPlan, layer: Any) -> Tensor:
-        """Each token's heads lie together."""
+        """Attend over pages [pages, page size, heads, dim], turned to page-major."""
         return super().attend_pages(q, k_pages.transpose(1, 2), v_pages.transpose(1, 2), plan, layer)
 
 
 def pool_kind() -> PoolKind:
-    """This device's."""
+    """The page-major pool kind of this device."""
     return PER_HEAD_BY_PAGE
 
 
@@ -80,12 +80,14 @@ DEVICE = Target(
 
 
 def stores_cells(*given: Any) -> Tensor:
-    """An entry that stores beside the rotation, into cells."""
+    """Stand for a kernel that rotates and stores into cells; raises, because it must not be
+    called."""
     raise AssertionError("it was given pages")
 
 
 def kernels() -> KernelTable:
-    """With both entries that store beside a rotation, which know cells only."""
+    """The table with both kernels that store and rotate in one launch, which know the cell-major
+    layout only."""
     return KernelTable().replace(rotary_and_store=stores_cells, norm_rotary_and_store=stores_cells)
 
 
@@ -99,7 +101,7 @@ def kit(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kit]:
 
 
 def named(name: str) -> Law:
-    """One law of the kit."""
+    """Return one law of the kit."""
     return next(law for law in LAWS if law.name == name)
 
 
@@ -111,8 +113,8 @@ CASES = [
     for case in law.cases(DEVICE)
     if not any(word in case for word in BESIDE)
 ]
-"""But those of the declaration, which knows no pool, of kernels that it has not, and of states,
-which lie in none."""
+"""All cases above C0, except those of kernels that the device lacks and of recurrent states, which
+are in another pool."""
 
 
 @pytest.mark.parametrize(("law", "case"), CASES, ids=[f"{law.name}-{case}" for law, case in CASES])
@@ -147,7 +149,7 @@ def test_the_laws_catch_the_same_defects_as_on_cells(law: str, kit: Kit) -> None
 
 
 def stores_cells_into_pages(base: Any) -> type:
-    """The storage is taken for cells."""
+    """Return a kind of pool that stores into its pages as if they were cell-major."""
 
     class StoresCellsIntoPages(base):
         def store(self, layer_id: int, key: Tensor, value: Tensor, out_cache_loc: Tensor) -> None:
@@ -158,7 +160,8 @@ def stores_cells_into_pages(base: Any) -> type:
 
 
 def reads_pages_as_cells(base: Any) -> type:
-    """The storage is taken for cells, whatever the layout; and no fact says so."""
+    """Return a kind of backend that reads pages as if they were cell-major and does not declare
+    it."""
 
     class ReadsPagesAsCells(base):
         __slots__ = ()
@@ -175,7 +178,7 @@ def reads_pages_as_cells(base: Any) -> type:
 
 
 def planted(step: str, change: Any) -> Mutant:
-    """A defect in what a step builds."""
+    """Make a mutant that changes the result of one bring-up step."""
     return Mutant(name=change.__name__, says=change.__doc__, steps=MappingProxyType({step: change}))
 
 

@@ -1,5 +1,5 @@
-"""Steps that were written down come back as they were, and a device that computes something else is
-found by them."""
+"""Recorded steps are read back unchanged, and replaying them finds a device with different
+results."""
 
 from __future__ import annotations
 

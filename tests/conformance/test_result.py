@@ -1,5 +1,5 @@
-"""A result says what ran where, its digest is of its content, and the support table is made of
-results alone."""
+"""A result names device and machine, its digest covers its content, and the support table comes
+from results only."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Two made-up devices, from what `sglcore new-device` writes and few lines of their own, each on a
-simulated machine that its package brings: one of torch with Triton, and one that is unusual
-wherever a device may be. No line of the core or the simulator knows them."""
+"""Two invented devices: the output of `sglcore new-device` with a few changed files, each on a
+simulated machine that its package brings. One uses torch with Triton; the other differs from the
+usual wherever a device may. Neither the core nor the simulator knows them."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ TRIALS = Path(__file__).with_name("trials")
 COMMANDS: Mapping[str, tuple[str, ...]] = MappingProxyType({"acme": ("--torch", "torch_acme"), "quirk": ()})
 MOST_LINES = 160
 QUICK = ("--level", "C1")
-"""Without what takes minutes in Triton's interpreter, and runs on the lanes of the simulated
-devices; a whole run takes it."""
+"""Leaves out the laws that take minutes in Triton's interpreter; the lanes of the simulated devices
+run those, and a whole run runs them here too."""
 SIMULATED = pytest.mark.skipif(
     find_spec("sglcore_sim") is None, reason="needs the simulator, which takes no torch this old"
 )
@@ -43,7 +43,7 @@ main(["devices", "acme", "--json"])
 
 
 def make(name: str, folder: Path) -> Site:
-    """The package of a trial: what the command writes, with the trial's own files over it."""
+    """Install the package of a trial: the output of `new-device` with the trial's files over it."""
     package = folder / name
     ran = Site(folder).sglcore("new-device", name, "--path", str(package), *COMMANDS[name])
     assert ran.returncode == 0, ran.stderr
@@ -66,7 +66,7 @@ def quirk(tmp_path_factory: pytest.TempPathFactory) -> Site:
 
 
 def conform(site: Site, name: str, *words: str) -> dict[str, Any]:
-    """The result of the kit on the simulated machine of a trial."""
+    """Return the result of the kit on the simulated machine of a trial."""
     ran = site.sglcore("conform", name, "--json", "--hardware", "simulated", *words, "--", f"--sim={name}")
     assert ran.returncode == 0, ran.stdout + ran.stderr
     return json.loads(ran.stdout)

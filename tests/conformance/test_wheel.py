@@ -1,4 +1,4 @@
-"""What the kit reads of a package travels with its wheel."""
+"""Files that the kit reads from a package are in its wheel."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ GAP = '[[gap]]\nlaw = "order_checks"\nreason = "planted"\nlink = "https://exampl
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Site:
-    """A folder with nothing but what is in a package's wheel, made of a copy so that the checkout
-    stays as it is."""
+    """A folder with only the contents of a package's wheel, built from a copy so that the checkout
+    stays unchanged."""
     folder = tmp_path_factory.mktemp("wheel")
     source = shutil.copytree(
         ROOT / "devices" / NAME, folder / "source", ignore=shutil.ignore_patterns("*.egg-info", "build")

@@ -1,2 +1,2 @@
-"""Tests of the seam, on device packages that are planted as real distributions in a temporary
-folder."""
+"""Tests of the device interface, on device packages that are installed as real distributions in a
+temporary folder."""

@@ -1,4 +1,4 @@
-"""The planted site as a fixture."""
+"""The site of planted packages as a fixture."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from tests.device.site import Site
 
 @pytest.fixture
 def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
-    """An empty site on the import path; what was imported from it is forgotten afterwards."""
+    """An empty site on the import path; modules imported from it are removed from `sys.modules`
+    afterwards."""
     folder = tmp_path / "site"
     folder.mkdir()
     monkeypatch.syspath_prepend(str(folder))

@@ -1,5 +1,5 @@
-"""Machines as folder trees: what each vendor's driver, nodes and builds leave on a system, to be
-put together by tests."""
+"""Machines as folder trees: the files that each vendor's driver, device nodes and builds leave on a
+system. Tests combine them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Files = Mapping[str, str]
 
 
 def machine(root: Path, *parts: Files, environ: Mapping[str, str] | None = None) -> System:
-    """A machine with all of these files below `root`."""
+    """Make a machine with all of these files below `root`."""
     for name, text in (item for part in parts for item in part.items()):
         file = root / name.lstrip("/")
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -22,8 +22,8 @@ def machine(root: Path, *parts: Files, environ: Mapping[str, str] | None = None)
 
 
 def pci(address: str, vendor: int, device: int, pci_class: int) -> Files:
-    """A device on the PCI bus; `pci_class` without the programming interface, as `lspci` prints
-    it."""
+    """A device on the PCI bus; `pci_class` has 16 bits, without the programming interface, as
+    `lspci` prints it."""
     folder = f"/sys/bus/pci/devices/{address}"
     return {
         f"{folder}/vendor": f"{vendor:#06x}\n",
@@ -33,7 +33,7 @@ def pci(address: str, vendor: int, device: int, pci_class: int) -> Files:
 
 
 def torch_build(version: str, **built_for: str) -> Files:
-    """An installed torch, by its version file."""
+    """An installed torch, given by its version file."""
     names = ("cuda", "hip", "xpu")
     lines = [f"__version__ = {version!r}", "debug = False"]
     lines += [f"{name}: Optional[str] = {built_for.get(name)!r}" for name in names]
@@ -44,7 +44,7 @@ def torch_build(version: str, **built_for: str) -> Files:
 
 
 def module(name: str) -> Files:
-    """A python module that fails when it is imported, because probes import nothing."""
+    """A Python module that raises when it is imported, because probes must not import."""
     return {f"/site-packages/{name}/__init__.py": "raise RuntimeError('imported by a probe')"}
 
 
@@ -76,7 +76,7 @@ AMD_PROCESSOR = kfd_node(0, cpu_cores_count=96, simd_count=0, gfx_target_version
 AMD_MI300X = kfd_node(1, simd_count=1216, simd_per_cu=4, gfx_target_version=90402, wave_front_size=64, vendor_id=4098)
 AMD_RADEON = kfd_node(1, simd_count=192, simd_per_cu=2, gfx_target_version=110000, wave_front_size=32, vendor_id=4098)
 AMD_GRAPHICS = kfd_node(1, simd_count=4, simd_per_cu=2, gfx_target_version=100306, wave_front_size=32, vendor_id=4098)
-"""The two compute units that a desktop processor has for its display."""
+"""The integrated graphics of a desktop processor, with two compute units."""
 AMD_GRAPHICS_PCI = pci("0000:0e:00.0", 0x1002, 0x164E, 0x0300)
 AMD_PCI = pci("0000:05:00.0", 0x1002, 0x74A1, 0x1200)
 ROCM = {"/opt/rocm/lib/libamdhip64.so.7": "", "/opt/rocm/lib/libhsa-runtime64.so.1": ""}
@@ -87,7 +87,7 @@ XPU_TORCH = torch_build("2.13.0+xpu", xpu="20250302")
 
 
 def drm_node(number: int, driver: str, pci_id: str, address: str) -> Files:
-    """A render node, with what the kernel tells of the device behind it."""
+    """A render node, and the kernel's description of its device."""
     text = f"DRIVER={driver}\nPCI_ID={pci_id}\nPCI_SLOT_NAME={address}\n"
     return {f"/dev/dri/renderD{number}": "", f"/sys/class/drm/renderD{number}/device/uevent": text}
 

@@ -1,5 +1,5 @@
-"""What a later text of the contract takes away from packages that were written for an older one of
-the same number."""
+"""Finds changes of the contract that break packages written for an earlier text with the same
+number."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ OPTIONAL, ABSTRACT, LIST = " (optional)", " (abstract)", "names "
 
 
 def breaks(old: str, new: str) -> list[str]:
-    """Lines of the older text that are gone or changed, and lines of the newer one that an older
-    package can not have: a field that must be given in a record that packages make, a method that
-    must be written."""
+    """Return the lines of the old text that are gone or changed, and new lines that an old package
+    can not satisfy: a required field in a record that packages make, or a method that packages must
+    define."""
     before, after = _sections(old), _sections(new)
     found = [f"{name} is gone" for name in before if name not in after]
     for name in before.keys() & after.keys():
@@ -28,7 +28,7 @@ def breaks(old: str, new: str) -> list[str]:
 
 
 def _sections(text: str) -> Mapping[str, list[str]]:
-    """Lines below each heading; the first heading has the number after its name."""
+    """Return the lines below each heading, without the number in the first heading."""
     found: dict[str, list[str]] = {}
     name = ""
     for line in filter(None, text.splitlines()):
@@ -41,7 +41,7 @@ def _sections(text: str) -> Mapping[str, list[str]]:
 
 
 def _is_kept(name: str, line: str, lines: list[str]) -> bool:
-    """It is there, or what is there takes all that this one took."""
+    """Whether the line is still there, or a line that accepts everything the old one accepted."""
     return any(other == line or _takes(other, line) or (name in CALLED and _has_more(other, line)) for other in lines)
 
 
@@ -52,8 +52,8 @@ def _takes(new: str, old: str) -> bool:
 
 
 def _has_more(new: str, old: str) -> bool:
-    """The signature of a function that packages call has further parameters with defaults, after
-    those that it had."""
+    """Whether the new signature of a function that packages call is the old one with more
+    parameters at the end, all with defaults."""
     had, _, gave = old.rpartition(")")
     has, _, gives = new.rpartition(")")
     more = has.removeprefix(had).removeprefix(", ")

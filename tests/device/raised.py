@@ -1,5 +1,5 @@
-"""The core with the contract's number raised by one: a copy of its files, in which a sample of what
-a raise may change is made."""
+"""A copy of the core with the contract's number raised by one and with samples of changes that a
+raise may bring."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ ADAPTERS = MappingProxyType({3: from_3})
 
 @dataclass(frozen=True, slots=True)
 class Edit:
-    """A change of one file: what a pattern matches becomes another text, `count` times, or it is an
-    error."""
+    """A change of one file: each match of a pattern is replaced by a text. Another number of
+    matches than `count` is an error."""
 
     file: str
     pattern: str
@@ -100,23 +100,23 @@ RAISE = (
     *FACTS_OF_TABLE,
     *METHODS,
 )
-"""A required field, a renamed one, another parameter of a function and another method of a class,
-each filled in by the adapter."""
+"""A new required field, a renamed field, a new parameter of a function and a new method of a class.
+The adapter fills in each."""
 WITHOUT_ADAPTER = (Edit("device/adapter.py", r"MappingProxyType\(\{3: from_3\}\)", "MappingProxyType({})"),)
 WITHOUT_WRAPPERS = (Edit("device/adapter.py", r"wrapped\((ref), .*?\)(?= for)", r"\1", 2),)
 """Defects of the adapter."""
 
 
 def copy_core(folder: Path) -> None:
-    """Copy `sglcore` there; what it holds of models is linked."""
+    """Copy `sglcore` there; its assets, which hold models, are linked."""
     ignored = shutil.ignore_patterns("assets")
     shutil.copytree(ROOT / "sglcore", folder / "sglcore", ignore=ignored)
     (folder / "sglcore" / "assets").symlink_to(ROOT / "sglcore" / "assets")
 
 
 def edited(core: Path, *edits: Edit) -> dict[str, str]:
-    """The files of a core as edits make them, by name. Raises AssertionError where a file is no
-    longer what an edit was made for."""
+    """Return the changed files of a core by name. Raises AssertionError if a file no longer matches
+    an edit."""
     made: dict[str, str] = {}
     for each in edits:
         text = made.get(each.file) or (core / each.file).read_text(encoding="utf-8")

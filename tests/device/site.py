@@ -1,4 +1,4 @@
-"""A folder of planted distributions, as pip would leave them, that offer device packages."""
+"""A folder of planted distributions that offer device packages, as pip would leave them."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ BRING_UP = BringUp((pools, attention))
 
 @dataclass(frozen=True, slots=True)
 class Planted:
-    """How one planted package is and behaves."""
+    """The properties and the behaviour of one planted package."""
 
     name: str
     is_host: bool = False
@@ -82,7 +82,7 @@ class Planted:
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """The folder."""
+    """A folder of planted distributions."""
 
     path: Path
 
@@ -99,7 +99,7 @@ class Site:
         return planted
 
     def set_version(self, planted: Planted, version: str) -> None:
-        """Write the distribution's metadata, over what was there."""
+        """Write the distribution's metadata, replacing the old."""
         info = self.path / f"{planted.dist.replace('-', '_')}.dist-info"
         info.mkdir(exist_ok=True)
         (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {planted.dist}\nVersion: {version}\n")
@@ -112,11 +112,11 @@ class Site:
         return discover([point for point in points if point.group == GROUP])
 
     def was_imported(self, planted: Planted) -> bool:
-        """Whether the module of a declaration ever began to run."""
+        """Whether the module of a declaration has started to run."""
         return (self.path / planted.module / "imported").exists()
 
     def run(self, *words: str, environ: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-        """Run a Python process in this folder, which sees these distributions besides the installed
+        """Run a Python process in this folder. It sees these distributions and the installed
         ones."""
         path = os.pathsep.join(filter(None, (str(self.path), os.environ.get("PYTHONPATH"))))
         clean = {name: value for name, value in os.environ.items() if not name.startswith("SGLCORE_")}

@@ -1,5 +1,5 @@
-"""How a declaration of an older number becomes one of today's, and how what it refers to is put
-right."""
+"""The adapter turns a declaration of an older contract number into a current one and wraps its
+references."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from tests.device.test_package import PACKAGE
 
 
 def doubled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A wrapper: what the function gives, twice."""
+    """A wrapper: returns the function's result twice."""
     return lambda *args: [function(*args)] * 2
 
 
 def from_1(given: Keywords) -> Keywords:
-    """`old` is called `new`."""
+    """Rename `old` to `new`."""
     kept = {name: value for name, value in given.items() if name != "old"}
     return {**kept, "new": given["old"]}
 
 
 def from_2(given: Keywords) -> Keywords:
-    """`more` is needed."""
+    """Add `more`, which is now required."""
     return {**given, "more": "filled in"}
 
 

@@ -1,4 +1,4 @@
-"""The chosen device travels by value, and a child process takes nothing else."""
+"""The chosen device is passed by value; a child process reads nothing else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The collector is off while something is built, and as it was afterwards."""
+"""The garbage collector is off during a build, and has its former state afterwards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The configuration: read once, typed, and honest about where each value came from."""
+"""The configuration: read once, typed, and with the source of each value."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CHOSEN = [
     for item in settings_of(record).values()
     if item.choices
 ]
-"""How a record is read, and each of its settings that has choices."""
+"""The function that reads a record, and each setting of the record that has choices."""
 
 
 def test_arguments_win_over_variables_and_sources_are_kept() -> None:

@@ -1,10 +1,10 @@
-"""The contract that packages are written against, held against two stored texts: a change is seen,
-and decided, in review.
+"""The contract for device packages, compared with two stored texts so that every change is
+reviewed.
 
-`contract.txt` is the contract of today. A difference that is intended is written with `python -m
-tests.device.test_contract`. `apiN/contract.txt` is what number N promised when it was frozen, and
-never changes. As long as N is today's number it may only grow: what would break a package of it is
-a new number, by the steps of docs/add-a-device.md.
+`contract.txt` is the current contract. Write an intended change with `python -m
+tests.device.test_contract`. `apiN/contract.txt` is the contract at the freeze of number N, and
+never changes. While N is current the contract may only grow: a change that would break a package
+needs a new number, by the steps of docs/add-a-device.md.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ CONSTRUCTORS = ((contract.AttentionBackend, "__init__"),)
 
 
 def describe() -> str:
-    """API number, fields with types and defaults, methods with signatures."""
+    """Return the API number, fields with types and defaults, and methods with signatures."""
     lines: list[str] = []
     for record in RECORDS:
         lines.append(f"\n{record.__name__}" if lines else f"{record.__name__}, API {package.API}")
@@ -91,8 +91,9 @@ def describe() -> str:
 
 
 def _imports() -> Iterator[str]:
-    """Names that every new package imports: functions and classes that it calls with their
-    parameters. Triton may not be installed here, so what needs it is named alone."""
+    """Yield the names that every new package imports; functions and classes that it calls come with
+    their parameters. Names from Triton modules come without, because Triton may not be
+    installed."""
     texts = "".join(file.read_text() for file in TEMPLATES.glob("template*/**/*.in"))
     found = {
         (module, name.split(" as ")[0].strip()) for module, names in IMPORT.findall(texts) for name in names.split(",")

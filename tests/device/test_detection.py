@@ -1,5 +1,5 @@
-"""Which device is chosen on whole machines, by the probes of every installed package: shims,
-containers, two vendors."""
+"""The device chosen on whole machines by the probes of every installed package: compatibility
+shims, containers, two vendors."""
 
 from __future__ import annotations
 
@@ -49,13 +49,13 @@ ACCELERATORS = tuple(item.name for item in INSTALLED if item.package is not None
 
 
 def choose(system: System, name: str | None = None) -> Choice:
-    """What an engine on this machine would take."""
+    """Return the choice of an engine on this machine."""
     requested = Requested.parse(name, "--device") if name else Requested()
     return select(INSTALLED, requested, system=system)
 
 
 def report(system: System, name: str) -> ProbeReport:
-    """What one package says of it."""
+    """Return the report of one package's probe."""
     package = next(item.loaded() for item in INSTALLED if item.name == name)
     return run_probe(package, False, system)
 
@@ -212,6 +212,6 @@ def test_a_second_vendor_that_is_broken_leaves_a_row(tmp_path: Path) -> None:
 
 
 def _for_both() -> dict[str, str]:
-    """A version file that names both vendors, as no real build does."""
+    """A version file that names both vendors; no real build has one."""
     text = "__version__ = '2.13.0'\ncuda = '13.0'\nhip = '7.1'\n"
     return {"/site-packages/torch/version.py": text}

@@ -1,4 +1,4 @@
-"""Finding device packages, and the handshake that comes before any import."""
+"""Finding device packages, and the check of their contract number before any import."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.device.site import Site
 
 
 def only(site: Site) -> Installed:
-    """The one installed package."""
+    """Return the only installed package."""
     (item,) = site.discover()
     return item
 
@@ -116,8 +116,7 @@ def test_one_broken_package_hides_no_other(site: Site) -> None:
 
 
 def test_the_tag_survives_a_real_installation() -> None:
-    """The processor's own package is installed by pip; its entry point must have kept the
-    number."""
+    """pip installs the cpu package; its entry point must keep the contract number."""
     from importlib.metadata import entry_points
 
     (point,) = entry_points(group="sglcore.devices", name="cpu")

@@ -1,4 +1,4 @@
-"""How processes of ours end: as always, but for a last search for garbage that nobody needs."""
+"""Our processes end as usual, except that they skip the final garbage collection."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ print("buffered", end=" ")
 leave(3)
 """
 LOADS_NOTHING = ("conformance/no_device.py",)
-"""Ends with what it prints, before any library is loaded."""
+"""A process that ends after it prints, before any library is loaded."""
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,9 @@
-"""A package of the contract's number 3, frozen, in a core whose number is 4: a vendor's wheel
-outlives the core it was made for.
+"""A frozen package of contract number 3 works in a core of number 4: a vendor's wheel outlives the
+core it was written for.
 
 The core of number 4 is a copy of this one with a sample of what a raise may change (raised.py).
-Laws run in it on the package's simulated machine, from C0 to C2. No file of the package is edited
-for that: what a vendor has released is not edited either.
+Laws C0 to C2 run in it on the package's simulated machine. No file of the package is edited,
+because a released wheel is not edited either.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from tests.device import raised
 
 FROZEN = Path(__file__).with_name("api3")
 FILES = "d01d9fb4e2a2ca4d2ca9dc27139a5f5db888f12d9d86c1ef745e83d370ac7631"
-"""Of every file of the package but what the simulator reads, whose interface has no number. A
-package that is changed in passing would follow the core, and show nothing: it is a released wheel.
-A new number gets a folder of its own."""
+"""SHA-256 of every file of the package except simulated.py, which uses the simulator's interface,
+and that has no number. A package edited along with the core would prove nothing. A new contract
+number gets a new folder."""
 PARTS = 8
-"""Tests that share the laws: each law is of one part."""
+"""Tests that share the laws; each law is in one of them."""
 DISCOVER = """
 from sglcore.device.discovery import discover
 for item in discover():
@@ -41,7 +41,7 @@ POINT = "[sglcore.devices]\n{name} = nowhere:package [api-{number}]\n"
 
 
 def install(folder: Path, *edits: raised.Edit) -> Site:
-    """The frozen package with the core of number 4, with further edits of it."""
+    """Install the frozen package with a copy of the core of number 4, changed by further edits."""
     raised.copy_core(folder)
     raised.edit(folder, *raised.RAISE, *edits)
     return Site(folder).with_package("third", shutil.copytree(FROZEN, folder / "package"))
@@ -54,8 +54,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Site:
 
 @pytest.fixture(scope="module")
 def written(site: Site) -> Site:
-    """With the text of its order, which a vendor writes anew for a core that has more steps of its
-    own."""
+    """Also write the bring-up text again, as a vendor does for a core with more steps."""
     order = site.run("-c", "from sglcore_third.bring_up import BRING_UP; print(BRING_UP.text(), end='')")
     assert order.returncode == 0, order.stderr
     (site.path / "package" / "sglcore_third" / "bring_up.txt").write_text(order.stdout)
@@ -63,14 +62,14 @@ def written(site: Site) -> Site:
 
 
 def conform(site: Site, *words: str) -> dict[str, Any]:
-    """The result of the kit in the core of number 4."""
+    """Return the result of the kit in the core of number 4."""
     ran = site.sglcore("conform", "third", "--json", "--hardware", "simulated", *words, "--", "--sim=third")
     assert ran.stdout.startswith("{"), ran.stdout + ran.stderr
     return json.loads(ran.stdout)
 
 
 def _is_cache(file: Path) -> bool:
-    """What tools leave in the folder: no part of the package."""
+    """Whether a file was left by tools and does not belong to the package."""
     return any(part == "__pycache__" or part.startswith(".") for part in file.relative_to(FROZEN).parts)
 
 

@@ -1,4 +1,4 @@
-"""The ledger keeps every decision, and strict mode takes no downgrade."""
+"""The ledger keeps every decision, and strict mode refuses a downgrade."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What collectives cost by their links: hand-worked cases, what must grow with what, and a fit that
-finds what was put in."""
+"""The cost model of collectives: cases computed by hand, monotonicity, and a fit that recovers its
+parameters."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def check_two_levels(module: Any) -> None:
 
 
 def check_fit(module: Any) -> None:
-    """What a link gives leads back to it; noise pulls neither number below zero."""
+    """A fit recovers a link's parameters; noise makes neither of them negative."""
     for alpha, beta in ((1e-5, 1e-9), (3e-4, 9e-10), (0.0, 1e-10), (2e-6, 0.0)):
         seconds = [2 * alpha + 1.5 * size * beta for size in SIZES]
         found = module.fitted(SIZES, seconds, 2, 1.5)
@@ -80,8 +80,7 @@ def test_a_wrong_formula_is_caught(check: Any, sound: str, defect: str) -> None:
 
 
 def test_times_of_two_processes_that_sum_over_loopback_are_fitted() -> None:
-    """Medians that were measured once, of 4 KB, 64 KB, 1 MB and 4 MB: about 0.3 ms, and 1.1
-    GB/s."""
+    """Medians measured once for 4 KB, 64 KB, 1 MB and 4 MB: about 0.3 ms and 1.1 GB/s."""
     found = links.fitted([4096, 65536, 1 << 20, 1 << 22], [316e-6, 333e-6, 1.7e-3, 3.9e-3], 1, 1)
     assert found.alpha == pytest.approx(0.31e-3, rel=0.1) and 1 / found.beta == pytest.approx(1.1e9, rel=0.2)
 

@@ -1,4 +1,4 @@
-"""The declaration and its references."""
+"""The package declaration and its references."""
 
 from __future__ import annotations
 

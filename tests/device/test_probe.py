@@ -1,4 +1,4 @@
-"""Reports, and the scan for accelerators that nobody claims."""
+"""Probe reports, and the scan for accelerators that no package claims."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_a_module_is_found_without_importing_it(site: Site) -> None:
 
 
 def bus(root: Path, **devices: tuple[str, str, str]) -> Path:
-    """A folder like /sys/bus/pci/devices, with (vendor, device, class) for each address."""
+    """Make a folder like /sys/bus/pci/devices, with (vendor, device, class) for each address."""
     for address, values in devices.items():
         (root / address).mkdir(parents=True)
         for name, value in zip(("vendor", "device", "class"), values, strict=True):
@@ -83,7 +83,7 @@ def test_a_device_that_leaves_the_bus_during_the_scan_is_passed_over(tmp_path: P
 
 
 class OfTheVendor(PciClaim):
-    """A claim that looks at the vendor alone."""
+    """Mutant: a claim that compares the vendor only."""
 
     def covers(self, device: PciDevice) -> bool:
         return device.vendor_id == self.vendor_id
@@ -93,8 +93,8 @@ class OfTheVendor(PciClaim):
 def test_a_claim_is_of_a_vendor_and_of_classes_and_one_of_the_vendor_alone_is_caught(
     tmp_path: Path, claim: type[PciClaim], holds: bool
 ) -> None:
-    """One vendor's GPU, its graphics and its processor for networks: a package for one kind leaves
-    the others."""
+    """The GPU, the display controller and the network processor of one vendor: a claim for one kind
+    leaves the others unclaimed."""
     pci = pci_devices(
         bus(
             tmp_path,

@@ -1,5 +1,5 @@
-"""Which device runs. The rules: a name is strict; else the only usable accelerator; else the host,
-when none is present."""
+"""The device that runs: a requested name is strict; otherwise the only usable accelerator;
+otherwise the host, if no accelerator is present."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NETWORK_CARD = PciDevice("0000:02:00.0", 0x1EAF, 0x0002, 0x0200)
 
 
 def choose(site: Site, name: str | None = None, *unclaimed: PciDevice) -> Choice:
-    """Select among the planted packages, with `--device` when a name is given."""
+    """Select among the planted packages, with `--device` if a name is given."""
     return select(site.discover(), requested_device(name, {}), unclaimed)
 
 
@@ -156,7 +156,7 @@ def test_what_a_variable_hides_is_a_row(site: Site) -> None:
 
 
 HIDDEN = {"runtime": False, "wanted": True, "devices": 0, "hidden": "ONES='' shows 0 of 2"}
-"""A device that somebody hides."""
+"""A device that an environment variable hides."""
 
 
 @pytest.mark.parametrize("driver", [True, False])
@@ -215,7 +215,7 @@ TROUBLES = (
     {"tag": "[api-9]"},
     {"declared": "three"},
 )
-"""What keeps a package from loading or its probe from answering."""
+"""Defects that keep a package from loading or its probe from answering."""
 
 
 @pytest.mark.parametrize("trouble", TROUBLES)
@@ -320,8 +320,8 @@ def test_a_named_package_that_raises_ends_the_start_with_its_own_traceback(
 
 
 def no_host_is_blamed(site: Site) -> bool:
-    """The law: a host that raises ends the start with its own error, and has no device on the
-    bus."""
+    """The law: a host that raises ends the start with its own error, without a note that blames a
+    device on the bus."""
     site.add("host", is_host=True, probe_body="raise RuntimeError('no memory')")
     with pytest.raises(RuntimeError, match="no memory") as caught:
         choose(site, None, UNCLAIMED)
@@ -329,7 +329,8 @@ def no_host_is_blamed(site: Site) -> bool:
 
 
 def only_accelerators_are_blamed(site: Site) -> bool:
-    """The law: what a package raised does not end the start for a network card on the bus."""
+    """The law: an exception in a package does not end the start because of a network card on the
+    bus."""
     site.add("host", is_host=True)
     site.add("one", body="raise RuntimeError('the driver is too old')")
     site.add("two", probe_body="raise RuntimeError('the driver is too old')", vendors=(NETWORK_CARD.vendor_id,))
@@ -443,7 +444,7 @@ def test_every_pair_of_accelerators_gives_the_only_usable_one_or_an_error_or_the
 
 
 def never_a_quiet_host(choose_one: Callable[[Sequence[Installed]], str], site: Site) -> bool:
-    """The law: whatever keeps a present accelerator from running, the answer is an error and not
+    """The law: if a present accelerator can not run, for any reason, the result is an error and not
     the host."""
     try:
         return choose_one(site.discover()) != "host"
@@ -474,8 +475,8 @@ def test_the_law_of_the_quiet_host_holds_and_catches_a_choice_that_breaks_it(
 
 
 def one_stops_nobody(choose_one: Callable[[Sequence[Installed]], Choice], site: Site) -> bool:
-    """The law: a package that raises, and whose hardware nothing shows, leaves the choice as it
-    was, and a row."""
+    """The law: a package that raises without evidence of its hardware does not change the choice,
+    and gets a row in the ledger."""
     without = [item for item in site.discover() if item.name != "one"]
     try:
         found = choose_one(site.discover())

@@ -1,5 +1,5 @@
-"""The server's configuration: read as the engine's is, beside it, and with secrets that stay
-secret."""
+"""The server's configuration: read as the engine's and together with it, and its secrets are never
+shown."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""A machine seen below a root: files, libraries, modules, torch's build and the PCI bus, without
-importing or opening devices."""
+"""A machine read from below a root: files, libraries, modules, torch's build and the PCI bus,
+without importing modules or opening devices."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sglcore.device.system import VARIABLE, System, host_system
 
 
 def plant(root: Path, **files: str) -> System:
-    """A root with files at paths, in which `__` stands for a slash."""
+    """Make a root with files at paths, written with `__` for a slash."""
     for name, text in files.items():
         path = root / name.replace("__", "/")
         path.parent.mkdir(parents=True, exist_ok=True)

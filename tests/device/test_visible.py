@@ -1,5 +1,5 @@
-"""Devices as a process numbers them under the variables of vendors' runtimes, and readings of them
-that are wrong."""
+"""The numbers of devices in a process under the variables of vendors' runtimes, and mutants that
+read these variables wrongly."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ CASES: tuple[tuple[dict[str, str], list[int]], ...] = (
     ({"FIRST": "3,2,1", "SECOND": "2,0"}, [1, 3]),
     ({"SECOND": "1"}, [1]),
 )
-"""Variables, and which devices they show, by the system's number."""
+"""Variables, and the devices that they make visible, by the system's number."""
 
 Reading = Callable[..., Visible]
 
 
 def numbers_are_right(read: Reading) -> bool:
-    """The law: what is shown is what the runtimes show, numbered from 0, and what is hidden is
-    said."""
+    """The law: the visible devices are those of the vendors' runtimes, numbered from 0, and hidden
+    ones are reported."""
     for environ, shown in CASES:
         seen = read(FOUR, environ, "FIRST", "SECOND")
         if [device.name for device in seen.devices] != [f"device {number}" for number in shown]:
@@ -114,8 +114,8 @@ MISTAKEN = ("4", "7,0", "2,2", "GPU-", "all")
 
 
 def none_is_wanted_or_a_mistake(read: Reading) -> bool:
-    """The law: who writes that there is to be no device wants none; who names what is not there is
-    mistaken."""
+    """The law: `is_wanted` is true for a value that hides all devices, and false for one that names
+    a missing device."""
     found = {value: read(FOUR, {"FIRST": value}, "FIRST").failure for value in (*WANTED, *MISTAKEN)}
     after = read(FOUR, {"FIRST": "7", "SECOND": "0"}, "FIRST", "SECOND").failure
     before = read(FOUR, {"FIRST": "", "SECOND": "0"}, "FIRST", "SECOND").failure

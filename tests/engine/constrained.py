@@ -1,4 +1,4 @@
-"""The embedded model with its scheduler, sampling texts under grammars."""
+"""The embedded model with its scheduler, for text generation under grammars."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from sglcore.schedule.scheduler import Scheduler
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A request to come; no grammar: it is free."""
+    """A request; without a grammar its text is free."""
 
     grammar: Grammar | None = None
     seed: int = 0
@@ -33,7 +33,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A request's end."""
+    """The result of a request."""
 
     text: str
     tokens: list[int]
@@ -43,8 +43,8 @@ class Answer:
 
 
 class Constrained:
-    """A started device. Every `run` has a scheduler of its own, which took `steps`; also a context
-    manager."""
+    """A started device, also as a context manager. Each `run` uses a new scheduler; `steps` is the
+    number of steps it took."""
 
     def __init__(self, **settings: Any) -> None:
         started = start(resolve_config({"threads": 1, "max_requests": 64, "kv_cache_memory": 96 << 20, **settings}, {}))
@@ -59,7 +59,7 @@ class Constrained:
     def run(
         self, samples: Sequence[Sample], prompt: str = "Once upon a time", *, overlap: bool = True, **sampling: Any
     ) -> list[Answer]:
-        """An answer for each, all at once, drawn at temperature 1 unless said."""
+        """Run all samples together and return their answers; the temperature is 1 unless given."""
         ids = np.array(self.codec.encode(prompt))
         requests: list[Request] = []
         for sample in samples:

@@ -1,4 +1,4 @@
-"""A stream that gives a byte at a time, on a clock of its own."""
+"""A stream that delivers one byte at a time, with its own clock."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from sglcore.engine import reading
 
 
 class Drips:
-    """Each byte comes a quarter of a second after the one before. Where `reading` and the modules
-    ask for the time, it is this one's."""
+    """Delivers one byte every quarter of a second on its own clock, which replaces `time` in
+    `reading` and in the given modules."""
 
     def __new__(cls, *_: object) -> Any:
-        """What tests give as a socket."""
+        """Return type Any, so that tests can pass it as a socket."""
         return super().__new__(cls)
 
     def __init__(self, data: bytes, monkeypatch: pytest.MonkeyPatch, *modules: ModuleType) -> None:
@@ -25,11 +25,11 @@ class Drips:
         monkeypatch.setattr(reading, "is_readable", self._is_readable)
 
     def monotonic(self) -> float:
-        """Seconds that it has been waited for."""
+        """The time on this clock: the seconds spent waiting for bytes."""
         return self.now
 
     def recv_into(self, rest: memoryview) -> int:
-        """The byte that came."""
+        """Read the next byte into `rest`; returns 1."""
         rest[0], self.data = self.data[0], self.data[1:]
         return 1
 

@@ -1,4 +1,4 @@
-"""Every keyword of JSON Schema that asserts something (drafts 7 to 2020-12), with values that it
+"""Every keyword of JSON Schema that restricts values (drafts 7 to 2020-12), with values that it
 allows and forbids."""
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""A stand-in for the hub on loopback: repositories of one commit each, by the three kinds of
-requests that a fetch makes."""
+"""A stand-in for the hub on loopback: repositories with one commit each, and the three kinds of
+requests of a fetch."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 @dataclass
 class HubServer:
     """Repositories by name, each a mapping of paths to bytes; `gated` ones need a token. `asked`
-    are the files that were read, behind the name. `refusals` are statuses that it gives for
-    requests of these kinds ("revision", "tree", "resolve") instead."""
+    collects the paths that were read, without the repository name. `refusals` maps kinds of
+    requests ("revision", "tree", "resolve") to an error status."""
 
     repositories: Mapping[str, Mapping[str, bytes]]
     gated: frozenset[str] = frozenset()
@@ -28,7 +28,7 @@ class HubServer:
     refusals: dict[str, int] = field(default_factory=dict)
 
     def answer(self, path: str, token: str) -> tuple[int, dict[str, str], bytes]:
-        """Status, headers and body of a request."""
+        """Return status, headers and body for a request."""
         parts = path.partition("?")[0].strip("/").split("/")
         is_api = parts[:2] == ["api", "models"]
         name = "/".join(parts[2:4] if is_api else parts[:2])
@@ -56,7 +56,7 @@ class HubServer:
 
 @contextmanager
 def hub_server(server: HubServer) -> Iterator[HubServer]:
-    """The server, listening at its `url`."""
+    """Run the server, listening at its `url`."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -71,7 +71,7 @@ def hub_server(server: HubServer) -> Iterator[HubServer]:
         do_HEAD = do_GET
 
         def log_message(self, format: str, *args: object) -> None:
-            """Say nothing."""
+            """Log nothing."""
 
     listener = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.url = f"http://127.0.0.1:{listener.server_port}"

@@ -1,4 +1,4 @@
-"""Random JSON schemas whose values are small, drawn from a seed."""
+"""Random JSON schemas with small values, drawn from a seed."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ LITERALS = (None, True, False, 0, -3, 2.5, "", "yes", 'a "quoted" word', "ü\n",
 
 
 def random_schema(rnd: Random) -> dict[str, Any]:
-    """An object or array at the top, with definitions that it may refer to."""
+    """Make a schema with an object, array, tuple or union at the top, and with definitions that it
+    may refer to."""
     defs = {name: _leaf(rnd) for name in ("one", "two")}
     top = rnd.choice((_object, _object, _array, _tuple, _union))(rnd, 2)
     return {**top, "$defs": defs} if rnd.random() < 0.5 else _without_references(top)
 
 
 def _without_references(schema: Any) -> Any:
-    """The same with an integer for every reference."""
+    """Replace every reference by an integer."""
     if isinstance(schema, dict):
         return (
             {"type": "integer", "maximum": 99}

@@ -1,4 +1,4 @@
-"""What an engine opened for its requests ends with it, once."""
+"""Everything that an engine opened for its requests is closed with it, once."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ def threads() -> set[threading.Thread]:
 
 
 def test_no_thread_of_a_compiler_outlives_what_was_closed() -> None:
-    """Whether grammars were checked quickly, slowly or not at all."""
+    """Holds whether grammars were checked quickly, slowly or not at all."""
 
     class Checks:
         def submit(self, grammar: Grammar, told: OnVerdict) -> None:
             told(Verdict(1, seconds=10.0 if grammar.text.startswith("slow") else 0.0))
 
         def close(self) -> None:
-            """Nothing runs."""
+            """Nothing to close."""
 
     backend: Any = type("Backend", (), {"name": "fake", "compile": lambda self, grammar: grammar})()
     before = threads()

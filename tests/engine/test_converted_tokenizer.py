@@ -1,5 +1,5 @@
-"""Tokenizers of folders without tokenizer.json, against transformers' own of the same folder, and
-against sentencepiece."""
+"""Tokenizers of folders without tokenizer.json, compared with transformers' for the same folder and
+with sentencepiece."""
 
 from __future__ import annotations
 
@@ -44,16 +44,16 @@ KINDS: dict[str, tuple[str, str | None, str, dict[str, Any]]] = {
     "no-prefix": ("internlm2", "InternLM2Tokenizer", "tokenizer.model", {"add_dummy_prefix": False}),
     "silent": ("mistral", None, "tokenizer.model", {}),
 }
-"""The model's type, the tokenizer's class (None: no tokenizer_config.json), the file, and how that
-is trained."""
+"""The model type, the tokenizer class (None: no tokenizer_config.json), the file name, and the
+training options."""
 OWN_CLASS = ("llama", "not-legacy", "gemma", "t5")
-"""Kinds for whose class transformers has rules of their own; to the others it gives no space before
-the text."""
+"""Kinds with a tokenizer class that transformers converts by special rules; for the other kinds it
+puts no space before the text."""
 
 
 @cache
 def trained(**how: Any) -> bytes:
-    """The file of a small model of sentencepiece."""
+    """Return the file of a small trained sentencepiece model."""
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter([*TEXTS[1:], *random_texts(300), *["there was a time when there were three"] * 20]),
@@ -73,7 +73,7 @@ def trained(**how: Any) -> bytes:
 
 
 def write(folder: Path, kind: str) -> sentencepiece.SentencePieceProcessor:
-    """A folder of a kind; its file as its own library reads it."""
+    """Write a folder of a kind; returns its model file as loaded by sentencepiece."""
     model_type, name, file, how = KINDS[kind]
     (folder / "config.json").write_text(json.dumps({"model_type": model_type, "eos_token_id": 2}))
     (folder / file).write_bytes(trained(**how))
@@ -88,7 +88,7 @@ def write(folder: Path, kind: str) -> sentencepiece.SentencePieceProcessor:
 
 
 def grown(codec: TextCodec, ids: list[int], *, skip: bool) -> str:
-    """The text of tokens that arrive one by one."""
+    """Return the text of tokens that arrive one by one."""
     text = IncrementalDetokenizer(codec, [], skip_special=skip, include_stop=False)
     return "".join([*(text.push([token]) for token in ids), text.finish()])
 
@@ -114,7 +114,8 @@ def test_a_folder_with_a_file_of_pieces_alone_reads_and_writes_as_transformers_d
 def test_special_tokens_that_no_settings_name_are_those_of_the_conversion(
     named: tuple[str, ...], tmp_path: Path
 ) -> None:
-    """A tokenizer_config.json may say nothing, a part or all of them, beside other things."""
+    """A tokenizer_config.json may name none, some or all of the special tokens, along with other
+    keys."""
     write(tmp_path, "llama")
     file = tmp_path / "tokenizer_config.json"
     whole = json.loads(file.read_text())
@@ -170,8 +171,8 @@ def test_a_tokenizer_without_the_checkpoints_end_is_refused(tmp_path: Path) -> N
 
 
 def test_an_end_in_a_hole_of_the_vocabulary_is_none_and_one_behind_all_holes_is(tmp_path: Path) -> None:
-    """A list of tokens may leave numbers out, so that there are fewer tokens than the last number
-    says."""
+    """A vocabulary may skip numbers, so that it has fewer tokens than its highest number
+    suggests."""
     from sglcore.engine.start import embedded_model
 
     model = json.loads((embedded_model() / "tokenizer.json").read_text())["model"]

@@ -1,4 +1,4 @@
-"""Sentence embeddings with published weights, through the worker's embedding forward, against
+"""Sentence embeddings with published weights, through the worker's embedding forward, compared with
 transformers."""
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def folder() -> Path:
 
 @pytest.fixture(scope="module")
 def hidden(folder: Path) -> list[torch.Tensor]:
-    """The last hidden states, one sentence at a time."""
+    """The last hidden states, computed one sentence at a time."""
     from transformers import AutoModel, AutoTokenizer
 
     tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModel.from_pretrained(folder, dtype=torch.float32)
@@ -48,7 +48,7 @@ def hidden(folder: Path) -> list[torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def expected(hidden: list[torch.Tensor]) -> np.ndarray:
-    """Their mean, of length 1."""
+    """The mean over tokens, scaled to length 1."""
     return of_length_1([each.mean(0) for each in hidden])
 
 
@@ -119,7 +119,8 @@ def test_a_text_longer_than_the_context_is_named_and_leaves_nothing_behind(folde
 
 @pytest.fixture
 def decoder(tmp_path: Path) -> Path:
-    """A tiny decoder as it is published for vectors, without the names around it, with prompts."""
+    """A tiny decoder in the form of a published embedding model: weights without a model prefix,
+    and prompts."""
     demo = Path(str(files("sglcore") / "assets" / "demo"))
     save(qwen3(vocab_size=2200).model, tmp_path)
     for name in ("tokenizer.json", "tokenizer_config.json"):

@@ -1,4 +1,4 @@
-"""What has ended is forgotten: the host keeps no more of a thousand ended requests than of a
+"""Ended requests are forgotten: the host keeps no more objects after many requests than after a
 few."""
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from sglcore.schedule.request import Request
 from tests.schedule.fake_worker import make_limits
 
 COUNT, KEPT = 400, 100
-"""Requests of a test, and how many of them may be known when all have ended: room in which rows are
-not moved."""
+"""The number of requests of a test, and the most that may still be known when all have ended: rows
+up to this number are not compacted."""
 TOKEN = 300
 
 
 class ConstantWorker:
-    """Draws the same token for everybody."""
+    """Draws the same token for every request."""
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
@@ -45,7 +45,7 @@ class ConstantWorker:
 
 
 class Refusing:
-    """Compiles no grammar."""
+    """A grammar backend that refuses every grammar."""
 
     name = "refusing"
     vocabulary: Vocabulary
@@ -55,13 +55,13 @@ class Refusing:
 
 
 def known(kind: type) -> set[int]:
-    """The objects of a kind that something holds."""
+    """Return the ids of the live objects of a type."""
     gc.collect()
     return {id(thing) for thing in gc.get_objects() if type(thing) is kind}
 
 
 def run(engine: Engine | TokenEngine) -> None:
-    """Step until all work is done."""
+    """Step until there is no work."""
     while engine.has_work:
         engine.step()
 

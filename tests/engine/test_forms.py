@@ -1,5 +1,5 @@
-"""Forms of ranks: what a model has is what its makers say, a step costs what is worked out by hand,
-and the fastest comes first."""
+"""Parallel configurations: parameter counts match the published ones, the cost of a step matches a
+calculation by hand, and the fastest configuration comes first."""
 
 from __future__ import annotations
 
@@ -32,20 +32,20 @@ DENSE = ModelShape((LAYER, LAYER), 20, 100, 4000, 2, 0, 0, 2.0, 2.0, 2.0, 2.0)
 SPARSE = replace(DENSE, layers=(replace(LAYER, block=0, num_blocks=0, expert=60),), experts=16, chosen=2)
 SLOW = DeviceNumbers(memory=1e6, bandwidth=10.0, flops=1e9, flops_8bit=2e9, launch=0.5)
 FREE = Links(Link(0.0, 0.0), Link(0.0, 0.0), 8)
-"""Arithmetic takes no time, or links take none, so that a number has one cause."""
+"""Links take no time (FREE), or compute takes no time, so that each number has one cause."""
 
 
 NORMS = 4e-5
-"""The part of a model that is in norms and biases, which are not counted."""
+"""The relative share of norms and biases, which are not counted."""
 
 
 def cluster(links: Links = FREE, hosts: int = 1, **changes: Any) -> Cluster:
-    """Of those numbers."""
+    """A cluster with those numbers."""
     return replace(Cluster(SLOW, links, hosts), **changes)
 
 
 def moe(hidden: int, n: int, links: Links, **changes: Any) -> Any:
-    """Experts dealt out to `n` ranks, each with a shard of its own."""
+    """The costs of experts distributed over `n` ranks, with DP attention on each rank."""
     model = replace(SPARSE, hidden=hidden, experts=256, chosen=8)
     return cost.Costs(model, cluster(links, **changes), Topology(n, n, n))
 
@@ -54,14 +54,14 @@ def moe(hidden: int, n: int, links: Links, **changes: Any) -> Any:
     ("name", "billions"), [("dense-70b", 70.553_706), ("dense-8b", 8.030_261), ("experts-671b", 671.026_419)]
 )
 def test_a_model_has_the_parameters_that_its_makers_say(name: str, billions: float) -> None:
-    """Llama 3 and DeepSeek-V3, by the files on the hub."""
+    """Llama 3 and DeepSeek-V3, compared with the files on the hub."""
     found = shape.shape_of(read_config(CLUSTERS / name))
     assert found.parameters / 1e9 == pytest.approx(billions, rel=NORMS)
 
 
 def test_a_token_keeps_what_the_papers_say() -> None:
-    """Eight heads of 128 in 80 layers; 576 numbers in 61 layers. Eight ranks divide the first and
-    not the second."""
+    """GQA has 8 heads of 128 in 80 layers; MLA has 576 values in 61 layers. Eight ranks divide the
+    first and not the second."""
     for name, tp, wanted in (("dense-70b", 1, 327_680), ("dense-70b", 8, 40_960), ("dense-70b", 16, 40_960)):
         config = read_config(CLUSTERS / name)
         costs = cost.Costs(shape.shape_of(config), cluster(), Topology(tp))
@@ -86,8 +86,8 @@ def test_eight_bit_weights_are_counted_as_such() -> None:
     ids=["attention", "experts", "dense layers", "sparse layers"],
 )
 def test_what_is_quantized_in_parts_is_counted_part_by_part(quantized: str, wanted: tuple[float, ...]) -> None:
-    """Of a model whose first three layers are dense: attention, blocks and experts each by the
-    layers that have them."""
+    """For a model with three dense layers first: attention, blocks and experts each average over
+    the layers that have them."""
     config = read_config(CLUSTERS / "experts-671b")
     weights = {"num_bits": 8, "type": "float", "strategy": "channel"}
     groups = {"group_0": {"targets": [f"re:{quantized}"], "weights": weights}}
@@ -108,8 +108,8 @@ def test_what_is_quantized_in_parts_is_counted_part_by_part(quantized: str, want
 def test_bytes_of_a_sparse_layer_are_those_of_the_table(
     n: int, summed: float, out_8bit: float, as_they_are: float, per_expert: float
 ) -> None:
-    """In units of rows times hidden size, of eight experts for a token: the time where a byte takes
-    a second."""
+    """In units of rows times hidden size, with eight experts per token: the time if one byte takes
+    one second."""
     rows, hidden = 64, 32
     bytes_only = Links(Link(0.0, 1.0), Link(0.0, 1.0), n)
     assert bytes_only.all_reduce(n, 2 * rows * hidden) / rows / hidden == pytest.approx(summed, abs=0.006)
@@ -125,7 +125,7 @@ def test_copies_are_those_of_the_table() -> None:
 
 
 def test_what_goes_to_another_host_goes_there_once() -> None:
-    """A row for eight experts on two hosts: 1.992 hosts, of which one is its own."""
+    """One row for eight experts goes to 1.992 of two hosts on average, including its own."""
     only_between = Links(Link(0.0, 0.0), Link(0.0, 1.0), 8)
     found = moe(1, 16, only_between, hosts=2, is_copy_per_rank=True).carried(1, 1)
     assert found == pytest.approx(0.5 * 2 * (1 - 0.5**8))
@@ -133,7 +133,7 @@ def test_what_goes_to_another_host_goes_there_once() -> None:
 
 
 def check_step(module: Any) -> None:
-    """Reading: a tenth of a second for a byte. Two ranks, three rows of requests with ten tokens
+    """Memory time at 10 bytes per second: two layers, three rows of requests with ten tokens
     each."""
     rows = module.Rows(3, 3, 10)
     for topology, weights, cache in (
@@ -148,8 +148,8 @@ def check_step(module: Any) -> None:
 
 
 def check_arithmetic(module: Any) -> None:
-    """One operation a second, and no time for reading: two for each weight and row, 160 for a row
-    and each token before it."""
+    """Compute time at one operation per second and free memory: two operations per weight and row,
+    and 160 per row and earlier token."""
     slow = replace(SLOW, bandwidth=1e18, flops=1.0, flops_8bit=2.0, launch=0.0)
     for topology, wanted in (
         (Topology(1), 2 * (2 * 3 * (1200 + 1200) + 3 * 10 * 160) + 2 * 3 * 2000),
@@ -163,7 +163,7 @@ def check_arithmetic(module: Any) -> None:
 
 
 def check_experts(module: Any) -> None:
-    """Sixteen experts of 60 numbers, two for a token: four tokens meet 16 (1 - (7/8)^4) of them."""
+    """Sixteen experts of 60 weights, two per token: four tokens use 16 (1 - (7/8)^4) of them."""
     met = 16 * (1 - (7 / 8) ** 4)
     (layer,) = SPARSE.layers
     one = module.Costs(SPARSE, cluster(), Topology(1)).blocks(layer, module.Rows(4, 4, 10))
@@ -177,23 +177,23 @@ def check_experts(module: Any) -> None:
 
 
 def check_links(module: Any) -> None:
-    """A message takes a second. Two blocks of a layer: attention sums over a shard, the other over
-    all ranks."""
+    """One message takes one second. Each layer has two blocks: attention sums over a DP shard, the
+    MLP over all ranks."""
     messages = Links(Link(1.0, 0.0), Link(1.0, 0.0), 8)
     rows, model = module.Rows(2, 2, 10), replace(DENSE, layers=(LAYER,))
     for topology, wanted in (
         (Topology(1), 0),
         (Topology(4), 1 + 1 + 3),  # two sums, and logits from four parts
-        (Topology(4, dp=4), 3 + 3),  # rows to all, and sums back
+        (Topology(4, dp=4), 3 + 3),  # rows to all ranks, and sums back
         (Topology(4, dp=2), 1 + (3 + 3 + 1 + 1) + 1),
     ):
         assert module.Costs(model, cluster(messages), topology).step(rows).links == wanted
     whole = module.Costs(SPARSE, cluster(messages), Topology(4, dp=2, ep=4))
-    assert whole.experts(SPARSE.layers[0], rows).links == 2 + 2 + 1  # there, back, and a shard's rows together
+    assert whole.experts(SPARSE.layers[0], rows).links == 2 + 2 + 1  # dispatch, combine, gather
 
 
 def check_memory(module: Any) -> None:
-    """Nine tenths of a million bytes; a token keeps 2 layers of 40 numbers of 2 bytes."""
+    """Nine tenths of 1 MB are usable; a token keeps 2 layers of 40 values of 2 bytes."""
     one = module.Costs(DENSE, cluster(), Topology(1))
     assert one.weight_bytes() == 2 * (2 * 2400 + 4000)
     assert one.cache_tokens(10) == (900_000 - 17_600) * 10 // 1600
@@ -289,8 +289,8 @@ def test_only_forms_that_the_model_fits_are_named_and_the_fastest_first() -> Non
 
 
 def test_a_rate_counts_the_prompts_between_steps() -> None:
-    """Of each request the answer's steps, and its prompt's share of the time in which all are
-    computed."""
+    """The time of a request is the steps of its answer plus the time in which the prompts of all
+    requests are computed."""
     config, given = read_config(CLUSTERS / "dense-8b"), read_cluster(CLUSTERS / "two-sockets.toml")
     for each in advise(config, given, Load(16, 512, 256)):
         seconds = 256 * each.step.total + 16 * 512 / each.prompt_rate
@@ -320,7 +320,8 @@ def test_commands_say_widths_and_hosts() -> None:
 
 
 def test_two_halves_take_the_longer_of_what_each_computes_and_waits_for_twice() -> None:
-    """Nothing is hidden on one rank, where all is paid twice that does not shrink with the rows."""
+    """On one rank there is nothing to overlap, and costs that do not shrink with the rows are paid
+    twice."""
     rows = cost.Rows(64, 8, 100)
     for alpha in (1.0, 1e6):
         found = cost.Costs(DENSE, cluster(Links(Link(alpha, 0.0), Link(alpha, 0.0), 8)), Topology(2))
@@ -416,8 +417,8 @@ def test_a_clusters_numbers_are_read_in_their_units() -> None:
 
 
 def test_what_a_clusters_file_leaves_out_promises_nothing(tmp_path: Path) -> None:
-    """One host needs no way to another; 8 bits are no faster, kernels begin at once, and each
-    expert has a copy of its rows."""
+    """Defaults: one host has no links to others; 8 bits are no faster, launches take no time, and
+    each expert gets its own copy of a row."""
     file = tmp_path / "c.toml"
     file.write_text(
         "[device]\nmemory_gb = 80\nbandwidth_gb_s = 3350\ntflops = 989\n"
@@ -430,8 +431,8 @@ def test_what_a_clusters_file_leaves_out_promises_nothing(tmp_path: Path) -> Non
 
 
 def test_layers_count_what_they_have() -> None:
-    """An output layer that is the embedding once, no block where no expert is shared, and the
-    windows of sparse layers too."""
+    """A tied output layer counts once, a layer without shared experts has no dense block, and
+    sparse layers keep their sliding windows."""
     dense, sparse = read_config(CLUSTERS / "dense-8b"), read_config(CLUSTERS / "experts-671b")
     table = dense.vocab_size * dense.hidden_size
     tables = [shape.shape_of(replace(dense, tie_word_embeddings=is_tied)).tables for is_tied in (True, False)]

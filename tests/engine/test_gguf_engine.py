@@ -1,5 +1,5 @@
-"""An engine started from a GGUF file writes what it writes from the checkpoint folder of the same
-weights."""
+"""An engine started from a GGUF file writes the same text as from the checkpoint folder with the
+same weights."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PROMPTS = ["Once upon a time", "2 + 3 ="]
 
 @pytest.fixture(scope="module")
 def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The embedded model."""
+    """The embedded model as a GGUF file."""
     model = transformers.AutoModelForCausalLM.from_pretrained(embedded_model(), dtype=torch.float32)
     own = TextCodec(embedded_model())
     template = own.template.source()
@@ -35,7 +35,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def texts(**settings: object) -> list[str]:
-    """What a model writes, and what it answers to a message."""
+    """Return the completions of a model, and its answer to a chat message."""
     with LLM(device="cpu", max_requests=4, **settings) as llm:  # pyright: ignore[reportArgumentType]
         found = llm.generate(PROMPTS, SamplingParams(temperature=0.0, max_tokens=24))
         answer = llm.chat([{"role": "user", "content": "Hello"}], SamplingParams(temperature=0.0, max_tokens=8))

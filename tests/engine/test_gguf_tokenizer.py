@@ -1,5 +1,5 @@
-"""The tokenizer of a GGUF file against those that it was made of: our own, transformers', and
-sentencepiece."""
+"""The tokenizer of a GGUF file, compared with its sources: our own, transformers', and
+sentencepiece's."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ TEXTS = (
     "e\u0301 \u00e9",
 )
 COMPATIBLE = "\ufb01n \uff21\uff11 \u00bd \u2460 x\u00b2\u3000\u338f"
-"""Characters of which other forms of Unicode than the composed one would make others."""
+"""Characters that NFKC or NFKD would change and NFC does not."""
 
 
 def random_texts(count: int) -> list[str]:
-    """Seeded texts of letters, digits, spaces and symbols."""
+    """Return seeded texts of letters, digits, spaces and symbols."""
     draw = random.Random(11)
     alphabet = "aabcdeeilnorstt  \n'.,;:!-_09A\u00e9\u4f60<|>"
     return ["".join(draw.choices(alphabet, k=draw.randint(1, 80))) for _ in range(count)]
 
 
 def write(file: Path, values: dict[str, Any]) -> Path:
-    """A GGUF file of nothing but metadata."""
+    """Write a GGUF file with metadata only."""
     writer = GGUFWriter(file, "llama")
     for key, value in values.items():
         add = {list: writer.add_array, bool: writer.add_bool, int: writer.add_uint32, str: writer.add_string}
@@ -56,7 +56,7 @@ def write(file: Path, values: dict[str, Any]) -> Path:
 
 
 def byte_level(tokenizer: Tokenizer, pre: str, **more: Any) -> dict[str, Any]:
-    """The metadata of a byte-level tokenizer."""
+    """Return the metadata of a byte-level tokenizer."""
     model = json.loads(tokenizer.to_str())["model"]
     added = tokenizer.get_added_tokens_decoder()
     tokens = [tokenizer.id_to_token(token_id) for token_id in range(tokenizer.get_vocab_size())]
@@ -104,14 +104,14 @@ def test_bytes_are_cut_as_by_transformers(pre: str, tmp_path: Path) -> None:
 
 
 def nfc(text: str) -> str:
-    """The composed form, which Qwen reads."""
+    """Return the NFC form, which Qwen's tokenizer applies."""
     import unicodedata
 
     return unicodedata.normalize("NFC", text)
 
 
 def trained_pieces() -> sentencepiece.SentencePieceProcessor:
-    """A small sentencepiece model of the kind that Llama 2 has."""
+    """A small sentencepiece BPE model with byte fallback, as Llama 2 has."""
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter([*TEXTS[1:], *random_texts(300), *["there was a time when there were three"] * 20]),

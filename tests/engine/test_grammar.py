@@ -1,5 +1,5 @@
-"""Texts that the embedded model draws under grammars: what ends by itself holds to its grammar,
-nobody notices who is beside him, and no schedule changes a token."""
+"""Texts that the embedded model draws under grammars: a text that ends by itself matches its
+grammar, other requests in the batch change nothing, and no schedule changes a token."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def model() -> Iterator[Constrained]:
 
 @pytest.fixture(scope="module")
 def cases(model: Constrained) -> list[tuple[Grammar, dict]]:
-    """Random schemas that can be enforced."""
+    """Return random schemas that the backend can enforce."""
     found: list[tuple[Grammar, dict]] = []
     seed = 0
     while len(found) < SCHEMAS:
@@ -127,7 +127,7 @@ REPEATING = (
     Grammar("regex", "(one two three four five six\\. ){7}"),
     Grammar("regex", "(the lily|the lilac|a rose)( and (the lily|the lilac|a rose)){12}"),
 )
-"""Outputs that say much again, so that what followed before is often what follows."""
+"""Grammars with repetitive outputs, so that n-gram drafts are often accepted."""
 
 
 def test_proposals_beside_grammars_change_no_text_and_save_steps(model: Constrained) -> None:

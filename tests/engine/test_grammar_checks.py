@@ -1,5 +1,5 @@
-"""Grammars that take too long, too much memory or end their process harm nobody but who asked, and
-who asks after them waits for none of them."""
+"""Grammars that take too long, take too much memory or end their process fail only their own
+requests; later requests do not wait for them."""
 
 from __future__ import annotations
 
@@ -31,24 +31,25 @@ SCHEMA: tuple[GrammarKind, str] = ("json_schema", '{"type": "object", "propertie
 
 
 class Asked:
-    """Checks with these limits, as a context manager; what each grammar gets."""
+    """Runs checks with these limits, as a context manager, and returns the verdict on each
+    grammar."""
 
     def __init__(self, **limits: Any) -> None:
         tokenizer = Tokenizer.from_file(str(embedded_model() / "tokenizer.json"))
         self.checks = GrammarChecks("llguidance", Vocabulary(tokenizer, SIZE, EOS), GrammarLimits(**limits))
 
     def ask(self, kind: GrammarKind, text: str) -> Future[Verdict]:
-        """The verdict on a grammar, once it is there."""
+        """Return the future verdict on a grammar; does not wait."""
         found: Future[Verdict] = Future()
         self.checks.submit(Grammar(kind, text), found.set_result)
         return found
 
     def found(self, kind: GrammarKind, text: str) -> str:
-        """What is wrong with a grammar. Waits."""
+        """Return what is wrong with a grammar; waits."""
         return str(failure_of(self.ask(kind, text).result(PATIENCE)) or "")
 
     def kill(self) -> None:
-        """End the process, and its forks."""
+        """Kill the process and its forks."""
         assert self.checks._process is not None
         os.killpg(self.checks._process._process.pid, signal.SIGKILL)
 
@@ -73,7 +74,7 @@ def test_a_grammar_that_takes_too_much_memory_or_too_long_for_each_token_is_refu
 
 
 class Busy:
-    """A grammar of two tokens, whose second mask takes so much of the processor."""
+    """A grammar of two tokens; its second mask takes `seconds` of CPU time."""
 
     error = ""
 
@@ -144,7 +145,7 @@ def test_what_is_begun_ends_with_the_process_that_asked() -> None:
 
 
 class Held:
-    """A compiler that is not done with some texts before it is told."""
+    """A compiler that blocks on some texts until `go` is set."""
 
     def __init__(self) -> None:
         self.go = Event()
@@ -155,7 +156,7 @@ class Held:
 
 
 class Told:
-    """Checks whose verdicts are given by the test, in order."""
+    """Checks that return the test's verdicts, in order."""
 
     def __init__(self, *verdicts: Verdict) -> None:
         self.verdicts = list(verdicts)

@@ -1,5 +1,5 @@
-"""Models by the hub's names: what is asked for, what the cache has, and what is said where neither
-has it."""
+"""Models by their names on the hub: the requests made, the use of the cache, and the errors if
+neither has the model."""
 
 from __future__ import annotations
 
@@ -65,13 +65,13 @@ def hub() -> Iterator[HubServer]:
 
 
 def environment(cache: Path, url: str, **more: str) -> dict[str, str]:
-    """Of a process whose hub and cache are these."""
+    """Return the environment of a process with this hub and cache."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "SGLCORE_"))}
     return {**kept, "HF_HOME": str(cache), "HF_ENDPOINT": url, "HF_HUB_DISABLE_TELEMETRY": "1", **more}
 
 
 def fetch(names: list[tuple[str, dict[str, Any]]], cache: Path, url: str, **more: str) -> list[Any]:
-    """What a fresh process gets for each name: path, files and progress, or the error."""
+    """Fetch each name in a new process; returns path, files and progress, or the error."""
     found = warm.run(("-c", FETCH, json.dumps(names)), Path.cwd(), environment(cache, url, **more))
     assert found.returncode == 0, found.stderr
     assert "%|" not in found.stderr, "a bar of the library's own was drawn"
@@ -215,7 +215,8 @@ QUANTS = ("Q4_K_M", "Q8_0", "F16", "BF16", "Q4_0")
 
 @pytest.mark.parametrize("count", [0, 1, 2, 3])
 def test_a_quant_that_was_named_is_the_one_that_is_taken_or_none(count: int) -> None:
-    """However many files there are: that there is but one is no reason to take it for another."""
+    """Holds for any number of files: a file that is the only one is still not taken for another
+    quantization."""
     for there in combinations(QUANTS, count):
         names = [f"m-{quant}.gguf" for quant in there]
         for quant in QUANTS:

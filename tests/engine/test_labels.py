@@ -1,5 +1,5 @@
-"""What the scores of a classification head mean is what transformers' pipeline for text makes of
-them."""
+"""The activation of a classification head's scores is that of transformers' text-classification
+pipeline."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ ENDS: dict[str | None, Callable[[torch.Tensor], torch.Tensor]] = {
     "multi_label_classification": torch.sigmoid,
     "regression": lambda scores: scores,
 }
-"""What that pipeline does with the scores of several labels, by the `problem_type` of
-config.json."""
+"""The pipeline's function on the scores of several labels, by the `problem_type` of config.json."""
 
 
 @pytest.mark.parametrize("problem", list(ENDS))

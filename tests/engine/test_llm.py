@@ -1,4 +1,4 @@
-"""The offline API against transformers on the embedded model."""
+"""The offline API, compared with transformers on the embedded model."""
 
 from __future__ import annotations
 
@@ -183,7 +183,8 @@ def test_a_prompt_that_can_not_run_does_not_touch_the_others(llm: LLM) -> None:
 
 
 def test_embeddings_in_place_of_tokens_give_what_the_tokens_give(llm: LLM, oracle: Any) -> None:
-    """Their ids are what penalties and the prompt's log-probabilities read."""
+    """The token ids given with them are used for penalties and for the prompt's
+    log-probabilities."""
     plain = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
     scored = replace(plain, repetition_penalty=1.3, prompt_logprobs=0)
     ids = llm.generate(PROMPTS[0], plain)[0].prompt_token_ids

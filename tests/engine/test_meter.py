@@ -1,4 +1,4 @@
-"""A worker that counts: what of a step's time the host was not free."""
+"""A worker that counts steps and the part of their time in which the host was not free."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.schedule.fake_worker import FakeWorker, make_limits
 
 @pytest.mark.parametrize("runs_ahead", [True, False])
 def test_a_device_that_runs_beside_the_host_takes_the_time_that_it_is_waited_for(runs_ahead: bool) -> None:
-    """Where the host is the device itself, its steps take what submitting takes, too."""
+    """If the host is the device itself, submitting counts as device time too."""
     meter = Meter(FakeWorker(make_limits(runs_ahead=runs_ahead)))
     meter.submit_seconds, meter.wait_seconds = 4.0, 2.0
     assert meter.device_seconds == (2.0 if runs_ahead else 6.0)

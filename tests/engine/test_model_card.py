@@ -1,4 +1,4 @@
-"""What a checkpoint's files say of their model."""
+"""The description of a model from the files of its checkpoint."""
 
 from __future__ import annotations
 

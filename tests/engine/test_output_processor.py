@@ -1,5 +1,5 @@
-"""A prompt's samples as text: what has ended stays as it ended, and says why; tokens in runs make
-what single ones make."""
+"""A prompt's samples as text: an ended sample does not change and states its reason; tokens in runs
+give the same result as single tokens."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CODEC = TextCodec(embedded_model())
 
 
 def processor(**given: object) -> OutputProcessor:
-    """Of two samples."""
+    """An output processor for two samples."""
     params = SamplingParams(n=2, **given)  # pyright: ignore[reportArgumentType]
     return OutputProcessor(CODEC, "r", "a", CODEC.encode("a", special=False), params, 0)
 
@@ -117,15 +117,15 @@ def test_a_text_that_stops_before_its_sample_is_refused_is_not(stops: bool) -> N
 
 @dataclass
 class Sample:
-    """What one sample draws, and how it ends: by "stop" with its last token, by "length" with it,
-    by others after it."""
+    """The tokens of one sample and its end: "stop" and "length" come with the last token, other
+    reasons after it."""
 
     ids: list[int]
     reason: FinishReason | None
     params: SamplingParams
 
     def outputs(self, sizes: Iterator[int]) -> list[EngineOutput]:
-        """Its tokens in runs of these sizes."""
+        """Return the sample's tokens in runs of these sizes."""
         found, place = list[EngineOutput](), 0
         while place < len(self.ids):
             run = self.ids[place : place + next(sizes)]
@@ -135,14 +135,14 @@ class Sample:
         return found
 
     def end(self, outputs: list[EngineOutput]) -> list[EngineOutput]:
-        """The outputs, of which the last says how it ends, if it does."""
+        """Put the sample's end, if it has one, into the last output."""
         last = outputs[-1]
         last.finish_reason, last.error = self.reason, "it failed" if self.reason == "error" else ""
         last.stop_cause = self.ids[-1] if self.reason == "stop" else None
         return outputs
 
     def single(self) -> list[EngineOutput]:
-        """One token a step."""
+        """Return the outputs of one token per step."""
         outputs = self.outputs(repeat(1))
         return self.end([*outputs, EngineOutput("r", 0)] if self.reason in ("error", "abort") else outputs)
 
@@ -151,7 +151,7 @@ IDS = [*CODEC.encode("a b.c é🙂", special=False), *sorted(CODEC.special_ids)[
 
 
 def draw_sample(rnd: Random) -> Sample:
-    """Of few letters, so that stop strings are in it."""
+    """Draw a sample with few letters, so that stop strings occur in it."""
     stop = ["".join(rnd.choices("abc. é", k=rnd.randint(1, 3))) for _ in range(rnd.choice([0, 1, 2]))]
     params = SamplingParams(
         stop=tuple(stop),
@@ -166,7 +166,7 @@ def draw_sample(rnd: Random) -> Sample:
 def told(
     sample: Sample, outputs: list[EngineOutput], plant: Callable[[OutputProcessor], None]
 ) -> tuple[Completion, list[TextDelta]]:
-    """The completion, and what was told of it while it grew."""
+    """Return the completion, and the deltas emitted while it grew."""
     processor = OutputProcessor(CODEC, "r", None, [5], sample.params, 0)
     plant(processor)
     deltas = [delta for output in outputs if (delta := processor.take(output)) is not None]
@@ -174,8 +174,8 @@ def told(
 
 
 def check_runs(rnd: Random, plant: Callable[[OutputProcessor], None] = lambda processor: None) -> bool:
-    """Whatever runs its tokens come in, a sample is what one token a step makes of it. True if a
-    stop string was in it."""
+    """For any sizes of runs, a sample equals that of one token per step. Returns true if a stop
+    string was in it."""
     sample = draw_sample(rnd)
     wanted, steps = told(sample, sample.single(), lambda processor: None)
     found, deltas = told(sample, sample.end(sample.outputs(iter(lambda: rnd.randint(1, 5), 0))), plant)

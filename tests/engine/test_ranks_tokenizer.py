@@ -1,4 +1,4 @@
-"""Tokenizers whose files are ranks, against tiktoken on the same files."""
+"""Tokenizers stored as BPE rank files, compared with tiktoken on the same files."""
 
 from __future__ import annotations
 
@@ -30,22 +30,22 @@ HAN = (
     r"\s+(?!\S)",
     r"\s+",
 )
-"""Chinese characters apart from other letters, as Kimi's."""
+"""Kimi's pattern, which splits Chinese characters from other letters."""
 CASED = (
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
     r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-"""One digit a token, as Mistral's."""
+"""Mistral's pattern, with one digit per token."""
 LISTED = {0: ("[BOS]", True), 1: ("[EOS]", True), 3: ("<|tool|>", False), 6: ("<|im_end|>", True)}
-"""Added tokens by their places behind the ranks, and whether they are special."""
+"""Added tokens by their offset after the ranks: the text, and whether it is special."""
 SAMPLES = (*TEXTS, *random_texts(60), "\u4e2d\u6587English\u6df7\u5408 1234567890", "Caf\u00e9's  \r\n\r\n\t x ")
 
 
 @cache
 def ranks() -> dict[bytes, int]:
-    """Of a small vocabulary: all bytes in their order, as mistral-common wants them, then what was
-    merged, in its order."""
+    """The ranks of a small vocabulary: first all bytes in order, as mistral-common requires, then
+    the merges in order."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     trainer = trainers.BpeTrainer(vocab_size=600, initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
@@ -59,7 +59,7 @@ def ranks() -> dict[bytes, int]:
 
 
 def write_ranks(folder: Path, code: str | None, *, name: str = "tiktoken.model") -> tiktoken.Encoding:
-    """A folder with a file of ranks, and its tokenizer as tiktoken makes it."""
+    """Write a folder with a rank file; returns the tokenizer that tiktoken makes."""
     size = len(ranks())
     lines = (b"%s %d" % (base64.b64encode(token), rank) for token, rank in ranks().items())
     (folder / name).write_bytes(b"\n".join(lines) + b"\n")
@@ -74,7 +74,7 @@ def write_ranks(folder: Path, code: str | None, *, name: str = "tiktoken.model")
 
 
 def stated(how: str = "joined") -> str:
-    """Code that states the pattern, and ends whoever runs it."""
+    """Return code that contains the pattern and exits if it is run."""
     parts = ",\n".join(f'        r"""{part}"""' for part in HAN)
     value = f'"|".join([\n{parts}\n    ])' if how == "joined" else f'r"""{"|".join(HAN)}"""'
     return f"raise SystemExit('this was run')\nclass TikTokenTokenizer:\n    pat_str = {value}\n"
@@ -120,11 +120,11 @@ LISTS: dict[str, str] = {
     "behind the ranks": "(ENDOFTEXT, START, '<|im_end|>',) + EXTRAS",
     "listed": "[ENDOFTEXT, START] + ['<|im_end|>'] + list(f'<|extra_{i}|>' for i in range(7))",
 }
-"""As the code of Qwen's first models and Hunyuan's has them."""
+"""The lists of special tokens in the code of Qwen's first models and of Hunyuan's."""
 
 
 def marked(specials: str, *, first: int | None = None, normalized: str = NORMALIZED, more: str = "") -> str:
-    """Such code; it ends whoever runs it."""
+    """Return code with such a list; it exits if it is run."""
     half = ORDINARY.index("| ?")
     return (
         "raise SystemExit('this was run')\nimport tiktoken, unicodedata\n"
@@ -136,8 +136,8 @@ def marked(specials: str, *, first: int | None = None, normalized: str = NORMALI
 
 
 def write_marked(folder: Path, name: str, code: str) -> tiktoken.Encoding:
-    """A folder without a list of added tokens, which its code has alone; its tokenizer as tiktoken
-    makes it."""
+    """Write a folder with added tokens in its code only; returns the tokenizer that tiktoken
+    makes."""
     write_ranks(folder, code, name=name)
     (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "QWenTokenizer"}))
     (folder / "config.json").write_text(json.dumps({"model_type": "qwen", "eos_token_id": len(ranks()) + 2}))
@@ -268,8 +268,8 @@ SPECIAL = ("<unk>", "<s>", "</s>", "[INST]", "[/INST]", "<pad>")
 
 
 def write_tekken(folder: Path, **more: Any) -> tiktoken.Encoding:
-    """A folder with a tekken.json that has nine entries more than its tokenizer takes, and 32
-    special tokens of which six are named; its tokenizer as tiktoken makes it, whose ids begin at
+    """Write a folder with a tekken.json that has nine entries more than its tokenizer uses, and 32
+    special tokens with six of them named. Returns tiktoken's tokenizer, with ids that start at
     0."""
     taken = dict(list(ranks().items())[:-9])
     entries = [{"rank": rank, "token_bytes": base64.b64encode(token).decode()} for token, rank in ranks().items()]

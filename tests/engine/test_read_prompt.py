@@ -1,4 +1,4 @@
-"""A prompt is text or token ids, and nothing that Python would take for numbers."""
+"""A prompt is text or token ids; other values that Python would convert to numbers are refused."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sglcore.engine.core import read_prompt
 from sglcore.engine.text import TextError
 
 CODEC: Any = None
-"""Token ids need none."""
+"""Token ids need no codec."""
 
 
 @pytest.mark.parametrize("prompt", [[3, 4], (3, 4), np.array([3, 4], np.int32), [np.int64(3), 4], range(3, 5)])

@@ -1,5 +1,5 @@
-"""Descriptors are read with a limit of time that holds for all that is read, whatever their number,
-in every place alike."""
+"""Reads from descriptors have one time limit for the whole read, work for high descriptor numbers,
+and are the same everywhere."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LONG = 1e6
 
 @pytest.fixture
 def ends() -> Iterator[tuple[socket.socket, socket.socket]]:
-    """Both ends of a stream; the first has a descriptor above those that `select` takes."""
+    """Both ends of a stream; the first has a descriptor number too high for `select`."""
     soft, hard = getrlimit(RLIMIT_NOFILE)
     if hard < 2 * HIGH:
         pytest.skip(f"this machine allows {hard} open files")
@@ -98,14 +98,14 @@ def test_what_comes_without_a_pause_is_not_read_for_ever(monkeypatch: pytest.Mon
 
 
 def channel_reads(here: socket.socket) -> bytes:
-    """A frame of a rank."""
+    """Read a frame of a rank."""
     channel = wire.Channel(here, epoch=0)
     channel.wait_at_most(LONG)
     return bytes(channel.receive().body)
 
 
 def page_reads(here: socket.socket) -> bytes:
-    """A frame of pages."""
+    """Read a frame of KV pages."""
     return bytes(frames.receive_frame(here, seconds=LONG).body)
 
 

@@ -1,4 +1,4 @@
-"""One request never reaches into another, and what fails leaves nothing behind."""
+"""Requests do not affect each other, and a failure leaves nothing in the engine."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_a_prompt_that_can_not_be_read_is_refused_and_the_others_run(llm: LLM, p
 
 
 class FailingWorker:
-    """A worker whose n-th submit raises."""
+    """A worker that raises at the n-th submit."""
 
     def __init__(self, worker: Any, fails_at: int) -> None:
         self.limits, self.collect, self.close = worker.limits, worker.collect, worker.close

@@ -1,5 +1,5 @@
-"""DRY against a search by hand: in any text, token by token, taken back, from the first or from the
-middle, and in whole texts against transformers."""
+"""The DRY sampler, compared with a search by hand: in any text, token by token, after rollbacks,
+from the start or the middle, and in whole texts with transformers."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ VOCABULARY = Vocabulary(CODEC.tokenizer, 4096, (2,))
 
 KEPT = module.KEPT_STEPS
 TAKEN_BACK = (1, 1, 2, 3, KEPT - 1, KEPT, KEPT + 1, 2 * KEPT + 3)
-"""Tokens: fewer than there are steps kept, as many, and more."""
+"""Numbers of tokens to roll back: fewer than the kept steps, equal, and more."""
 
 
 def by_hand(tokens: list[int], asked: Repetition) -> dict[int, float]:
-    """What each token that would go on with a repetition loses."""
+    """Return the DRY penalty of each token that would continue a repetition."""
     texts = [CODEC.token(token) for token in tokens]
     ends = np.cumsum([0, *map(len, texts)])
     whole = "".join(texts)
@@ -128,7 +128,7 @@ def test_long_repetitions_count_up_to_a_bound_and_nothing_is_infinite() -> None:
 
 
 class ByHand(LogitsProcessor):
-    """DRY as a search by hand, for transformers."""
+    """DRY by the search by hand, as a logits processor of transformers."""
 
     def __init__(self, asked: Repetition) -> None:
         self._asked = asked

@@ -1,5 +1,5 @@
-"""Tokens that are taken back, any number of them: every kind of matcher, and those that hold
-another, is then as one that never had them."""
+"""After a rollback of any number of tokens, every matcher, wrapped or not, equals one that never
+saw them."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from sglcore.schedule.request import Matcher
 CODEC = TextCodec(Path(str(files("sglcore") / "assets" / "demo")))
 SIZE = CODEC.tokenizer.get_vocab_size(with_added_tokens=True)
 COUNTS = (1, 2, KEPT_STEPS - 1, KEPT_STEPS, KEPT_STEPS + 1, 33, 65, 110)
-"""Tokens taken back: fewer than any window inside, as many, and more; a hundred cross a mark and
-the grammar behind it."""
+"""Numbers of tokens to roll back: fewer than the kept steps, equal, and more; over a hundred cross
+the end mark of the reasoning and its grammar."""
 TEXT = "Once upon a time there was a fox. " * 6
 FORM = Grammar("regex", r'\{"a": "[a-zA-Z. ]{0,900}"\}')
 TAGS = Grammar("ebnf", 'root ::= "[" ([a-z] | [A-Z] | [. ])* "]"')
@@ -31,7 +31,7 @@ TAGS = Grammar("ebnf", 'root ::= "[" ([a-z] | [A-Z] | [. ])* "]"')
 
 @cache
 def grammars(backend: str):
-    """Those of a library."""
+    """Open the grammars of a library."""
     found, _ = open_grammars(backend, Vocabulary(CODEC.tokenizer, SIZE, (2,)))
     assert found is not None
     return found
@@ -53,7 +53,7 @@ KINDS = {
 
 
 def state(matcher: Matcher) -> tuple[bytes, str]:
-    """What a request would be bound by now."""
+    """Return the token mask now, and the error."""
     words = np.zeros(-(-SIZE // 32), np.int32)
     matcher.fill(words)
     return words.tobytes(), matcher.error
@@ -89,7 +89,7 @@ def test_tokens_that_are_taken_back_leave_no_trace(backend: str, kind: str) -> N
 
 
 class GivesUp:
-    """A grammar whose matchers give up at the second token."""
+    """A grammar with matchers that give up at the second token."""
 
     error = ""
 
@@ -139,7 +139,7 @@ def test_what_holds_a_matcher_tells_why_that_gave_up_until_tokens_are_taken_back
 
 
 def test_what_repeats_is_found_anew_however_much_is_taken_back_over_a_form() -> None:
-    """A repetition beside a form: both are as they were."""
+    """A repetition penalty with a grammar: both have their former state."""
     asked = Repetition(0.8, 1.75, 1, -1, ("\n",))
     compiled = grammars("llguidance").compile(FORM, None, None, asked)
     ids = spelled('{"a": "' + TEXT + TEXT + '"}')

@@ -1,5 +1,5 @@
-"""What llguidance does not enforce is left out of a schema and named, so that ordinary schemas are
-served; what is left holds."""
+"""Parts of a schema that llguidance does not enforce are removed and named, so that ordinary
+schemas are accepted; the rest is enforced."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.engine.grammar_keywords import CASES
 from tests.engine.test_grammar_backends import EOS, SIZE, takes
 
 REFUSED = frozenset({"$ref to an anchor", "$dynamicRef", "$recursiveRef", "x-guidance"})
-"""What is no annotation, and can not be left out."""
+"""Keywords that restrict values and can not be removed."""
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,5 @@
-"""Which of the left-out parts of a schema a value does not keep to is found by jsonschema, and said
-by their names."""
+"""jsonschema finds which removed parts of a schema a value violates, and they are reported by
+name."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ UNIQUE: dict[str, Any] = {"type": "array", "uniqueItems": True}
 
 
 def broken(schema: Any, value: Any) -> list[str]:
-    """Of all left-out parts of a schema."""
+    """Return the violated parts among all removed parts of a schema."""
     return not_kept(schema, value, loosened(schema).left_out)
 
 
 def is_checked(name: str) -> bool:
-    """Formats that the library does not know are annotations."""
+    """Whether a format is checked; formats unknown to jsonschema are annotations."""
     _, is_format, kind = name.partition("/format ")
     return not is_format or kind.strip("'") in jsonschema.FormatChecker.checkers
 
@@ -96,7 +96,7 @@ def test_a_name_has_the_place_of_its_part(name: str, place: str) -> None:
 
 
 class Told(BaseHTTPRequestHandler):
-    """Answers with a schema, and keeps what it was asked."""
+    """Answers with a schema, and records the requested paths."""
 
     asked: tuple[str, ...] = ()
 

@@ -1,4 +1,4 @@
-"""What a start decides beyond its device: overlap and the prefix cache."""
+"""The decisions of a start apart from its device: overlap and the prefix cache."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Models with states beside proposals, as a start sees them: what is counted is what is made, and a
-start that tries proposals and keeps none runs over what was made for both."""
+"""Models with recurrent states and draft tokens at a start: counted bytes equal allocated bytes,
+and a start that tries draft tokens and turns them off runs on the buffers made for both."""
 
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ def of_trees(folder: Path) -> dict[str, Any]:
 def test_a_start_that_tried_proposals_writes_the_same_with_them_and_without(
     make: Callable[[Path], dict[str, Any]], margin: float, graph: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its plain worker decodes over the same buffers and graphs, and says nothing of runs, nor of
-    what rows see."""
+    """The plain worker decodes on the same buffers and graphs, and passes neither accepted runs nor
+    visibility words."""
     monkeypatch.setattr(trial, "MARGIN", margin)
     given, found = make(tmp_path), []
     for speculative in ("off", "auto"):

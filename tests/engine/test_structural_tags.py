@@ -1,5 +1,5 @@
-"""Structural tags against a walk by hand: free text until a trigger, then one of its tags, on both
-libraries."""
+"""Structural tags, compared with a walk by hand: free text up to a trigger, then one of its tags,
+with both libraries."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.planted import planted
 CODEC = TextCodec(Path(str(files("sglcore") / "assets" / "demo")))
 VOCABULARY = Vocabulary(CODEC.tokenizer, CODEC.tokenizer.get_vocab_size(with_added_tokens=True), (2,))
 TAGS = {("<f=", "a>"): ("12", "x"), ("<f=", "b>"): ("true", "1"), ("[[", ""): ('"k"', "k")}
-"""Trigger and the rest of a beginning: a value that its schema takes, and one that it does not."""
+"""Trigger and rest of a begin tag: a value that its schema accepts, and one that it refuses."""
 KINDS = ("integer", "boolean", "string")
 ENDS = ("</f>", "</f>", "]]")
 STRUCTURES = [
@@ -54,7 +54,7 @@ def compiled(backend: Any, given: Any = GIVEN) -> Any:
 
 
 def follow(grammar: Any, text: str) -> bool | None:
-    """Whether the text may end there; None: it is not followed to its end."""
+    """Whether the text may end there; None if it is not accepted to its end."""
     matcher = grammar.start()
     for token in CODEC.encode(text, special=False):
         words = np.zeros(-(-VOCABULARY.size // 32), np.int32)
@@ -67,7 +67,7 @@ def follow(grammar: Any, text: str) -> bool | None:
 
 
 def some_text(rng: random.Random) -> tuple[str, bool | None]:
-    """A text, and what `follow` is to say of it."""
+    """Return a text, and the expected result of `follow`."""
     text = ""
     for _ in range(rng.randint(0, 3)):
         text += rng.choice(("", "one <f ", "a\n[ b", "the fox < f= "))

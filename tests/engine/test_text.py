@@ -1,5 +1,5 @@
-"""Text that grows token by token: whole characters, no half stop strings, the same as decoding at
-once."""
+"""Text that grows token by token: only whole characters, no partial stop strings, and the same
+result as decoding at once."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CODEC = TextCodec(embedded_model())
 def grow(
     ids: list[int], sizes: list[int], stop: list[str], include: bool = False, patterns: Sequence[str] = ()
 ) -> tuple[list[str], IncrementalDetokenizer]:
-    """Push tokens in groups of the given sizes, the rest at once."""
+    """Push tokens in groups of the given sizes, and the rest at once."""
     text = IncrementalDetokenizer(CODEC, stop, skip_special=True, include_stop=include, patterns=patterns)
     parts, place = [], 0
     for size in [*sizes, len(ids)]:
@@ -95,7 +95,7 @@ def test_an_incomplete_character_at_the_end_is_shown_as_its_decoder_does() -> No
 
 
 BYTES = [token_id for token_id in range(CODEC.tokenizer.get_vocab_size()) if UNKNOWN in CODEC.token(token_id)]
-"""Tokens that are no character by themselves."""
+"""Tokens that are only a part of a character."""
 OTHERS = [*CODEC.encode("a é.", special=False), *sorted(CODEC.special_ids)]
 
 
@@ -107,7 +107,7 @@ def test_pieces_add_up_whatever_the_tokens_are(ids: list[int], sizes: list[int])
 
 
 class Counted(TextCodec):
-    """Keeps how much it decoded at once, at most."""
+    """Records the largest number of tokens that it decoded at once."""
 
     most = 0
 
@@ -202,7 +202,7 @@ def test_the_end_tokens_of_the_generation_config_win(tmp_path: Path) -> None:
 
 
 class Held:
-    """A tokenizer that keeps which of its calls were made."""
+    """A tokenizer that records the names of its attributes as they are used."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -223,7 +223,7 @@ def test_long_texts_are_read_by_calls_that_let_other_threads_run_and_to_the_same
     assert len(codec.encode_texts(text, "a fox", most=20)[0]) == 20
     assert codec.encode(text, special=False) == codec.encode_texts(text)[0][-len(codec.encode(text, special=False)) :]
     assert text.startswith(codec.first_tokens(text, 7)) and len(codec.first_tokens(text, 7)) < 60
-    assert held.calls.count("encode") == 1  # the short one of a pair that is cut
+    assert held.calls.count("encode") == 1  # the shorter text of a truncated pair
 
 
 def test_of_endings_that_begin_together_and_come_with_one_token_the_longest_counts() -> None:

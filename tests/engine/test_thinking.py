@@ -1,5 +1,5 @@
-"""Reasoning before what a grammar binds: free up to its mark, bound behind it, ended by force when
-its budget is used up."""
+"""Reasoning before a grammar: free up to its end mark, constrained after it, and ended by force
+when its budget is used up."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ BOUND = Grammar("json_schema", json.dumps(SCHEMA))
 
 @pytest.fixture(scope="module")
 def plain() -> Tokenizer:
-    """A tokenizer that spells the marks by several tokens, of which the last may go on with other
-    text."""
+    """A tokenizer that spells the marks with several tokens; the last of them may contain text
+    after the mark."""
     return Tokenizer.from_file(str(embedded_model() / "tokenizer.json"))
 
 
 @pytest.fixture(scope="module")
 def marked(plain: Tokenizer) -> Tokenizer:
-    """One that has the marks as tokens."""
+    """A tokenizer with single tokens for the marks."""
     made = Tokenizer.from_str(plain.to_str())
     made.add_tokens([AddedToken(text, special=False) for text in ("<think>", END)])
     return made
@@ -68,7 +68,7 @@ def mask(matcher: Matcher, tokenizer: Tokenizer) -> list[int]:
 
 
 def drawn(matcher: Matcher, tokenizer: Tokenizer, seed: int, *, most: int = 200) -> list[int]:
-    """Some tokens at random, the end mark, and tokens at random up to where the output may end."""
+    """Draw some tokens at random, the end mark, and tokens at random until the output may end."""
     rng, ids = np.random.default_rng(seed), list[int]()
     mark = tokenizer.encode(END, add_special_tokens=False).ids
     planned = [*rng.choice(mask(matcher, tokenizer), 2 + seed).tolist(), *mark]
@@ -165,8 +165,8 @@ def test_taking_tokens_back_leaves_a_matcher_as_one_that_never_had_them(name: st
 def test_a_mark_is_not_joined_from_tokens_that_were_taken_back(
     name: str, spelled: str, request: pytest.FixtureRequest
 ) -> None:
-    """Its beginning is proposed and taken back, all of it is, and what comes then is neither its
-    end nor behind it."""
+    """The first tokens of the mark, or all of them, are accepted and then rolled back. The tokens
+    that come next neither complete the mark nor follow it."""
     tokenizer: Tokenizer = request.getfixturevalue(spelled)
     mark, filler = (tokenizer.encode(text, add_special_tokens=False).ids for text in (END, "z"))
     rules = compiled(name, tokenizer, BOUND, Thinking(END, END))

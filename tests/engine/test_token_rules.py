@@ -1,4 +1,4 @@
-"""Tokens that alone may come, and words that may not: what a mask says is what a matcher takes."""
+"""Allowed tokens and forbidden words: a matcher accepts exactly the tokens of its mask."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def ids(text: str) -> list[int]:
 
 
 def started(rules: TokenRules, form: str | None = None) -> Matcher:
-    """A matcher of the rules, beside a form that is a regular expression."""
+    """Start a matcher of the rules, with a regular expression as grammar if `form` is given."""
     inner = None if form is None else Llguidance(VOCABULARY).compile(Grammar("regex", form))
     return RuledTokens(rules, VOCABULARY, inner, has_end=form is not None).start()
 
@@ -113,7 +113,7 @@ def test_rules_that_leave_no_token_to_begin_with_are_refused(rules: TokenRules, 
 
 
 def test_an_engine_lets_a_form_end_where_its_end_token_is_not_among_those_that_alone_may_come() -> None:
-    """And nothing but the tokens that may come where no form says where the end is."""
+    """Without a grammar, which would say where the end is, only the allowed tokens may come."""
     grammars, _ = open_grammars("llguidance", VOCABULARY)
     assert grammars is not None
     word = ids("fox")

@@ -1,4 +1,4 @@
-"""The token side of an engine when something goes wrong: every request gets its last outputs."""
+"""The token side of an engine on failures: every request gets its last outputs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class BrokenWorker(FakeWorker):
 
 
 class Failing:
-    """A backend that refuses every grammar, or whose grammars can not be begun."""
+    """A backend that refuses every grammar, or with grammars that can not be started."""
 
     name = "failing"
     vocabulary: Vocabulary
@@ -46,7 +46,7 @@ class Failing:
 
 
 class Slow:
-    """A backend that is busy until it is let go."""
+    """A backend that blocks until `go` is set."""
 
     name = "slow"
     vocabulary: Vocabulary
@@ -60,7 +60,7 @@ class Slow:
 
 
 class KeepsCompiling(TokenEngine):
-    """Mutant: who was aborted still waits for its grammar."""
+    """Mutant: an aborted request still waits for its grammar."""
 
     def abort(self, request_id: str) -> list[EngineOutput]:
         compiling = dict(self._compiling)
@@ -84,7 +84,7 @@ def test_a_request_that_is_aborted_while_its_grammar_is_compiled_never_runs(
 
 
 def make_engine(error: Exception) -> TokenEngine:
-    """An engine whose compiler has failed already when a request asks."""
+    """An engine with a compilation that has failed before the request comes."""
     grammars = Grammars(Failing(error))
     assert BOUND.grammar is not None and grammars.compile(BOUND.grammar).wait()
     return TokenEngine(BrokenWorker(make_limits()), frozenset(), open_grammars=lambda: grammars)
@@ -128,14 +128,15 @@ def test_a_grammar_that_can_not_be_begun_ends_its_request_and_is_not_the_callers
 
 
 def test_an_end_that_the_vocabulary_does_not_have_ends_nothing() -> None:
-    """A checkpoint may name more; what keeps ends from being drawn indexes logits by them."""
+    """A checkpoint may name end tokens above the vocabulary; suppressing end tokens indexes logits
+    by them."""
     engine = TokenEngine(FakeWorker(make_limits(vocab_size=50)), frozenset({49, 50, 51}))
     assert engine.eos_ids == {49}
     engine.close()
 
 
 class TellsAgain(TokenEngine):
-    """Mutant: how far a prompt is, told whenever it is asked."""
+    """Mutant: reports the progress of a prompt at every step."""
 
     def _progress(self) -> list[EngineOutput]:
         for group in self._watched.values():
@@ -147,7 +148,7 @@ class TellsAgain(TokenEngine):
 def test_progress_is_told_once_for_each_chunk_and_not_after_the_first_token(
     kind: type[TokenEngine], is_once: bool
 ) -> None:
-    """Decode steps of another request come between the chunks."""
+    """Decode steps of another request run between the chunks."""
     engine = kind(ConstantWorker(make_limits(allows_mixed_batches=False)), frozenset())
     engine.add("other", [1, 2], SamplingParams(max_tokens=20), 0)
     engine.step()

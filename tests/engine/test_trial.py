@@ -1,4 +1,4 @@
-"""Proposals where a start measures that they are faster, and nothing of them where not."""
+"""A start measures whether draft tokens make it faster, and uses none if they do not."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PARAMS = SamplingParams(max_tokens=40, temperature=1.0, seed=3, ignore_eos=True)
 
 
 def made(left: list[str]) -> Any:
-    """A trial of two names."""
+    """A trial with two workers given as names."""
     given = {"bold": "bold", "plain": "plain", "summary": "mtp, 4 tokens a step; as without"}
     return SimpleNamespace(**given, leave=lambda: left.append("left"))
 
@@ -39,7 +39,7 @@ def test_the_faster_worker_is_kept_and_the_ledger_says_why(
 
     def seconds_of(worker: Any, given: Any, seed: int) -> float:
         asked.append((worker, seed))
-        # What comes first is slow, and one text is another time, whatever the worker.
+        # The first run is slow, and each seed takes another time, for both workers.
         return (9.0 if seed == 0 and worker == "bold" else 1.0) * (times if worker == "plain" else 1.0) * (1 + seed)
 
     monkeypatch.setattr(trial, "seconds_of", seconds_of)
@@ -75,7 +75,7 @@ def test_whichever_is_kept_writes_the_same_text(
         assert llm.engine.scheduler.limits.draft_tokens == drafts
         found = [each.outputs[0].token_ids for each in llm.generate(list(PROMPTS), PARAMS)]
         assert found == plain[0]
-        # A page has cells of the draft too, while one is tried.
+        # A page also holds the draft's KV slots during the trial.
         limits = replace(llm.engine.scheduler.limits, kv_bytes=plain[1].kv_bytes, num_pages=plain[1].num_pages)
         assert (limits == plain[1]) == (not drafts)
         assert bool(llm.engine.scheduler.drafts) == bool(drafts)

@@ -1,5 +1,5 @@
-"""A device that holds few captured pieces gets fewer buckets: the largest stay, prompts go first,
-and the ledger says so."""
+"""A device with a limit on captured graphs gets fewer buckets: the largest decode buckets stay,
+prompt buckets go first, and the ledger reports it."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""A front of the public package index, on this machine alone, that has each wheel's metadata as a
-file of its own (PEP 658).
+"""A local proxy of the public package index that serves each wheel's metadata as a separate file
+(PEP 658).
 
-pip resolves without downloading wheels only where an index has that. The public one does; a mirror
-of it may not, and then the front reads the metadata out of the wheel by ranges of bytes. What was
-read is kept on disk. It knows no package by name.
+pip resolves without downloading wheels only if an index does this. The public one does; a mirror of
+it may not, and then the proxy reads the metadata out of the wheel by byte ranges. Metadata is
+cached on disk. The proxy has no list of packages.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ SECONDS = 60.0
 OTHERS = re.compile(
     r"-(cp2|cp3[0-9]\b|cp310|pp)[^-]*-(cp|pp)|win32|win_|musllinux|i686|ppc64|s390x|armv|riscv|macosx\w*x86_64"
 )
-"""Wheels for interpreters and machines that nobody here asks for: most of a page."""
+"""Wheels for interpreters and machines that no row uses: most of a page."""
 TAIL = 1 << 18
-"""Bytes of a wheel's end that are read at once: most have their list of files and their metadata
-there."""
+"""Bytes read at once from the end of a wheel: for most wheels they contain the file list and the
+metadata."""
 
 
 class Ranges(io.RawIOBase):
-    """A file at an address, read by ranges."""
+    """A file at a URL, read by byte ranges."""
 
     def __init__(self, url: str) -> None:
-        """Ask for its size, and keep its end."""
+        """Request the file's size and read its last bytes."""
         self.url, self.at = url, 0
         with urllib.request.urlopen(urllib.request.Request(url, method="HEAD"), timeout=SECONDS) as answer:
             self.size = int(answer.headers["content-length"])
@@ -47,24 +47,24 @@ class Ranges(io.RawIOBase):
         self.tail = self._get(self.tail_at, self.size)
 
     def seekable(self) -> bool:
-        """It is."""
+        """Return True."""
         return True
 
     def readable(self) -> bool:
-        """It is."""
+        """Return True."""
         return True
 
     def tell(self) -> int:
-        """Where the next byte is read."""
+        """Return the offset of the next byte to read."""
         return self.at
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        """Read on elsewhere."""
+        """Move the offset; returns it."""
         self.at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self.at, os.SEEK_END: self.size}[whence]
         return self.at
 
     def read(self, size: int = -1) -> bytes:
-        """Some bytes; waits for the network."""
+        """Read some bytes; waits for the network."""
         start, end = self.at, self.size if size < 0 else min(self.size, self.at + size)
         self.at = max(start, end)
         if start >= end:
@@ -80,26 +80,28 @@ class Ranges(io.RawIOBase):
 
 
 def metadata_of(url: str) -> bytes:
-    """The file METADATA of the wheel at an address; raises KeyError where it has none."""
+    """Return the file METADATA of the wheel at a URL. Raises KeyError if it has none."""
     with zipfile.ZipFile(Ranges(url)) as wheel:
         names = [name for name in wheel.namelist() if name.endswith(".dist-info/METADATA") and name.count("/") == 1]
         return wheel.read(names[0] if names else "METADATA")
 
 
 class Front:
-    """Pages and metadata of one index, each fetched once. `kept` is the folder of metadata."""
+    """Pages and metadata of one index, each fetched once. `kept` is the folder of cached
+    metadata."""
 
     def __init__(self, kept: Path, upstream: str = PUBLIC) -> None:
-        """Nothing is fetched yet."""
+        """Fetch nothing yet."""
         self.kept, self.upstream = kept, upstream
         self.pages: dict[str, bytes] = {}
         self.locks: dict[str, Lock] = {}
         self.lock = Lock()
         self.fetched = 0
-        """Bytes of metadata that came over the network."""
+        """Bytes of metadata fetched over the network."""
 
     def page(self, name: str, address: str) -> bytes:
-        """The files of a project, each with an address here and its metadata."""
+        """Return the JSON page of a project's wheels, with local URLs and metadata; waits for the
+        network."""
         with self._lock_of(name):
             if name not in self.pages:
                 asked = urllib.request.Request(f"{self.upstream}/{name}/", headers={"Accept": JSON})
@@ -108,7 +110,7 @@ class Front:
             return self.pages[name]
 
     def metadata(self, url: str) -> bytes:
-        """The metadata of the wheel at an address."""
+        """Return the metadata of the wheel at a URL; waits for the network if it is not cached."""
         path = self.kept / hashlib.sha256(url.encode()).hexdigest()[:32]
         with self._lock_of(url):
             if not path.is_file():
@@ -135,8 +137,8 @@ class Front:
 
 
 def _fronted(page: dict[str, Any], address: str) -> dict[str, Any]:
-    """A page whose wheels have their addresses here; what is not a wheel is left out, because pip
-    could only build it."""
+    """Return a page with local URLs for its wheels. Other files are removed, because pip could only
+    build them."""
     wheels = [
         file for file in page["files"] if file["filename"].endswith(".whl") and not OTHERS.search(file["filename"])
     ]
@@ -148,14 +150,14 @@ def _fronted(page: dict[str, Any], address: str) -> dict[str, Any]:
 
 @contextmanager
 def serving(kept: Path, upstream: str = PUBLIC) -> Iterator[tuple[Front, str]]:
-    """A front and its address as pip takes it; it ends with the block."""
+    """Run a proxy; yields it and its URL for pip, and ends with the block."""
     front = Front(kept, upstream)
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
 
         def log_message(self, format: str, *args: object) -> None:
-            """Say nothing."""
+            """Log nothing."""
 
         def do_GET(self) -> None:
             kind, _, rest = self.path.removeprefix("/").partition("/")
@@ -180,7 +182,8 @@ def serving(kept: Path, upstream: str = PUBLIC) -> Iterator[tuple[Front, str]]:
 
     class Server(ThreadingHTTPServer):
         def handle_error(self, request: object, client_address: object) -> None:
-            """Who asked has gone, and asks again if it wants the answer."""
+            """Ignore errors: the client has disconnected, and repeats the request if it needs the
+            answer."""
 
     server = Server(("127.0.0.1", 0), Handler)
     server.daemon_threads = True

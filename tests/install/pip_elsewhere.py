@@ -1,8 +1,8 @@
 """Runs pip as if on another machine: `python pip_elsewhere.py MARKERS install ...`, with the values
 of environment markers as JSON.
 
-pip's own --platform and --python-version choose wheels, but it evaluates the markers of
-requirements for the machine that runs it: without this, macOS would be asked for the Linux
+pip's own --platform and --python-version choose wheels, but pip evaluates the markers of
+requirements for the machine it runs on: without this, a resolution for macOS would need the Linux
 libraries of torch.
 """
 

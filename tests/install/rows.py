@@ -35,15 +35,15 @@ NAMES: Mapping[str, tuple[str, str, str]] = {
     "Linux Arm": ("Linux", "aarch64", ""),
     "macOS Arm": ("Darwin", "arm64", "mlx"),
 }
-"""System, processor and the device that is there."""
+"""System, processor and present device ("" for none)."""
 WRITE = "import sys; from setuptools import build_meta; build_meta.prepare_metadata_for_build_wheel(sys.argv[1])"
 GLIBC, MACOS = 35, 14
-"""The newest that wheels may ask for: Ubuntu 22.04's, and macOS 14."""
+"""The newest versions that wheels may require: glibc 2.35 (Ubuntu 22.04), and macOS 14."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One installation. `everything`: the tests' environment of all packages; `torch`: another
+    """One installation. `everything`: the test environment of all packages; `torch`: another
     version than the preferred one."""
 
     name: str
@@ -58,14 +58,14 @@ class Row:
 
     @property
     def machine(self) -> Machine:
-        """What the installer would see."""
+        """The machine as the installer sees it."""
         system, processor, _ = NAMES[self.name]
         return Machine(system=system, machine=processor, python=f"cp{self.python.replace('.', '')}")
 
     @property
     def needs_build(self) -> bool:
-        """What goes beside torch asks for the build that is on an index of its own, so nothing
-        resolves beside the public one."""
+        """Whether some requirements accept only a torch build from a separate index, so that the
+        row can not resolve with the public torch."""
         needs = needs_of(ROOT / "devices" / (NAMES[self.name][2] or HOST))
         if needs is None or not needs.beside:
             return False
@@ -73,7 +73,7 @@ class Row:
         return not any(build.serves(number, system) and not build.index for build in needs.builds)
 
     def commands(self) -> list[tuple[str, ...]]:
-        """What the installer would print, where every index answers."""
+        """Return the commands that the installer prints if every index is reachable."""
         device = NAMES[self.name][2]
         every = {path.parent.name: path.parent for path in sorted(ROOT.glob("devices/*/pyproject.toml"))}
         host = needs_of(every[HOST])
@@ -94,8 +94,8 @@ class Row:
 
 
 def rows() -> list[Row]:
-    """Every machine with every Python; tests of all packages, and of one with its hardware; every
-    other version of torch."""
+    """Return every machine with every Python; the tests of all packages, and of one package with
+    its hardware; and every other version of torch."""
     oldest, newest = served()[0], served()[-1]
     found = [Row(name=name, python=python) for name in NAMES for python in served()]
     found += [Row(name="Linux x86-64", python=python, extra="test", everything=True) for python in (oldest, newest)]
@@ -110,8 +110,7 @@ def rows() -> list[Row]:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """Commands as pip is asked in one run: options for indexes, requirements, and files of
-    constraints."""
+    """The arguments of one run of pip: options for indexes, requirements, and constraint files."""
 
     options: tuple[str, ...]
     requirements: tuple[str, ...]
@@ -119,14 +118,14 @@ class Asked:
 
     @property
     def without_build(self) -> Asked:
-        """The same with torch as the public index has it."""
+        """The same with torch from the public index."""
         plain = tuple(re.sub(r"^(torch==[\d.]+)\+.*", r"\1", text) for text in self.requirements)
         return Asked((), plain, self.constraints)
 
 
 def asked(commands: Sequence[tuple[str, ...]]) -> Asked:
-    """All commands in one run, which is harder than one after the other; folders of the checkout by
-    their packages' names."""
+    """Join all commands into one run, which is stricter than separate runs. Folders of the checkout
+    are replaced by their package names."""
     options, requirements, constraints = [], [], []
     for command in commands:
         words = list(command[4:])
@@ -146,8 +145,8 @@ def asked(commands: Sequence[tuple[str, ...]]) -> Asked:
 
 
 def contents(row: Row, what: Asked) -> tuple[object, ...]:
-    """What pip is given for a row, with packages of the checkout by what they ask for: equal ones
-    resolve alike."""
+    """Return the input of pip for a row, with the checkout's packages replaced by their
+    requirements: rows with equal input resolve alike."""
     projects = {_named(str(path.parent.relative_to(ROOT))): path for path in ROOT.glob("devices/*/pyproject.toml")}
     texts: list[str] = []
     for text in what.requirements:
@@ -162,8 +161,8 @@ def contents(row: Row, what: Asked) -> tuple[object, ...]:
 
 
 def of_triton(commands: Sequence[tuple[str, ...]]) -> tuple[list[tuple[str, ...]], list[tuple[str, ...]]]:
-    """The commands that install the tests' own Triton, which pip runs on its own after torch, and
-    the others."""
+    """Split the commands into those that install the tests' own Triton, which pip runs separately
+    after torch, and the others."""
     own = [command for command in commands if command[-1] in pinned(ROOT / TESTS)]
     return own, [command for command in commands if command not in own]
 
@@ -175,8 +174,8 @@ def _named(folder: str) -> str:
 
 
 def stand_ins(folder: Path) -> Path:
-    """Wheels of this checkout's packages that have nothing but their metadata, as what builds them
-    writes those."""
+    """Make wheels of this checkout's packages with their metadata only, as the build backend writes
+    it."""
     every = (ROOT, *(path.parent for path in sorted(ROOT.glob("devices/*/pyproject.toml"))), ROOT / "simulator")
     begun = []
     for each in every:
@@ -196,15 +195,15 @@ def stand_ins(folder: Path) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class Pip:
-    """A pip that resolves without downloading, an index, and the stand-ins."""
+    """A pip that resolves without downloading, an index, and the stand-in wheels."""
 
     folder: Path
     index: str
     wheels: Path
 
     def resolve(self, row: Row, what: Asked, report: Path, *further: str) -> tuple[str, dict[str, str]]:
-        """What pip said ("" when it found everything), and the version of each package; waits some
-        seconds."""
+        """Return pip's error ("" if it found everything) and the version of each package; waits
+        some seconds."""
         options = ("--isolated", "--dry-run", "--ignore-installed", "--no-cache-dir", "--disable-pip-version-check")
         options = (*options, "--timeout", "300")
         files = [word for path in what.constraints for word in ("-c", str(ROOT / path))]
@@ -227,7 +226,7 @@ class Pip:
 
 
 def platforms(row: Row) -> list[str]:
-    """The platforms of wheels that fit."""
+    """Return the platform tags of wheels that a row accepts."""
     system, processor, _ = NAMES[row.name]
     if system == "Darwin":
         names = [f"macosx_{number}_0_{kind}" for number in range(MACOS, 10, -1) for kind in (processor, "universal2")]
@@ -244,7 +243,7 @@ def platforms(row: Row) -> list[str]:
 
 
 def markers(row: Row) -> dict[str, str]:
-    """The values of environment markers there."""
+    """Return the values of environment markers on a row's machine."""
     system, processor, _ = NAMES[row.name]
     return {
         "python_version": row.python,

@@ -1,5 +1,5 @@
-"""All distributions declare all their files and have one version, which one command writes, and a
-release is of it."""
+"""All distributions declare all their files and have the same version; one command writes it, and a
+release uses it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ JOBS: dict[str, dict[str, Any]] = RELEASE["jobs"]
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """The files that have the version."""
+    """A copy of the files that contain the version."""
     files = [each.folder / "pyproject.toml" for each in distributions()]
     for file in (*files, ROOT / CHANGES, ROOT / "sglcore" / "__init__.py"):
         target = tmp_path / file.relative_to(ROOT)

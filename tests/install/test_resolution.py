@@ -1,10 +1,10 @@
-"""Every command that the installer prints can be resolved by pip, for every machine and Python that
-is served.
+"""Every command that the installer prints can be resolved by pip, for every supported machine and
+Python.
 
-pip asks the public index alone, by a front on this machine (front.py), and downloads no wheel.
-Builds of torch on indexes of their own are asked for where those can be reached; elsewhere
-everything else must resolve beside the same version of the public index, and what could not be
-asked is left out by its capability.
+pip uses only the public index, through a local proxy (front.py), and downloads no wheel. Torch
+builds on separate indexes are tested if those can be reached. Otherwise the other requirements must
+resolve with the same torch version from the public index, and the builds are left out by their
+capability.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ PINNED = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text(
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Of one row: what pip said, "" when all was found, and the packages with their versions."""
+    """The result of one row: pip's error ("" if it found everything), and the packages with their
+    versions."""
 
     said: str
     found: dict[str, str]
@@ -41,7 +42,8 @@ class Outcome:
 
 @pytest.fixture(scope="session")
 def pip(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pip]:
-    """The pinned pip, which an environment need not have, against the front of the public index."""
+    """The pinned pip, which need not be installed in the environment, with the local proxy of the
+    public index."""
     folder = WORK / f"pip-{PINNED['pip']}"
     if not (folder / "pip" / "__main__.py").is_file():
         command = (sys.executable, "-m", "pip", "install", "--quiet", "--no-compile", "--disable-pip-version-check")
@@ -56,8 +58,8 @@ def pip(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pip]:
 def outcomes(
     request: pytest.FixtureRequest, pip: Pip, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[dict[Row, Future[Outcome]]]:
-    """Every row that this run has, several at a time; rows for which pip is given the same are
-    one."""
+    """Resolve every row of this run, several at a time; rows with the same input of pip are
+    resolved once."""
     names = {item.name for item in request.session.items}
     folder = tmp_path_factory.mktemp("reports")
     with ThreadPoolExecutor(len(os.sched_getaffinity(0)) + 1) as pool:
@@ -73,7 +75,7 @@ def outcomes(
 
 
 def resolve(pip: Pip, row: Row, report: Path) -> Outcome:
-    """A row beside the torch of the public index; the tests' Triton on its own, as it is
+    """Resolve a row with the torch of the public index, and the tests' Triton separately, as it is
     installed."""
     triton, others = of_triton(row.commands())
     said, found = pip.resolve(row, asked(others).without_build, report)

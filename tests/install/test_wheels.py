@@ -1,5 +1,5 @@
-"""Every distribution is built of what git knows and nothing else, the same bytes for the same
-commit, and a user of its wheel has all of it: away from the checkout, without a compiler.
+"""Every distribution contains exactly the files that git tracks, and the same bytes for the same
+commit. Its wheel works away from the checkout and without a compiler.
 
 torch and the other dependencies are those of the tests, linked into the environment; `python -m
 tools.wheels try` fetches them.
@@ -30,7 +30,7 @@ NOTES = "sglcore_xpu/notes.txt"
 
 
 def contents() -> str:
-    """A digest of all that is in distributions, and of what builds them."""
+    """Return a digest of the contents of all distributions, and of the code that builds them."""
     total = hashlib.sha256()
     for name in sorted(
         checking.git_files(ROOT, "sglcore", "devices", "simulator", "tools/wheels", "pyproject.toml", "README.md")
@@ -42,7 +42,7 @@ def contents() -> str:
 
 @pytest.fixture(scope="module")
 def dist() -> Path:
-    """All distributions, once for each state of the checkout, whichever process is the first."""
+    """All distributions, built once for each state of the checkout by the first process."""
     KEPT.mkdir(parents=True, exist_ok=True)
     folder = KEPT / contents()
     with (KEPT / "lock").open("w") as lock:
@@ -63,7 +63,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def of(name: str) -> Distribution:
-    """A distribution by its name."""
+    """Return a distribution by its name."""
     return next(each for each in distributions() if each.name == name)
 
 
@@ -139,7 +139,7 @@ def test_a_text_of_other_kernels_or_none_is_found(
 @pytest.mark.parametrize("name", [SMALL, "sglcore-sim"])
 def test_the_same_commit_gives_the_same_bytes(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = {path.name: path.read_bytes() for path in building.build(tmp_path / "first", [name], say=lambda _: None)}
-    time.sleep(2)  # an archive keeps every second one
+    time.sleep(2)  # archives round times to 2 seconds
     before = os.umask(0o077)
     monkeypatch.setenv("PYTHONHASHSEED", "7")
     try:
@@ -154,8 +154,8 @@ def test_the_same_commit_gives_the_same_bytes(name: str, tmp_path: Path, monkeyp
 def repacked(
     wheel: Path, folder: Path, change: Callable[[str, bytes], bytes | None], name: str = "", more: str = ""
 ) -> Path:
-    """A copy in which each file is what `change` gives of it (None: left out), and that has a file
-    more; not in its RECORD."""
+    """Return a copy with each file changed by `change` (None: left out), and with one additional
+    file, if given. RECORD stays unchanged."""
     target = folder / (name or wheel.name)
     with zipfile.ZipFile(wheel) as old, zipfile.ZipFile(target, "w") as new:
         for entry in old.namelist():
@@ -168,12 +168,12 @@ def repacked(
 
 
 def without(part: str) -> Callable[[str, bytes], bytes | None]:
-    """Leave out the files of that name."""
+    """Leave out the files with names that end so."""
     return lambda name, content: None if name.endswith(part) else content
 
 
 def other(old: bytes, new: bytes) -> Callable[[str, bytes], bytes | None]:
-    """Replace some bytes wherever they are."""
+    """Replace some bytes wherever they occur."""
     return lambda name, content: content.replace(old, new)
 
 
@@ -237,7 +237,7 @@ def test_a_source_distribution_without_a_source_is_found(small: Path, tmp_path: 
 
 
 def test_a_file_that_git_does_not_know_is_in_no_wheel(tmp_path: Path) -> None:
-    """Of a checkout with the package alone."""
+    """Uses a checkout that holds only this package."""
     root = tmp_path / "checkout"
     source = root / "devices" / "xpu"
     for name in checking.git_files(

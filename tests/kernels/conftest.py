@@ -1,4 +1,4 @@
-"""Kernels in Triton's interpreter, without what it does over and over."""
+"""Makes Triton's interpreter faster for these tests by preparing each kernel once."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 
 @pytest.fixture(scope="session", autouse=True)
 def quick_interpreter() -> None:
-    """Where the simulator is installed; without it, as on hardware, tests only take longer in the
-    interpreter."""
+    """Prepare kernels once, if the simulator is installed. Without it, as on hardware, the tests
+    give the same results and take longer in the interpreter."""
     if find_spec("sglcore_sim") is not None:
         from sglcore_sim.lanes import prepare_once
 

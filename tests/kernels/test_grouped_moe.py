@@ -1,4 +1,4 @@
-"""Grouped experts against the reference, and as compilers see them."""
+"""Grouped experts equal the reference, and can be traced by compilers."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ HIDDEN, SIZE, EXPERTS = 24, 16, 6
 
 
 def parts(tokens: int, choices: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> list[torch.Tensor]:
-    """hidden, weights, ids, w13, w2; some ids mean no expert, and one expert is chosen by
-    nobody."""
+    """Return hidden, weights, ids, w13 and w2. Expert 2 is never chosen; its ids become -1 (no
+    expert)."""
     print(f"seed {seed}")
     random = torch.Generator().manual_seed(seed)
     sizes = ((tokens, HIDDEN), (tokens, choices), (EXPERTS, 2 * SIZE, HIDDEN), (EXPERTS, HIDDEN, SIZE))

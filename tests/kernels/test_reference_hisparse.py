@@ -1,4 +1,4 @@
-"""Rows in host memory, in torch, against a cache kept as a list by hand."""
+"""KV entries in host memory, in torch, compared with a cache written by hand as a list."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ ENTRIES = PAGES * PER_PAGE
 
 @dataclass
 class Cache:
-    """(place, entry) of a slot, what was used longest ago first."""
+    """The cache of a request slot as (place, entry), least recently used first."""
 
     lines: list[tuple[int, int]]
     loaded: list[tuple[int, int]] = field(default_factory=list)
 
     def read(self, chosen: list[int]) -> list[int]:
-        """The place of each entry; `loaded` are those that came in."""
+        """Return the place of each chosen entry; `loaded` holds the (place, entry) pairs copied
+        in."""
         used = [line for line in self.lines if line[1] in chosen]
         unused = [line for line in self.lines if line[1] not in chosen]
         places, self.loaded = {entry: place for place, entry in used}, []
@@ -45,7 +46,7 @@ def filled_up(values: list[int], size: int) -> list[int]:
 
 @pytest.mark.parametrize("seed", range(25))
 def test_entries_come_and_go_as_in_a_cache_kept_by_hand(seed: int) -> None:
-    """Ten thousand choices over all seeds."""
+    """Runs ten thousand choices over all seeds."""
     rnd = random.Random(seed)
     count = rnd.randint(1, 7)
     places = count + rnd.choice((0, 1, 5))

@@ -1,5 +1,4 @@
-"""The reference kernels against torch's own functions and the modules of the transformers
-library."""
+"""The reference kernels, compared with torch's own functions and with modules of transformers."""
 
 from __future__ import annotations
 
@@ -36,13 +35,13 @@ TOKENS = pytest.mark.parametrize("tokens", [0, 1, 7])
 
 
 def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
-    """Seeded normal values."""
+    """Return seeded normal values."""
     print(f"random {shape}, seed {seed}")
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def cache(positions: int, size: int) -> torch.Tensor:
-    """Cosines and sines of a rotary embedding with base 10000."""
+    """Return cosines and sines of a rotary embedding with base 10000."""
     angles = torch.outer(torch.arange(positions).float(), 10000.0 ** (-torch.arange(0, size, 2).float() / size))
     return torch.cat((angles.cos(), angles.sin()), dim=-1)
 
@@ -67,7 +66,7 @@ def test_rms_norm_with_a_wide_weight_is_gemmas_to_the_bit(dtype) -> None:
 
 
 def rms_norm_oracle(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """The oracle over the last dimension of any shape."""
+    """Apply the oracle over the last dimension of any shape."""
     oracle = LlamaRMSNorm(x.shape[-1], eps=0.0)
     oracle.weight.data = weight
     return oracle(x)
@@ -223,7 +222,7 @@ def test_linear_and_embedding_follow_their_formulas(tokens: int, with_bias: bool
 
 
 def moe_parts(dtype: torch.dtype, normalize: bool) -> tuple[Any, Any]:
-    """The oracle's router and experts, random."""
+    """Return the oracle's router and experts with random weights."""
     config = Qwen3MoeConfig(
         hidden_size=16, moe_intermediate_size=10, num_experts=6, num_experts_per_tok=3, norm_topk_prob=normalize
     )

@@ -1,4 +1,4 @@
-"""The reference kernels of recurrent layers against transformers' functions, in one piece, in
+"""The reference kernels of recurrent layers, compared with transformers' functions: in one step, in
 chunks and token by token."""
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from tests.kernels.test_reference_kernels import random
 
 TABLE = KernelTable()
 LENGTHS = (6, 1, 70)
-"""Tokens of each request; the last more than one chunk of transformers."""
+"""Tokens of each request; the last is longer than one chunk of transformers."""
 CUTS = ((), (4,), (1, 2, 3, 4))
-"""Where requests are cut into steps."""
+"""Tokens at which requests are cut into steps."""
 
 
 class Rows(NamedTuple):
-    """What an entry takes of a batch."""
+    """The arguments of an entry that describe a batch."""
 
     slots: Tensor
     starts: Tensor | None
@@ -32,13 +32,13 @@ class Rows(NamedTuple):
 
 
 Run = Callable[[list[Tensor], Rows], Tensor]
-"""An entry with its weights and its pool: inputs of a step [T, ...] and its rows to results [T,
-...]."""
+"""An entry bound to its weights and state pool: takes inputs of a step [T, ...] and its rows,
+returns results [T, ...]."""
 
 
 def in_steps(run: Run, inputs: list[list[Tensor]], cuts: tuple[int, ...]) -> list[Tensor]:
-    """The results of each request, all of which run beside each other, cut at these tokens; the
-    last steps are of one."""
+    """Run all requests together, cut at these tokens, and return the results of each. After the
+    last cut only longer requests go on."""
     done: list[list[Tensor]] = [[] for _ in inputs[0]]
     bounds = (0, *cuts, 10**6)
     for first, last in pairwise(bounds):
@@ -54,7 +54,7 @@ def in_steps(run: Run, inputs: list[list[Tensor]], cuts: tuple[int, ...]) -> lis
 
 
 def requests(*shape: int, seed: int) -> list[Tensor]:
-    """Random tokens of each request."""
+    """Return random tokens of each request."""
     return list(random(sum(LENGTHS), *shape, seed=seed).split(LENGTHS))
 
 
@@ -138,7 +138,8 @@ def test_the_gated_norm_is_both_oracles_to_the_bit(dtype: torch.dtype) -> None:
 
 
 def test_a_padding_row_changes_nothing() -> None:
-    """Not its slot, nor a token that it seems to have."""
+    """A padding row changes neither its state slot nor other rows, though it seems to have a
+    token."""
     x, weight, tails = random(3, 12), random(4, 12, seed=1), random(2, 3, 12, seed=2)
     before, alone = tails.clone(), tails.clone()
     slots, starts, lengths = (torch.tensor(part, dtype=torch.int32) for part in ([1, 0], [0, 0], [2, 1]))

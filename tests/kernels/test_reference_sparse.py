@@ -1,5 +1,5 @@
-"""The reference kernels of DeepSeek's attention against transformers' DeepSeek-V4, and rows in
-eight bits against themselves."""
+"""The reference kernels of DeepSeek's attention, compared with transformers' DeepSeek-V4, and 8-bit
+rows compared with their own definition."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from tests.kernels.test_sparse_plan import int32
 TABLE = KernelTable()
 TOKENS, PAGE, SIZE, ROTATED = 45, 8, 32, 8
 RATIOS = {deepseek.DeepseekV4CSACompressor: (4, 8), deepseek.DeepseekV4HCACompressor: (8, 8)}
-"""Tokens of a block, and those that it is made of."""
+"""Tokens per block (the compression ratio), and tokens that a block is computed from (the span)."""
 
 
 @cache
 def config() -> DeepseekV4Config:
-    """Small, with limits that matter."""
+    """A small configuration, in which its limits take effect."""
     rope = {"rope_type": "yarn", "factor": 16, "original_max_position_embeddings": 32, "beta_fast": 32, "beta_slow": 1}
     return DeepseekV4Config(
         **{"vocab_size": 40, "hidden_size": 48, "moe_intermediate_size": 24, "num_hidden_layers": 2},
@@ -41,7 +41,7 @@ def config() -> DeepseekV4Config:
 
 
 def made(kind: type[nn.Module], *more: Any) -> Any:
-    """A module with random weights."""
+    """Return a module with random weights."""
     module = kind(config(), *more).eval()
     for number, weight in enumerate(module.parameters()):
         weight.data = random(*weight.shape, seed=number) * (weight.shape[-1] ** -0.5 if weight.dim() > 1 else 0.5)
@@ -49,7 +49,7 @@ def made(kind: type[nn.Module], *more: Any) -> Any:
 
 
 def angles(positions: int = 64) -> Tensor:
-    """What `rotary` takes, of the compressed layers."""
+    """Return the `rotary` table of the compressed layers."""
     parts = deepseek.DeepseekV4RotaryEmbedding(config())(torch.zeros(1), torch.arange(positions)[None], "compress")
     return torch.cat(parts, dim=-1)[0]
 
@@ -84,8 +84,8 @@ def test_blocks_are_the_oracles_however_the_tokens_come(kind: type[nn.Module], s
 def blocks_in_steps(
     kv_gate: Tensor, state: Tensor, ape: Tensor, weight: Tensor, ratio: int, span: int, steps: tuple[int, ...]
 ) -> Tensor:
-    """The pool of a request of slot 1 with pages 1, 2, ...; of blocks that share no tokens the
-    state is the slot's."""
+    """Compress one request (slot 1, pages 1, 2, ...) in steps and return its block pool. Without
+    overlap of blocks, its state is stored by slot instead of by page."""
     table, done = torch.stack((torch.zeros(6), torch.arange(1, 7))).int(), 0
     state_table = table if span > ratio else None
     rows = torch.full((56 // ratio, weight.shape[0]), torch.nan)
@@ -135,7 +135,7 @@ def test_of_equal_logits_the_first_are_chosen() -> None:
 @pytest.mark.parametrize("codec", [None, *(RowCodec(SIZE, exact=ROTATED, group=16, float8=each) for each in FLOATS)])
 @torch.inference_mode()
 def test_attention_over_two_lists_is_the_oracles(codec: RowCodec | None) -> None:
-    """Of which one may be empty, and which hold their rows in any order."""
+    """One list may be empty, and lists hold their rows in any order."""
     module, q = made(deepseek.DeepseekV4Attention, 0), random(5, 4, SIZE)
     pools, lists, keys, masks = [], [], [], []
     for seed, width in ((1, 6), (2, 3)):
@@ -274,7 +274,7 @@ def test_what_is_encoded_comes_back_within_the_error_that_is_stated(codec: RowCo
 
 
 def test_rows_of_both_floats_have_the_same_elements_under_scales_one_exponent_apart() -> None:
-    """But for zeros with a sign, which are no numbers in one of them."""
+    """Negative zeros become zeros, because float8_e4m3fnuz has none."""
     one, other = (RowCodec(512, exact=64, float8=each) for each in (E4M3FN, E4M3FNUZ))
     values = random(6, 512) * torch.tensor([0, 1e-6, 1e-3, 1, 50, 1e4]).unsqueeze(1)
     first, second = one.encode(values), other.encode(values)
@@ -291,7 +291,7 @@ def test_what_was_not_written_is_no_number(codec: RowCodec) -> None:
 
 
 def test_a_row_has_its_bytes_where_they_are_said_to_be() -> None:
-    """e4m3 elements, then bfloat16, then the exponents of the scales, then nothing."""
+    """The layout is e4m3 elements, bfloat16 elements, exponents of the scales, then padding."""
     codec = RowCodec(44, exact=8, group=16)
     assert (codec.num_scales, codec.num_bytes) == (3, 56)
     values = torch.cat((torch.full((16,), 896.0), torch.full((16,), 448.0), torch.full((12,), 1.0)))

@@ -1,4 +1,4 @@
-"""Verification in torch, against a walk by hand over every request."""
+"""Verification of draft tokens in torch, compared with a walk by hand over every request."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def test_proposals_are_placed_and_accepted_as_a_walk_by_hand_has_it(seed: int) -
 
 
 def test_the_right_path_of_a_tree_goes_by_what_is_drawn_after_each_node() -> None:
-    """Two follow the root, of which the second is right, and so is what follows that; another
-    request has no cell but the root's."""
+    """Two nodes follow the root; the second is accepted, and so is the node after it. A second
+    request has only its root in the batch."""
     trees = torch.zeros(4, 3, 4, dtype=torch.int32)
     trees[0, 1:], trees[1, 1:], trees[2, 1:] = ints([0, 0, 0, 2]), ints([0, 0, -1, -1]), ints([1, 3, 5, 13])
     last, lengths, proposals = ints([0, 1, 1]), ints([0, 10, 10]), torch.zeros(3, 3, dtype=torch.int32)

@@ -1,5 +1,5 @@
-"""Lists of rows and plans of compression, over random lives of requests: by slow loops, and by what
-the rows then hold."""
+"""Lists of rows and plans of compression, over random sequences of requests, compared with slow
+loops and with the contents of the rows."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ WINDOW = 13
 
 
 class Layout(NamedTuple):
-    """What is compressed, and where the tokens before a block's last are kept. At most `drafts`
-    tokens of a step stay uncertain; a ring is as small as that permits."""
+    """The compression ratio, whether blocks overlap, and where the tokens before a block's last are
+    kept (by page or in a ring). Up to `drafts` tokens of a step may be rolled back; the ring has
+    the smallest size that allows it."""
 
     ratio: int
     overlaps: bool
@@ -43,14 +44,14 @@ LAYOUTS = (Layout(4, True, True, 1), Layout(4, True, True, 3), Layout(8, False, 
 
 @dataclass
 class Request:
-    """Its tokens, each with a number of its own, and its pages."""
+    """The tokens of a request, each with a unique number, and its pages."""
 
     tokens: list[int] = field(default_factory=list)
     pages: list[int] = field(default_factory=list)
 
 
 class Life:
-    """Requests that come, share pages, go on in chunks, and take tokens back."""
+    """Runs requests that arrive, share pages, continue in chunks, and roll tokens back."""
 
     def __init__(self, kernels: ModuleType, layout: Layout, seed: int) -> None:
         self._kernels, self._layout, self._random = kernels, layout, random.Random(seed)
@@ -60,7 +61,7 @@ class Life:
         self._free_pages = iter(range(1, 10**6))
 
     def run(self, steps: int) -> None:
-        """Random steps, each of which is checked."""
+        """Run random steps, and check each."""
         for _ in range(steps):
             for slot in range(1, SLOTS):
                 if slot not in self._slots or self._random.random() < 0.1:
@@ -72,7 +73,7 @@ class Life:
             self._step({slot: count for slot, count in chunks.items() if room[slot] and count}, singles)
 
     def _arrived(self) -> Request:
-        """A new request, or one that has whole pages of another."""
+        """Return a new request, or one that shares whole pages with another."""
         donor = self._random.choice([Request(), *self._slots.values()])
         shared = self._random.randint(0, len(donor.tokens) // PAGE)
         return Request(donor.tokens[: shared * PAGE], donor.pages[:shared])
@@ -121,7 +122,7 @@ class Life:
         assert (reads[rest] == -1).all() and not block_positions[rest].any() and not out_rows[rest].any()
 
     def _content(self, made: Step, read: int) -> int | None:
-        """The token that is read."""
+        """Return the token at an index of `reads`: a token of this step, a kept one, or None."""
         if read == -1:
             return None
         slot, place = made.places[read] if read >= 0 else (0, 0)
@@ -136,8 +137,8 @@ class Life:
 
 
 class Step:
-    """The tensors of one step: rows in their order, then a padding row and, behind the rows'
-    tokens, one of nobody."""
+    """The tensors of one step: the rows in order, then one padding row, and one padding token after
+    the rows' tokens."""
 
     def __init__(self, layout: Layout, slots: dict[int, Request], begins: dict[int, int]) -> None:
         self._layout = layout
@@ -159,7 +160,8 @@ class Step:
             self._state_table[slot, : len(pages) - offset // PAGE] = int32(*pages[offset // PAGE :])
 
     def lists(self, kernels: ModuleType) -> tuple[Tensor, Tensor]:
-        """Of each token, the rows of its window, and of the blocks that are complete."""
+        """Return for each token the rows of its sliding window and the rows of its complete
+        blocks."""
         count, ratio = len(self._tokens[0]), self._layout.ratio
         window = torch.empty(count, WINDOW, dtype=torch.int32)
         blocks = torch.empty(count, PAGES * PAGE // ratio, dtype=torch.int32)
@@ -168,7 +170,7 @@ class Step:
         return window, blocks
 
     def planned(self, kernels: ModuleType, with_lengths: bool) -> list[Tensor]:
-        """What `compress_plan` writes, for as many events as there may be."""
+        """Return the outputs of `compress_plan` for the largest possible number of blocks."""
         count, ratio = len(self._tokens[0]), self._layout.ratio
         events = min(count, count // ratio + len(self._slots))
         shapes = (events, self._layout.span), (events,), (events,), (count,)
@@ -180,7 +182,7 @@ class Step:
 
 
 def int32(*values: int) -> Tensor:
-    """A vector."""
+    """Make an int32 vector."""
     return torch.tensor(values, dtype=torch.int32)
 
 
@@ -193,7 +195,7 @@ def test_every_row_that_a_plan_reads_holds_the_token_that_is_meant(layout: Layou
 
 
 def test_what_is_no_event_names_no_row_behind_the_table() -> None:
-    """Two requests near the end of their pages, neither of which completes a block."""
+    """Two requests near the end of their pages; neither completes a block."""
     table, out = int32(0, 0, 1, 2, 3, 4).view(3, 2), [torch.full(size, -7) for size in ((2, 8), (2,), (2,), (2,))]
     tokens = int32(1, 2), int32(12, 12)
     reference_sparse.compress_plan(

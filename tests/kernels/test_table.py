@@ -1,4 +1,4 @@
-"""The kernel table: what is replaced, and what the ledger can say about it."""
+"""The kernel table: replaced entries, and the ledger's rows about them."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from sglcore.runtime.kernels.row_codec import E4M3FN, E4M3FNUZ, RowCodec
 from sglcore.runtime.kernels.table import KernelTable, entry, optional
 
 OPTIONAL = {name: entry.rests_on for name, entry in KernelTable.declared().items() if entry.is_optional}
-"""Entries that the reference table lacks, and those that they rest on."""
+"""Entries without a reference implementation, and the entries that they rest on."""
 
 
 def fast_gelu(x: torch.Tensor, approximate: str = "none") -> torch.Tensor:
-    """Another implementation."""
+    """Another implementation of `gelu`."""
     return torch.nn.functional.gelu(x, approximate=approximate)
 
 
@@ -35,7 +35,7 @@ class Silu:
     """An implementation that is an object."""
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Not the real thing."""
+        """Return the input unchanged."""
         return x
 
 
@@ -70,7 +70,7 @@ def test_an_optional_entry_goes_when_what_it_does_the_work_of_is_replaced() -> N
 
 
 def called_by(code: CodeType) -> set[str]:
-    """The names that a function uses, and those that functions within it do."""
+    """Return the names that a function and its inner functions use."""
     inner = (called_by(each) for each in code.co_consts if isinstance(each, CodeType))
     return set(code.co_names).union(*inner)
 
@@ -84,7 +84,7 @@ def test_an_optional_entry_rests_on_every_entry_that_its_meaning_is_made_of(name
 
 
 def lacking() -> KernelTable:
-    """A table without two libraries."""
+    """A table that refuses two libraries."""
     table = KernelTable().refusing("fast refused for gelu: not installed").refusing("other refused for silu: too old")
     return table.replace(gelu=fast_gelu)
 
@@ -118,43 +118,43 @@ def test_a_table_is_not_changed() -> None:
 
 
 def scaled(x: torch.Tensor, gains: torch.Tensor, cells: torch.Tensor, power: float) -> torch.Tensor:
-    """Each row by its gain to a power, summed into `cells`."""
+    """Multiply each row by its gain to a power, and add the sum of the rows to `cells`."""
     cells += x.sum(0)
     return x * gains**power
 
 
 class Extended(KernelTable):
-    """The table and one more entry, by one declaration."""
+    """The table with two more entries."""
 
     scaled = entry(scaled, writes=("cells",), shapes=(("T H", "H", "H", 2.0),))
     twice = optional(lambda x: 2 * x, rests_on=("scaled",), shapes=(("T I",),))
 
 
 def device_scaled(x: torch.Tensor, gains: torch.Tensor, cells: torch.Tensor, power: float) -> torch.Tensor:
-    """A device's function."""
+    """A device's implementation of `scaled`."""
     torch.add(cells, x.sum(0), out=cells)
     return gains.pow(power) * x
 
 
 def forgets_power(x: torch.Tensor, gains: torch.Tensor, cells: torch.Tensor, power: float) -> torch.Tensor:
-    """Mutant."""
+    """Mutant: ignores the power."""
     return device_scaled(x, gains, cells, 1.0)
 
 
 def writes_too_much(x: torch.Tensor, gains: torch.Tensor, cells: torch.Tensor, power: float) -> torch.Tensor:
-    """Mutant: the right result, and another argument written."""
+    """Mutant: returns the correct result and writes another argument too."""
     found = device_scaled(x, gains, cells, power)
     gains += 1
     return found
 
 
 def writes_nothing(x: torch.Tensor, gains: torch.Tensor, cells: torch.Tensor, power: float) -> torch.Tensor:
-    """Mutant: the result alone."""
+    """Mutant: returns the result and does not write `cells`."""
     return gains.pow(power) * x
 
 
 def held_against_its_reference(table: KernelTable, case: str) -> None:
-    """The kit's law, as a device runs it."""
+    """Run the kit's law that compares kernels, as for a device."""
     trial: Any = SimpleNamespace(case=case, note=lambda *seen: None, tolerance=RELATIVE.__getitem__)
     compare(trial, table, Facts(tensor_device="cpu"))
 
@@ -201,8 +201,8 @@ def scores(
     codec: RowCodec | None,
     float8: str | None = None,
 ) -> torch.Tensor:
-    """`index_logits` of its own, whose rows are read in `float8`, if there is one, and not in their
-    codec's."""
+    """An implementation of `index_logits` that decodes rows in `float8`, if given, instead of the
+    codec's type."""
     own = codec and replace(codec, float8=float8 or codec.float8)
     places = torch.arange(width)
     pages = table[token_slots][:, (places // rows_per_page).clamp(max=table.shape[1] - 1)]
@@ -221,7 +221,7 @@ def test_a_table_that_does_not_read_the_form_it_names_is_caught() -> None:
 
 
 def many() -> KernelTable:
-    """A table with more entries than a line has room for."""
+    """A table that replaces more entries than one line can list."""
     names = (
         "gelu",
         "silu_and_mul",

@@ -1,5 +1,5 @@
-"""What a kernel says that it takes: it runs where a model is built of such sizes, the next one
-elsewhere, and the ledger says so."""
+"""Kernels that declare which arguments they support: a model with such sizes uses them, others use
+the next candidate, and the ledger reports it."""
 
 from __future__ import annotations
 
@@ -35,18 +35,18 @@ PARTLY = (HEADS, HEADS, torch.empty(1, dtype=torch.int32, device="meta"), CACHE,
 
 
 def whole(q: Tensor, k: Tensor, positions: Tensor, cos_sin_cache: Tensor, head_dim: int) -> str:
-    """Heads that are rotated whole."""
+    """Refuse heads that are rotated in part."""
     rotated = cos_sin_cache.shape[1]
     return "" if rotated == head_dim else f"{rotated} of {head_dim} elements of a head are rotated"
 
 
 def quick_rotary(*call: Any) -> Any:
-    """A device's function."""
+    """A device's implementation of `rotary`."""
     return reference.rotary(*call)
 
 
 def vendor_rotary(*call: Any) -> Any:
-    """Another of a device's functions."""
+    """A second implementation of `rotary` for the device."""
     return reference.rotary(*call)
 
 
@@ -118,13 +118,13 @@ def test_nothing_that_is_asked_can_read_a_value() -> None:
 
 
 def as_described(*call: Any) -> tuple[Any, ...]:
-    """The dtypes and sizes of a call, without its rows: those of the first dimension of what is no
-    weight."""
+    """Return the dtypes and sizes of a call without the first dimensions, so activations match for
+    any number of rows."""
     return tuple((str(arg.dtype), tuple(arg.shape[1:])) if isinstance(arg, Tensor) else arg for arg in call)
 
 
 def recording(entries: tuple[str, ...]) -> tuple[KernelTable, dict[str, set[Any]], dict[str, set[Any]]]:
-    """A table that writes down what it was asked to take, and what it was called with."""
+    """Return a table that records the calls it was asked to support, and the calls made."""
     asked: dict[str, set[Any]] = {name: set() for name in entries}
     called: dict[str, set[Any]] = {name: set() for name in entries}
 
@@ -213,13 +213,13 @@ def test_the_draw_and_the_cells_are_asked_for_as_an_engine_starts(tmp_path: Path
 
 
 def hold(table: KernelTable, case: str) -> None:
-    """The kit's law, as a device runs it."""
+    """Run the kit's law that compares kernels, as for a device."""
     trial: Any = SimpleNamespace(case=case, note=lambda *seen: None, tolerance=RELATIVE.__getitem__)
     compare(trial, table, Facts(tensor_device="cpu"))
 
 
 def fails(*call: Any) -> Any:
-    """What is not asked must not run."""
+    """Raise: a kernel must not run on arguments that it refused."""
     raise AssertionError("it said that it does not take this")
 
 
@@ -264,12 +264,12 @@ def test_a_kernel_that_does_not_keep_to_what_it_says_is_caught(entry: str, defec
 
 
 def refuses_small(x: Tensor, weight: Tensor, bias: Tensor | None) -> str:
-    """Blocks of 16 rows."""
+    """Refuse weights with a number of rows that is not a multiple of 16."""
     return "not of whole blocks" if weight.shape[0] % 16 else ""
 
 
 def turned_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Reads what lies upside down."""
+    """Multiply by a weight that is packed with its rows reversed."""
     return reference.linear(x, weight.flip(0), bias)
 
 

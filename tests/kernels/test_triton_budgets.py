@@ -1,9 +1,9 @@
-"""Every Triton kernel compiles for every chip, and costs what is stored: no register, byte or spill
-more or less.
+"""Every Triton kernel compiles for every chip with exactly the stored costs in registers, bytes and
+spills.
 
-Compiling for all chips takes minutes, so it is a group (docs/testing.md): as long as the kernels
-are those that last passed whole, a part of the kernels on one chip, another at each turn, shows
-that the figures are true.
+Compiling for all chips takes minutes, so it is a group (docs/testing.md): while the kernels are
+those of the last complete pass, each turn compiles another part of the kernels for one chip and
+checks the figures.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ SOURCES = ("sglcore/runtime/kernels/triton/*.py", "sglcore/runtime/attention/tri
 GROUP = "kernel-budgets"
 CASES = sorted({label.partition(": ")[0] for label in STORED})
 PART = 5
-"""A sample is one of so many cases."""
+"""A sample has one of PART cases."""
 FORMS = ("in 16", "with bounded registers")
 REGISTERS = MappingProxyType({"cuda": 96, "hip": 128})
-"""What the options of `OPTIONS` leave a thread."""
+"""Registers per thread under the options of `OPTIONS`."""
 MEASURED_WITH = dict(line.split("==") for line in pinned(ROOT / TESTS))["triton"]
-"""The version whose figures are stored: another compiler takes other registers."""
+"""The Triton version of the stored figures: another compiler uses other registers."""
 
 measured_triton = pytest.mark.skipif(
     version("triton") != MEASURED_WITH,
@@ -70,7 +70,7 @@ def test_the_group_covers_every_source_of_a_kernel() -> None:
 
 
 def launched_kernels() -> set[str]:
-    """Functions of our sources that are launched, as `name[grid](...)`."""
+    """Return the names of functions in our sources that are launched as `name[grid](...)`."""
     calls = (
         node.func.value.id
         for pattern in SOURCES

@@ -1,5 +1,5 @@
-"""The draw in Triton gives the sampler's tokens to the bit, whatever the vocabulary, the cut-offs
-and the ties."""
+"""Sampling in Triton gives the same tokens as the torch sampler bit by bit, for any vocabulary,
+cut-offs and ties."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ VOCABULARIES = (1, 5, 64, 65, 200)
 
 
 def some_rows(rng: random.Random, count: int, greedy: bool = True) -> list[tuple[SamplingParams, int]]:
-    """Random parameters and seeds."""
+    """Return random parameters and seeds."""
     temperatures = (0.0, 0.5, 1.0, 2.0) if greedy else (0.5, 1.0, 2.0)
     return [
         (
@@ -43,7 +43,8 @@ def some_rows(rng: random.Random, count: int, greedy: bool = True) -> list[tuple
 
 
 def some_logits(rng: random.Random, count: int, vocab: int) -> Tensor:
-    """Random logits: flat, peaked or full of ties; some rows are bad or have only one candidate."""
+    """Return random logits: flat, peaked or full of ties; some rows are bad or have only one
+    candidate."""
     logits = torch.randn(count, vocab + 3, generator=torch.Generator().manual_seed(rng.randrange(1 << 31)))[:, 1:-2]
     logits = logits * rng.choice((0.1, 1, 5, 40))
     if rng.random() < 0.5:
@@ -56,7 +57,7 @@ def some_logits(rng: random.Random, count: int, vocab: int) -> Tensor:
 
 
 def assert_same(module: ModuleType, guards: Guards, logits: Tensor, state: SamplingState) -> None:
-    """The same tokens and bad rows as in torch."""
+    """The tokens and bad rows equal those in torch."""
     tables = make_race_tables(logits.shape[1], "cpu")
     tokens, bad = draw_rows(logits, state, tables)
     found, found_bad = module.draw(guards.place(logits), state, tables, SMALL)
@@ -74,7 +75,8 @@ def test_every_token_is_the_samplers(seed: int, monkeypatch: pytest.MonkeyPatch)
 
 
 def ties(*params: dict) -> tuple[Tensor, SamplingState]:
-    """Five equal tokens over three blocks, so that every cut is among them; four draws of each."""
+    """Five equal tokens over three blocks, so that every cut falls among them; four draws of
+    each."""
     rows = [each for each in params for _ in range(4)]
     logits = torch.full((len(rows), 2 * BLOCK + 7), -20.0)
     logits[:, ::29] = 1.0

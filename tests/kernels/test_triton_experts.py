@@ -1,5 +1,4 @@
-"""Routing and experts in Triton give what the reference gives, for any routing, and touch nothing
-else."""
+"""Routing and experts in Triton equal the reference for any routing, and touch nothing else."""
 
 from __future__ import annotations
 
@@ -26,8 +25,8 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.
 
 
 def close(found: Tensor, wanted: Tensor) -> None:
-    """Relative to the largest: sums of products of random signs have no small relative error
-    each."""
+    """Compare with an error relative to the largest element: a sum of products with random signs
+    may be small and have a large relative error."""
     assert found.dtype == wanted.dtype and found.shape == wanted.shape
     if wanted.numel():
         bound = {torch.bfloat16: 2**-7, torch.float16: 2**-10}.get(wanted.dtype, 1e-6)
@@ -51,7 +50,7 @@ def moe(module: ModuleType, guards: Guards, tokens: int, choices: int, dtype: to
 
 
 def mxfp4(module: ModuleType, guards: Guards, weights: Tensor, ids: Tensor, dtype: torch.dtype) -> None:
-    """Random codes: of these a row has whole groups of 32."""
+    """Random MXFP4 codes; their rows consist of whole groups of 32."""
     source, (width, size) = torch.Generator().manual_seed(12), (64, 32)
     packed: list[Tensor] = []
     for outputs, inputs in ((2 * size, width), (width, size)):

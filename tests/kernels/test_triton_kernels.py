@@ -1,5 +1,5 @@
-"""The Triton kernels of norms, activation, rotation, cells and proposals give what the reference
-gives and touch nothing else."""
+"""The Triton kernels of norms, activation, rotary, KV slots and draft tokens equal the reference
+and touch nothing else."""
 
 from __future__ import annotations
 
@@ -36,20 +36,20 @@ from tests.kernels.test_reference_kernels import cache, random
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 TOKENS = pytest.mark.parametrize("tokens", [0, 1, 7])
 SMALL = Tuning(elements=64)
-"""Several programs even for small tensors."""
+"""Gives several programs even for small tensors."""
 
 Law = Callable[[ModuleType, Guards, int, torch.dtype], None]
 
 
 def close(found: Tensor, wanted: Tensor) -> None:
-    """float32 within 1e-5; narrower floats within two of their steps."""
+    """Compare float32 within 1e-5, and narrower floats within two of their steps."""
     assert found.dtype == wanted.dtype and found.shape == wanted.shape
     narrow = {torch.bfloat16: 2**-7, torch.float16: 2**-10}.get(wanted.dtype, 1e-5)
     torch.testing.assert_close(found, wanted, rtol=narrow, atol=1e-5)
 
 
 def columns(guards: Guards, tokens: int, size: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
-    """The middle columns of a wider tensor, whose other columns are NaN."""
+    """Return the middle columns of a wider tensor; its other columns are NaN."""
     wide = torch.full((tokens, size + 5), torch.nan, dtype=dtype)
     wide[:, 2 : 2 + size] = random(tokens, size, dtype=dtype, seed=seed)
     return guards.place(wide)[:, 2 : 2 + size]
@@ -112,7 +112,7 @@ def cache_locations(kernels: ModuleType, guards: Guards, tokens: int, dtype: tor
 
 
 def verification(entry: str, kernels: ModuleType, guards: Guards, tokens: int) -> None:
-    """Every call of the kit leaves each of its tensors as the reference does."""
+    """For every call of the kit, each tensor afterwards equals the reference's."""
     in_place(kernel_inputs_speculative, reference_speculative, entry, kernels, guards, tokens)
 
 
@@ -286,8 +286,8 @@ def test_a_defect_is_caught(
 
 
 def test_narrow_floats_are_rounded_to_even_in_the_interpreter_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter itself cuts bfloat16 off; the norm of values between two steps would show
-    it."""
+    """The interpreter itself truncates bfloat16, which would show in the norm of values between two
+    steps."""
     x = random(5, 48, dtype=torch.bfloat16)
     weight = random(48, dtype=torch.bfloat16, seed=1)
     for gain in (weight, random(48, seed=2)):

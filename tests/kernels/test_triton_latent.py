@@ -1,5 +1,5 @@
-"""The Triton kernels of latent rows, hyper-connections and lists of rows give what the reference
-gives, and touch nothing else."""
+"""The Triton kernels of latent rows, hyper-connections and lists of rows equal the reference, and
+touch nothing else."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from sglcore.runtime.kernels.triton import Tuning, activation, experts, hyper, l
 from tests.kernels.guards import Guards, mutated
 
 SMALL = Tuning(elements=128, hc_split=48, hc_depth=32)
-"""Several programs even for small tensors."""
+"""Gives several programs even for small tensors."""
 MODULES = {
     **dict.fromkeys(("rope_tail", "norm_rope_store", "index_key_store"), latent_rows),
     **dict.fromkeys(("hc_pre", "hc_post", "hc_head"), hyper),
@@ -46,7 +46,7 @@ def hc_head(drawn: Draw, tokens: int, strided: bool) -> kernel_inputs.Inputs:
 def check(
     kernels: ModuleType, name: str, guards: Guards, tokens: int, dtype: torch.dtype, float8: str = E4M3FN
 ) -> None:
-    """Every call of the kit, of strided rows: results, and what is written."""
+    """For every call of the kit on strided rows, compare results and written tensors."""
     entry = KernelTable.declared()[name]
     own = {"limited_silu_and_mul": limited_silu_and_mul, "hc_head": hc_head}
     inputs = vars(kernel_inputs) | vars(kernel_inputs_sparse) | own
@@ -68,12 +68,12 @@ def check(
 
 
 def results_of(made: Any) -> tuple[Tensor, ...]:
-    """None, one, or several."""
+    """Return the results as a tuple: none, one, or several."""
     return () if made is None else made if isinstance(made, tuple) else (made,)
 
 
 def compare(found: Tensor, wanted: Tensor, codec: RowCodec | None, bound: float) -> None:
-    """Rows in eight bits by what they mean."""
+    """Compare within `bound`; 8-bit rows are decoded first."""
     assert found.dtype == wanted.dtype and found.shape == wanted.shape
     if wanted.dtype == torch.uint8 and codec is not None:
         found, wanted, bound = codec.decode(found), codec.decode(wanted), RELATIVE["float8"]
@@ -103,8 +103,8 @@ def test_rows_in_the_other_floats_are_the_reference_s(entry: str, monkeypatch: p
 
 
 def check_bytes(kernels: ModuleType, guards: Guards, float8: str = E4M3FN) -> None:
-    """Every value of e4m3, and what lies between two, in groups whose scale is 1, 2^-12 and
-    2^12."""
+    """Check every value of e4m3, and values between two neighbours, in groups with scale 1, 2^-12
+    and 2^12."""
     values = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
     between = torch.cat(((values[1:] + values[:-1]) / 2, torch.zeros(1)))
     rows = torch.cat((torch.stack((values, between, values * 0.99)), torch.full((3, 1), 448.0)), dim=1)

@@ -1,5 +1,5 @@
-"""Every Triton kernel is launched as the field of its entry says: warps, stages, and what only the
-vendor's compiler knows."""
+"""Every Triton kernel is launched with the settings of its entry's field: warps, stages, and
+options of the vendor's compiler."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ OTHERS = MappingProxyType(
 
 
 def marked() -> Tuning:
-    """Each launch with an option that says whose it is."""
+    """Return a tuning in which each launch has an option with the name of its field."""
     tuning = Tuning(lanes=32)
     names = [field.name for field in fields(tuning) if isinstance(getattr(tuning, field.name), LaunchConfig)]
     own = {name: LaunchConfig(64, 5, lanes=16, options={"vendor": name}) for name in names}
@@ -49,7 +49,7 @@ def marked() -> Tuning:
 
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[dict[str, Any]]]:
-    """What every launch was told, by kernel; nothing runs."""
+    """Record the options of every launch by kernel, and run nothing."""
     found: dict[str, list[dict[str, Any]]] = {}
 
     def run(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
@@ -115,8 +115,9 @@ def test_options_are_frozen_as_a_copy() -> None:
 
 
 def programs_fit(tuning: type[Tuning]) -> bool:
-    """The law: a program holds no more elements than it may, unless a row has more, and no tile is
-    beyond its memory, unless the fewest tokens that a product takes are."""
+    """The law: a program has no more elements than allowed, unless one row has more, and no tile
+    exceeds its memory, unless it has the smallest number of tokens that a dot product takes
+    (16)."""
     made = tuning(elements=2048, tile_bytes=16 << 10)
     return all(
         made.rows(width, count) * width <= max(2048, width)
@@ -129,18 +130,18 @@ def programs_fit(tuning: type[Tuning]) -> bool:
 
 
 class Wider(Tuning):
-    """Rounds rows up."""
+    """Mutant: rounds rows up."""
 
     def rows(self, width: int, count: int) -> int:
-        """Twice as many."""
+        """Return twice the number of rows."""
         return 2 * super().rows(width, count)
 
 
 class Thinner(Tuning):
-    """Has tiles that no product takes."""
+    """Mutant: has tiles that are too small for a dot product."""
 
     def fitting(self, tokens: int, token_bytes: int) -> int:
-        """As many as fit."""
+        """Return the number of tokens that fit."""
         return min(tokens, max(1, self.tile_bytes // token_bytes))
 
 

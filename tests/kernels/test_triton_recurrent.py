@@ -1,5 +1,5 @@
-"""The Triton kernels of recurrent layers give what the reference gives: results, states, and
-nothing beside them."""
+"""The Triton kernels of recurrent layers equal the reference in results and states, and touch
+nothing else."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from sglcore.runtime.kernels.triton import Tuning, convolution, delta_rule, norm
 from tests.kernels.guards import Guards, mutated
 
 SMALL = Tuning(elements=256, conv_tokens=16, conv_channels=32, state_columns=16, scan_tokens=16)
-"""Several programs, tiles and chunks even for small tensors."""
+"""Gives several programs, tiles and chunks even for small tensors."""
 STATES = {"causal_conv": 4, "gated_delta_rule": 5, "selective_scan": 7}
-"""Where in the call of an entry its pool is."""
+"""The position of the state pool in the arguments of each entry."""
 MODULES = {
     "causal_conv": convolution,
     "gated_delta_rule": delta_rule,
@@ -33,15 +33,15 @@ MODULES = {
 
 
 def gated_rms_norm(drawn: Draw, tokens: int, strided: bool) -> kernel_inputs.Inputs:
-    """Groups with a weight of their own, and with one for all."""
+    """Groups with one weight each, and a single group."""
     for groups, size, gate_first in ((1, 12, False), (2, 24, True)):
         x, gate = (drawn.rows(tokens, 48, strided) for _ in range(2))
         yield x, gate, drawn.values(groups, size), 1e-6, gate_first
 
 
 def check(kernels: ModuleType, entry: str, guards: Guards, tokens: int, dtype: torch.dtype) -> None:
-    """Every call of the kit, and of strided rows; padding and nobody's tokens bring what is not a
-    number."""
+    """Check every call of the kit, also on strided rows; padding rows and padding tokens hold
+    NaN."""
     make = gated_rms_norm if entry == "gated_rms_norm" else getattr(kernel_inputs, entry)
     for strided in (False, True) if tokens <= 3 else (True,):
         for args in make(Draw(tokens, dtype), tokens, strided):
@@ -60,7 +60,7 @@ def check(kernels: ModuleType, entry: str, guards: Guards, tokens: int, dtype: t
 
 
 def spoil_padding(args: tuple[Any, ...], place: int) -> None:
-    """NaN in the slot of nobody and in the tokens of padding rows."""
+    """Put NaN into state slot 0, which is for padding, and into the tokens of padding rows."""
     slots, starts, *_ = args[-4:]
     args[place][0] = torch.nan
     if starts is None:

@@ -1,5 +1,5 @@
-"""Rotation and store in one launch: what the two entries of the reference give one after the other,
-and nothing else."""
+"""Rotary and store in one launch: the same result as the two reference entries one after the other,
+and nothing else is touched."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def check(
     tuning: Tuning = SMALL,
     heads: int = 4,
 ) -> None:
-    """q and every cell but cell 0 to the bit, for whole and partial rotations and caches of three
-    dtypes. The last rows are padding: what they bring is not a number."""
+    """q and every KV slot except slot 0 are equal bit by bit, for whole and partial rotation and
+    caches of three dtypes. The last rows are padding and hold NaN."""
     q, k = columns(guards, tokens, (heads + KV_HEADS) * DIM, dtype).split([heads * DIM, KV_HEADS * DIM], dim=-1)
     v = columns(guards, tokens, KV_HEADS * DIM, dtype, seed=1)
     for part in (q, k, v):
@@ -90,7 +90,7 @@ MUTANTS: tuple[tuple[ModuleType, str, str], ...] = (
 
 
 def broken(module: ModuleType, folder: Path, old: str, new: str) -> ModuleType:
-    """The entry over a defect, in its own module or in that of the rotation."""
+    """Return the entry over a defect in its own module or in the module of the rotary."""
     defect = mutated(module, folder, old, new)
     if module is rotated_store:
         return defect

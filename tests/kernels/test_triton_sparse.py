@@ -1,5 +1,5 @@
-"""The Triton kernels of DeepSeek's attention give what the reference gives: results, states, and
-nothing beside them."""
+"""The Triton kernels of DeepSeek's attention equal the reference in results and states, and touch
+nothing else."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from sglcore.runtime.kernels.triton import (
 from tests.kernels.guards import Guards, mutated
 
 SMALL = Tuning(elements=32, programs=64, index_tokens=16, index_scanned=16)
-"""Several programs, parts, splits and blocks even for small tensors."""
+"""Gives several programs, parts, splits and blocks even for small tensors."""
 MODULES = {
     "sparse_mqa": sparse_attention,
     "paged_mqa": sparse_attention,
@@ -45,8 +45,8 @@ MODULES = {
 
 
 def long_lists() -> Inputs:
-    """Two lists of several iterations and splits, of which a token uses both, one, or parts; heads
-    of two blocks."""
+    """Two lists long enough for several iterations and splits; tokens use both lists, one, or
+    parts. The heads fill two blocks."""
     drawn = Draw(5, torch.float32)
     lists: list[Tensor] = []
     for width, sizes in ((50, (50, 3, 0)), (40, (17, 0, 40))):
@@ -57,7 +57,8 @@ def long_lists() -> Inputs:
 
 
 def equal_scores() -> Inputs:
-    """Many at the bound, both zeros and infinities among them, in more than one block."""
+    """Many equal scores at the top-k bound, with both zeros and infinities among them, in more than
+    one block."""
     logits = torch.randint(-2, 3, (5, 70), generator=torch.Generator().manual_seed(3)).float()
     logits[logits == 1] = -0.0
     logits[0, 5:9], logits[1, ::2] = torch.inf, -torch.inf
@@ -69,7 +70,7 @@ def equal_scores() -> Inputs:
 
 
 MORE = {"sparse_mqa": long_lists, "index_top_k": equal_scores}
-"""Beside the kit's, what takes several iterations."""
+"""Inputs in addition to the kit's that need several iterations."""
 
 
 def check(
@@ -81,8 +82,7 @@ def check(
     float8: str = E4M3FN,
     tuning: Tuning = SMALL,
 ) -> None:
-    """Every call of the kit, with strided rows; rows that no list names hold what is not a
-    number."""
+    """Check every call of the kit with strided rows; rows that no list names hold NaN."""
     more = MORE[entry]() if tokens == 7 and entry in MORE else ()
     for args in (*getattr(kernel_inputs_sparse, entry)(Draw(tokens, dtype, float8), tokens, True), *more):
         wanted_args = [arg.clone() if isinstance(arg, Tensor) else arg for arg in args]
@@ -90,7 +90,7 @@ def check(
         wanted = [getattr(reference_sparse, entry)(*wanted_args)]
         found = [getattr(kernels, entry)(*given, tuning)]
         if entry == "compress":
-            # Row 0 is nobody's: what was there may stay.
+            # Row 0 is for padding: its contents may stay.
             wanted, found = [*wanted, wanted_args[1][1:]], [*found, given[1][1:]]
         for one, other in zip(found, wanted, strict=True):
             assert one.shape == other.shape and one.dtype == other.dtype

@@ -1,2 +1,2 @@
-"""Laws of every model through the whole engine: whatever the schedule, the numbers are those of
-transformers."""
+"""Laws of every model through the whole engine: for any schedule, the numbers equal
+transformers'."""

@@ -1,13 +1,12 @@
-"""How an engine of the laws runs its steps: eagerly, or by each kind of graph that the lane's
-device has."""
+"""How an engine of the laws runs its steps: eagerly, or with each graph kind that the lane's device
+has."""
 
 from __future__ import annotations
 
 import pytest
 
 KINDS = ("full", "breakable", "piecewise", "native")
-"""Kinds that are captured at once. A kind that compiles a forward for a minute has a law of its
-own."""
+"""Kinds that capture quickly. A kind that compiles a forward for a minute has its own law."""
 
 
 @pytest.fixture(

@@ -1,8 +1,7 @@
-"""Whole engines on a device: every attention backend, eager and by every graph kind, is
+"""Whole engines on a device: every attention backend, eager and with every graph kind, equals
 transformers within half precision.
 
-A package's test file is `from tests.laws.device_engines import *` beside the import of its
-`package`.
+A package's test file has `from tests.laws.device_engines import *` and imports its `package`.
 """
 
 from __future__ import annotations
@@ -35,20 +34,20 @@ Oracle = tuple[Any, Path]
 
 
 class Engines:
-    """The engines of a package; a library that is not installed skips."""
+    """Runs the engines of a package; a library that is not installed skips the test."""
 
     def __init__(self, package: DevicePackage) -> None:
         self.package = package
 
     def backend(self, attention: str) -> Any:
-        """The class of a backend."""
+        """Return the class of a backend."""
         try:
             return resolve(self.package.attention[attention], self.package.name)
         except ImportError as error:
             pytest.skip(f"needs the library of {attention}: {error}")
 
     def run(self, model: Oracle, attention: str, graph: str, **settings: Any) -> set[str]:
-        """The kinds of paths that the steps of a run took, whose numbers are right."""
+        """Run a model, check its numbers, and return the kinds of paths that its steps took."""
         oracle, folder = model
         sizes = self.backend(next(iter(self.package.attention))).facts.page_sizes
         page_size = 16 if sizes is None or 16 in sizes else sizes[0]
@@ -57,8 +56,8 @@ class Engines:
         return {path.partition(":")[0] for path in paths}
 
     def refused(self, model: Oracle, attention: str, asked: set[str]) -> bool:
-        """Whether a backend lacks some of the features that a model asks for; it is refused by
-        their names then."""
+        """Whether a backend lacks features that a model needs; if it does, also check that it is
+        refused and that they are named."""
         missing = sorted(asked - self.backend(attention).facts.features)
         if missing:
             with pytest.raises(ConfigError, match=f"{attention} refused: it lacks {', '.join(missing)}"):
@@ -67,8 +66,8 @@ class Engines:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Attention backends and graph kinds of the package; eager forwards, and replays beside them,
-    with the next step planned ahead and without."""
+    """Parametrize over the package's attention backends and graph kinds, and over `overlap` (graphs
+    only with it)."""
     package: DevicePackage = vars(metafunc.module)["package"]
     names = [name for name in package.attention if name != "reference"]
     ahead = [True] if metafunc.function is test_graphs else [True, False]

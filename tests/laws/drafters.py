@@ -1,5 +1,5 @@
-"""Drafters of the laws: one that is always right, one that never is, one that guesses, and one that
-now and then has nothing."""
+"""Drafters of the laws: one with only correct draft tokens, one with none, and one that guesses and
+at times drafts nothing."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ from sglcore.runtime.speculative.drafter import NONE, DraftRows
 
 
 class Texts:
-    """The whole texts of requests, by which a drafter knows what comes next. They differ in their
+    """The whole texts of requests, from which a drafter knows the next tokens. They differ in their
     first tokens."""
 
     def __init__(self, texts: Sequence[Sequence[int]]) -> None:
         self._texts = [list(text) for text in texts]
 
     def following(self, known: list[int], count: int) -> list[int]:
-        """The next `count` tokens of the text that begins so; NONE past its end."""
+        """Return the next `count` tokens of the text that begins with `known`; NONE past its
+        end."""
         for text in self._texts:
-            # One that ended by its stop token may be drawn on for a step: nobody sees what comes.
+            # A request that ended by its stop token may run one more step; the result is discarded.
             if text[: len(known)] == known[: len(text)]:
                 found = text[len(known) : len(known) + count]
                 return found + [NONE] * (count - len(found))
@@ -29,8 +30,8 @@ class Texts:
 
 
 class Knowing:
-    """Reads each request's tokens from the history, and proposes by them. Waits for the device,
-    which no real drafter does."""
+    """Reads each request's tokens from the history, and drafts the tokens that follow in its text.
+    Waits for the device, which no real drafter does."""
 
     lookahead = 0
     reads_history = True
@@ -43,34 +44,35 @@ class Knowing:
         self._random = torch.Generator().manual_seed(0)
 
     def advance(self, rows: DraftRows) -> Tensor:
-        """As `Drafter.advance`."""
+        """See `Drafter.advance`."""
         assert rows.history is not None
         history, found = rows.history.cpu(), torch.full((len(rows.slots), self.tokens), NONE, dtype=torch.int32)
         for row, (slot, last) in enumerate(zip(rows.slots.tolist(), rows.lengths.tolist(), strict=True)):
-            # A request whose last token is drawn already may go on for a step: nobody sees what it
-            # draws.
+            # A request with its last token already drawn may run one more step; the result is
+            # discarded.
             if not rows.batch.forward_mode.is_decode or last < int(rows.limits[row]):
                 found[row] = self.propose(history[slot, : last + 1].tolist())
         return found.to(rows.slots.device)
 
     def propose(self, known: list[int]) -> Tensor:
-        """What comes next."""
+        """Return the draft tokens after `known`."""
         return torch.tensor(self._texts.following(known, self.tokens), dtype=torch.int32)
 
     def close(self) -> None:
-        """Nothing to free."""
+        """Free nothing; records the call."""
         self.closed = True
 
 
 class Adversary(Knowing):
-    """Never right."""
+    """Drafts only wrong tokens."""
 
     def propose(self, known: list[int]) -> Tensor:
         return (super().propose(known).clamp(min=0) + 1) % self._vocab_size
 
 
 class Guessing(Knowing):
-    """Right for as many tokens as chance has it; sometimes it has fewer to propose, or none."""
+    """Drafts a random number of correct tokens, then a wrong one; sometimes it drafts fewer tokens,
+    or none."""
 
     def propose(self, known: list[int]) -> Tensor:
         right = super().propose(known)

@@ -1,4 +1,4 @@
-"""An engine over a random checkpoint, with tokens in and out, and the check of its
+"""An engine over a random checkpoint, with token ids as input and output, and checks of its
 log-probabilities."""
 
 from __future__ import annotations
@@ -27,29 +27,29 @@ from sglcore.schedule.scheduler import Scheduler
 
 TOLERANCE = 2e-4
 BUCKETS = (2, 6)
-"""Decode graphs of the engines: batches of one, three, four and five are padded."""
+"""Batch sizes of decode graphs: batches of one, three, four and five rows are padded."""
 
 TOKEN_BUCKETS = (48,)
-"""Prefill graphs, of 24 tokens and more. One is enough for a law, and a test names another that
-fits its prompts."""
+"""Token counts of prefill graphs; the one of 48 takes batches of 24 tokens and more. A test with
+shorter prompts sets its own."""
 
 
 def environ() -> dict[str, str]:
-    """What of the process's environment an engine of the tests may see: where the lane's machine is
-    laid out."""
+    """Return the variables that a test's engine may read: only the place of the lane's machine
+    files."""
     return {name: os.environ[name] for name in ("SGLCORE_SYSTEM_ROOT",) if name in os.environ}
 
 
 def on_this_device() -> dict[str, str]:
-    """The settings of an engine on the lane's device, by functions that a simulated one runs
-    fast."""
+    """Return engine settings for the lane's device; except on cpu, they choose functions that a
+    simulated device runs fast."""
     device = os.environ["LANE_DEVICE"]
     return {"device": device} | ({} if device == "cpu" else {"attention_backend": "gathered", "kernels": "reference"})
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One request's tokens with the log-probability of each, and of its prompt where it was
+    """One request's tokens with their log-probabilities, and those of its prompt if it was
     scored."""
 
     prompt: list[int]
@@ -59,7 +59,7 @@ class Result:
 
 
 class Watched:
-    """A worker that remembers which paths its steps took, and what came of rows in host memory."""
+    """A worker that records the paths of its steps and sums their hisparse counts."""
 
     def __init__(self, worker: TpModelWorker) -> None:
         self.worker = worker
@@ -84,8 +84,8 @@ class Watched:
 
 
 class TokenEngine:
-    """Scheduler and worker over a checkpoint in float32, without text. `paths`: what its steps
-    ran."""
+    """Scheduler and worker over a checkpoint in float32, without text. `paths`: the paths of its
+    steps."""
 
     def __init__(self, folder: Path, *, scramble_pages: int | None = None, **settings: Any) -> None:
         defaults = {"dtype": "float32", "threads": 1, "max_requests": 6, "page_size": 4, "kv_cache_memory": 8 << 20}
@@ -115,8 +115,8 @@ class TokenEngine:
         **sampling: Any,
     ) -> list[Result]:
         """Run prompts to their end, adding one every `stagger` steps (0: all at once); greedy
-        unless said. `grammars`: the seed of each prompt's grammar, None for a free one; that of
-        seed `changing` adds to logits too."""
+        unless `sampling` says otherwise. `grammars`: the seed of each prompt's grammar, None for no
+        grammar; the grammar with seed `changing` also changes logits."""
         params = SamplingParams(
             **{"temperature": 0.0, "logprobs": 0, "ignore_eos": True, **sampling},
             max_tokens=max_tokens,
@@ -144,7 +144,7 @@ class TokenEngine:
         return Request(f"r{self._count}", np.array(prompt, np.int32), params, seed=params.seed or 0)
 
     def _scramble(self, seed: int) -> None:
-        """Hand out pages in a random order."""
+        """Put the free pages into a random order."""
         pool = self.scheduler._running.memory.pool
         taken = pool.take(pool.free)
         np.random.default_rng(seed).shuffle(taken)
@@ -162,7 +162,7 @@ def _result(request: Request) -> Result:
 
 
 def check_logprobs(results: Sequence[Result], oracle: Any, tolerance: float = TOLERANCE) -> None:
-    """Every log-probability is transformers' for the same text, within the tolerance."""
+    """Every log-probability equals transformers' for the same text, within the tolerance."""
     for result in results:
         ids = result.prompt + result.tokens
         with torch.no_grad():
@@ -176,8 +176,8 @@ def check_logprobs(results: Sequence[Result], oracle: Any, tolerance: float = TO
 
 
 def check_greedy(results: Sequence[Result], oracle: Any) -> None:
-    """Every greedy token is transformers' own, unless its two best are closer than twice the
-    tolerance."""
+    """Every greedy token is transformers' own, unless its logit is within twice the tolerance of
+    the largest."""
     for result in results:
         ids = result.prompt + result.tokens
         with torch.no_grad():
@@ -188,11 +188,11 @@ def check_greedy(results: Sequence[Result], oracle: Any) -> None:
 
 
 def random_prompts(seed: int, lengths: Sequence[int], vocab_size: int = 97) -> list[list[int]]:
-    """Random token ids, 3 and above."""
+    """Return random token ids, 3 and above."""
     rng = np.random.default_rng(seed)
     return [rng.integers(3, vocab_size, size=length).tolist() for length in lengths]
 
 
 def describe(folder: Path) -> str:
-    """The architecture a checkpoint names."""
+    """Return the architecture named by a checkpoint."""
     return json.loads((folder / "config.json").read_text())["architectures"][0]

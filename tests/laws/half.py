@@ -1,5 +1,5 @@
-"""Engines in half precision, for attention libraries that take no other: log-probabilities against
-transformers."""
+"""Engines in half precision, for attention libraries that support no other dtype: log-probabilities
+compared with transformers."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from tests.checkpoints import llama, save
 from tests.laws.engine import TokenEngine, random_prompts
 
 TOLERANCE = 0.01
-"""Of a log-probability in float16 over two layers, against float32; a wrong mask or page moves it
-by tenths."""
+"""Tolerance of a log-probability in float16 over two layers, against float32; a wrong mask or page
+changes it by tenths."""
 
 SIZES = {"head_dim": 64, "max_position_embeddings": 128, "initializer_range": 0.1}
 
 
 def checkpoint(folder: Path, make: Callable[..., Any] = llama) -> tuple[Any, Path]:
-    """A random model whose heads every library takes, and its oracle, whose weights are float16
-    values."""
+    """Return a random model with a head size that every library supports, rounded to float16, as
+    oracle, and its saved checkpoint."""
     oracle = make(**SIZES)
     with torch.no_grad():
         for parameter in oracle.parameters():
@@ -31,7 +31,7 @@ def checkpoint(folder: Path, make: Callable[..., Any] = llama) -> tuple[Any, Pat
 
 
 def check(folder: Path, oracle: Any, device: str, attention: str, graph: str, **settings: Any) -> set[str]:
-    """Run ragged requests that join late, in chunks, and compare every log-probability; gives the
+    """Run ragged requests that join late, in chunks, and compare every log-probability; returns the
     paths of the steps."""
     engine = TokenEngine(
         folder,

@@ -1,5 +1,4 @@
-"""What every plan of attention was made for, and who attended by it: of all runners of a
-process."""
+"""Records every attention plan and every attention call by it, in all runners of a process."""
 
 from __future__ import annotations
 
@@ -17,8 +16,8 @@ from tests.laws.proposers import InFlight
 
 @dataclass(frozen=True)
 class Made:
-    """What was true when a plan was made: in which forward, of which sizes, for which lengths, or
-    for which captured size."""
+    """The state when a plan was made: the forward, the sizes, and the lengths (empty for a captured
+    size)."""
 
     plan: AttentionPlan
     forward: int
@@ -28,8 +27,8 @@ class Made:
 
 @dataclass
 class Marks:
-    """Looks at every plan and at every attention of all runners of a process; `attended` has who
-    attended, by which plan, for which turn, and how many steps were in flight."""
+    """Checks every attention plan and call of all runners of a process. `attended` lists each call:
+    the backend, the plan, the draft step (`batch.turn`), and the number of steps in flight."""
 
     made: dict[int, Made] = field(default_factory=dict)
     attended: list[tuple[AttentionBackend[Any], Made, Any, int]] = field(default_factory=list)
@@ -37,11 +36,11 @@ class Marks:
     watched: InFlight | None = None
 
     def note(self, plan: AttentionPlan, size: tuple[int, int], lengths: list[int]) -> None:
-        """A plan was made."""
+        """Record a new plan."""
         self.made[id(plan)] = Made(plan, self.forwards, size, lengths)
 
     def look(self, backend: AttentionBackend[Any], batch: ForwardBatch | None) -> None:
-        """A layer attends."""
+        """Check that a layer attends by a plan of this backend, size, lengths and forward."""
         assert batch is not None
         record = batch.plan_record
         assert record is not None
@@ -59,12 +58,12 @@ class Marks:
         self.attended.append((backend, made, batch.turn, 0 if self.watched is None else self.watched.now))
 
     def plans_of(self, runner: ModelRunner) -> list[int]:
-        """The forwards in which a runner's plans were made, that attended."""
+        """Return the forwards in which the plans used by a runner's attention were made."""
         return sorted({made.forward for backend, made, *_ in self.attended if backend is runner.attn_backend})
 
 
 def watched_marks(kind: Any, patch: pytest.MonkeyPatch) -> Marks:
-    """Of all runners whose backends are of a kind, from here on."""
+    """Watch all runners with backends of a kind from now on."""
     found = Marks()
     plan, capture_plan, attend, run = kind.plan, kind.capture_plan, AttentionBackend.forward, ModelRunner.forward
 

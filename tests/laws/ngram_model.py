@@ -1,5 +1,5 @@
-"""A Llama whose embedding of a token is that of the token, and that of it with the one before, from
-a table by their hash."""
+"""A Llama that adds to each token's embedding an embedding of the token and the one before, from a
+table indexed by their hash."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ NAME, ROWS = "BigramLlamaForCausalLM", 41
 
 
 def pairs_of(tokens: Tensor, before: Tensor) -> Tensor:
-    """Rows of the table; a first token has -1 before it."""
+    """Return rows of the table; the first token has -1 before it."""
     return (tokens * 31 + before * 7 + 7) % ROWS
 
 
 class BigramLlama(LlamaForCausalLM):
-    """Reads the history of the requests' slots."""
+    """Reads the token history by request slot."""
 
     reads_history = True
 
@@ -36,8 +36,8 @@ class BigramLlama(LlamaForCausalLM):
         self.pairs = build.at("model").embedding("pairs", ROWS, build.config.hidden_size)
 
     def embed(self, batch: ForwardBatch) -> LayerState:
-        """The sum of both embeddings; the first alone in a capture, whose graphs take no batch that
-        says where its tokens are."""
+        """Return the sum of both embeddings. Returns the first one alone in a capture, because no
+        replayed batch has `ngram_embedding_info`."""
         found, info, history = super().embed(batch), batch.ngram_embedding_info, get_forward_context().history
         if info is None:
             return found
@@ -52,20 +52,20 @@ class BigramLlama(LlamaForCausalLM):
 
 
 class Oracle:
-    """Transformers' Llama, given the same sums of embeddings."""
+    """Transformers' Llama on the same sums of embeddings."""
 
     def __init__(self, seed: int = 9) -> None:
         self.llama = llama()
         self.pairs = torch.randn(ROWS, 48, generator=torch.Generator().manual_seed(seed)) * 0.3
 
     def __call__(self, ids: Tensor) -> Any:
-        """The logits of ids [1, T]."""
+        """Return the logits of ids [1, T]."""
         before = torch.cat((torch.tensor([[-1]]), ids[:, :-1]), dim=1)
         embeds = self.llama.get_input_embeddings()(ids) + self.pairs[pairs_of(ids, before)]
         return self.llama(inputs_embeds=embeds)
 
     def save(self, folder: Path) -> Path:
-        """As a checkpoint of that architecture."""
+        """Save as a checkpoint of that architecture."""
         save(self.llama, folder)
         weights = load_file(folder / "model.safetensors")
         save_file({**weights, "model.pairs.weight": self.pairs}, folder / "model.safetensors", {"format": "pt"})

@@ -1,5 +1,5 @@
-"""Everything that proposes, over one tiny target: of each kind a checkpoint with its draft, and who
-it is that proposes."""
+"""All drafters over one tiny target: for each a checkpoint with its draft, and the expected
+class."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ TREE = MappingProxyType({"draft_width": 3, "draft_depth": 3, "draft_tokens": 7})
 
 @dataclass(frozen=True)
 class Proposer:
-    """What proposes: its `kind`, as it is asked for; the class of the drafter; whether it proposes
-    trees, and whether a step waits for the one before whatever was asked. `make(target, folder)`
-    saves a target with its draft, and gives that by dense torch, if it is a model."""
+    """A drafter: its `kind` in the settings, its class, whether it drafts trees, and whether a step
+    always waits for the one before. `make(target, folder)` saves a target with its draft, and
+    returns the draft in dense torch if it is a model."""
 
     kind: str
     drafter: type
@@ -54,7 +54,7 @@ class Proposer:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Those of an engine."""
+        """The settings of an engine with this drafter."""
         return {"speculative": self.kind, **(TREE if self.is_tree else {"draft_tokens": TOKENS})}
 
 
@@ -99,8 +99,8 @@ PROPOSERS: Mapping[str, Proposer] = MappingProxyType(
 
 
 def drafter_classes() -> set[type]:
-    """Every class of the package that may stand for a drafter: with a method `advance`, and
-    complete."""
+    """Return every class of the package that can be a drafter: not abstract, no protocol, and with
+    a method `advance`."""
     found = set[type]()
     for module in pkgutil.iter_modules(speculative.__path__, f"{speculative.__name__}."):
         classes = inspect.getmembers(importlib.import_module(module.name), inspect.isclass)
@@ -110,7 +110,7 @@ def drafter_classes() -> set[type]:
 
 @dataclass
 class Proposers:
-    """Checkpoints of each, made when they are asked for, and engines over them."""
+    """A checkpoint of each drafter, made at its first use, and engines over them."""
 
     folder: Path
     target: Any = field(default_factory=lambda: llama(**TARGET, max_position_embeddings=CONTEXT, vocab_size=VOCABULARY))
@@ -118,32 +118,33 @@ class Proposers:
     engines: list[TokenEngine] = field(default_factory=list)
 
     def of(self, name: str) -> tuple[Path, Any]:
-        """Its checkpoint, and its draft by dense torch."""
+        """Return a drafter's checkpoint, and its draft in dense torch."""
         if name not in self.made:
             folder = self.folder / name.replace(", ", "-").replace(" ", "-")
             self.made[name] = folder, PROPOSERS[name].make(self.target, folder)
         return self.made[name]
 
     def engine(self, name: str, **settings: Any) -> TokenEngine:
-        """One in which it proposes."""
+        """Start an engine with a drafter."""
         (folder, _), own = self.of(name), PROPOSERS[name]
         where = {"draft_model": str(folder / "draft")} if (folder / "draft").is_dir() else {}
         self.engines.append(TokenEngine(folder, **{**own.settings, **where, **settings}))
         return self.engines[-1]
 
     def plain(self) -> TokenEngine:
-        """One in which nothing is proposed."""
+        """Start an engine without draft tokens."""
         self.engines.append(TokenEngine(self.of("ngram")[0], graph="off"))
         return self.engines[-1]
 
     def close(self) -> None:
-        """Close all engines that were made; again if it likes."""
+        """Close all engines that were made; may be called again."""
         while self.engines:
             self.engines.pop().worker.close()
 
 
 def proposers_fixture() -> Any:
-    """A module's fixture `proposers`: all kinds, whose engines are closed behind its last test."""
+    """Make a module's fixture `proposers`: all drafters; their engines are closed after the
+    module's last test."""
 
     @pytest.fixture(scope="module")
     def proposers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Proposers]:
@@ -155,8 +156,8 @@ def proposers_fixture() -> Any:
 
 
 def plain_fixture(samplings: Sequence[dict[str, Any]] = SAMPLING) -> Any:
-    """A module's fixture `plain`: what comes without proposals, of all prompts, drawn as
-    `samplings` say."""
+    """Make a module's fixture `plain`: the results of all prompts without draft tokens, with these
+    sampling parameters."""
 
     @pytest.fixture(scope="module")
     def plain(proposers: Proposers) -> Ran:
@@ -166,12 +167,11 @@ def plain_fixture(samplings: Sequence[dict[str, Any]] = SAMPLING) -> Any:
 
 
 class Steered:
-    """A drafter that proposes by itself, of which the right tokens are then put in as often as
-    chance has it, so that any number of them is accepted. Waits for the device, which no drafter
-    does."""
+    """A drafter with correct tokens put into a random number of its draft tokens, so that every
+    number of accepted tokens occurs. Waits for the device, which no real drafter does."""
 
     def __init__(self, inner: Any, chance: Any = None) -> None:
-        """`chance`: as a generator of numpy's, or one of its seed 0."""
+        """`chance`: a numpy random generator; default_rng(0) if None."""
         self.inner = inner
         self.chance = chance or np.random.default_rng(0)
         self.requests, self.texts = list[Request](), list[list[int]]()
@@ -180,22 +180,22 @@ class Steered:
         return getattr(self.inner, name)
 
     def begin(self, texts: Sequence[list[int]], requests: list[Request]) -> None:
-        """Of these requests, whose texts will be these."""
+        """Use these requests, with these texts as their future results."""
         self.texts, self.requests = list(texts), requests
 
     def advance(self, rows: DraftRows) -> Tensor:
-        """As the drafter's own."""
+        """See `Drafter.advance`."""
         found = self.inner.advance(rows)
         chain = [[*range(found.shape[1])]] * len(found)
         return self.steer(rows, found, chain)
 
     def grow(self, rows: DraftRows) -> DraftTree:
-        """As the drafter's own."""
+        """See the tree drafters' `grow`."""
         tree = self.inner.grow(rows)
         return tree._replace(tokens=self.steer(rows, tree.tokens, tree.parents.tolist()))
 
     def steer(self, rows: DraftRows, tokens: Tensor, parents: list[list[int]]) -> Tensor:
-        """Put right tokens on some way from the root, as far as chance has it."""
+        """Put correct tokens on a path from the root, for a random number of steps."""
         by_slot = {each.slot: text for each, text in zip(self.requests, self.texts, strict=True)}
         steered = tokens.tolist()
         for row, (slot, length) in enumerate(zip(rows.slots.tolist(), rows.lengths.tolist(), strict=True)):
@@ -210,13 +210,13 @@ class Steered:
 
 
 class InFlight(Watched):
-    """Also how many steps were submitted and not collected, at most."""
+    """Also records the largest number of steps that were submitted and not collected."""
 
     most = now = 0
 
     @classmethod
     def of(cls, engine: TokenEngine) -> Self:
-        """The worker of an engine, from here on."""
+        """Watch the worker of an engine from now on."""
         made = cls(engine.worker)
         engine.loop.worker, made.paths = made, engine.paths
         return made

@@ -1,5 +1,5 @@
-"""Proposals of whole blocks, in whole engines: they are drawn of what dense torch gives, and change
-no text."""
+"""Block drafters (DFlash) in whole engines: draft tokens are drawn from the distribution of dense
+torch, and change no text."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
 
 
 def furthest(target: Any, dense: DenseDraft, tokens: list[int], steps: Sequence[Step]) -> float:
-    """The largest difference of log-probabilities, of blocks that had all their cells."""
+    """Return the largest difference of log-probabilities, over blocks with all their KV slots."""
     features, worst, compared = features_of(target, tokens, "dflash"), 0.0, 0
     for cells, limit, logprobs, _ in steps:
         if cells < len(tokens) and cells + BLOCK <= limit:
@@ -49,7 +49,8 @@ def furthest(target: Any, dense: DenseDraft, tokens: list[int], steps: Sequence[
 
 
 def difference(made: Made, **settings: Any) -> float:
-    """Of texts of one engine, of which the second begins as the first."""
+    """Run three texts with one engine, the second with the prefix of the first; returns the largest
+    difference."""
     target, folder, dense = made
     given = {"draft_tokens": TOKENS, "max_batch_tokens": 8, "scramble_pages": 2, **settings}
     engine = TokenEngine(folder, speculative="dflash", **given)

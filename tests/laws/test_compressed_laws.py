@@ -1,5 +1,6 @@
-"""Attention over windows and compressed blocks: prefix hits, retraction, overlap and graphs change
-nothing, whatever becomes of the pages that fell out of a window, and of what a slot had before."""
+"""Attention over sliding windows and compressed blocks: prefix hits, preemption, overlap and graphs
+change nothing, whatever happens to pages outside the window and to earlier contents of a request
+slot."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ TOLERANCE = 5e-5
 
 
 class ForgettingRows(ForgettingPool):
-    """What pages of windows had is no number once they are given back."""
+    """Fills window pages with NaN once they are freed."""
 
     def _forget(self, pages: list[int]) -> None:
         pool: Any = self.cells
@@ -45,7 +46,7 @@ class ForgettingRows(ForgettingPool):
 
 
 class CompressedEngine(TokenEngine):
-    """Its scheduler knows of few pages. `freed`: those of windows."""
+    """An engine with a scheduler that sees few pages. `freed`: the pool of window pages."""
 
     def __init__(self, folder: Path, *, pages: int = 12, window_pages: int = 12, **settings: Any) -> None:
         given = {"attention_backend": "compressed", "page_size": PAGE, "max_model_len": CONTEXT, "max_requests": 4}
@@ -63,7 +64,7 @@ class CompressedEngine(TokenEngine):
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Oracle]]:
-    """Blocks of 4 and of 16 tokens, and a window of 16."""
+    """A model with blocks of 4 and of 16 tokens, and a sliding window of 16."""
     oracle = deepseek_v4()
     yield save(oracle, tmp_path_factory.mktemp("deepseek-v4")), oracle
 
@@ -77,8 +78,7 @@ def check(results: list[Result], oracle: Oracle) -> None:
 
 
 def test_pages_of_both_kinds_change_nothing(checkpoint: tuple[Path, Oracle], graph: str) -> None:
-    """Chunks and ragged arrivals; prefix hits at the end of a text and where others branch off;
-    retraction."""
+    """Chunks and ragged arrivals; prefix hits at the end of a text and at branches; preemption."""
     folder, oracle = checkpoint
     engine = CompressedEngine(folder, graph=graph)
     check(engine.run(texts(1, (5, 60, 17, 34)), 8, score_prompts=True, stagger=2), oracle)
@@ -102,7 +102,8 @@ def test_a_window_of_one_token_keeps_what_the_first_block_of_the_next_page_is_ma
 
 @pytest.mark.needs("device")
 def test_texts_go_on_from_every_page_of_one_that_goes_on_itself(checkpoint: tuple[Path, Oracle]) -> None:
-    """Two at once; when it has ended; with nothing of their own behind it."""
+    """Requests share prefixes while the first runs, and after it has ended, with and without
+    further tokens of their own."""
     folder, oracle = checkpoint
     engine, base = CompressedEngine(folder, pages=40, window_pages=26, graph="off"), texts(11, (81,))[0]
     pairs = [base[:end] + tail for end in (16, 32, 48, 64, 80) for tail in texts(end, (2, 19))]
@@ -126,7 +127,7 @@ def test_a_text_whose_window_is_gone_is_computed_again_from_where_one_is_left(ch
 
 @pytest.mark.needs("device")
 def test_a_request_enters_a_slot_without_what_another_left_there(checkpoint: tuple[Path, Oracle]) -> None:
-    """Of blocks that end with pages: the ring has no number but the request's own."""
+    """For blocks that end at page ends: the ring holds values of the request itself only."""
     folder, oracle = checkpoint
     engine = CompressedEngine(folder, pages=10, window_pages=5, graph="off", max_requests=1)
     check(engine.run(texts(15, (47,)), 1), oracle)
@@ -143,15 +144,15 @@ def test_a_request_enters_a_slot_without_what_another_left_there(checkpoint: tup
 
 
 class ReachesAll(Windows):
-    """A hit goes as far as pages of all tokens do."""
+    """Mutant: a prefix hit ignores missing window pages."""
 
     def reachable(self, path: Any) -> int:
         return len(path)
 
 
 def by_slot(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What blocks of 4 tokens are made of belongs to a slot: who goes on from a page does not have
-    it."""
+    """Mutant: the state of open 4-token blocks is stored by request slot, so a request that
+    continues from a cached page lacks it."""
 
     def kept(*given: Any, **more: Any) -> Any:
         found = kept_rows(*given, **more)
@@ -161,18 +162,18 @@ def by_slot(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def to_tombstones(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Window pages that are gone do not hinder a hit."""
+    """Mutant: missing window pages do not limit a prefix hit."""
     monkeypatch.setattr(Windows, "reachable", ReachesAll.reachable)
 
 
 def frees_early(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first page that the window still sees goes back."""
+    """Mutant: frees a page that the window still sees."""
     seen = Windows.first_seen
     monkeypatch.setattr(Windows, "first_seen", lambda windows, pages: seen(windows, pages + 1))
 
 
 def sees_a_token_less(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The oldest token of each window is left out."""
+    """Mutant: leaves out the oldest token of each window."""
     fill = DeepseekV4AttnBackend._fill_lists
 
     def filled(backend: DeepseekV4AttnBackend, plan: CompressedPlan, batch: ForwardBatch) -> None:
@@ -183,7 +184,7 @@ def sees_a_token_less(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def forgets_the_open_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step's tokens are not kept for the block that a later step completes."""
+    """Mutant: a step's tokens are not kept for the block that a later step completes."""
     complete = DeepseekV4AttnBackend._complete
 
     def completed(backend: DeepseekV4AttnBackend, plan: CompressedPlan, batch: ForwardBatch) -> None:
@@ -212,15 +213,16 @@ def test_a_defect_is_caught(
 
 
 class SlotRings:
-    """The rows of each slot's last tokens: whoever enters a slot finds those of who had it
-    before."""
+    """Mutant: stores each request slot's last tokens in a ring, where a new request finds the
+    tokens of the slot's earlier request."""
 
     def __init__(self, slots: int, window: int, device: torch.device) -> None:
         self.rows = torch.zeros(slots, window, dtype=torch.int64, device=device)
         self._outside = torch.full((slots,), CONTEXT, device=device)
 
     def fill(self, plan: CompressedPlan, positions: torch.Tensor) -> None:
-        """Of what a step's tokens see, rows from before this step are those of their slot."""
+        """Replace window rows from before this step by those of the slot's ring, then store this
+        step's rows."""
         slots, at, width = plan.tokens.slots.long(), positions.long(), self.rows.shape[1]
         first = self._outside.scatter_reduce(0, slots, at, "amin")[slots]
         last = (-self._outside).scatter_reduce(0, slots, at, "amax")[slots]
@@ -235,8 +237,8 @@ class SlotRings:
 def test_rings_by_slot_give_the_same_until_a_prefix_is_hit(
     checkpoint: tuple[Path, Oracle], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without a hit every row of a window is the request's own; behind one the first windows have
-    rows of others."""
+    """Without a prefix hit every row of a window is the request's own; after a hit the first
+    windows contain rows of other requests."""
     folder, oracle = checkpoint
     fill, rings = DeepseekV4AttnBackend._fill_lists, list[SlotRings]()
 

@@ -1,6 +1,6 @@
-"""Two fields that are declared, one line in each of the two batches, reach the model of a whole
-engine: scheduler, overlap, worker, and graphs of the device's own kind. The model is right only if
-every token comes with its own values."""
+"""Two new fields, each declared by one line in both batch classes, reach the model through a whole
+engine: scheduler, overlap, worker, and the graphs of the device. The model is correct only if every
+token comes with its own values."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path,
 
 @pytest.fixture
 def wider(monkeypatch: Patch) -> Patch:
-    """The declarations are there from the start, and the model reads them."""
+    """Use the extended batch class from the start, in a model that reads the new fields."""
     for build in (build_decode_registry, build_prefill_registry):
         monkeypatch.setitem(build.__kwdefaults__ or {}, "batch_type", WiderBatch)
     real = MistralForCausalLM.embed
@@ -45,14 +45,14 @@ def wider(monkeypatch: Patch) -> Patch:
 
 
 class Live:
-    """Host arrays that each step overwrites, as the scheduler's are."""
+    """Overwrites the same host arrays in each step, as the scheduler does."""
 
     def __init__(self, scheduler: Any) -> None:
         self._next = scheduler.next_batch
         self._marks, self._weights = np.zeros(64, np.int32), np.zeros(512, np.float32)
 
     def __call__(self) -> WiderSchedule | None:
-        """The next step with its values in them."""
+        """Return the next step with its values in the shared arrays."""
         batch = self._next()
         if batch is None:
             return None
@@ -65,8 +65,8 @@ class Live:
 
 
 def serve(folder: Path, oracle: Any, **settings: Any) -> set[str]:
-    """Chunks, ragged arrivals and decode; every log-probability is checked. The paths that steps
-    took."""
+    """Run chunks, ragged arrivals and decode, and check every log-probability; returns the paths of
+    the steps."""
     made = TokenEngine(folder, **{"overlap": True, "poison": True, "max_batch_tokens": 8, **settings})
     made.scheduler.next_batch = Live(made.scheduler)
     check_logprobs(made.run(random_prompts(21, (5, 30, 17, 9)), 12, stagger=2), oracle)

@@ -1,5 +1,5 @@
-"""DeepSeek-V4 by the engine and its scheduler against transformers: lengths, chunks, arrivals,
-pages, greedy search, and names."""
+"""DeepSeek-V4 in an engine with its scheduler, compared with transformers: lengths, chunks,
+arrivals, pages, greedy search, and names."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.laws.test_model_laws import check_paths
 
 TOLERANCE = 5e-5
 Plant = tuple[Any, str, Any]
-"""An object, its attribute, and what stands there by the defect."""
+"""An object, its attribute, and the defective value."""
 LENGTHS = (1, 3, 4, 5, 15, 16, 17, 31, 33, 95)
 LONG = (127, 128, 129, 255, 256, 257, 300)
 WRITERS: dict[str, Callable[[Oracle, Path], Path]] = {
@@ -29,14 +29,14 @@ WRITERS: dict[str, Callable[[Oracle, Path], Path]] = {
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Oracle]]:
-    """Blocks of 4 and 16 tokens, so that short texts have several, and a limit that is often
-    reached."""
+    """Blocks of 4 and 16 tokens, so that short texts have several, and an activation limit that is
+    often reached."""
     oracle = deepseek_v4(swiglu_limit=0.3)
     yield save(oracle, tmp_path_factory.mktemp("deepseek-v4")), oracle
 
 
 def opened(folder: Path, **settings: Any) -> TokenEngine:
-    """An engine whose unused rows are no numbers."""
+    """Make an engine with unused rows poisoned."""
     return TokenEngine(
         folder, **{"attention_backend": "compressed", "page_size": 32, "max_model_len": 160, "poison": True, **settings}
     )
@@ -47,7 +47,7 @@ def prompts(seed: int, lengths: tuple[int, ...]) -> list[list[int]]:
 
 
 def same(found: list[Result], wanted: list[Result]) -> bool:
-    """The same tokens."""
+    """Whether the tokens are the same."""
     return [each.tokens for each in found] == [each.tokens for each in wanted]
 
 
@@ -98,7 +98,8 @@ def test_other_numbers_have_transformers_numbers(tmp_path: Path, changes: dict[s
 
 
 def test_in_bfloat16_the_numbers_are_near(checkpoint) -> None:
-    """Where other blocks or experts are chosen, some are far off, but few."""
+    """Where rounding changes the chosen blocks or experts, differences are large, but such tokens
+    are few."""
     folder, oracle = checkpoint
     for result in opened(folder, graph="off", dtype="bfloat16").run(prompts(9, (45, 20)), 6, score_prompts=True):
         ids = result.prompt + result.tokens
@@ -118,51 +119,51 @@ def test_names_of_each_kind_give_the_same_numbers(checkpoint, tmp_path: Path) ->
 
 @pytest.fixture(scope="module")
 def unshared(checkpoint) -> TokenEngine:
-    """One engine for all defects, whose requests share nothing."""
+    """One engine for all defects, without prefix cache between their requests."""
     return opened(checkpoint[0], graph="off", prefix_cache=False)
 
 
 def wrong_direction(layer: Any) -> Plant:
-    """Streams are mixed by the columns of what is not symmetric."""
+    """Mutant: mixes streams by the transposed matrix, which is not symmetric."""
     right = layer.attn_hc._post
     return layer.attn_hc, "_post", lambda x, h, post, comb: right(x, h, post, comb.transpose(1, 2))
 
 
 def neighbours_experts(layer: Any) -> Plant:
-    """The table is read for the token beside."""
+    """Mutant: looks up the experts of the neighbouring token."""
     right = layer.mlp.experts._route
     return layer.mlp.experts, "_route", lambda hidden, ids: right(hidden, ids.roll(1))
 
 
 def no_limit(layer: Any) -> Plant:
-    """Of the block that every token passes."""
+    """Mutant: the shared expert has no activation limit."""
     return layer.mlp.shared, "_limit", 1e9
 
 
 def weighing_bias(layer: Any) -> Plant:
-    """The bias does not choose."""
+    """Mutant: the router's bias is zero."""
     return layer.mlp.experts._route, "bias", torch.zeros(8)
 
 
 def other_rope(layer: Any) -> Plant:
-    """Queries and the window are turned as in layers with a window alone."""
+    """Mutant: applies the rotary of window-only layers to queries and window keys."""
     attention = layer.self_attn.attention
     return attention, "_cos_sin", attention._cos_sin.flip(0)
 
 
 def swapped_groups(layer: Any) -> Plant:
-    """The heads of one group are projected by the other's weight."""
+    """Mutant: projects each group of heads with the other group's weight."""
     grouped = layer.self_attn.attention.projections.output.layers[0]
     return grouped, "weight", grouped.weight.flip(0)
 
 
 def no_sinks(layer: Any) -> Plant:
-    """As if they were not there."""
+    """Mutant: attention without sinks."""
     return layer.self_attn.attention, "sinks", None
 
 
 def raw_keys(layer: Any) -> Plant:
-    """The norm of the window's rows has no weight."""
+    """Mutant: the norm of the window's keys has no weight."""
     return layer.self_attn.attention, "kv_norm", torch.ones(32)
 
 

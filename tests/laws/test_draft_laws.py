@@ -1,6 +1,6 @@
-"""Models that propose tokens, in whole engines: every proposal is drawn of what dense torch gives
-on the text that came out and on transformers' own hidden states, through chunks, prefix hits,
-graphs and any number of right proposals."""
+"""Draft models in whole engines: draft tokens are drawn from the distribution of dense torch on the
+resulting text and transformers' hidden states, through chunks, prefix hits, graphs and any number
+of accepted tokens."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ TOLERANCE = 5e-4
 
 
 class Step(NamedTuple):
-    """What one text's proposals were drawn of: its cells, those in its pages, log-probabilities
-    [tokens, vocab], proposals."""
+    """One step of a text: `cells` KV slots used, `limit` of its pages, log-probabilities [tokens,
+    vocab] of the draft tokens, and the draft tokens."""
 
     cells: int
     limit: int
@@ -44,7 +44,7 @@ class Step(NamedTuple):
 
 
 class Recording:
-    """A drafter that remembers what it drew; for one text at a time."""
+    """A drafter that records its distributions and tokens; for one text at a time."""
 
     def __init__(self, inner: Any) -> None:
         self.inner = inner
@@ -71,8 +71,8 @@ class Recording:
 
 @torch.no_grad()
 def features_of(target: Any, tokens: Sequence[int], kind: str) -> Tensor:
-    """What transformers' model makes of each token, [n, F]: after the last norm, behind the layers
-    that the draft names, or all streams behind the last."""
+    """Return transformers' features of each token, [n, F]: after the last norm, after the layers
+    that the draft names, or all streams after the last layer."""
     if target.config.model_type == "deepseek_v4":
         return streams_of(target, tokens)
     found = target.model(torch.tensor([tokens]), output_hidden_states=True)
@@ -84,8 +84,8 @@ def features_of(target: Any, tokens: Sequence[int], kind: str) -> Tensor:
 def furthest(
     target: Any, dense: DenseDraft | DenseStreams, kind: str, tokens: list[int], steps: Sequence[Step]
 ) -> float:
-    """The largest difference of log-probabilities, of all proposals whose forwards had cells. A
-    step behind the end of a text goes on with what nobody sees."""
+    """Return the largest difference of log-probabilities, over all draft tokens with KV slots.
+    Ignores steps after the end of a text, which are discarded."""
     features, worst, before = features_of(target, tokens, kind), 0.0, 0
     for cells, limit, logprobs, proposals in steps:
         if not before < cells < len(tokens):
@@ -100,7 +100,8 @@ def furthest(
 
 
 def run(folder: Path, kind: str, dense: DenseDraft | DenseStreams, target: Any, **settings: Any) -> float:
-    """Texts of a new engine, one after another, of which the second begins as the first."""
+    """Run three texts with a new engine, the second with the prefix of the first; returns the
+    largest difference."""
     where = {} if kind == "mtp" else {"draft_model": str(folder / "draft")}
     given = {"draft_tokens": TOKENS, "max_batch_tokens": 8, "scramble_pages": 2, **where, **settings}
     engine = TokenEngine(folder, speculative=kind, **given)
@@ -121,7 +122,7 @@ def run(folder: Path, kind: str, dense: DenseDraft | DenseStreams, target: Any, 
 
 @pytest.fixture(scope="module")
 def drafts(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, dict[str, tuple[Path, DenseDraft]]]:
-    """A target by transformers, and of each kind its folder with a draft."""
+    """A target by transformers, and for each kind a folder with its draft."""
     target, made = llama(**TARGET), {}
     for kind, make in (("eagle", eagle), ("eagle3", eagle3), ("dflash", dflash)):
         folder = save(target, tmp_path_factory.mktemp(kind))
@@ -132,7 +133,7 @@ def drafts(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, dict[str, tup
 
 
 def texts(folder: Path, speculative: str, proposes: bool) -> list[list[int]]:
-    """Of a start that proposes, or does not."""
+    """Return the texts of a start that keeps its drafter, or does not."""
     engine = TokenEngine(folder, speculative=speculative, max_requests=4)
     assert bool(engine.scheduler.limits.draft_tokens) == proposes
     found = [result.tokens for result in engine.run(random_prompts(5, [21, 6]), 10, temperature=1.0)]
@@ -154,7 +155,8 @@ def test_a_draft_that_is_tried_leaves_no_trace_in_a_text(
 def test_schedulers_whose_compositions_meet_take_each_others_sampling(
     drafts: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of other requests, or of another number of them."""
+    """With equal composition numbers, a worker reuses sampling state of other requests, or of
+    another number of requests."""
     monkeypatch.setattr(trial, "MARGIN", 0.0)
     monkeypatch.setattr(trial, "STRIDE", 0)
     folder = drafts[1]["eagle"][0]
@@ -167,7 +169,7 @@ def test_schedulers_whose_compositions_meet_take_each_others_sampling(
 def test_proposals_are_drawn_of_what_dense_torch_gives_on_the_text(drafts, kind: str) -> None:
     target, made = drafts
     folder, dense = made[kind]
-    # The longest text takes all pages that there are.
+    # The longest text uses all existing pages.
     assert run(folder, kind, dense, target, graph="off", max_requests=1, max_model_len=32) < TOLERANCE
 
 
@@ -248,13 +250,13 @@ def test_proposals_of_several_layers_are_too_by_every_graph(drafts, graph: str) 
 
 
 def other_layers(draft: Path) -> None:
-    """The model is read one layer late."""
+    """Mutant: features come from one layer too late."""
     ids = [layer + 1 for layer in AUX_IDS]
     with_config(draft, eagle_config={"eagle_aux_hidden_state_layer_ids": ids})
 
 
 def absolute_ids(draft: Path) -> None:
-    """Distances to the target's ids, of which the loader makes what it would of ids."""
+    """Mutant: stores absolute ids where the loader expects offsets to the target's ids."""
     file = draft / "model.safetensors"
     stored = load_file(file)
     save_file({**stored, "d2t": stored["d2t"] - torch.arange(len(stored["d2t"]))}, file)

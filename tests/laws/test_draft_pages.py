@@ -1,9 +1,8 @@
-"""What a draft proposes is drawn of what dense torch gives on the text in pages of any size: of one
-token, and of more than a slice of a prompt has. Pages of four are what every other law of drafts
-has.
+"""Draft tokens are drawn from the distribution of dense torch for any page size: one token, and
+more than one prefill chunk. All other laws of drafts use pages of four.
 
-Each size comes with slices of its own, and texts of random acceptance, of which the second is
-partly in the cache.
+Each page size comes with its own chunk size. Texts have random acceptance, and the second is partly
+in the prefix cache.
 """
 
 from __future__ import annotations
@@ -43,7 +42,8 @@ DRAFTS = (*CHAINS, *TREES, "frozen-mtp", "dflash")
 
 
 def difference(proposers: Proposers, name: str, monkeypatch: Patch, **settings: Any) -> float:
-    """The largest one of log-probabilities, of all that one draft proposes after a few texts."""
+    """Return the largest difference of log-probabilities over all draft tokens of one drafter after
+    a few texts."""
     (folder, dense), target, kind = proposers.of(name), proposers.target, PROPOSERS[name].kind
     if PROPOSERS[name].is_tree:
         where = {"draft_model": str(folder / "draft")} if (folder / "draft").is_dir() else {}
@@ -67,8 +67,8 @@ def test_drafts_in_pages_of_any_size_are_drawn_of_what_dense_torch_gives(
 
 
 class Mistaken(ReqToTokenPool):
-    """The same pages, taken for smaller or larger ones; those taken for larger are the first eight,
-    so that there are such cells."""
+    """Mutant: assumes smaller or larger pages than there are. For larger ones it maps all to the
+    first eight pages, so that the KV slots exist."""
 
     def __init__(self, table: ReqToTokenPool, least: int, most: int) -> None:
         self.table, self.page_size = table, min(max(table.page_size, least), most)
@@ -77,8 +77,8 @@ class Mistaken(ReqToTokenPool):
 
     @property
     def page_table(self) -> Tensor:  # type: ignore[override]
-        """As it is now: one of no requests where it has no column. All are kept, since a kernel has
-        the address alone."""
+        """Return the page table now, padded to the assumed number of columns. All tables are kept,
+        because a kernel holds only the address."""
         found = self.table.page_table
         if self.page_size == self.table.page_size:
             return found
@@ -94,7 +94,7 @@ class Mistaken(ReqToTokenPool):
 def test_a_draft_that_mistakes_the_size_of_pages_shows(
     proposers: Proposers, name: str, size: int, least: int, most: int, monkeypatch: Patch
 ) -> None:
-    """At that size, and at no other."""
+    """The mutant fails at one page size, and at no other."""
     made = bring_up.Pools
     monkeypatch.setattr(bring_up, "Pools", lambda table, *rest: made(Mistaken(table, least, most), *rest))
     assert difference(proposers, name, monkeypatch, graph="off") < TOLERANCE

@@ -1,5 +1,5 @@
-"""Rows in eight bits: what attention makes of them is what it makes of numbers that were rounded
-so, and that is near transformers'."""
+"""KV rows in 8 bits: attention equals attention over values rounded in the same way, and is near
+transformers'."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from tests.laws.test_model_laws import check_paths
 
 CONTEXT = 160
 SAME, NEAR, MEAN = 1e-3, 0.6, 0.1
-"""A row whose last bits differ may round otherwise; what the rounding itself does to
-log-probabilities, at most and in the mean."""
+"""SAME: a row with other last bits may round differently. NEAR, MEAN: the largest and the mean
+effect of rounding on log-probabilities."""
 ALL: Mapping[str, Any] = MappingProxyType({"num_experts_per_tok": 8, "index_topk": CONTEXT})
 """Every expert and every row is chosen, so that rounding changes no choice."""
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """A model all of whose experts are chosen; `exact` has the elements of rows that are not
-    float8, by the row's size."""
+    """A model with all experts chosen. `exact`: the number of elements stored in bfloat16 instead
+    of float8, by the row's size."""
 
     make: Callable[..., Oracle]
     changes: Mapping[str, Any]
@@ -58,7 +58,7 @@ class Case:
         self.folder = save(self.oracle, folder)
 
     def engine(self, **settings: Any) -> TokenEngine:
-        """Whose unused rows are no numbers."""
+        """Make an engine with 8-bit rows and poisoned unused rows."""
         given = {
             "attention_backend": self.kind.backend,
             "page_size": self.kind.page_size,
@@ -70,7 +70,7 @@ class Case:
         return TokenEngine(self.folder, scramble_pages=3, **{**given, **settings})
 
     def rounding(self) -> TokenEngine:
-        """One whose rows are numbers, each of which is rounded when it is stored."""
+        """Make an engine with unencoded rows, rounded to 8-bit precision as they are stored."""
         engine = self.engine(kv_cache_dtype="auto", graph="off")
         runner: Any = engine.worker.runner
         stores = {name: self._rounded(getattr(runner.attn_backend.kernels, name)) for name in STORES}
@@ -92,8 +92,8 @@ class Case:
         return stored
 
     def check(self, found: list[Result], wanted: list[Result]) -> None:
-        """Raise AssertionError where log-probabilities are not those of rounded numbers, or not
-        near transformers'."""
+        """Raise AssertionError if log-probabilities differ from the rounded ones, or are not near
+        transformers'."""
         for one, other in zip(found, wanted, strict=True):
             ids, scores = one.prompt + one.tokens, [*one.prompt_logprobs, *one.logprobs]
             assert one.tokens == other.tokens
@@ -113,7 +113,7 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 def runs(engine: TokenEngine) -> list[Result]:
-    """Chunks and ragged arrivals; then texts that go on from pages of one before."""
+    """Run chunks and ragged arrivals; then texts that continue from cached pages."""
     found = engine.run(random_prompts(1, (60, 17, 34, 5)), 6, score_prompts=True, stagger=2)
     base = random_prompts(8, (70,))[0]
     for prompts in ([base], [base], [base[:37] + tail for tail in random_prompts(9, (3, 1, 30))]):
@@ -132,7 +132,7 @@ def test_rows_in_eight_bits_are_numbers_that_were_rounded(case: Case, graph: str
 
 
 def reads_other_scales(engine: TokenEngine) -> None:
-    """Where elements behind the first of a group have theirs."""
+    """Mutant: reads scales as if groups had 16 elements."""
     backend: Any = engine.worker.runner.attn_backend
 
     def wrapped(entry: Callable[..., Any]) -> Callable[..., Any]:
@@ -143,7 +143,7 @@ def reads_other_scales(engine: TokenEngine) -> None:
 
 
 def reads_other_floats(engine: TokenEngine) -> None:
-    """By a bias that is not the device's."""
+    """Mutant: reads the other float8 type, which has another exponent bias."""
     backend: Any = engine.worker.runner.attn_backend
 
     def wrapped(entry: Callable[..., Any]) -> Callable[..., Any]:
@@ -154,7 +154,7 @@ def reads_other_floats(engine: TokenEngine) -> None:
 
 
 def rounds_places(engine: TokenEngine) -> None:
-    """Elements that are rotated are stored in eight bits too."""
+    """Mutant: stores the rotary elements in eight bits too."""
     pool: Any = engine.worker.runner.attn_backend.token_to_kv_pool
     pool.layers = [
         {
@@ -165,7 +165,7 @@ def rounds_places(engine: TokenEngine) -> None:
     ]
 
 
-# Kernels that know one form only read rows by no other; the reference reads all.
+# Kernels that support one layout can not read rows in another; the reference reads all.
 DEFECTS = [
     pytest.param(defect, kernels, id=defect.__name__)
     for defect, kernels in (
@@ -182,6 +182,6 @@ DEFECTS = [
 def test_a_defect_is_caught(case: Case, defect: Callable[[TokenEngine], None], kernels: dict[str, str]) -> None:
     engine = case.engine(graph="off", **kernels)
     defect(engine)
-    # Rows of another width raise where they are written as a whole.
+    # Rows of another width raise if they are written as a whole.
     with pytest.raises((AssertionError, RuntimeError)):
         case.check(runs(engine), runs(case.rounding()))

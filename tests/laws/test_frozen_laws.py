@@ -1,5 +1,5 @@
-"""Proposals of a draft that keeps nothing, in whole engines: they are drawn of what transformers'
-layers give over what the target keeps, change no text, and write to nobody's cells."""
+"""Drafts without their own KV cache in whole engines: draft tokens are drawn from transformers'
+layers over the target's cache, change no text, and write to no KV slot."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
 
 @pytest.fixture(scope="module")
 def grouped(tmp_path_factory: pytest.TempPathFactory) -> Made:
-    """A draft whose tokens are in groups, of which it chooses some."""
+    """A draft with its vocabulary in groups, which computes the logits of a few chosen groups."""
     target = llama(**TARGET, max_position_embeddings=CONTEXT, vocab_size=100)
     folder = save(target, tmp_path_factory.mktemp("grouped"))
     return Made(target, folder, frozen(target, folder / "draft", FULL, 12, 12, groups=20))
@@ -62,7 +62,7 @@ def grouped(tmp_path_factory: pytest.TempPathFactory) -> Made:
 
 @pytest.fixture(scope="module")
 def gemma(tmp_path_factory: pytest.TempPathFactory) -> Made:
-    """A target with layers of both kinds, that with a window last."""
+    """A target with full-attention and sliding-window layers; the last layer has a window."""
     kinds = ["full_attention", "sliding_attention", "full_attention", "sliding_attention"]
     target = gemma3(num_hidden_layers=4, layer_types=kinds, max_position_embeddings=CONTEXT, vocab_size=VOCABULARY)
     folder, size = save(target, tmp_path_factory.mktemp("gemma")), target.config.head_dim
@@ -72,8 +72,8 @@ def gemma(tmp_path_factory: pytest.TempPathFactory) -> Made:
 
 @pytest.fixture(scope="module")
 def gemma4(tmp_path_factory: pytest.TempPathFactory) -> Made:
-    """The model that such drafts are made for, by transformers' class, whose layers share keys and
-    values themselves."""
+    """Gemma 4, for which such drafts are made, by transformers' class; its own layers share keys
+    and values too."""
     sizes = {**sizes_of("gemma4_text"), "max_position_embeddings": CONTEXT, "vocab_size": VOCABULARY}
     target = tiny_model("gemma4_text", sizes)
     folder, size = save(target, tmp_path_factory.mktemp("gemma4")), target.config.head_dim
@@ -82,13 +82,13 @@ def gemma4(tmp_path_factory: pytest.TempPathFactory) -> Made:
 
 
 def cells_of(worker: Any) -> list[Tensor]:
-    """What lies in the target's pool, copied."""
+    """Return a copy of the target's KV pool."""
     pool = worker.runner.attn_backend.token_to_kv_pool
     return [each.clone() for layer in range(pool.num_layers) for each in pool.kv(layer)]
 
 
 class Watching(Recording):
-    """It also compares the target's cells before and after."""
+    """Also compares the target's KV pool before and after each draft step."""
 
     def __init__(self, worker: Any) -> None:
         super().__init__(worker.drafter)
@@ -108,8 +108,8 @@ def make(made: Made, **settings: Any) -> TokenEngine:
 
 
 def furthest(dense: DenseFrozen, tokens: list[int], steps: Sequence[Step]) -> float:
-    """The largest difference of log-probabilities. A step behind the end of a text goes on with
-    what nobody sees."""
+    """Return the largest difference of log-probabilities. Ignores steps after the end of a text,
+    which are discarded."""
     worst, compared, before = 0.0, 0, 0
     for cells, _, logprobs, proposals in steps:
         if before < cells < len(tokens):
@@ -123,8 +123,8 @@ def furthest(dense: DenseFrozen, tokens: list[int], steps: Sequence[Step]) -> fl
 
 
 def difference(made: Made, **settings: Any) -> float:
-    """Of texts of one engine, of which the second begins as the first; inf where a draft wrote to
-    the target's cells."""
+    """Run three texts with one engine, the second with the prefix of the first. Returns the largest
+    difference, or inf if a draft wrote to the target's KV slots."""
     engine = make(made, **settings)
     worker: Any = engine.worker
     watching: Any = Watching(worker)
@@ -169,7 +169,8 @@ def test_layers_read_what_the_targets_own_layers_share(gemma4: Made) -> None:
 
 
 def check_texts(made: Made, cells: str = "auto", **settings: Any) -> None:
-    """Greedy, at several temperatures, and with penalties."""
+    """Compare texts with and without draft tokens: greedy, at several temperatures, and with
+    penalties."""
     found = []
     both: tuple[dict[str, Any], ...] = (
         {"graph": "off"},
@@ -193,7 +194,7 @@ def test_proposals_of_steps_that_wait_for_each_other_change_none(made: Made) -> 
 
 @pytest.mark.needs("graphs.native")
 def test_proposals_from_cells_of_eight_bits_change_none(made: Made) -> None:
-    """Queries alone need no kernel that stores in such cells."""
+    """Attention with queries only needs no kernel that stores 8-bit keys and values."""
     check_texts(made, "int8", graph="native")
 
 
@@ -225,7 +226,8 @@ def asks_for_cells(layer: FrozenAttention, q: Tensor, batch: ForwardBatch) -> Te
 
 
 class Inside:
-    """A drafter that runs inside the target's context, and looks what is left of it."""
+    """A drafter that runs inside the target's forward context, and checks that the context is
+    restored."""
 
     def __init__(self, worker: Any) -> None:
         self.worker, self.inner = worker, worker.drafter
@@ -266,7 +268,7 @@ def test_cells_that_are_not_read_only_show_who_writes(made: Made, monkeypatch: P
 
 
 def count_plans(engine: TokenEngine, monkeypatch: Patch) -> list[int]:
-    """A number for each plan of the draft's backend from here on."""
+    """Record the token count of each plan of the draft's backend from now on."""
     backend, plans = engine.worker.drafter.runner.attn_backend, list[int]()  # type: ignore[attr-defined]
     own = type(backend).plan
 
@@ -332,7 +334,7 @@ def moves_on(drafter: Any, batch: ForwardBatch, ids: Tensor, hidden: Tensor) -> 
 
 
 def sees_more(drafter: Any, batch: ForwardBatch, ids: Tensor, hidden: Tensor) -> ForwardBatch:
-    """It is planned again: some plans have the lengths themselves."""
+    """Plan again, because some plans contain the lengths."""
     found = FrozenDrafter.following(drafter, batch, ids, hidden)
     more = None if found.seq_lens_cpu is None else found.seq_lens_cpu + 1
     return replace(found, seq_lens=found.seq_lens + 1, seq_lens_cpu=more, plan_record=None)

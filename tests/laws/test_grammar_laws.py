@@ -1,5 +1,5 @@
-"""Constrained beside free requests: neither changes the other, whatever the batch, the schedule or
-the graph; and broken engines, each caught."""
+"""Requests with and without grammars in one batch: neither changes the other, for any batch,
+schedule or graph; broken engines are caught."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ GRAMMARS = (11, None, 12, 13, None, 14)
 TOKENS = 14
 CONTEXT = 64
 PAGE_BYTES = 4 * 2 * 2 * 2 * 12 * 4
-"""Four cells of two layers, keys and values of two heads of 12 numbers in float32."""
+"""Bytes of four KV slots in two layers: keys and values of two heads of 12 float32 values."""
 SAMPLING = {"temperature": 1.0, "seed": 5}
 
 
@@ -34,12 +34,12 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(engine: TokenEngine, **how: Any) -> list[Result]:
-    """The law's requests, all drawn."""
+    """Run the law's requests, all sampled."""
     return engine.run(random_prompts(31, LENGTHS), TOKENS, grammars=GRAMMARS, changing=12, **SAMPLING, **how)
 
 
 def alone(engine: TokenEngine) -> list[list[int]]:
-    """Each request's tokens when it is by itself."""
+    """Return each request's tokens when it runs alone."""
     prompts = random_prompts(31, LENGTHS)
     runs = [
         engine.run([prompt], TOKENS, grammars=[seed], changing=12, **SAMPLING)
@@ -49,14 +49,15 @@ def alone(engine: TokenEngine) -> list[list[int]]:
 
 
 def check(results: Sequence[Result], wanted: Sequence[list[int]]) -> None:
-    """The tokens of each alone, which keep to their grammars."""
+    """The tokens are those of each request alone, and match their grammars."""
     for result, tokens, seed in zip(results, wanted, GRAMMARS, strict=True):
         assert result.tokens == tokens
         assert seed is None or follows(seed, VOCAB, result.tokens)
 
 
 def small(folder: Path, **settings: Any) -> TokenEngine:
-    """An engine in which prompts are cut, rows come and go, and somebody is retracted."""
+    """Make an engine so small that prompts are chunked, rows come and go, and requests are
+    preempted."""
     pages = CONTEXT // 4 + 2
     defaults = {"max_batch_tokens": 12, "graph_token_buckets": (12,), "kv_cache_memory": pages * PAGE_BYTES}
     return TokenEngine(folder, **{**defaults, **settings})
@@ -66,8 +67,8 @@ GRAPHS = [
     pytest.param("off", marks=pytest.mark.needs("device")),
     pytest.param("full", marks=pytest.mark.needs("graphs.full")),
 ]
-"""Only decode steps replayed whole sample differently from eager ones: they give their logits in
-the graph's memory."""
+"""Only whole decode graphs sample differently from eager steps: they leave their logits in the
+graph's memory."""
 
 
 @pytest.mark.parametrize("graph", GRAPHS)
@@ -105,7 +106,7 @@ def test_a_grammar_goes_together_with_penalties_cut_offs_bias_and_scores(checkpo
 
 
 class PlansAhead(Scheduler):
-    """The next step is planned before the tokens are there."""
+    """Mutant: plans the next step before the tokens are there."""
 
     @property
     def awaits_tokens(self) -> bool:
@@ -113,7 +114,7 @@ class PlansAhead(Scheduler):
 
 
 class ForgetsWhenRetracted(RunningRequests):
-    """A grammar begins again after a retraction."""
+    """Mutant: a grammar starts again after preemption."""
 
     def _retract(self, victim: Any) -> None:
         super()._retract(victim)
@@ -122,7 +123,7 @@ class ForgetsWhenRetracted(RunningRequests):
 
 
 class LeavesOutWhereRowsStay(SampleStep):
-    """What changes in every step is sent only with a new composition."""
+    """Mutant: sends masks only with a new composition, though they change in every step."""
 
     def inputs(self, batch: ScheduleBatch, rows: Any) -> Any:
         if self._known.host.number == batch.composition:
@@ -131,7 +132,7 @@ class LeavesOutWhereRowsStay(SampleStep):
 
 
 class OnTheRowBeside(SampleStep):
-    """Each mask holds for the next constrained row."""
+    """Mutant: applies each mask to the next constrained row."""
 
     def inputs(self, batch: ScheduleBatch, rows: Any) -> Any:
         if batch.mask_rows is not None:
@@ -140,7 +141,7 @@ class OnTheRowBeside(SampleStep):
 
 
 def become(read: Callable[[TokenEngine], Any], kind: type) -> Callable[[TokenEngine], None]:
-    """Turn one object of the engine into its broken kind."""
+    """Return a function that changes the class of one object of an engine."""
 
     def plant(engine: TokenEngine) -> None:
         read(engine).__class__ = kind

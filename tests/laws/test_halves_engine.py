@@ -1,6 +1,6 @@
-"""Engines whose batches run as two halves give the oracle's log-probabilities: chunks, windows,
-states, rows of other forms, proposals, graphs. One rank is enough: where nothing is waited for, the
-halves run one after the other."""
+"""Engines with two-batch overlap give the oracle's log-probabilities: chunks, sliding windows,
+recurrent states, other KV layouts, draft tokens, graphs. One rank is enough: without collectives to
+wait for, the micro-batches run one after the other."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ MODELS: MappingProxyType[str, tuple[Callable[..., Any], str, dict[str, Any]]] = 
 
 
 class Told:
-    """The ledger's rows of starts."""
+    """Records the ledger rows of starts."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.rows: tuple[Row, ...] = ()

@@ -1,5 +1,6 @@
-"""Proposals of several layers, a token each, in whole engines: every one is drawn of what dense
-torch gives on the text that came out, whatever was accepted before, and none changes a text."""
+"""Multi-layer MTP in whole engines, with one draft token per layer: each is drawn from the
+distribution of dense torch on the resulting text, for any number of accepted tokens, and none
+changes a text."""
 
 from __future__ import annotations
 
@@ -34,16 +35,16 @@ from tests.laws.test_speculative_laws import run as run_texts
 HEADS, TOKENS = 3, 16
 PROMPTS = random_prompts(3, (7, 23, 6, 18))
 OTHERS = [[*prompt[: max(3, len(prompt) - 3)], 3, 4] for prompt in PROMPTS]
-"""Prompts that begin as the first ones."""
+"""Prompts that share prefixes with PROMPTS."""
 
 
 CORE = pytest.mark.needs("graphs.native")
-"""What depends on no device, where the core's own kernels are fastest."""
+"""Independent of the device; runs where the core's own kernels are fastest."""
 
 
 class Made(NamedTuple):
-    """A target, its folder, the layers in it that propose, and the texts of both kinds of prompts
-    without proposals."""
+    """A target, its folder, its MTP layers in dense torch, and the texts of both sets of prompts
+    without draft tokens."""
 
     target: Any
     folder: Path
@@ -52,8 +53,8 @@ class Made(NamedTuple):
 
 
 class Drawn(NamedTuple):
-    """What the proposals of a text were drawn of: its number, its cells, log-probabilities [tokens,
-    vocab], proposals."""
+    """One draft step of a text: the text's index, its KV slots, log-probabilities [tokens, vocab],
+    and draft tokens."""
 
     text: int
     cells: int
@@ -62,8 +63,8 @@ class Drawn(NamedTuple):
 
 
 class Steered:
-    """A drafter that remembers what it drew, and then proposes the right tokens as often as chance
-    has it, so that any number of proposals is accepted."""
+    """A drafter that records its distributions, and then puts a random number of correct tokens
+    first, so that every number of accepted tokens occurs."""
 
     def __init__(self, inner: Any, heads: int) -> None:
         self.inner, self._heads = inner, heads
@@ -74,7 +75,7 @@ class Steered:
         return getattr(self.inner, name)
 
     def begin(self, texts: list[list[int]], requests: list[Request]) -> None:
-        """Of these requests, whose texts will be these."""
+        """Use these requests, with these texts as their future results."""
         self.requests, self.texts = requests, texts
         self.steps.clear()
 
@@ -99,12 +100,12 @@ class Steered:
 
 
 def texts(engine: TokenEngine, prompts: list[list[int]], **given: Any) -> Ran:
-    """Of all prompts at once, each with another sampling."""
+    """Run all prompts at once, each with other sampling parameters."""
     return run_texts(engine, prompts, TOKENS, SAMPLING[: len(prompts)], **given)
 
 
 class Watched:
-    """A runner that remembers which paths decodes of several rows took."""
+    """A runner that records the paths of its decode batches."""
 
     def __init__(self, inner: Any, paths: set[str]) -> None:
         self.inner, self._paths = inner, paths
@@ -132,8 +133,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
 
 
 def furthest(made: Made, texts: list[list[int]], steps: Sequence[Drawn], changes: bool = False) -> float:
-    """The largest difference of log-probabilities. A step behind the end of a text goes on with
-    what nobody sees."""
+    """Return the largest difference of log-probabilities. Ignores steps after the end of a text,
+    which are discarded."""
     features, before, worst = [features_of(made.target, text, "mtp") for text in texts], [0] * len(texts), 0.0
     accepts = set()
     for text, cells, logprobs, proposals in steps:
@@ -149,8 +150,8 @@ def furthest(made: Made, texts: list[list[int]], steps: Sequence[Drawn], changes
 
 
 def difference(made: Made, heads: int = HEADS, retracts: bool = False, changes: bool = False, **settings: Any) -> float:
-    """Of texts of one engine, some of which begin as others; each text is the one without
-    proposals."""
+    """Run texts with one engine, some with shared prefixes; each must equal the text without draft
+    tokens. Returns the largest difference."""
     given = {"draft_tokens": heads, "max_batch_tokens": 16, "scramble_pages": 2, "graph_buckets": (1, 2, 5), **settings}
     engine = TokenEngine(made.folder, speculative="mtp", **given)
     worker: Any = engine.worker
@@ -218,13 +219,13 @@ def test_the_host_tells_the_length_of_every_row_where_steps_do_not_overlap(
 
 
 def leaves_proposals(drafter: MultiHeadDrafter, slots: Tensor, cells: Tensor) -> tuple[Tensor, Tensor]:
-    """No cell is written again."""
+    """Mutant: writes no KV slot again."""
     owners, positions = MultiHeadDrafter.front(drafter, slots, cells)
     return owners * 0, positions * 0
 
 
 def writes_before_its_beginning(drafter: MultiHeadDrafter, slots: Tensor, cells: Tensor) -> tuple[Tensor, Tensor]:
-    """What another request kept is written over cells that were in the cache."""
+    """Mutant: writes over cached KV slots with data kept for another request."""
     before = drafter._starts.clone()
     drafter._starts.zero_()
     found = MultiHeadDrafter.front(drafter, slots, cells)
@@ -237,7 +238,7 @@ def turns_one_place_too_far(drafter: MultiHeadDrafter, window: Window, depth: in
 
 
 def expects_too_early(drafter: MultiHeadDrafter, window: Window, depth: int) -> Tensor:
-    """The first of the proposals stands in the place of the last known token."""
+    """Mutant: puts the first draft token in the place of the last known token."""
     return MultiHeadDrafter.ahead(drafter, window._replace(known=window.known - 1), depth)
 
 
@@ -247,12 +248,12 @@ def shifted_features(drafter: MultiHeadDrafter, rows: DraftRows, features: Tenso
 
 
 def keeps_for_another(drafter: MultiHeadDrafter, slots: Tensor, ids: Tensor, features: Tensor) -> None:
-    """What is kept of the rows of a step goes to each other's slots."""
+    """Mutant: stores the kept features of a step in another row's request slot."""
     MultiHeadDrafter.keep(drafter, slots.roll(1), ids, features)
 
 
 def runs_no_more_than_wanted(drafter: MultiHeadDrafter, rows: DraftRows, features: Tensor) -> Iterator[Tensor]:
-    """Cells of layers of which nothing is wanted are left out."""
+    """Mutant: skips the KV slots of layers without a wanted draft token."""
     return islice(MultiHeadDrafter.run_verified(drafter, rows, features), rows.wanted)
 
 
@@ -301,8 +302,8 @@ def test_the_first_layer_alone_grows_trees(made: Made) -> None:
 
 @CORE
 def test_numbers_that_change_change_nothing(made: Made) -> None:
-    """Steps without any are among them, after which cells have no proposals in them, but tokens
-    that never were proposed."""
+    """Includes steps without draft tokens. After them, KV slots hold tokens that were never
+    drafted."""
     assert difference(made, graph="off", draft_tokens=None, changes=True) < TOLERANCE
 
 

@@ -1,5 +1,5 @@
-"""What is told of rows in host memory is what happened: rows chosen, found on the device and
-copied, and steps that waited."""
+"""The reported hisparse counts are correct: entries chosen, found on the device and copied, and
+steps that waited."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 class Seen:
-    """What a coordinator of an eager engine did, counted where it was done."""
+    """Counts what the coordinator of an eager engine does, in its own calls."""
 
     def __init__(self, hisparse: HiSparseCoordinator, monkeypatch: pytest.MonkeyPatch) -> None:
         self.rows = self.missed = self.copied = self.by_hand = 0
@@ -67,7 +67,7 @@ class Seen:
 
     @property
     def stored(self) -> int:
-        """Bytes of rows in host memory that are numbers; the first page is nobody's."""
+        """Bytes of host entries that are not NaN; page 0 is padding and not counted."""
         rows = [store[self._hisparse.shape.rows_per_page :] for store in self._hisparse._stores.values()]
         return sum(int((~each.isnan()).all(1).sum()) * each[0].nbytes for each in rows)
 
@@ -77,9 +77,9 @@ class Seen:
 
 
 def counted(case: Case, monkeypatch: pytest.MonkeyPatch, rows: int) -> tuple[SwapCounts, SwapCounts]:
-    """What was told of texts in chunks, some beside others, and what happened. No page is given up
-    before the last text has its own. What is missing is what a cache of each indexer and request,
-    kept by hand, does not have."""
+    """Run texts in chunks, some together, and return the reported and the observed counts. No page
+    is evicted before the last text has its pages. A cache by hand for each indexer and request must
+    miss the same number of entries."""
     engine = case.engine(rows, graph="off", max_requests=5)
     hisparse = engine.worker.runner.attn_backend.hisparse
     assert isinstance(hisparse, HiSparseCoordinator)
@@ -91,8 +91,8 @@ def counted(case: Case, monkeypatch: pytest.MonkeyPatch, rows: int) -> tuple[Swa
 
 @pytest.mark.needs("host_rows", "host")
 def test_what_is_told_is_what_happened(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a few more places than are read, whose order counts, and with so many that a row is
-    missing once."""
+    """With four more places than chosen entries, where the eviction order matters, and with 200,
+    where an entry is missing once."""
     few = counted(case, monkeypatch, case.top_k + 4)
     many = counted(case, monkeypatch, 200)
     assert few[0] == few[1] and many[0] == many[1]
@@ -108,7 +108,7 @@ def test_what_is_told_is_what_happened(case: Case, monkeypatch: pytest.MonkeyPat
     ],
 )
 def test_graphs_tell_the_same(case: Case, graph: str) -> None:
-    """Whatever pads a batch counts for nothing."""
+    """Padding rows count nothing."""
 
     def told(engine: TokenEngine) -> SwapCounts:
         engine.run(PROMPTS, 9, stagger=2)
@@ -125,7 +125,7 @@ def test_all_that_lies_on_the_device_is_counted_not_at_all(case: Case) -> None:
 
 
 def forgets_the_last_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the last request of a batch misses is not told."""
+    """Mutant: does not count the misses of a batch's last request."""
     count = HiSparseCoordinator.count
 
     def counted(self: HiSparseCoordinator, batch: Any) -> Any:
@@ -136,7 +136,7 @@ def forgets_the_last_row(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def counts_what_was_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows of a batch that was larger are told again."""
+    """Mutant: counts stale rows of an earlier, larger batch again."""
     of = StepSwaps.of
 
     def counted(self: HiSparseCoordinator, batch: Any) -> Any:
@@ -147,7 +147,7 @@ def counts_what_was_before(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def one_layer_each(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A layer that reads what another chose has no copies."""
+    """Mutant: ignores copies for layers that share another layer's choice."""
     sizes: Any = SwapShape.sizes.fget  # pyright: ignore[reportFunctionMemberAccess]
     monkeypatch.setattr(
         SwapShape, "sizes", property(lambda self: replace(found := sizes(self), layers=(1,) * len(found.layers)))
@@ -155,12 +155,12 @@ def one_layer_each(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def chooses_of_all_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A text shorter than what is chosen of it is told as a long one."""
+    """Mutant: counts `top_k` entries even for texts that are shorter."""
     monkeypatch.setattr(SwapSizes, "chosen", lambda self, batch: len(self.layers) * self.top_k * len(batch.seq_lens))
 
 
 def stores_prompts_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A chunk is told with what was before it."""
+    """Mutant: counts a chunk together with the tokens before it."""
     stored = SwapSizes.stored
     monkeypatch.setattr(
         SwapSizes, "stored", lambda self, batch: stored(self, replace(batch, prefix_lens=batch.prefix_lens * 0))

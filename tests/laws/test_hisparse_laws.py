@@ -1,5 +1,5 @@
-"""Rows in host memory: what is chosen is swapped in, and chunks, prefix hits, retraction, aborts
-and graphs change nothing."""
+"""hisparse: chosen KV entries are swapped in from host memory, and chunks, prefix hits, preemption,
+aborts and graphs change nothing."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ MODELS: Mapping[str, tuple[Callable[..., Oracle], str, int]] = MappingProxyType(
         "shared": (glm_moe_dsa, "latent", INDEXER["index_topk"]),
     }
 )
-"""Who makes it, its backend, and the rows that a token reads."""
+"""The function that makes the model, its attention backend, and the number of entries that a token
+reads."""
 
 
 class Case:
@@ -47,15 +48,15 @@ class Case:
         self.folder = save(self.oracle, folder)
 
     def engine(self, rows: int, **settings: Any) -> TokenEngine:
-        """One whose requests have `rows` rows of each layer on the device; what was never written
-        is no number."""
+        """Make an engine with `rows` entries of each layer on the device per request; unwritten
+        entries are poisoned."""
         given = {"max_requests": 4, "max_model_len": CONTEXT, "page_size": PAGE, "poison": True, "max_batch_tokens": 24}
         hisparse = json.dumps({"device_buffer_size": rows, "host_to_device_ratio": 100})
         given |= {"attention_backend": self.backend, "hisparse": hisparse, "graph_token_buckets": (24,)}
         return TokenEngine(self.folder, scramble_pages=3, **{**given, **settings})
 
     def check(self, results: list[Result]) -> None:
-        """Against transformers."""
+        """Compare with transformers."""
         check_logprobs(results, self.oracle, TOLERANCE)
 
 
@@ -78,8 +79,8 @@ GRAPHS = pytest.mark.parametrize(
 
 @GRAPHS
 def test_what_is_swapped_in_is_what_was_stored(case: Case, graph: str) -> None:
-    """Ragged arrivals in chunks, prefix hits, and retraction, with no more places than are read and
-    with twice as many."""
+    """Ragged arrivals in chunks, prefix hits, and preemption, with only as many places on the
+    device as a token reads."""
     engine = case.engine(case.top_k, graph=graph)
     case.check(engine.run(random_prompts(1, (5, 60, 17, 34)), 8, score_prompts=True, stagger=2))
     base = random_prompts(8, (70,))[0]
@@ -92,8 +93,8 @@ def test_what_is_swapped_in_is_what_was_stored(case: Case, graph: str) -> None:
 
 @pytest.mark.needs("host_rows", "host")
 def test_texts_that_are_given_up_leave_nothing_behind(case: Case) -> None:
-    """While they wait, between two chunks of a prompt, while they write, and retracted; others
-    write on."""
+    """Aborts requests while they wait, between two chunks of a prompt, during decode, and after
+    preemption; the others continue."""
     engine = case.engine(case.top_k, graph="off")
     free = engine.scheduler.stats().free_pages
     for steps in (0, 1, 2, 3, 5, 9):
@@ -116,7 +117,7 @@ def test_texts_that_are_given_up_leave_nothing_behind(case: Case) -> None:
 
 @pytest.mark.needs("host_rows", "host")
 def test_rows_that_give_way_are_brought_again(case: Case) -> None:
-    """With as many places as are read, and with far more."""
+    """With only the places that a token reads (all in use), and with 200 (some stay unused)."""
     for rows, wanted in ((case.top_k, True), (200, False)):
         engine = case.engine(rows, graph="off")
         case.check(engine.run(random_prompts(5, (90, 70)), 12))
@@ -128,7 +129,8 @@ def test_rows_that_give_way_are_brought_again(case: Case) -> None:
 
 @pytest.mark.needs("host_rows", "host")
 def test_what_is_budgeted_is_what_is_allocated(case: Case) -> None:
-    """To the byte: of every slot and padding's, and of the staging rooms."""
+    """The sizes match to the byte, for each request slot and the padding slot, and for the staging
+    rooms."""
     engine = case.engine(case.top_k + 3, graph="off")
     hisparse, slots = engine.worker.runner.attn_backend.hisparse, engine.worker.limits.max_requests + 1
     assert isinstance(hisparse, HiSparseCoordinator)
@@ -140,7 +142,7 @@ def test_what_is_budgeted_is_what_is_allocated(case: Case) -> None:
 
 @pytest.mark.needs("host_rows", "host")
 def test_prompts_and_running_requests_have_steps_of_their_own(case: Case) -> None:
-    """Else all rows of every running request would be brought with those of the prompts."""
+    """Otherwise a prompt's step would bring in all entries of every running request."""
     mixed = [case.engine(case.top_k, graph="off", **more).worker.limits.allows_mixed_batches for more in ({}, RESIDENT)]
     assert mixed == [False, True]
 
@@ -151,8 +153,8 @@ def test_prompts_and_running_requests_have_steps_of_their_own(case: Case) -> Non
 def test_a_text_has_the_very_numbers_that_it_has_with_all_rows_on_the_device(
     name: str, dtype: str, tmp_path: Path
 ) -> None:
-    """In the same chunks and steps, whatever rows are made of; layers that read what another chose
-    too."""
+    """Same chunks and steps, for both dtypes, including layers that share another layer's
+    choice."""
     case, found = Case(name, tmp_path), []
     for rows in (RESIDENT, {}):
         engine = case.engine(case.top_k, graph="off", kv_cache_dtype=dtype, **rows)
@@ -163,7 +165,7 @@ def test_a_text_has_the_very_numbers_that_it_has_with_all_rows_on_the_device(
 
 @pytest.mark.needs("host_rows", "host")
 def test_what_does_not_go_together_is_refused_by_name_before_loading(case: Case, tmp_path: Path) -> None:
-    """Where there is nothing to load."""
+    """Refused before loading: there are no weights to load."""
     given = {"page_size": PAGE, "max_model_len": CONTEXT, "attention_backend": case.backend}
     for config, asked, words in (
         (case.folder, {"hisparse": FEW}, f"device_buffer_size of hisparse is 1; wanted at least {case.top_k}"),
@@ -183,12 +185,13 @@ def test_what_does_not_go_together_is_refused_by_name_before_loading(case: Case,
 
 
 def forgets_who_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows of the request that had a slot before are taken for those of the next."""
+    """Mutant: a new request takes the entries of the slot's earlier request as its own."""
     monkeypatch.setattr(HiSparseCoordinator, "enter", lambda *given: None)
 
 
 def loses_new_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A prompt's step reads what was there before it."""
+    """Mutant: copies pages only for a step that begins at page 0, so the new entries of later
+    chunks are lost."""
     copies = staging._PageRows.copies
 
     def made(rows: Any, begin: Any, count: Any, total: int) -> Any:
@@ -199,7 +202,7 @@ def loses_new_rows(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def stages_for_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every request's pages are named as the first one's."""
+    """Mutant: assigns every request's pages to the first request."""
     plan_parts = coordinator.plan_parts
 
     def planned(*given: Any) -> Any:
@@ -210,7 +213,7 @@ def stages_for_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def loads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a decode step chose and is not there is not brought."""
+    """Mutant: a decode step does not load chosen entries that are missing on the device."""
     swap_in = HiSparseCoordinator.swap_in
 
     def swapped(self: Any, *given: Any) -> Any:

@@ -1,5 +1,5 @@
-"""Prompts by slices on a lane: a stream of their own beside decode steps. The edges between both
-are all there, and all needed."""
+"""Layered prefill on a separate stream, in parallel with decode steps. All waits between both
+streams are present, and each is necessary."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Case:
 
 @pytest.fixture(scope="module")
 def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Any]]:
-    """A model whose layers keep states of requests too."""
+    """A model with recurrent states too."""
     oracle = qwen3_next(max_position_embeddings=CONTEXT)
     yield save(oracle, tmp_path_factory.mktemp("hybrid")), oracle
 
 
 def slices_of(engine: TokenEngine) -> Slices:
-    """What runs its slices."""
+    """Return the object that runs an engine's prefill slices."""
     found = engine.worker._slices
     assert found is not None
     return found
@@ -69,7 +69,7 @@ def test_a_lane_that_nobody_knows_is_refused(plain: Case) -> None:
 
 
 def test_prompts_that_are_given_up_leave_their_inputs_before_others_come(plain: Case) -> None:
-    """Aborted while their layers run, again and again; those that come after them are right."""
+    """Requests are aborted repeatedly while their layers run; later requests are correct."""
     engine = plain.engine(prompt_slices="1")
     for seed in range(4):
         prompts = random_prompts(seed, (6, 24, 30, 22))
@@ -88,8 +88,8 @@ SHORT = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
 
 
 def give_up_and_come_at_once(engine: TokenEngine, prompts: list[list[int]]) -> Any:
-    """Who decodes and the open prompt are aborted while a slice of it runs; the next step is
-    another prompt's."""
+    """Abort the decoding request and the open prompt while a slice of it runs, and start another
+    prompt in the next step."""
     engine.scheduler.add(first := engine._request(prompts[0], SHORT))
     while not first.output_ids:
         engine.loop.step()
@@ -108,7 +108,7 @@ def test_a_prompt_right_behind_one_that_was_given_up_waits_for_what_the_lane_sti
 
 
 class ForgetsWithoutAWait(Slices):
-    """What the lane still reads of a prompt that was given up is written over."""
+    """Mutant: overwrites inputs of an aborted prompt that the lane still reads."""
 
     def forget(self) -> None:
         self._open = None
@@ -124,7 +124,7 @@ def test_a_prompt_that_does_not_wait_for_one_that_was_given_up_is_caught(plain: 
 
 
 class StartsBeforeItsInputs(Slices):
-    """The lane does not wait for what was staged."""
+    """Mutant: the lane does not wait for staged inputs."""
 
     def open(self, *given: Any) -> None:
         self._forward, forward = None, self._forward
@@ -133,14 +133,15 @@ class StartsBeforeItsInputs(Slices):
 
 
 class DrawsBeforeTheLastLayer(Slices):
-    """The forward stream does not wait for the lane."""
+    """Mutant: the forward stream does not wait for the lane."""
 
     def _join(self) -> None:
-        """Nothing."""
+        """Wait for nothing."""
 
 
 class EndsAtOnce(Slices):
-    """A slice counts as run when it was queued, so that what it writes is given to others."""
+    """Mutant: a slice counts as complete once it is queued, so its pages are given to other
+    requests too early."""
 
     def end(self) -> Passed | None:
         made = super().end()
@@ -161,7 +162,7 @@ def test_an_edge_that_is_missing_is_caught(kind: type, hybrid: tuple[Path, Any])
 
 
 def run_short_of_pages(case: Case, kind: type) -> None:
-    """Decode rows take the pages of prompts whose layers still run."""
+    """Decode rows preempt prompts with layers still running, and take their pages."""
     probe = case.engine().worker.limits
     size = probe.kv_bytes // (probe.num_pages + 1)
     engine = case.engine(
@@ -184,8 +185,8 @@ def test_pages_that_are_given_away_too_early_are_caught(plain: Case) -> None:
 
 
 def shares_taken(engine: TokenEngine) -> list[int]:
-    """Beside how many rows each open prompt was, for which the part was taken that its slices then
-    ran on."""
+    """Record the number of decode rows at the start of each open prompt, and check that its slices
+    run on the partition for this number."""
     slices, seen = slices_of(engine), list[int]()
     open_prompt = slices.open
 
@@ -202,7 +203,7 @@ def shares_taken(engine: TokenEngine) -> list[int]:
 def test_prompts_keep_to_a_part_of_the_device_by_the_rows_that_decode_beside(
     plain: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Shares that change at few rows here, so that several are met."""
+    """The thresholds are set low, so that several shares occur."""
     monkeypatch.setattr("sglcore.step.shares.THRESHOLDS", (2, 3))
     engine = plain.engine(prompt_lane=PARTITION, prompt_slices="1")
     streams = engine.worker.runner.streams

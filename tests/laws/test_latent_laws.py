@@ -1,5 +1,5 @@
-"""Latent attention, over all rows and over those that an indexer chooses: chunks, pages, prefix
-hits, retraction, overlap and graphs change nothing."""
+"""Latent attention, dense and with an indexer that selects rows: chunks, pages, prefix hits,
+preemption, overlap and graphs change nothing."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ CASES: MappingProxyType[str, tuple[Callable[..., Any], int]] = MappingProxyType(
         "deepseek-v3.2": (deepseek_v32, INDEXER["index_head_dim"]),
     }
 )
-"""Who makes it, and the elements that a token keeps beside its latent row."""
+"""The function that makes the model, and the elements per token in addition to its latent row."""
 
 
 class Case:
@@ -42,7 +42,7 @@ class Case:
         self.folder = save(self.oracle, folder)
 
     def engine(self, **settings: Any) -> TokenEngine:
-        """One over it, whose pools hold no numbers where nothing was written."""
+        """Make an engine with a KV pool that is poisoned where nothing was written."""
         row = SIZES["kv_lora_rank"] + SIZES["qk_rope_head_dim"] + self.beside
         pages = CONTEXT // 4 + 2
         memory = pages * 4 * SIZES["num_hidden_layers"] * row * 4
@@ -52,7 +52,7 @@ class Case:
         return engine
 
     def check(self, results: list[Result]) -> None:
-        """Against transformers."""
+        """Compare with transformers."""
         check_logprobs(results, self.oracle, TOLERANCE)
 
 
@@ -62,8 +62,7 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 def test_rows_by_pages_change_nothing(case: Case, graph: str) -> None:
-    """Chunks and ragged arrivals; prefix hits at the end of a text and where others branch off;
-    retraction."""
+    """Chunks and ragged arrivals; prefix hits at the end of a text and at branches; preemption."""
     engine = case.engine(graph=graph, max_batch_tokens=24, graph_token_buckets=(24,))
     case.check(engine.run(random_prompts(1, (5, 40, 17, 9)), 8, score_prompts=True, stagger=2))
     base = random_prompts(8, (33,))[0]
@@ -78,7 +77,7 @@ def test_rows_by_pages_change_nothing(case: Case, graph: str) -> None:
 
 @pytest.mark.needs("device")
 def test_tokens_are_those_of_transformers_alone_and_beside_others(case: Case) -> None:
-    """Of four requests at once, one step at a time; another size of pages."""
+    """Four requests together without overlap, and with another page size."""
     engine, prompts = case.engine(graph="off", overlap=False, page_size=8), random_prompts(4, (7, 23, 18, 31))
     found = engine.run(prompts, 24)
     case.check(found)
@@ -89,7 +88,7 @@ def test_tokens_are_those_of_transformers_alone_and_beside_others(case: Case) ->
 
 
 class SeesOneLess(DeepseekSparseAttnBackend):
-    """Tokens do not see themselves."""
+    """Mutant: tokens do not see themselves."""
 
     def plan(self, batch: ForwardBatch) -> LatentPlan:
         plan = super().plan(batch)
@@ -97,14 +96,14 @@ class SeesOneLess(DeepseekSparseAttnBackend):
 
 
 class SeesTheFirst(DeepseekSparseAttnBackend):
-    """The first rows are chosen, whatever an indexer scores."""
+    """Mutant: selects the first rows for all scores of the indexer."""
 
     def choose(self, q: Tensor, weights: Tensor, layer: SparseLayer, batch: ForwardBatch) -> None:
         super().choose(torch.zeros_like(q), weights, layer, batch)
 
 
 class ForgetsRows(DeepseekSparseAttnBackend):
-    """What was chosen for the layer before is seen again."""
+    """Mutant: reuses the rows selected for the layer before."""
 
     def choose(self, q: Tensor, weights: Tensor, layer: SparseLayer, batch: ForwardBatch) -> None:
         plan = self.planned(batch)[1]
@@ -127,7 +126,7 @@ def test_a_defect_is_caught(case: Case, defect: type[DeepseekSparseAttnBackend])
 
 @pytest.mark.needs("device")
 def test_an_indexer_that_may_choose_all_changes_nothing(tmp_path: Path) -> None:
-    """The weights of V3.2 without an indexer are those of V3."""
+    """Without the indexer, V3.2's weights are those of a V3 model."""
     oracle = deepseek_v32(index_topk=CONTEXT, max_position_embeddings=CONTEXT)
     plain = deepseek_v3(max_position_embeddings=CONTEXT)
     plain.load_state_dict(oracle.state_dict(), strict=False)

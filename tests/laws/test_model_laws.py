@@ -1,4 +1,4 @@
-"""For every architecture: chunks, batches, pages, prefix hits, retraction, overlap and graphs do
+"""For every architecture: chunks, batches, pages, prefix hits, preemption, overlap and graphs do
 not change a number."""
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ ARCHITECTURES: MappingProxyType[str, Callable[[], Any]] = MappingProxyType(
     }
 )
 COMPILED = ("llama", "qwen2", "qwen3-moe", "exaone4-transformers")
-"""A compiler takes ten seconds for each; the others compute by the same operations, or keep
-attention out of its sight."""
+"""Compiling takes ten seconds for each; the other models compute by the same operations, or hide
+attention from the compiler."""
 LENGTHS = (1, 5, 30, 17, 9)
 
 
@@ -74,14 +74,14 @@ class Case:
 
     @cached_property
     def continuations(self) -> list[list[int]]:
-        """The 64 tokens with which the oracle goes on after each of `prompts`."""
+        """The 64 tokens that the oracle generates after each of `prompts`."""
         greedy = {"max_new_tokens": 64, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
         with torch.no_grad():
             found = [self.oracle.generate(torch.tensor([prompt]), **greedy) for prompt in self.prompts]
         return [out[0, len(prompt) :].tolist() for out, prompt in zip(found, self.prompts, strict=True)]
 
     def page_bytes(self, page_size: int) -> int:
-        """Bytes of one KV page in float32."""
+        """Return the bytes of one KV page in float32."""
         config = self.oracle.config
         head_dim = config.hidden_size // config.num_attention_heads
         head_dim = config.to_dict().get("head_dim") or head_dim
@@ -96,7 +96,7 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 def check_64_greedy_steps(engine: TokenEngine, case: Case) -> None:
-    """The tokens of transformers' own greedy search, and their log-probabilities."""
+    """The tokens equal transformers' own greedy search, and so do their log-probabilities."""
     results = engine.run(case.prompts, 64)
     check_greedy(results, case.oracle)
     check_logprobs(results, case.oracle)
@@ -104,8 +104,8 @@ def check_64_greedy_steps(engine: TokenEngine, case: Case) -> None:
 
 
 def check_paths(engine: TokenEngine, graph: str) -> None:
-    """Decode steps replayed if graphs were asked for, and prompts too where the kind is one of
-    prompts."""
+    """Decode steps were replayed if graphs were requested, and so were prompts if the graph kind
+    captures prompts."""
     kinds = {path.partition(":")[0] for path in engine.paths}
     if graph == "off":
         assert kinds == {"eager"}
@@ -160,7 +160,7 @@ def test_prefix_hits_change_nothing(case: Case, graph: str) -> None:
     check_logprobs(engine.run([base], 4), case.oracle)
     others = [base[:21] + tail for tail in random_prompts(9, (3, 1, 6))]
     check_logprobs(engine.run([base, *others], 8), case.oracle)
-    if engine.worker.limits.keeps_state:  # who branches off first leaves the state for the next
+    if engine.worker.limits.keeps_state:  # a branch saves its state for the next
         check_logprobs(engine.run(others, 8), case.oracle)
         assert engine.scheduler.stats().snapshot_hits >= 4
     assert engine.scheduler.stats().hit_tokens >= 32 + 3 * 20
@@ -187,8 +187,8 @@ def test_stale_buffers_are_never_read(case: Case, graph: str) -> None:
 @pytest.mark.parametrize("case", COMPILED, indirect=True)
 @pytest.mark.needs("graphs.compiled")
 def test_compiled_decode_changes_nothing(case: Case) -> None:
-    """64 greedy steps; then chunks, arrivals, prefix hits and retraction in one engine, whose
-    decode steps replay."""
+    """64 greedy steps; then chunks, arrivals, prefix hits and preemption in one engine with
+    replayed decode steps."""
     pages = CONTEXT // 4 + 6
     memory = pages * case.page_bytes(4)
     engine = TokenEngine(
@@ -200,7 +200,8 @@ def test_compiled_decode_changes_nothing(case: Case) -> None:
         check_logprobs(engine.run(prompts, 30, stagger=1), case.oracle)
     stats = engine.scheduler.stats()
     assert stats.hit_tokens > 0
-    assert stats.retractions > 0 or engine.worker.limits.num_window_pages  # of windows alone: pages cost nothing
+    # A model with sliding windows only runs short of no pages: full pages cost it no memory.
+    assert stats.retractions > 0 or engine.worker.limits.num_window_pages
     assert engine.paths == {"eager", "compiled:4"}
 
 

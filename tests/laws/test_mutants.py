@@ -1,4 +1,4 @@
-"""Broken engines, each caught by a law of test_model_laws: a law that nothing can fail proves
+"""Broken engines, each caught by a law of test_model_laws: a law that nothing can break proves
 nothing."""
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path,
 
 
 class OneKeyTooFew(ReferenceAttention):
-    """Decode does not see the token it has just stored."""
+    """Mutant: decode does not see the token that it has just stored."""
 
     def _single_rows(self, batch: ForwardBatch, count: int) -> SingleRows:
         rows = super()._single_rows(batch, count)
@@ -45,14 +45,14 @@ class OneKeyTooFew(ReferenceAttention):
 
 
 class WindowOffByOne(ReferenceAttention):
-    """A window that is one token too wide."""
+    """Mutant: the sliding window is one token too wide."""
 
     def _make_gather(self, part: SingleRows, window: int | None) -> tuple[Tensor, Tensor]:
         return super()._make_gather(part, None if window is None else window + 1)
 
 
 class NoPrefix(ReferenceAttention):
-    """A chunk sees its own tokens only."""
+    """Mutant: a chunk sees its own tokens only."""
 
     def _long_row(self, batch: ForwardBatch, row: int, start: int, end: int, seq_len: int) -> Any:
         made = super()._long_row(batch, row, start, end, seq_len)
@@ -63,7 +63,7 @@ class NoPrefix(ReferenceAttention):
 
 
 class ForgetsEarlierPages(ReqToTokenPool):
-    """Page-table differences are written from the first entry on."""
+    """Mutant: writes page-table changes from the first entry on."""
 
     def changes(self, batch: ScheduleBatch) -> Any:
         batch.page_counts = np.zeros_like(batch.page_counts)
@@ -71,19 +71,19 @@ class ForgetsEarlierPages(ReqToTokenPool):
 
 
 class NextSlotsToken(TokenTable):
-    """The last token is read from the slot beside."""
+    """Mutant: reads the last token from the neighbouring request slot."""
 
     def resolve_decode(self, input_ids: Tensor, slots: Tensor) -> None:
         super().resolve_decode(input_ids, slots.clamp(min=2) - 1)
 
 
 def broken(kind: type[ReferenceAttention], old: AttentionBackend[Any]) -> ReferenceAttention:
-    """One over the same pools."""
+    """Make a broken backend over the same pools."""
     return kind(old.shape, old.req_to_token_pool, old.token_to_kv_pool, old.kernels)
 
 
 def replace_attention(kind: type[ReferenceAttention]) -> Callable[[TokenEngine], None]:
-    """Give every reader of the backend a broken one over the same pools."""
+    """Return a function that replaces an engine's backend by a broken one over the same pools."""
 
     def plant(engine: TokenEngine) -> None:
         runner = engine.worker.runner
@@ -98,7 +98,7 @@ def replace_attention(kind: type[ReferenceAttention]) -> Callable[[TokenEngine],
 
 
 def replace_class(read: Callable[[TokenEngine], Any], kind: type) -> Callable[[TokenEngine], None]:
-    """Turn one object of the engine into its broken kind."""
+    """Return a function that changes the class of one object of an engine."""
 
     def plant(engine: TokenEngine) -> None:
         read(engine).__class__ = kind
@@ -107,7 +107,7 @@ def replace_class(read: Callable[[TokenEngine], Any], kind: type) -> Callable[[T
 
 
 def shift_cells(engine: TokenEngine) -> None:
-    """A token's cell is that of the position before, except at the start of a page."""
+    """Mutant: stores a token in the KV slot before its own, except at the start of a page."""
     runner = engine.worker.runner
     for registry in (runner.decode_registry, runner.prefill_registry):
         buffer = registry.input_buffer("out_cache_loc")
@@ -136,7 +136,7 @@ MUTANTS: MappingProxyType[str, Callable[[TokenEngine], None]] = MappingProxyType
 
 
 def run_laws(engine: TokenEngine, oracle: Any) -> None:
-    """Chunks, ragged arrivals and overlapped decode, checked."""
+    """Run chunks, ragged arrivals and overlapped decode, and check all log-probabilities."""
     results = engine.run(random_prompts(21, (5, 30, 17, 9)), 24, stagger=2, score_prompts=True)
     check_logprobs(results, oracle)
 
@@ -156,13 +156,13 @@ def test_the_laws_catch(name: str, checkpoint: tuple[Path, Any]) -> None:
 
 
 def page_bytes(oracle: Any) -> int:
-    """Bytes of a page of four tokens in float32; the context of 96 needs 24 of them."""
+    """Return the bytes of a page of four tokens in float32; the context of 96 needs 24 pages."""
     config = oracle.config
     return 4 * config.num_hidden_layers * 2 * config.num_key_value_heads * config.head_dim * 4
 
 
 class AssumesNeighbours(ReqToTokenPool):
-    """A request's pages are taken to follow one another."""
+    """Mutant: assumes that a request's pages have consecutive numbers."""
 
     def write(self, entries: Tensor, pages: Tensor) -> None:
         super().write(entries, pages)
@@ -248,7 +248,7 @@ class Replayed:
 
 
 class Replays:
-    """A graph mechanism that captures nothing."""
+    """A graph mechanism that captures nothing and calls the step again."""
 
     kind = "replayed"
 
@@ -260,7 +260,7 @@ class Replays:
 
 
 class NeverRefreshed(ReferenceAttention):
-    """A captured plan keeps what it was captured with."""
+    """Mutant: a captured plan is never refreshed."""
 
     def refresh(self, plan: ReferencePlan, batch: ForwardBatch) -> None:
         if plan.singles is None:

@@ -1,5 +1,5 @@
-"""A draft runs inside of the target's context, and leaves it as it was, however its forward
-ends."""
+"""A draft runs inside the target's forward context and restores it, also when its forward
+raises."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from tests.laws.test_speculative_laws import Ran, check_same
 
 Patch = pytest.MonkeyPatch
 pytestmark = pytest.mark.needs("graphs.native")
-"""What depends on no device."""
+"""Independent of the device."""
 
 proposers, plain = proposers_fixture(), plain_fixture()
 
 
 class Nested:
-    """A drafter that runs inside the target's context, and fails once in the middle of a forward;
-    it looks what is left of the context."""
+    """A drafter that runs inside the target's context, fails once in the middle of a forward, and
+    records whether the context was restored."""
 
     def __init__(self, worker: Any) -> None:
         self.worker, self.inner = worker, worker.drafter
@@ -54,8 +54,8 @@ class Nested:
 
 
 def check_nested(proposers: Proposers, plain: Ran, name: str, monkeypatch: Patch) -> None:
-    """Draft forwards leave the target's context as it was, also one that raises; the next requests
-    are served."""
+    """Draft forwards restore the target's context, even one that raises; later requests are
+    served."""
     engine = proposers.engine(name, graph="off")
     worker: Any = engine.worker
     worker.drafter = nested = Nested(worker)

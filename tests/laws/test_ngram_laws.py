@@ -1,5 +1,5 @@
-"""A model whose embeddings look back: chunks, neighbours, prefix hits, retraction and overlap
-change no number."""
+"""A model with embeddings of token pairs: chunks, other requests, prefix hits, preemption and
+overlap change no number."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.needs("device")
 
 @pytest.fixture
 def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Oracle]:
-    """Its checkpoint, in a registry that knows it."""
+    """The model's checkpoint, with the model in the registry."""
     known = {**registry.ARCHITECTURES, NAME: "tests.laws.ngram_model:BigramLlama"}
     for module in (registry, implementation):
         monkeypatch.setattr(module, "ARCHITECTURES", known)

@@ -1,4 +1,5 @@
-"""A model whose class attends by itself: chunks, ragged arrivals and graphs change nothing."""
+"""A model with its own attention in its class: chunks, ragged arrivals and graphs change
+nothing."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""Random requests that come, stop, are given up and retracted while proposals of real drafts are
-verified: no step writes to a page that is not its own requests' alone, none is lost, and each text
-is the beginning of the one without proposals.
-"""
+"""Random requests that arrive, stop, are aborted and preempted during verification of real drafts'
+tokens: each step writes only to pages that belong to one of its requests alone, no page is lost,
+and each text is a prefix of the text without draft tokens."""
 
 from __future__ import annotations
 
@@ -38,14 +37,15 @@ SMALL: dict[str, Any] = {
     "page_size": 4,
     "kv_cache_memory": 96 << 10,
 }
-"""Together with few pages: who runs is retracted now and then."""
+"""With few pages, so that running requests are preempted at times."""
 pytestmark = pytest.mark.needs("graphs.native")
-"""What depends on no device."""
+"""Independent of the device."""
 
 
 class Coming(NamedTuple):
-    """A request: which prompt and sampling it has, how many tokens it asks for, at which of them it
-    stops, the step that it comes before, and after how many more somebody gives it up."""
+    """A request: the index of its prompt and sampling, its largest number of tokens, the token at
+    which it stops, the step before which it arrives, and the number of steps until it is
+    aborted."""
 
     which: int
     tokens: int
@@ -65,19 +65,19 @@ COMING = st.builds(
 
 
 class Always:
-    """A chance that has as many proposals right as there may be."""
+    """A random generator that accepts the largest possible number of draft tokens."""
 
     def integers(self, end: int) -> int:
-        """The most."""
+        """Return the largest value."""
         return end - 1
 
     def choice(self, values: Sequence[int]) -> int:
-        """The first."""
+        """Return the first value."""
         return values[0]
 
 
 class Never(Steered):
-    """What is proposed is no token."""
+    """Drafts no valid token."""
 
     def steer(self, rows: Any, tokens: Tensor, parents: list[list[int]]) -> Tensor:
         return torch.full_like(tokens, NONE)
@@ -91,7 +91,7 @@ STEERED: dict[str, Callable[[Any], Steered]] = {
 
 
 class Guarded(InFlight):
-    """Compares all cells before and after each step. Waits for the device."""
+    """Compares the whole KV pools before and after each step. Waits for the device."""
 
     holders: Callable[[], list[Request]]
 
@@ -111,7 +111,7 @@ class Guarded(InFlight):
         return ticket
 
     def stored(self) -> list[Tensor]:
-        """Keys and values of the target and of its draft, by cell."""
+        """Return keys and values of the target and of its draft, by KV slot."""
         worker: Any = self.worker
         own = vars(worker.drafter.inner)
         runners = [worker.runner, *own.get("runners", ()), *([own["runner"]] if "runner" in own else [])]
@@ -121,19 +121,18 @@ class Guarded(InFlight):
 
 @dataclass
 class Traces:
-    """Engines, each with traces one after another, and what their texts are without proposals.
-    `seen` counts what happened."""
+    """Engines that run traces, and the texts without draft tokens. `seen` counts events."""
 
     proposers: Proposers
     texts: list[list[int]]
     seen: Counter[str]
 
     def guarded(self, name: str, overlap: bool) -> TokenEngine:
-        """One whose cells are watched."""
+        """Start an engine for a trace."""
         return self.proposers.engine(name, graph="off", overlap=overlap, **SMALL)
 
     def play(self, engine: TokenEngine, coming: Sequence[Coming], accepts: str) -> None:
-        """One trace to its end."""
+        """Run one trace to its end, and check it."""
         worker: Any = engine.worker
         worker.drafter = steered = STEERED[accepts](worker.drafter)
         watched = Guarded.of(engine)
@@ -158,7 +157,7 @@ class Traces:
         self.check(engine, coming, requests, before, watched)
 
     def request(self, number: int, each: Coming) -> Request:
-        """As it comes."""
+        """Make the request of a trace."""
         stops = () if each.stop is None else (self.texts[each.which][each.stop],)
         own = {**SAMPLINGS[each.which], "stop_token_ids": list(stops), "max_tokens": each.tokens, "ignore_eos": True}
         params = SamplingParams(**own)
@@ -168,7 +167,8 @@ class Traces:
     def check(
         self, engine: TokenEngine, coming: Sequence[Coming], requests: list[Request], before: Any, watched: InFlight
     ) -> None:
-        """All pages are there again, and texts are those that were asked for."""
+        """All pages are free or cached again, and each text is the expected one, or a prefix of it
+        if aborted."""
         stats = engine.scheduler.stats()
         assert stats.free_pages + stats.cached_pages == stats.num_pages
         for each, request in zip(coming, requests, strict=True):
@@ -184,7 +184,7 @@ class Traces:
 
 @pytest.fixture(scope="module")
 def traces(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Traces]:
-    """Of all proposers."""
+    """Traces for all drafters."""
     proposers = Proposers(tmp_path_factory.mktemp("proposers"))
     found = run(proposers.plain(), PROMPTS, MOST, SAMPLINGS)
     yield Traces(proposers, found.tokens, Counter())
@@ -198,10 +198,10 @@ TRACES = st.lists(COMING, min_size=4, max_size=9), st.sampled_from([*STEERED])
 
 
 def play_all(traces: Traces, proposer: str, overlap: bool, examples: int = 12) -> None:
-    """Traces, of a new engine each."""
+    """Run random traces, each in a new engine."""
     traces.seen.clear()
 
-    # One that fails is told as it is: what it left behind is no beginning for smaller ones.
+    # Report a failing trace without shrinking: a failed engine is no start for smaller traces.
     @settings(max_examples=examples, derandomize=True, database=None, phases=[Phase.generate])
     @given(*TRACES)
     def play(coming: list[Coming], accepts: str) -> None:

@@ -1,7 +1,6 @@
-"""Where drafts run, each forward attends by a plan of its own: made by its backend, of its size,
-for its lengths, in this step. One law by name for each site at which a plan of another kind was
-ever taken, and a planted one that it catches.
-"""
+"""With drafts, each forward attends by its own plan: made by its backend, for its size and lengths,
+in this step. There is a named law for each place where a wrong plan was ever used, with a planted
+defect that it catches."""
 
 from __future__ import annotations
 
@@ -32,21 +31,21 @@ from tests.planted import planted
 
 Patch = pytest.MonkeyPatch
 pytestmark = pytest.mark.needs("graphs.native")
-"""What depends on no device."""
+"""Independent of the device."""
 
 proposers, plain = proposers_fixture(), plain_fixture()
 
 
 @pytest.fixture
 def marks(proposers: Proposers, plain: Ran, monkeypatch: Patch) -> Iterator[Marks]:
-    """Of all that runs from here on."""
+    """The marks of all runners from now on."""
     yield watched_marks(type(proposers.plain().worker.runner.attn_backend), monkeypatch)
     proposers.close()
 
 
 def serve(proposers: Proposers, marks: Marks, plain: Ran, name: str, overlap: bool, graph: str = "off") -> TokenEngine:
-    """All prompts, whose texts are as without proposals, in steps that overlap or wait. Graphs are
-    of few requests."""
+    """Run all prompts in steps that overlap or wait; the texts equal those without draft tokens.
+    Graphs exist for at most two requests."""
     engine = proposers.engine(name, overlap=overlap, graph=graph, graph_buckets=(1, 2))
     marks.watched = InFlight.of(engine)
     check_same(laws.run(engine), plain)
@@ -55,13 +54,13 @@ def serve(proposers: Proposers, marks: Marks, plain: Ran, name: str, overlap: bo
 
 
 def drafter_of(engine: TokenEngine) -> Any:
-    """Who proposes in an engine."""
+    """Return the drafter of an engine."""
     worker: Any = engine.worker
     return worker.drafter
 
 
 def check_eagle(proposers: Proposers, marks: Marks, plain: Ran, overlap: bool) -> None:
-    """Each forward of the draft, and each of the target, by a plan of its own."""
+    """Each forward of the draft, and each of the target, has its own plan."""
     engine = serve(proposers, marks, plain, "eagle", overlap)
     draft, target = marks.plans_of(drafter_of(engine).runner), marks.plans_of(engine.worker.runner)
     assert not {*draft} & {*target} and [*range(1, marks.forwards + 1)] == sorted([*draft, *target])
@@ -81,8 +80,8 @@ def test_each_layer_of_a_multi_layer_draft_marks_each_of_its_plans(
 ) -> None:
     engine = serve(proposers, marks, plain, "mtp of several layers", overlap=True)
     of_target = marks.plans_of(engine.worker.runner)
-    # The layers share a backend, and run one after another: each forward of the target is followed
-    # by one of each.
+    # The layers share a backend and run one after the other: after each forward of the target, each
+    # layer runs once.
     of_layers = marks.plans_of(drafter_of(engine).runners[0])
     assert [*range(1, marks.forwards + 1)] == sorted([*of_target, *of_layers])
     assert len(of_layers) >= TOKENS * len(of_target)
@@ -92,7 +91,7 @@ def test_each_layer_of_a_multi_layer_draft_marks_each_of_its_plans(
 def test_one_plan_of_frozen_kv_mtp_is_marked_for_as_many_forwards_as_it_serves(
     proposers: Proposers, marks: Marks, plain: Ran, graph: str
 ) -> None:
-    """Also where there are graphs, of fewer requests than there are."""
+    """Also with graphs that are too small for all requests."""
     backend = drafter_of(serve(proposers, marks, plain, "frozen-mtp", True, graph)).runner.attn_backend
     turns: dict[int, set[int]] = {}
     plans: dict[int, set[int]] = {}
@@ -136,7 +135,7 @@ def test_whatever_else_proposes_marks_its_plans(
 
 
 class KeepsTheTargetsPlan(FeatureDrafter):
-    """The first forward goes on with what was planned for the target."""
+    """Mutant: the first draft forward uses the target's plan."""
 
     def take_in(self, rows: DraftRows) -> Tensor:
         assert rows.features is not None
@@ -145,15 +144,15 @@ class KeepsTheTargetsPlan(FeatureDrafter):
 
 
 def record_of(runner: ModelRunner, batch: ForwardBatch) -> PlanRecord | None:
-    """What a runner would mark the batch with now."""
+    """Return the plan record that a runner would set on the batch now."""
     view = replace(runner.prepared(batch))
     view.mark_forward_metadata_ready(runner.attn_backend.plan(view))
     return view.plan_record
 
 
 class KeepsPlans(FeatureDrafter):
-    """Each forward of as many rows as any before goes on with that one's plan; or with that of
-    whatever was before."""
+    """Mutant: a forward uses the plan of an earlier one with the same size; with `of_any_size`, of
+    any earlier one."""
 
     of_any_size = False
     record: PlanRecord | None = None
@@ -199,7 +198,7 @@ def test_a_wrong_plan_of_eagle_is_caught(
 
 
 class FirstLayersPlans(MultiHeadDrafter):
-    """All layers but the first go on with what that one would have run with in the first step."""
+    """Mutant: all layers but the first use the plan that the first layer had in the first step."""
 
     record: PlanRecord | None = None
 
@@ -237,7 +236,7 @@ def test_a_wrong_plan_of_a_multi_layer_draft_is_caught(
 
 
 class PlansElsewhere(FrozenDrafter):
-    """Another backend plans."""
+    """Mutant: another backend makes the plan."""
 
     def planned(self, batch: ForwardBatch, steps: int) -> ForwardBatch:
         other = copy(self.runner.attn_backend)
@@ -246,7 +245,7 @@ class PlansElsewhere(FrozenDrafter):
 
 
 class PlansForOneMore(FrozenDrafter):
-    """The plan is that of a row more."""
+    """Mutant: the plan is for one row more."""
 
     def planned(self, batch: ForwardBatch, steps: int) -> ForwardBatch:
         found = super().planned(batch, steps)
@@ -288,7 +287,7 @@ def test_a_wrong_plan_of_frozen_kv_mtp_is_caught(
 
 
 class PlansBeforeItsLengths(SpeculativeWorker):
-    """The next step is planned as soon as it is submitted, by lengths as they are then."""
+    """Mutant: plans the next step at submission, by the lengths at that time."""
 
     def _place(self, staged: ForwardBatch, *given: Any) -> None:
         staged.mark_forward_metadata_ready(self.runner.attn_backend.plan(staged))
@@ -296,7 +295,7 @@ class PlansBeforeItsLengths(SpeculativeWorker):
 
 
 class KeepsItsPlan(SpeculativeWorker):
-    """A step of as many rows as one before goes on with that one's plan."""
+    """Mutant: a step uses the plan of an earlier step with the same number of rows."""
 
     kept: PlanRecord | None = None
 
@@ -316,7 +315,7 @@ class PlansForTheDraft(SpeculativeWorker):
 
 
 class PlansForRequests(SpeculativeWorker):
-    """As many rows as there are requests."""
+    """Mutant: plans for one row per request instead of all verified rows."""
 
     def _place(self, staged: ForwardBatch, *given: Any) -> None:
         super()._place(staged, *given)

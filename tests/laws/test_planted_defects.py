@@ -1,5 +1,5 @@
-"""An engine with one planted defect for each way in which others broke; the simulated device, a law
-or a check names it.
+"""An engine with one planted defect at a time, for each way in which other engines broke; the
+simulated device, a law or a check names it.
 
 Every defect runs on every kind of simulated device, in the whole engine: scheduler, overlap,
 worker, graphs.
@@ -49,7 +49,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path,
 
 @pytest.fixture
 def sim(lane: Lane) -> Iterator[Any]:
-    """The simulated device; what a defect leaves behind is forgotten."""
+    """The simulated device, reset before and after a defect."""
     found = sys.modules["sglcore_sim"].current()
     found.reset()
     yield found
@@ -57,12 +57,12 @@ def sim(lane: Lane) -> Iterator[Any]:
 
 
 def engine(folder: Path, **settings: Any) -> TokenEngine:
-    """Decode by graphs, overlapped."""
+    """Make an engine with overlap and full decode graphs."""
     return TokenEngine(folder, **{"graph": "full", "overlap": True, "max_batch_tokens": 8, **settings})
 
 
 def serve(made: TokenEngine, oracle: Any) -> None:
-    """Chunks, ragged arrivals and decode; every log-probability is checked."""
+    """Run chunks, ragged arrivals and decode, and check every log-probability."""
     check_logprobs(made.run(random_prompts(21, (5, 30, 17, 9)), 12, stagger=2), oracle)
 
 
@@ -83,7 +83,7 @@ def read_before_the_event(made: TokenEngine) -> None:
 
 
 def wrong_stream(made: TokenEngine) -> None:
-    """Every other step goes to the schedule stream."""
+    """Runs every other step on the schedule stream."""
 
     class Alternates(OtherStream):
         def running(self) -> Any:
@@ -106,7 +106,7 @@ def pinned_buffer_reused(made: TokenEngine) -> None:
 
 
 def rebound_input_buffer(made: TokenEngine) -> None:
-    """The registry moves to new buffers under captured addresses."""
+    """The registry allocates new buffers while graphs hold the old addresses."""
     registry = made.worker.runner.decode_registry
     registry.frozen = False
     registry.make_buffers()
@@ -114,7 +114,7 @@ def rebound_input_buffer(made: TokenEngine) -> None:
 
 
 def pool_freed_early(made: TokenEngine) -> None:
-    """The KV pool is replaced, and nobody is told."""
+    """The KV pool's storage is replaced without notice to the graphs."""
     (part,) = made.worker.runner.attn_backend.parts
     pool = part.token_to_kv_pool
     assert isinstance(pool, MHATokenToKVPool)
@@ -123,7 +123,7 @@ def pool_freed_early(made: TokenEngine) -> None:
 
 
 def pool_replaced(made: TokenEngine) -> None:
-    """The KV pool is replaced as it should be; the graphs are not captured again."""
+    """The KV pool's storage is replaced correctly, but graphs are not captured again."""
     pool = made.worker.runner.attn_backend.token_to_kv_pool
     assert isinstance(pool, MHATokenToKVPool)
     pool.replace_storage()
@@ -131,7 +131,7 @@ def pool_replaced(made: TokenEngine) -> None:
 
 
 def other_requests_page(made: TokenEngine) -> None:
-    """The pages of a row are written to the row beside it."""
+    """The pages of a row are written to the neighbouring row."""
     (part,) = made.worker.runner.attn_backend.parts
     table = part.req_to_token_pool
 
@@ -143,7 +143,7 @@ def other_requests_page(made: TokenEngine) -> None:
 
 
 def stale_plan(made: TokenEngine) -> None:
-    """Attention is planned for a batch that another row joins afterwards."""
+    """Attention is planned before one more row joins the batch."""
     runner = made.worker.runner
     real = runner.init_batch
 
@@ -184,12 +184,12 @@ def mask_off_by_one(patch: Patch) -> None:
 
 
 def dirty_padding(patch: Patch) -> None:
-    """Rows beyond the real ones keep what an older batch left."""
+    """Padding rows keep what an older batch left."""
     patch.setattr(InputBuffer, "pad", lambda self, ctx: None)
 
 
 def token_count_of_zero(patch: Patch) -> None:
-    """A padded batch is said to have no real token."""
+    """A padded batch reports no real tokens."""
     real = BufferRegistry.fill_from
 
     def fill_from(self: Any, batch: Any, ctx: FillContext, skip: Any = ()) -> None:
@@ -201,7 +201,7 @@ def token_count_of_zero(patch: Patch) -> None:
 
 
 def wrong_slot_dtype(patch: Patch) -> None:
-    """A backend that indexes cells with the other integer type than the device's."""
+    """A backend that indexes KV slots with another integer type than the device's."""
     from sglcore.device.package import resolve
     from sglcore.engine import start
 
@@ -224,7 +224,7 @@ def wrong_slot_dtype(patch: Patch) -> None:
 
 
 class Elsewhere:
-    """Captures on a stream of its own, not on the one it is given."""
+    """Captures on its own stream, not on the given one."""
 
     def __init__(self, real: Any) -> None:
         self.real, self.make_pool = real, real.make_pool
@@ -243,7 +243,7 @@ def capture_on_another_stream(patch: Patch) -> None:
 
 
 def worker_does_not_wait(patch: Patch) -> None:
-    """The forward stream starts before what the schedule stream made is there."""
+    """The forward stream starts before the schedule stream's results are there."""
 
     def take_over(self: TpModelWorker) -> None:
         self.runner.token_table.last.zero_()
@@ -252,7 +252,7 @@ def worker_does_not_wait(patch: Patch) -> None:
 
 
 def pageable_copy(patch: Patch) -> None:
-    """A table is indexed with host memory that nobody pinned."""
+    """A table is indexed with host memory that is not pinned."""
     real = token_table.TokenTable.resolve_decode
 
     def resolve_decode(self: Any, input_ids: Any, slots: Any) -> None:
@@ -262,7 +262,7 @@ def pageable_copy(patch: Patch) -> None:
 
 
 def graph_not_filled(patch: Patch) -> None:
-    """A replay that runs on the inputs of the step before."""
+    """A replay runs on the inputs of the step before."""
     real = DecodeGraphs.run
 
     def run(self: DecodeGraphs, batch: Any) -> Any:
@@ -274,8 +274,8 @@ def graph_not_filled(patch: Patch) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Defect:
-    """How it is planted, and what names it: a kind of fault, or the error of a check
-    (AssertionError: the numbers)."""
+    """How a defect is planted, and what reports it: a kind of fault, or the error of a check
+    (AssertionError: wrong numbers)."""
 
     fault: str = ""
     error: type[BaseException] | None = None
@@ -314,7 +314,7 @@ DEFECTS: MappingProxyType[str, Defect] = MappingProxyType(
 
 
 def attempt(defect: Defect, patch: Patch, folder: Path, oracle: Any, sim: Any) -> None:
-    """Start with the defect, and serve."""
+    """Start an engine with the defect, and serve."""
     if defect.before is not None:
         defect.before(patch)
     made = engine(folder, **dict(defect.settings))
@@ -326,7 +326,7 @@ def attempt(defect: Defect, patch: Patch, folder: Path, oracle: Any, sim: Any) -
 
 
 def watch(made: TokenEngine, patch: Patch, sim: Any) -> None:
-    """No submit may wait for the device."""
+    """Make a submit that waits for the device an error."""
     real = made.worker.submit
 
     def submit(batch: Any) -> Any:
@@ -377,8 +377,8 @@ def test_a_planted_defect_is_caught_by_name(
 def test_a_runner_inside_the_scope_of_another_uses_its_own_backend(
     checkpoint: tuple[Path, Any], sim: Any, monkeypatch: Patch
 ) -> None:
-    """Two engines in one process, one run inside the other's forward; then the scope is leaked, and
-    the numbers tell."""
+    """Two engines in one process, one run inside the other's forward. With a scope that leaks, the
+    numbers are wrong."""
     folder, oracle = checkpoint
     outer, inner = engine(folder, graph="off"), engine(folder, graph="off", page_size=2)
     backend = outer.worker.runner.attn_backend
@@ -401,7 +401,7 @@ def test_a_runner_inside_the_scope_of_another_uses_its_own_backend(
 
 @pytest.fixture
 def group(sim: Any, tmp_path: Path) -> Iterator[None]:
-    """A process group of this process alone, of the device's own kind."""
+    """A process group of this process only, with the device's collectives."""
     torch.distributed.init_process_group(
         sim.kind.collectives, init_method=f"file://{tmp_path}/store", rank=0, world_size=1
     )
@@ -414,8 +414,8 @@ def group(sim: Any, tmp_path: Path) -> Iterator[None]:
 def test_a_collective_beside_the_forward_stream_must_wait_for_it(
     checkpoint: tuple[Path, Any], sim: Any, group: None, monkeypatch: Patch, is_ordered: bool
 ) -> None:
-    """The last hidden states are reduced over the ranks on a stream of collectives, with its waits
-    and without them."""
+    """All-reduces the last hidden states on a separate stream for collectives, with and without
+    waits."""
     from sglcore.models.decoder import CausalLM
 
     folder, oracle = checkpoint

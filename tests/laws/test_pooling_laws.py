@@ -1,4 +1,4 @@
-"""Models that embed or score: vectors of a batch are transformers' own of each text alone, with the
+"""Models that embed or score: vectors of a batch equal transformers' for each text alone, with the
 pooling written out here."""
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ LENGTHS = (1, 17, 6, 30, 2)
 
 
 def write_modules(folder: Path, mode: str | Mapping[str, bool], *, normalize: bool = False) -> None:
-    """The files of sentence-transformers: a mode in its own words, or the switches of older
-    files."""
+    """Write the files of sentence-transformers: the pooling mode by name, or the boolean options of
+    older files."""
     kinds = [("", "Transformer"), ("1_Pooling", "Pooling"), *([("2_Normalize", "Normalize")] if normalize else [])]
     modules = [{"path": path, "type": f"sentence_transformers.models.{kind}"} for path, kind in kinds]
     (folder / "modules.json").write_text(json.dumps(modules), encoding="utf-8")
@@ -38,7 +38,7 @@ def write_modules(folder: Path, mode: str | Mapping[str, bool], *, normalize: bo
 
 
 def base_model(oracle: Any) -> Any:
-    """The decoder or encoder within, which gives hidden states."""
+    """Return the decoder or encoder inside, which returns hidden states."""
     return oracle.base_model
 
 
@@ -49,8 +49,8 @@ def weighted(hidden: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Case:
-    """A model, what is saved of it, its files, and what they mean: hidden states [T, H] to a
-    vector."""
+    """A model, the part of it that is saved, its files, and its pooling: hidden states [T, H] to
+    one vector."""
 
     oracle: Callable[[], Any]
     pool: Callable[[torch.Tensor], torch.Tensor]
@@ -101,8 +101,8 @@ def open_engine(case: Case, oracle: Any, folder: Path) -> TokenEngine:
 
 
 def embed(made: TokenEngine, prompts: Sequence[list[int]], types: Sequence[np.ndarray] = ()) -> np.ndarray:
-    """float32 [prompts, size], of as few steps as there can be. `types` are the segments of their
-    tokens."""
+    """Return embeddings, float32 [prompts, size], of requests that run together. `types` are the
+    token types (segments) of each prompt."""
     requests = [
         Request(f"embed-{number}", np.array(prompt), SamplingParams(), task="embed", token_types=of_prompt)
         for number, (prompt, of_prompt) in enumerate(zip_longest(prompts, types))
@@ -181,7 +181,7 @@ def test_segments_that_are_lost_would_be_noticed(tmp_path: Path) -> None:
 
 
 class Moved(Pooler):
-    """What names the tokens of a request names others."""
+    """Base of mutants that give the pooler wrong token rows."""
 
     def __call__(self, hidden: torch.Tensor, rows: Mapping[str, torch.Tensor]) -> torch.Tensor:
         return super().__call__(hidden, {**rows, **self.wrong(rows)})
@@ -201,7 +201,7 @@ class Padded(Moved):
 
 
 class Counted(Moved):
-    """Weights go on from one request to the next."""
+    """Mutant: weights continue from one request to the next."""
 
     def wrong(self, rows: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return {"weights": torch.arange(1, len(rows["weights"]) + 1, device=rows["weights"].device)}

@@ -1,9 +1,9 @@
-"""What is proposed after a text, and what it is drawn of, is a function of the text: whoever
-proposes, however prompts were cut and pages lie, whatever came from the cache and was accepted
-before, in steps that overlap or wait, eagerly or by graphs.
+"""The draft tokens after a text, and the distribution they are drawn from, are a function of the
+text: for any drafter, chunks, pages, prefix hits and earlier acceptance, with or without overlap
+and graphs.
 
-What it is drawn of is another law's: dense torch has it for one of these ways, of each drafter with
-a model.
+Another law compares the distribution itself with dense torch, in one of these ways, for each
+drafter with a model.
 """
 
 from __future__ import annotations
@@ -34,27 +34,28 @@ from tests.laws.test_speculative_laws import PROMPTS, SAMPLING, Ran, check_same
 FREE = (*SAMPLING[:3], {"temperature": 1.0, "seed": 7}, SAMPLING[4])
 TOLERANCE = 5e-4
 pytestmark = pytest.mark.needs("graphs.native")
-"""What depends on no device."""
+"""Independent of the device."""
 
 proposers, plain = proposers_fixture(), plain_fixture(FREE)
 
 
 def reach_of(drafter: Any) -> int:
-    """Cells behind a text that it writes: what lacks one is another law's."""
+    """Return the number of KV slots after a text that a drafter writes; another law tests texts
+    without room for them."""
     own = {BlockDrafter: BLOCK, TreeDrafter: TREE["draft_width"] * (TREE["draft_depth"] - 1)}
     return next((cells for kind, cells in own.items() if isinstance(drafter, kind)), TOKENS)
 
 
 class Proposed(NamedTuple):
-    """After a text: tokens, and log-probabilities [rows, vocab] of all draws, in order."""
+    """The draft tokens after a text, and log-probabilities [rows, vocab] of all draws, in order."""
 
     tokens: list[int]
     logprobs: Tensor
 
 
 class Recording(Steered):
-    """Remembers what was proposed after each text, by its number and length. `proposes`: what is
-    right is steered; else nothing is proposed at all, so that every length comes."""
+    """Records the draft tokens after each text, by the text's index and length. `proposes`: correct
+    tokens are put in; otherwise no token is drafted, so that every length occurs."""
 
     def __init__(self, inner: Any, proposes: bool) -> None:
         super().__init__(inner)
@@ -63,7 +64,7 @@ class Recording(Steered):
         self._drawn = list[Tensor]()
 
     def listened(self, rows: DraftRows) -> DraftRows:
-        """With draws that are remembered."""
+        """Return the rows with draws that are recorded."""
         self._drawn.clear()
         count, draw, rank = len(rows.most_lens), rows.draw, rows.rank
         assert rank is not None
@@ -101,7 +102,7 @@ class Recording(Steered):
 
 
 def recorded(engine: TokenEngine, plain: Ran, proposes: bool, times: int, table: Tensor | None = None) -> Recording:
-    """All prompts, as often as is said; as rows of a table of embeddings, if there is one."""
+    """Run all prompts `times` times; as embeddings from `table` if given."""
     worker: Any = engine.worker
     worker.drafter = recording = Recording(worker.drafter, proposes)
     texts = [prompt + output for prompt, output in zip(PROMPTS, plain.tokens, strict=True)]
@@ -121,8 +122,8 @@ def recorded(engine: TokenEngine, plain: Ran, proposes: bool, times: int, table:
 
 @pytest.fixture(scope="module")
 def known(proposers: Proposers, plain: Ran) -> Callable[[str], dict[tuple[int, int], Proposed]]:
-    """What a drafter proposes of whole prompts in new pages, when every text grows by a token a
-    step."""
+    """The draft tokens of a drafter for whole prompts in new pages, with every text growing by one
+    token per step."""
     found: dict[str, dict[tuple[int, int], Proposed]] = {}
 
     def of(name: str) -> dict[tuple[int, int], Proposed]:
@@ -145,11 +146,11 @@ WAYS = {
         "max_requests": 3,
     },
 }
-"""Prompts by parts, the first of which are from the cache where they come again."""
+"""Prompts in chunks; the second time their first chunks come from the prefix cache."""
 
 
 def compare(found: dict[tuple[int, int], Proposed], wanted: dict[tuple[int, int], Proposed]) -> None:
-    """Of all texts that both have."""
+    """Compare all texts that both have."""
     both = found.keys() & wanted.keys()
     assert len(both) > 15
     for key in both:
@@ -160,7 +161,7 @@ def compare(found: dict[tuple[int, int], Proposed], wanted: dict[tuple[int, int]
 
 
 def check(proposers: Proposers, plain: Ran, wanted: dict[tuple[int, int], Proposed], name: str, way: str) -> None:
-    """All that is proposed is what is known."""
+    """All draft tokens equal the known ones."""
     settings = {"poison": True, "scramble_pages": 2, "graph_buckets": (1, 2, 5), **WAYS[way]}
     engine = proposers.engine(name, **settings)
     found = recorded(engine, plain, True, 2).found
@@ -170,7 +171,7 @@ def check(proposers: Proposers, plain: Ran, wanted: dict[tuple[int, int], Propos
 
 
 NAMES = [name for name in PROPOSERS if name != "suffix"]
-"""What a suffix finds is what others wrote."""
+"""A suffix drafter's tokens depend on the texts of other requests."""
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -193,7 +194,7 @@ def test_what_is_proposed_after_embeddings_is_what_is_after_their_tokens(
 
 
 def of_the_root_alone(rows: DraftRows) -> DraftRows:
-    """The rows of a verification, of which that before the root alone has a cell."""
+    """Return the rows of a verification with KV slots for the row before the root only."""
     batch = rows.batch
     if not batch.forward_mode.is_decode:
         return rows
@@ -204,7 +205,7 @@ def of_the_root_alone(rows: DraftRows) -> DraftRows:
 
 
 class SkipsVerified(FeatureDrafter):
-    """What it wrote of its own proposals stays."""
+    """Mutant: keeps the KV entries of its own draft tokens after verification."""
 
     def take_in(self, rows: DraftRows) -> Tensor:
         return super().take_in(of_the_root_alone(rows))
@@ -216,7 +217,7 @@ class TreesSkipVerified(TreeDrafter):
 
 
 class SkipsTheLast(StandaloneDrafter):
-    """The last proposal, which it never ran itself, gets no cell."""
+    """Mutant: the last draft token, which the drafter never ran, gets no KV entry."""
 
     def take_in(self, rows: DraftRows) -> Tensor:
         roots = rows.ids.index_select(0, rows.select)
@@ -229,7 +230,7 @@ class InjectsTheRootAlone(BlockDrafter):
 
 
 class ShiftedFeatures(BlockDrafter):
-    """What the target made of each token goes to the cell of the one before it."""
+    """Mutant: stores the target's features of each token in the KV slot of the token before."""
 
     def inject(self, rows: DraftRows) -> None:
         assert rows.features is not None

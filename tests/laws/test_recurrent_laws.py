@@ -1,5 +1,5 @@
-"""A model without any attention: chunks, slots that change hands, prefix hits and graphs change
-nothing, and no cells are kept."""
+"""A model without any attention: chunks, reused request slots, prefix hits and graphs change
+nothing, and the KV cache is empty."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""An engine on the second of two devices: the same tokens as on the first, which it leaves alone;
-and defects that use it."""
+"""An engine on the second of two devices gives the same tokens as on the first and does not touch
+the first; defects that use it are caught."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def first_is_current() -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Ran:
-    """What an engine gave, the bytes that it took of the other device at any time, and the devices
-    that were current for what it made and for its steps."""
+    """An engine's results, the most bytes that it allocated on the other device, and the devices
+    that were current after its start and in its steps."""
 
     results: list[Result]
     elsewhere: int
@@ -46,7 +46,8 @@ class Ran:
 
 
 def run(folder: Path, index: int, **settings: Any) -> Ran:
-    """An engine on one of the two devices, with graphs; the other is current before its start."""
+    """Run an engine on one of the two devices, with graphs; before its start the other device is
+    current."""
     other = 1 - index
     torch.accelerator.set_device_index(other)
     torch.accelerator.synchronize(other)
@@ -66,7 +67,7 @@ def run(folder: Path, index: int, **settings: Any) -> Ran:
 
 
 def vendors_attention() -> str:
-    """The first backend of the package that is not the core's."""
+    """Return the package's first attention backend that is not the core's."""
     package = next(item.loaded() for item in discover() if item.name == os.environ["LANE_DEVICE"])
     own = [name for name in package.attention if name not in ("triton", "gathered", "reference")]
     return own[0] if own else pytest.skip("needs an attention backend of the vendor's")
@@ -86,7 +87,7 @@ def test_an_engine_on_the_second_device_leaves_the_first_alone_and_gives_the_sam
 
 
 def on_its_own(engine: TokenEngine, index: int) -> None:
-    """Every forward of the engine finds its own device current."""
+    """Check that every forward of the engine finds its own device current."""
     forward = engine.worker.runner.forward
 
     def watched(batch: Any) -> Any:
@@ -97,7 +98,7 @@ def on_its_own(engine: TokenEngine, index: int) -> None:
 
 
 def without_streams(patch: pytest.MonkeyPatch) -> None:
-    """The device as one without streams, where nothing but its number says which one is current."""
+    """Make the device one without streams, so that only the current device's index selects it."""
     real = start.resolve
 
     def other(ref: str, package: str = "") -> Any:
@@ -124,7 +125,7 @@ def test_two_engines_of_one_thread_run_each_on_its_own_device(
 
 
 def cells_on_the_first(patch: pytest.MonkeyPatch) -> None:
-    """A pool that is told its device's kind, and not which one."""
+    """Mutant: a pool on the right kind of device, without the index."""
     real = MHATokenToKVPool.__init__
 
     def make(self: Any, *given: Any, **named: Any) -> None:
@@ -135,7 +136,7 @@ def cells_on_the_first(patch: pytest.MonkeyPatch) -> None:
 
 
 def table_on_the_first(patch: pytest.MonkeyPatch) -> None:
-    """A table that is made on the first device and moved."""
+    """Mutant: a table made on the first device and then moved."""
     real = TokenTable.__init__
 
     def make(self: Any, *given: Any) -> None:
@@ -146,7 +147,7 @@ def table_on_the_first(patch: pytest.MonkeyPatch) -> None:
 
 
 def first_stays_current(patch: pytest.MonkeyPatch) -> None:
-    """The bring-up makes no device current."""
+    """Mutant: the bring-up sets no current device."""
     real = torch.accelerator.set_device_index
     patch.setattr(torch.accelerator, "set_device_index", lambda index: None if index else real(index))
 
@@ -164,6 +165,6 @@ def test_what_is_made_on_the_first_device_is_caught(
     try:
         found = run(checkpoint, 1)
     except RuntimeError as error:
-        assert "device" in str(error)  # tensors of two devices met
+        assert "device" in str(error)  # tensors on two devices
     else:
         assert found.elsewhere > 0 or found.current != {1}

@@ -1,4 +1,4 @@
-"""Layers that attend to the keys and values of another layer: chunks, prefix hits and graphs change
+"""Layers that attend to keys and values of another layer: chunks, prefix hits and graphs change
 nothing, with poisoned buffers."""
 
 from __future__ import annotations

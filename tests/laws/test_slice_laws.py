@@ -1,5 +1,5 @@
-"""Prompts by slices of layers between decode steps: no number depends on where the layers were
-divided, or on what ran between."""
+"""Layered prefill: prompts run in slices of layers between decode steps, and no number depends on
+the division of layers or on the steps between."""
 
 from __future__ import annotations
 
@@ -60,13 +60,13 @@ class Case:
         self.folder = save(self.oracle, folder)
 
     def engine(self, **settings: Any) -> TokenEngine:
-        """One that takes prompts by slices of one layer or two, unless said."""
+        """Make an engine with slices of one or two layers, unless `settings` say otherwise."""
         defaults = {"max_model_len": CONTEXT, "max_batch_tokens": 24, "poison": True, "graph": "off"}
         return TokenEngine(self.folder, **{"prompt_slices": "40", **defaults, **settings})
 
     def check(self, engine: TokenEngine, seed: int = 1) -> None:
-        """Prompts that come one after the other, while those before decode, with a common
-        beginning; all numbers are right."""
+        """Run prompts that arrive while earlier ones decode, some with a common prefix, and check
+        all numbers."""
         base = random_prompts(seed, (33,))[0]
         prompts = [*random_prompts(seed + 1, (5, 40)), base, base[:28] + [4, 5], *random_prompts(seed + 2, (1, 17))]
         check_logprobs(engine.run(prompts, 12, stagger=2, score_prompts=True), self.oracle)
@@ -84,7 +84,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Case:
 
 
 def slices_of(engine: TokenEngine) -> set[str]:
-    """The intervals of layers that its steps ran."""
+    """Return the ranges of layers that an engine's steps ran."""
     return {path for path in engine.paths if path.startswith("layers")}
 
 
@@ -128,7 +128,7 @@ def test_grammars_and_draws_are_those_of_whole_prompts(plain: Case) -> None:
 @pytest.mark.needs("device")
 @pytest.mark.parametrize("name", ["qwen3-next", "granite-hybrid"])
 def test_states_that_a_prompt_by_slices_leaves_are_hit_by_others(name: str, tmp_path: Path) -> None:
-    """While another decodes, so that no prompt runs all of its layers in one step."""
+    """Another request decodes meanwhile, so that no prompt runs all its layers in one step."""
     case = Case(name, tmp_path)
     engine = case.engine(prompt_slices="1", max_batch_tokens=40)
     base = random_prompts(8, (33,))[0]
@@ -169,7 +169,7 @@ def test_a_worker_that_takes_prompts_whole_refuses_slices(plain: Case) -> None:
 
 
 class ForgetsItsState(Slices):
-    """Each slice begins with the embedded tokens."""
+    """Mutant: each slice starts from the embedded tokens."""
 
     def run(self, first: int, last: int) -> tuple[OpenPrompt, Tensor | None]:
         if self._open is not None and first:
@@ -187,7 +187,7 @@ class SkipsALayer(Slices):
 
 
 class ForgetsTheNorm(Slices):
-    """The last norm sees what the layers left without what they add to."""
+    """Mutant: halves the last layer's output, as if the final norm lost a part of its input."""
 
     def run(self, first: int, last: int) -> tuple[OpenPrompt, Tensor | None]:
         if self._open is not None and last == self._model.sliced_layers:
@@ -227,7 +227,7 @@ PARAMS = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
 
 
 def ledger_row(folder: Path, topic: str = "prompt slices", **settings: Any) -> Row:
-    """What the ledger says of slices, or of another topic."""
+    """Return the ledger row of a topic."""
     config = resolve_config(
         {**on_this_device(), "model": str(folder), "dtype": "float32", "graph": "off", **settings}, environ()
     )
@@ -266,7 +266,7 @@ def test_rows_in_host_memory_are_refused_by_name(tmp_path: Path) -> None:
 
 
 class OwnForward(LlamaForCausalLM):
-    """What `run_layers` computes is not its forward."""
+    """A model with a forward that differs from `run_layers`."""
 
     def __call__(self, batch: Any) -> Any:
         return self.finish(self.run_layers(self.embed(batch), 0, len(self.layers)))

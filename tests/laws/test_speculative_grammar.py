@@ -1,5 +1,5 @@
-"""Proposals beside grammars: a mask for each proposal that a grammar allows, and the text and
-log-probabilities of plain decode."""
+"""Draft tokens with grammars: each draft token that a grammar allows gets a mask, and text and
+log-probabilities equal plain decode."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ from tests.runtime.test_speculative_length import AtRandom
 __all__ = ["folder"]
 
 GRAMMARS = (11, None, 12, 13, 14)
-"""The seed of each prompt's grammar; None: it is free. The one with stop tokens draws them where
-its grammar allows them."""
+"""The seed of each prompt's grammar, or None. The request with stop tokens draws them where its
+grammar allows them."""
 
 
 CHANGING = (12, 14)
-"""Of these, those that add to logits too."""
+"""The grammars that change logits too."""
 
 
 class Matching(HashedMatcher):
-    """Knows its request, so that it can tell proposals from what was emitted."""
+    """Knows its request, so that it can tell draft tokens from emitted ones."""
 
     def __init__(self, seed: int, request: Request) -> None:
         super().__init__(seed, VOCABULARY)
@@ -45,7 +45,7 @@ class Matching(HashedMatcher):
 
 
 def run(engine: TokenEngine, kind: type[Matching] = Matching) -> Ran:
-    """The prompts at once, each with its own sampling and grammar."""
+    """Run the prompts together, each with its own sampling and grammar."""
 
     def prepare(requests: list[Request]) -> None:
         for request, seed in zip(requests, GRAMMARS, strict=True):
@@ -57,7 +57,7 @@ def run(engine: TokenEngine, kind: type[Matching] = Matching) -> Ran:
 
 @pytest.fixture(scope="module")
 def plain(folder: Path) -> Ran:
-    """What comes without proposals, which keeps to the grammars."""
+    """The results without draft tokens, which match the grammars."""
     engine = TokenEngine(folder, graph="off")
     try:
         found = run(engine)
@@ -70,7 +70,7 @@ def plain(folder: Path) -> Ran:
 
 @pytest.fixture
 def engines(folder: Path, plain: Ran) -> Iterator[Callable[..., TokenEngine]]:
-    """Makes engines that propose, and closes them."""
+    """Make engines with drafters, and close them."""
     made: list[TokenEngine] = []
 
     def make(drafter: str, tokens: int = 3, **settings: Any) -> TokenEngine:
@@ -120,7 +120,7 @@ def test_who_is_right_saves_steps_under_a_grammar_too(engines: Callable[..., Tok
 
 
 class FailsAhead(Matching):
-    """Can not go further than one proposal."""
+    """Mutant: fails after one draft token."""
 
     def fill(self, words: np.ndarray) -> None:
         super().fill(words)

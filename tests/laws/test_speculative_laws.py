@@ -1,5 +1,5 @@
-"""Proposals change no text: with any drafter, drawn or greedy, in every kind of graph, planned
-ahead or not, the tokens and log-probabilities are those of plain decode."""
+"""Draft tokens change no text: with any drafter, sampled or greedy, with every graph kind, with and
+without overlap, tokens and log-probabilities equal plain decode."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.laws.engine import TokenEngine, random_prompts
 CONTEXT, VOCABULARY = 128, 97
 TOKENS = 24
 WIDE = (2, 10, 24)
-"""Sizes of decode graphs: batches of verified rows are padded to them."""
+"""Sizes of decode graphs; verification batches are padded to them."""
 SAMPLING: Sequence[dict[str, Any]] = (
     {"temperature": 0.0},
     {"temperature": 1.0, "seed": 5},
@@ -34,7 +34,7 @@ PROMPTS = random_prompts(3, (7, 23, 40, 5, 16))
 
 @dataclass
 class Ran:
-    """What requests brought, and the steps that it took."""
+    """The results of requests, and the number of decode steps."""
 
     tokens: list[list[int]]
     logprobs: list[list[float]]
@@ -49,7 +49,8 @@ def run(
     samplings: Sequence[dict[str, Any]] = SAMPLING,
     prepare: Callable[[list[Request]], None] = lambda requests: None,
 ) -> Ran:
-    """The prompts at once, each with its own sampling, once `prepare` has had all requests."""
+    """Run the prompts together, each with its own sampling, after `prepare` has seen all
+    requests."""
     requests = list[Request]()
     for index, (prompt, sampling) in enumerate(zip(prompts, samplings, strict=True)):
         params = SamplingParams(**sampling, max_tokens=tokens, logprobs=0, ignore_eos=True)
@@ -74,7 +75,7 @@ def run(
 
 
 def check_same(found: Ran, wanted: Ran) -> None:
-    """Tokens, why they end, and log-probabilities."""
+    """Tokens, finish reasons and log-probabilities are equal."""
     assert found.tokens == wanted.tokens
     assert found.reasons == wanted.reasons
     for one, other in zip(found.logprobs, wanted.logprobs, strict=True):
@@ -89,7 +90,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def plain(folder: Path) -> Ran:
-    """What comes without proposals."""
+    """The results without draft tokens."""
     engine = TokenEngine(folder, graph="off")
     try:
         return run(engine)
@@ -99,7 +100,7 @@ def plain(folder: Path) -> Ran:
 
 @pytest.fixture
 def engines(folder: Path) -> Iterator[Any]:
-    """Makes engines that propose, and closes them."""
+    """Make engines with drafters, and close them."""
     made: list[TokenEngine] = []
 
     def make(drafter: str, texts: Ran, tokens: int = 4, **settings: Any) -> TokenEngine:
@@ -140,7 +141,7 @@ def test_neither_pages_nor_the_number_of_proposals_change_a_text(
 @pytest.mark.needs("device")
 def test_who_is_always_right_saves_steps_and_who_never_is_saves_none(engines: Any, plain: Ran) -> None:
     decodes = {name: run(engines(name, plain, 3, graph="off", overlap=False)).decodes for name in DRAFTERS}
-    # A prompt's step draws the first token; then four at a time, of which the fifth request stops
+    # A prefill step draws the first token; then each step draws four, and the fifth request stops
     # earlier.
     assert decodes["oracle"] == 1 + -(-(TOKENS - 1) // 4)
     assert decodes["adversary"] == TOKENS

@@ -1,7 +1,8 @@
-"""Whatever proposes, chains or trees, in steps that overlap or wait, eagerly or by graphs: texts
-and log-probabilities are those of plain decode, of requests of every kind in one batch.
+"""For every drafter, chains and trees, with and without overlap, eager and with graphs: texts and
+log-probabilities equal plain decode, for requests of every kind in one batch.
 
-By pairs: each proposer meets both orders of steps and both ways to run, on each lane that has them.
+Pairwise combinations: each drafter runs with and without overlap, and eager and with graphs, on
+each lane that has them.
 """
 
 from __future__ import annotations
@@ -25,19 +26,20 @@ from tests.laws.proposers import PROPOSERS, InFlight, Proposers, Steered, drafte
 from tests.laws.test_speculative_laws import PROMPTS, SAMPLING, VOCABULARY, Ran, check_same
 
 FREE = (*SAMPLING[:3], {"temperature": 1.0, "seed": 7}, SAMPLING[4])
-"""None of them counts the text or has a mask, so that trees are trees and steps may overlap."""
+"""No request uses penalties or a mask, so that trees stay trees and steps may overlap."""
 GRAMMARS = (None, 11, None, None, 12)
 GRAPHS = ("off", *KINDS)
 
 
 def is_overlapped(proposer: str, graph: str) -> bool:
-    """Which order of steps a proposer has with a kind of graph: the other one without."""
+    """Whether a drafter's steps overlap with this graph kind; the setting is the opposite without
+    graphs."""
     return bool(([*PROPOSERS].index(proposer) + (graph != "off")) % 2)
 
 
 def run(engine: TokenEngine, everything: bool, steered: Steered | None = None, wanted: Ran | None = None) -> Ran:
-    """The prompts at once: those that nothing binds, or such as count their text beside others with
-    a grammar."""
+    """Run the prompts together: without penalties and grammars, or (`everything`) with penalties
+    for some and grammars for others."""
 
     def prepare(requests: list[Request]) -> None:
         if steered is not None and wanted is not None:
@@ -51,7 +53,7 @@ def run(engine: TokenEngine, everything: bool, steered: Steered | None = None, w
 
 @pytest.fixture(scope="module")
 def proposers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Proposers]:
-    """Of all kinds."""
+    """All drafters."""
     made = Proposers(tmp_path_factory.mktemp("proposers"))
     yield made
     made.close()
@@ -59,13 +61,13 @@ def proposers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Proposers]:
 
 @pytest.fixture(scope="module")
 def plain(proposers: Proposers) -> tuple[Ran, Ran]:
-    """What comes without proposals, of both kinds of batches."""
+    """The results without draft tokens for both kinds of batches."""
     engine = proposers.plain()
     return run(engine, False), run(engine, True)
 
 
 def check(proposers: Proposers, plain: tuple[Ran, Ran], name: str, **settings: Any) -> tuple[TokenEngine, InFlight]:
-    """Both kinds of batches in one engine, whose second finds the prompts of the first in the
+    """Run both kinds of batches in one engine; the second finds the first's prompts in the prefix
     cache."""
     engine = proposers.engine(name, poison=True, **settings)
     worker: Any = engine.worker
@@ -80,7 +82,7 @@ def check(proposers: Proposers, plain: tuple[Ran, Ran], name: str, **settings: A
 
 
 def runners_of(engine: TokenEngine) -> list[Any]:
-    """Those of the draft's model, if there is one."""
+    """Return the runners of the draft model, if there is one."""
     drafter: Any = engine.worker.drafter.inner  # type: ignore[attr-defined]
     own = vars(drafter)
     return [*own.get("runners", ()), *([own["runner"]] if "runner" in own else [])]
@@ -91,8 +93,8 @@ def test_whatever_proposes_changes_no_text(
     proposers: Proposers, plain: tuple[Ran, Ran], proposer: str, graph: str
 ) -> None:
     overlap = is_overlapped(proposer, graph)
-    # Decode steps of all that verify and propose are captured: of five requests, of as many rows as
-    # each has.
+    # Graphs of all verification and draft steps are captured for five requests, with all rows of
+    # each.
     engine, watched = check(proposers, plain, proposer, overlap=overlap, graph=graph, graph_buckets=(1, 2, 5))
     may_overlap = engine.worker.limits.can_overlap
     assert watched.most == 1 + (overlap and may_overlap)

@@ -1,5 +1,5 @@
-"""Defects planted where proposals are verified: each changes a text, a number of steps, or what a
-device may touch."""
+"""Defects planted in verification: each changes a text, a number of steps, or memory that it may
+not touch."""
 
 from __future__ import annotations
 

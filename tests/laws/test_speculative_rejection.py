@@ -1,5 +1,5 @@
-"""Rejection in whole engines: what is greedy is as without proposals, what is certain is accepted,
-and a text depends on nobody else."""
+"""Rejection sampling in whole engines: greedy text is unchanged, certain draft tokens are accepted,
+and a text does not depend on other requests."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ DRAWN = [{"temperature": 1.0, "seed": seed, "top_p": 0.95, "top_k": 60} for seed
 
 @pytest.fixture
 def engines(folder: Path) -> Iterator[Callable[..., TokenEngine]]:
-    """Makes engines, and closes them."""
+    """Make engines, and close them."""
     made: list[TokenEngine] = []
 
     def make(**settings: Any) -> TokenEngine:
@@ -55,12 +55,12 @@ def engines(folder: Path) -> Iterator[Callable[..., TokenEngine]]:
 
 @pytest.fixture(scope="module")
 def twin(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A draft that is the same model, and so has the same law."""
+    """A draft that is the same model, so it has the same distribution."""
     return str(copytree(folder, tmp_path_factory.mktemp("twin") / "draft"))
 
 
 def proposing(engines: Callable[..., TokenEngine], rule: str, **settings: Any) -> TokenEngine:
-    """Proposes by a model, unless said."""
+    """Make an engine with a draft model, unless `settings` name another drafter."""
     given = {"speculative": "standalone", "draft_tokens": 3, "speculative_verify": rule, "poison": True}
     return engines(**{**given, **settings})
 
@@ -89,7 +89,8 @@ def test_a_draft_of_the_targets_law_is_accepted_and_nobody_notices_who_is_beside
 ) -> None:
     engine = proposing(engines, rule, draft_model=twin, graph=graph, overlap=True)
     together = run(engine, samplings=DRAWN)
-    # Where proposals are drawn with the target's noise, those of the same law are all right.
+    # With `coupled`, draft tokens are drawn with the target's noise: from the same distribution all
+    # are accepted.
     coupled = run(proposing(engines, "coupled", draft_model=twin, graph=graph, overlap=True), samplings=DRAWN)
     assert together.decodes == coupled.decodes < TOKENS / 2 and together.tokens != coupled.tokens
     for place in (1, 3):
@@ -128,8 +129,8 @@ MIXED = [
     {"temperature": 0.0},
     {"temperature": 1.0, "seed": 21},
     {"temperature": 0.0, "repetition_penalty": 1.4},
-    # What is drawn of one token only is as certain as what is greedy, by the rules for what is
-    # drawn.
+    # Sampling from a single candidate is as certain as greedy, but takes the path of sampled
+    # requests.
     {"temperature": 1.0, "seed": 22, "top_p": 0.001, "repetition_penalty": 1.4, "logit_bias": {30: 3.0}},
     {"temperature": 0.8, "seed": 23, "top_p": 0.9, "logit_bias": {30: 4.0}, "min_tokens": 9, "stop_token_ids": [5]},
 ]
@@ -138,13 +139,13 @@ CERTAIN = (0, 2, 3)
 
 @pytest.fixture(scope="module")
 def other(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A draft with another law."""
+    """A draft with another distribution."""
     oracle = randomized(llama(max_position_embeddings=CONTEXT, vocab_size=VOCABULARY, num_hidden_layers=1), seed=9)
     return str(save(oracle, tmp_path_factory.mktemp("other")))
 
 
 def check_certain(found: Ran, wanted: Ran) -> None:
-    """Rows that draw nothing are as without proposals."""
+    """Rows without a random choice equal those without draft tokens."""
     for place in CERTAIN:
         assert found.tokens[place] == wanted.tokens[place]
         np.testing.assert_allclose(found.logprobs[place], wanted.logprobs[place], atol=2e-4, rtol=0)
@@ -247,16 +248,16 @@ def test_what_proposals_are_drawn_from_is_kept_free(engines: Callable[..., Token
 
 
 def kept(engine: TokenEngine) -> tuple[Any, list[int]]:
-    """What a run leaves: how many proposals of each step were verified and right, and the cells of
-    each slot."""
+    """Return the result of a run: the verified and accepted draft tokens of each step, and the KV
+    slots in use by request slot."""
     worker = engine.worker
     assert isinstance(worker, SpeculativeWorker)
     return engine.scheduler.drafts, worker._lengths.tolist()
 
 
 def compared(engines: Callable[..., TokenEngine], rule: str, defect: type[RejectionWorker] | None = None) -> bool:
-    """Whether greedy texts leave the same as by the rule that changes no text: there both accept
-    the same proposals. A row runs past its end only where steps overlap."""
+    """Whether greedy texts leave the same counts and lengths as with `coupled`: both rules accept
+    the same draft tokens. A row runs past its end only if steps overlap."""
     texts = Texts(
         [prompt + output for prompt, output in zip(PROMPTS, run(engines(), samplings=GREEDY).tokens, strict=True)]
     )
@@ -306,7 +307,7 @@ def test_a_defect_of_what_is_counted_shows(engines: Callable[..., TokenEngine], 
 
 
 class LooksAtEnds(RejectionWorker):
-    """Looks whether anything is proposed where its draft had no cell; `ends` counts the places."""
+    """Checks that nothing is drafted without a KV slot; `ends` counts such positions."""
 
     ends = 0
 
@@ -319,7 +320,7 @@ class LooksAtEnds(RejectionWorker):
         self.ends += int(without.sum())
 
     def propose(self, rows: DraftRows) -> None:
-        """As it does."""
+        """Draft as the base class does."""
         RejectionWorker._propose(self, rows)
 
 

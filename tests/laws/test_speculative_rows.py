@@ -1,5 +1,5 @@
-"""Proposals change no text of models whose layers keep rows of their own: compressed blocks beside
-a window, with rings of the last tokens, or latent rows of which an indexer chooses."""
+"""Draft tokens change no text of models with other KV layouts: compressed blocks with a sliding
+window and rings of the last tokens, or latent rows selected by an indexer."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.laws.engine import TokenEngine, random_prompts
 from tests.laws.test_speculative_laws import check_same, run
 
 TOKENS = 44
-"""As long as the shortest text crosses two windows, and blocks of both kinds."""
+"""So long that the shortest text crosses two windows, and blocks of both sizes."""
 LENGTHS = (7, 23, 40, 5, 16)
 COMPRESSED: Mapping[str, Any] = MappingProxyType({"attention_backend": "compressed", "page_size": 16})
 LATENT: Mapping[str, Any] = MappingProxyType({"attention_backend": "latent"})
@@ -36,7 +36,7 @@ LATENT: Mapping[str, Any] = MappingProxyType({"attention_backend": "latent"})
 
 @dataclass
 class Case:
-    """A checkpoint, engines over it, and what comes of some prompts without proposals."""
+    """A checkpoint, engines over it, and the results of some prompts without draft tokens."""
 
     folder: Path
     settings: Mapping[str, Any]
@@ -50,7 +50,7 @@ class Case:
         self.plain = run(self.engine(), self.prompts, self.tokens)
 
     def engine(self, **settings: Any) -> TokenEngine:
-        """One whose unused rows are no numbers."""
+        """Make an engine with poisoned unused rows."""
         given = {"max_model_len": 96, "max_batch_tokens": 40, "graph_token_buckets": (40,), "graph_buckets": (1, 5)}
         self.made.append(
             TokenEngine(self.folder, **{**given, "poison": True, "graph": "off", **self.settings, **settings})
@@ -58,7 +58,8 @@ class Case:
         return self.made[-1]
 
     def verify(self, drafter: str, tokens: int | None = 4, times: int = 1, **settings: Any) -> TokenEngine:
-        """The prompts with proposals of one of DRAFTERS, or of a kind of the configuration."""
+        """Run the prompts with one of DRAFTERS, or with a drafter kind of the configuration, and
+        check the texts."""
         kind = "ngram" if drafter in DRAFTERS else drafter
         engine = self.engine(speculative=kind, draft_tokens=tokens, **settings)
         assert isinstance(engine.worker, SpeculativeWorker)
@@ -76,7 +77,7 @@ class Case:
 
 @pytest.fixture(scope="module")
 def case(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Case]:
-    """Blocks of 4 and of 16 tokens, a window of 16, and a layer that predicts one token more."""
+    """A model with blocks of 4 and of 16 tokens, a window of 16, and one MTP layer."""
     folder = with_published_names(deepseek_v4(), tmp_path_factory.mktemp("deepseek-v4"))
     made = Case(folder, COMPRESSED, 128)
     yield made
@@ -84,7 +85,7 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Case]:
 
 
 CORE = pytest.mark.needs("graphs.native")
-"""What depends on no device, where the core's own kernels are fastest."""
+"""Independent of the device; runs where the core's own kernels are fastest."""
 KINDS = [pytest.param("off", marks=pytest.mark.needs("device"))]
 KINDS += [pytest.param(kind, marks=pytest.mark.needs(f"graphs.{kind}")) for kind in ("native", "full", "breakable")]
 
@@ -111,7 +112,7 @@ def test_replays_of_verified_rows_are_what_they_are_beside(case: Case) -> None:
 
 
 def rings_in(engine: TokenEngine) -> set[int]:
-    """How many tokens its layers keep."""
+    """Return the ring sizes of an engine's layers, in tokens."""
     layers = engine.worker.runner.attn_backend.token_to_kv_pool.layers
     return {kept.ring for layer in layers for kept in layer.values() if kept.ring}
 
@@ -131,8 +132,8 @@ def test_rings_hold_more_where_proposals_may_be_verified(case: Case) -> None:
 
 @CORE
 def test_numbers_that_change_change_none(case: Case) -> None:
-    """Steps without any are among them, of which the host knows only the most cells that there can
-    be."""
+    """Includes steps without draft tokens, when the host knows only an upper bound of the
+    lengths."""
     engine = case.verify("guessing", None, times=3, overlap=True)
     assert isinstance(engine.worker, SpeculativeWorker)
     assert set().union(*(each.seconds for each in engine.worker.length._evidence.values())) == {0, 1, 3, 4}
@@ -148,7 +149,7 @@ def test_a_cache_that_holds_no_two_texts_changes_none(case: Case, overlap: bool)
 
 @CORE
 def test_texts_that_go_on_from_verified_pages_are_the_same(case: Case) -> None:
-    """From the end of each page of texts that proposals made."""
+    """Prompts continue texts with draft tokens, from the end of each page."""
     bases = [prompt + output for prompt, output in zip(case.prompts, case.plain.tokens, strict=True)]
     prompts = [base[:end] + tail for base in bases for end in (32, 48) for tail in random_prompts(end, (2, 9), 128)]
     samplings = [{"temperature": 1.0, "seed": seed} for seed in range(len(prompts))]
@@ -162,7 +163,7 @@ def test_texts_that_go_on_from_verified_pages_are_the_same(case: Case) -> None:
 
 @CORE
 def test_published_ratios_change_none(tmp_path: Path) -> None:
-    """Around the ends of blocks of 128 tokens."""
+    """Texts end near multiples of 128 tokens, the block size."""
     folder = save(deepseek_v4(compress_rates={SPARSE: 4, HEAVY: 128}), tmp_path)
     settings = {**COMPRESSED, "page_size": 128, "max_model_len": 320}
     case = Case(folder, settings, 128, lengths=(119, 125, 127, 128, 250), tokens=24)
@@ -180,23 +181,24 @@ def test_proposals_change_no_text_of_chosen_latent_rows(tmp_path: Path, drafter:
 
 
 def rings_of(spare: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As many tokens as a block takes and a step may take back, and a few to spare."""
+    """Set the ring size to the smallest possible (block span plus tokens that a step may roll
+    back), plus `spare`."""
     monkeypatch.setattr(rows, "ring_size", lambda ratio, span, drafts: span + drafts - 2 + spare)
 
 
 def one_short(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A ring lacks one entry."""
+    """Mutant: a ring lacks one entry."""
     rings_of(-1, monkeypatch)
 
 
 def row_by_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A block is made of what was kept before the step, and of the token that ends it."""
+    """Mutant: compresses a block from tokens kept before the step and its last token only."""
     of = RequestRows.of
     monkeypatch.setattr(RequestRows, "of", lambda batch: of(replace(batch, width=None)))
 
 
 def counted_by_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As many blocks as the most tokens would end."""
+    """Mutant: counts completed blocks by the host's upper bound of the lengths."""
 
     def most(batch: ForwardBatch, ratio: int) -> int:
         assert batch.seq_lens_cpu is not None

@@ -1,5 +1,5 @@
-"""Sampling that depends on the text, along proposals: penalties, bans and keys are those of each
-token's own place."""
+"""Sampling that depends on the text, with draft tokens: penalties, bans and random keys are those
+of each token's position."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["folder"]
 
 WIDTH = 4
 PROMPTS = [prompt * 3 for prompt in random_prompts(8, (3, 7, 5, 4, 6, 9))]
-"""They repeat themselves, so that penalties change much."""
+"""Repetitive prompts, so that penalties change much."""
 SAMPLING: Sequence[dict[str, Any]] = (
     {"temperature": 0.0, "repetition_penalty": 3.0},
     {"temperature": 1.0, "seed": 11, "presence_penalty": 2.0, "frequency_penalty": 1.5},
@@ -34,7 +34,7 @@ SAMPLING: Sequence[dict[str, Any]] = (
 
 @pytest.fixture(scope="module")
 def plain(folder: Path) -> Iterator[TokenEngine]:
-    """Proposes nothing."""
+    """An engine without draft tokens."""
     engine = TokenEngine(folder, graph="off")
     yield engine
     engine.worker.close()
@@ -42,14 +42,14 @@ def plain(folder: Path) -> Iterator[TokenEngine]:
 
 @pytest.fixture
 def proposing(folder: Path) -> Iterator[TokenEngine]:
-    """By what followed before, unless a test plants another drafter."""
+    """An engine with n-gram drafts, unless a test sets another drafter."""
     engine = TokenEngine(folder, graph="off", speculative="ngram", draft_tokens=WIDTH - 1, poison=True)
     yield engine
     engine.worker.close()
 
 
 def plant(engine: TokenEngine, drafter: str, wanted: Ran) -> None:
-    """Make it propose by the texts that are wanted."""
+    """Give an engine a drafter that knows the expected texts."""
     texts = Texts([prompt + output for prompt, output in zip(PROMPTS, wanted.tokens, strict=True)])
     assert isinstance(engine.worker, SpeculativeWorker)
     engine.worker.drafter = DRAFTERS[drafter](WIDTH - 1, texts, VOCABULARY)

@@ -1,5 +1,5 @@
-"""Proposals from the prefix cache: texts are those of plain decoding, one that comes again takes
-few steps, and lookups leave the cache as it is."""
+"""Draft tokens from the prefix cache: texts equal plain decode, a repeated text takes few steps,
+and lookups do not change the cache."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.needs("device")
 
 
 def length_of(engine: TokenEngine, *args: Any) -> float:
-    """Mean acceptance length of one more run."""
+    """Return the mean acceptance length of one more run."""
     before = sums_of(engine.scheduler.drafts)
     run(engine, *args)
     after = sums_of(engine.scheduler.drafts)
@@ -39,7 +39,7 @@ def test_texts_that_come_again_are_the_same(engines, plain: Ran, page_size: int)
 @pytest.mark.parametrize("tokens", [1, 4])
 def test_a_text_that_comes_again_takes_few_steps(engines, plain: Ran, tokens: int) -> None:
     engine = engines("ngram", plain, tokens, **SUFFIX)
-    # It never guesses by itself, so that what is right is from the cache.
+    # The drafter itself proposes nothing, so accepted tokens come from the cache.
     engine.worker.drafter = Silent(tokens)
     texts = ([list(range(3, 19))], CONTEXT - 20, [{"temperature": 1.0, "seed": 5}])
     assert length_of(engine, *texts) == 1
@@ -47,7 +47,7 @@ def test_a_text_that_comes_again_takes_few_steps(engines, plain: Ran, tokens: in
 
 
 class Silent:
-    """Has nothing to propose."""
+    """Drafts nothing."""
 
     lookahead, reads_history = 0, True
 

@@ -1,5 +1,5 @@
-"""Defects in how states of requests are kept, each caught by the laws of a hybrid:
-log-probabilities are transformers'."""
+"""Defects in keeping recurrent states, each caught by the laws of a hybrid model: log-probabilities
+equal transformers'."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path,
 
 
 def engine(folder: Path) -> TokenEngine:
-    """Few slots, short chunks, the next step planned ahead."""
+    """Make an engine with few request slots, short chunks and overlap."""
     return TokenEngine(folder, graph="off", max_requests=2, max_batch_tokens=8, model_impl="transformers")
 
 
 def run_laws(made: TokenEngine, oracle: Any) -> None:
-    """Chunks, slots that change hands, and prefixes of which the second to branch off finds a
-    snapshot."""
+    """Run chunks, reused request slots, and shared prefixes where a later request restores a
+    snapshot; check all log-probabilities."""
     base = random_prompts(8, (19,))[0]
     check_logprobs(made.run([base, *random_prompts(9, (5, 11, 3))], 4, stagger=1), oracle)
     for seed in (10, 11):
@@ -43,7 +43,7 @@ def run_laws(made: TokenEngine, oracle: Any) -> None:
 
 
 class TailLost(Mixer):
-    """A chunk begins without the tokens before it."""
+    """Mutant: a chunk starts without the convolution's earlier tokens."""
 
     def _advance(self, hidden: Tensor, slots: Tensor, states: Mapping[str, Tensor]) -> Tensor:
         if hidden.shape[1] > 1:
@@ -52,10 +52,11 @@ class TailLost(Mixer):
 
 
 class WrittenLate(Mixer):
-    """States are written when the next step has begun, whoever has the slot by then."""
+    """Mutant: writes states during the next step, into the request slot even if it has been
+    reused."""
 
     def mix(self, hidden: Tensor, batch: ForwardBatch, states: Mapping[str, Tensor]) -> Tensor:
-        """After the writes of the step before."""
+        """Write the delayed states first."""
         for name, slots, values in vars(self).pop("late", ()):
             states[name][slots] = values
         before = {name: state.clone() for name, state in states.items()}
@@ -68,10 +69,10 @@ class WrittenLate(Mixer):
 
 
 class SnapshotsOfLateWrites(StatePool):
-    """Sees what is still to be written, so that only slots that change hands are wrong."""
+    """Sees the delayed writes, so that only reused request slots are wrong."""
 
     def copy_out(self, arrived: Mapping[str, Tensor]) -> None:
-        """After the late writes."""
+        """Write the delayed states, then copy."""
         if "state_kept" in arrived:
             for layer in self.layers:
                 for name, slots, values in vars(layer).get("late", ()):
@@ -80,7 +81,7 @@ class SnapshotsOfLateWrites(StatePool):
 
 
 def pool(kind: type[StatePool]) -> Callable[[TokenEngine], None]:
-    """The engine's states become these."""
+    """Return a function that changes the class of the engine's state pool."""
 
     def plant(made: TokenEngine) -> None:
         assert made.worker.runner.state_pool is not None
@@ -90,7 +91,7 @@ def pool(kind: type[StatePool]) -> Callable[[TokenEngine], None]:
 
 
 def mixers(kind: type[Mixer], states: type[StatePool] = StatePool) -> Callable[[TokenEngine], None]:
-    """Every layer with a state becomes one of these."""
+    """Return a function that changes the class of every layer with a state."""
 
     def plant(made: TokenEngine) -> None:
         pool(states)(made)
@@ -102,7 +103,7 @@ def mixers(kind: type[Mixer], states: type[StatePool] = StatePool) -> Callable[[
 
 
 class LateSnapshotsOfOne(LateSnapshots):
-    """A step late, from the first one on."""
+    """Mutant: copies snapshots one step late, from the first step on."""
 
     late: Mapping[str, Tensor] = MappingProxyType({})
 

@@ -1,5 +1,5 @@
-"""States beside proposals in steps of every kind: with masks, as wide as the step likes, beside
-requests that leave and whose slots go to others at once, and by rules that draw."""
+"""Recurrent states with draft tokens in steps of every kind: with masks, with changing numbers of
+draft tokens, with request slots that are reused at once, and with the sampling acceptance rules."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ def oracle() -> Any:
 
 @pytest.fixture(scope="module")
 def folder(oracle: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint whose layers keep states."""
+    """A checkpoint with recurrent layers."""
     return save(oracle, tmp_path_factory.mktemp("states"))
 
 
 @pytest.fixture(scope="module")
 def plain(folder: Path) -> Iterator[Ran]:
-    """What comes without proposals."""
+    """The results without draft tokens."""
     engine = TokenEngine(folder, graph="off")
     yield run(engine)
     engine.worker.close()
@@ -51,7 +51,7 @@ def plain(folder: Path) -> Iterator[Ran]:
 @pytest.mark.parametrize("changes", [False, True])
 @pytest.mark.parametrize("drafter", ["ngram", "oracle", "guessing"])
 def test_states_follow_what_grammars_allow(folder: Path, drafter: str, changes: bool) -> None:
-    """With masks a step waits for what it proposes; it may be another number each time."""
+    """With masks a step waits for its draft tokens, and their number may change with each step."""
     plain = TokenEngine(folder, graph="off")
     wanted = grammars.run(plain)
     engine = proposing(folder, drafter, wanted, graph="off", overlap=True)
@@ -77,7 +77,7 @@ def test_widths_that_change_from_step_to_step_change_no_text(
 
 
 def first(texts: Ran, count: int) -> Ran:
-    """Those of the first requests."""
+    """Return the results of the first requests."""
     return replace(texts, tokens=texts.tokens[:count], logprobs=texts.logprobs[:count], reasons=texts.reasons[:count])
 
 
@@ -85,7 +85,7 @@ def first(texts: Ran, count: int) -> Ran:
 def test_rows_that_pad_a_graph_leave_states_and_what_is_kept_alone(
     folder: Path, plain: Ran, count: int, graph: str
 ) -> None:
-    """Nearly all steps have rows of nobody behind those of so many requests."""
+    """Nearly all steps have padding rows after those of `count` requests."""
     engine = proposing(folder, "guessing", plain, graph=graph)
     for _ in range(2):
         check_same(run(engine, PROMPTS[:count], samplings=SAMPLING[:count]), first(plain, count))
@@ -94,7 +94,7 @@ def test_rows_that_pad_a_graph_leave_states_and_what_is_kept_alone(
 
 
 class SpoilsEager(StatePool):
-    """What no graph keeps is no number."""
+    """Keeps NaN in eager forwards; the values kept by a graph stay."""
 
     def keep(self, layer_id: int, taken: Tensor, rows: Tensor) -> None:
         super().keep(layer_id, taken * torch.nan, rows)
@@ -113,7 +113,7 @@ def test_a_forward_beside_a_replay_leaves_what_the_replay_kept(folder: Path, pla
 
 
 class OrAnything(Texts):
-    """Of a text that is none of these comes its last token, over and over."""
+    """For an unknown text, returns its last token repeatedly."""
 
     def following(self, known: list[int], count: int) -> list[int]:
         is_known = any(text[: len(known)] == known[: len(text)] for text in self._texts)
@@ -126,8 +126,7 @@ class OrAnything(Texts):
 def test_a_slot_that_changes_hands_between_two_verifications_brings_nothing_along(
     folder: Path, plain: Ran, slots: int, overlap: bool
 ) -> None:
-    """More requests than slots; some of those before them are given up while a step is under
-    way."""
+    """More requests than request slots, and some earlier requests are aborted during a step."""
     settings = {"max_requests": slots, "graph_buckets": (1, 2), "page_size": 16, "max_batch_tokens": 16}
     engine = proposing(folder, "ngram", plain, graph="off", overlap=overlap, **settings)
     whole = [prompt + tokens for prompt, tokens in zip(PROMPTS, plain.tokens, strict=True)]

@@ -1,6 +1,5 @@
-"""Models that keep a state of each request verify proposals beside it: with any drafter, drawn or
-greedy, tokens and log-probabilities are those of plain decode, and the state is that of the tokens
-that were right."""
+"""Recurrent models verify draft tokens: with any drafter, sampled or greedy, tokens and
+log-probabilities equal plain decode, and the state is that of the accepted tokens."""
 
 from __future__ import annotations
 
@@ -33,7 +32,7 @@ FAMILIES: Mapping[str, Callable[..., Any]] = MappingProxyType(
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Ran]]:
-    """A checkpoint of each recurrence, and its texts without proposals."""
+    """A checkpoint of each recurrence, and its texts without draft tokens."""
     oracle = FAMILIES[request.param](max_position_embeddings=CONTEXT)
     folder = save(oracle, tmp_path_factory.mktemp("states"))
     engine = TokenEngine(folder, graph="off")
@@ -43,7 +42,7 @@ def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.fixture(scope="module")
 def hybrid(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Ran]:
-    """One of them for what is not the recurrence's."""
+    """One of these models, for tests that do not depend on the recurrence."""
     folder = save(qwen3_next(max_position_embeddings=CONTEXT), tmp_path_factory.mktemp("hybrid"))
     engine = TokenEngine(folder, graph="off")
     found = run(engine)
@@ -52,7 +51,7 @@ def hybrid(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Ran]:
 
 
 def proposing(folder: Path, drafter: str, plain: Ran, tokens: int = 4, **settings: Any) -> TokenEngine:
-    """An engine with such a drafter."""
+    """Make an engine with a drafter."""
     sizes = {"graph_buckets": (1, 2, 5), "graph_token_buckets": (64,), "poison": True}
     engine = TokenEngine(folder, **{"speculative": "ngram", "draft_tokens": tokens, **sizes, **settings})
     assert isinstance(engine.worker, SpeculativeWorker)
@@ -63,7 +62,7 @@ def proposing(folder: Path, drafter: str, plain: Ran, tokens: int = 4, **setting
 
 
 def check(folder: Path, drafter: str, plain: Ran, tokens: int = 4, **settings: Any) -> TokenEngine:
-    """The same texts; the engine, closed."""
+    """Check that the texts are the same; returns the closed engine."""
     engine = proposing(folder, drafter, plain, tokens, **settings)
     try:
         check_same(run(engine), plain)
@@ -128,7 +127,7 @@ def test_verifications_in_two_halves_keep_each_request_s_rows(hybrid: tuple[Path
 @pytest.mark.needs("device")
 @pytest.mark.parametrize("rule", ["rejection", "block"])
 def test_states_follow_what_other_rules_accept(hybrid: tuple[Path, Ran], rule: str) -> None:
-    """Greedy texts are the same by these too."""
+    """Greedy texts are the same with these rules too."""
     greedy = [{"temperature": 0.0}] * len(PROMPTS)
     plain = TokenEngine(hybrid[0], graph="off")
     engine = TokenEngine(hybrid[0], graph="off", speculative="ngram", draft_tokens=3, speculative_verify=rule)
@@ -146,8 +145,8 @@ def test_the_layer_behind_a_model_with_states_proposes_as_dense_torch_does(tmp_p
 
 
 def second_turns(folder: Path, oracle: Any, prepare: Callable[[TokenEngine], None] = lambda engine: None) -> int:
-    """Texts, and what goes on from all of them and from their middle, by transformers'
-    log-probabilities; how many began with a snapshot."""
+    """Check the log-probabilities of texts, and of continuations from their end and from their
+    middle; returns the number of snapshot hits."""
     engine = TokenEngine(folder, graph="off", speculative="ngram", draft_tokens=4, max_requests=3, page_size=4)
     prepare(engine)
     base = random_prompts(8, (9,))[0] * 3
@@ -169,8 +168,8 @@ def test_log_probabilities_of_verified_tokens_and_of_second_turns_are_transforme
 
 @pytest.mark.needs("device")
 def test_snapshots_by_steps_whose_end_only_the_device_knows_show(tmp_path: Path) -> None:
-    """A row that may have filled its last page leaves a copy of its state, wherever that has come
-    to."""
+    """Mutant: saves a snapshot for a row that may have filled its last page, although the number of
+    its accepted tokens is not known."""
     oracle = qwen3_next(max_position_embeddings=CONTEXT)
 
     def prepare(engine: TokenEngine) -> None:
@@ -204,7 +203,7 @@ def test_what_states_do_not_go_with_is_refused(settings: dict[str, Any], reason:
 
 
 class GoesOnAtOnce(StatePool):
-    """Rows are taken in before it is known which are right."""
+    """Mutant: updates states before acceptance is known."""
 
     def runs(self, slots: Tensor, width: int) -> Runs:
         runs = super().runs(slots, width)
@@ -212,28 +211,28 @@ class GoesOnAtOnce(StatePool):
 
 
 class NothingTakenIn(StatePool):
-    """What was right is forgotten."""
+    """Mutant: forgets accepted tokens."""
 
     def take_in(self, slots: Tensor, counts: Tensor, width: int) -> None:
-        """Nothing."""
+        """Do nothing."""
 
 
 class AllTakenIn(StatePool):
-    """Whatever was proposed."""
+    """Mutant: updates states by all draft tokens."""
 
     def take_in(self, slots: Tensor, counts: Tensor, width: int) -> None:
         super().take_in(slots, (slots.view(-1, width) > 0).sum(1, dtype=torch.int32), width)
 
 
 class OneTooFew(StatePool):
-    """All but the token that was drawn last before."""
+    """Mutant: updates states by one token too few."""
 
     def take_in(self, slots: Tensor, counts: Tensor, width: int) -> None:
         super().take_in(slots, counts - 1, width)
 
 
 class OnlyFirst(StatePool):
-    """No row sees those before it."""
+    """Mutant: no row sees the rows before it."""
 
     def runs(self, slots: Tensor, width: int) -> Runs:
         runs = super().runs(slots, width)
@@ -241,14 +240,14 @@ class OnlyFirst(StatePool):
 
 
 class OfNeighbours(StatePool):
-    """Rows are kept in another's place."""
+    """Mutant: stores rows in another row's place."""
 
     def keep(self, layer_id: int, taken: Tensor, rows: Tensor) -> None:
         super().keep(layer_id, taken.roll(1, 0), rows)
 
 
 class OfOneLayer(StatePool):
-    """Every layer takes in what the first one does."""
+    """Mutant: every layer uses the inputs of the first."""
 
     def keep(self, layer_id: int, taken: Tensor, rows: Tensor) -> None:
         super().keep(layer_id, taken, rows)

@@ -1,6 +1,6 @@
-"""What a decode step may cost on a device with streams, with that device's own preferred attention
-and graphs: no wait but for the ticket's event, and at most two copies to the device, or three where
-layers with windows plan by themselves."""
+"""Limits of a decode step on a device with streams, with the device's preferred attention and
+graphs: it waits for nothing but the ticket's event, and copies at most twice to the device, or
+three times if sliding-window layers plan separately."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ from tests.checkpoints import gemma3, llama, save
 from tests.laws.engine import TokenEngine, random_prompts
 
 COPIES = 1
-"""That of the step's inputs; and one more of each attention backend's plan, at most."""
+"""The copy of the step's inputs. Each attention backend's plan may add one."""
 
 
 @pytest.fixture(scope="module", params=[llama, gemma3])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Heads that every vendor's library takes; with one pool, and with one more for windows."""
+    """Models with a head size that every vendor's library supports: with one pool, and with a
+    second pool for sliding windows."""
     sizes = {"hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64}
     return save(request.param(**sizes, max_position_embeddings=256), tmp_path_factory.mktemp("step_costs"))
 

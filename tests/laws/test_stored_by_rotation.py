@@ -1,5 +1,5 @@
-"""Keys and values that the rotation stores itself: the same numbers as when attention stores them,
-and defects that show."""
+"""Keys and values stored by the rotary kernel: the same numbers as when attention stores them, and
+defects are caught."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.laws.test_mutants import replace_attention
 Entry = Callable[..., Tensor]
 STORED: Entry = reference.rotary_and_store
 TRACED = [pytest.param(kind, marks=pytest.mark.needs(f"graphs.{kind}")) for kind in KINDS if kind != "native"]
-"""Kinds of graph that see any kernel; a recorded native step sees native ones only."""
+"""Graph kinds that capture any kernel; a native graph records native kernels only."""
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +37,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path,
 
 
 class Counted:
-    """An entry or a kernel that counts its calls."""
+    """A kernel or table entry that counts its calls."""
 
     def __init__(self, real: Callable[..., Any]) -> None:
         self.real, self.calls = real, 0
@@ -48,7 +48,7 @@ class Counted:
 
 
 def with_entries(patch: pytest.MonkeyPatch, **entries: Any) -> None:
-    """Every table that a bring-up makes from here on has these entries."""
+    """Make every kernel table of a later bring-up have these entries."""
     real = start.resolve
 
     def other(ref: str, package: str = "") -> Any:
@@ -69,7 +69,7 @@ def with_entries(patch: pytest.MonkeyPatch, **entries: Any) -> None:
 
 
 def triton_entry() -> Entry:
-    """The kernel, on the lane's device or in the interpreter."""
+    """Return the Triton kernel, on the lane's device or in the interpreter."""
     pytest.importorskip("triton", reason="needs the library triton")
     from sglcore.runtime.kernels.triton.rotated_store import rotary_and_store
 
@@ -77,8 +77,8 @@ def triton_entry() -> Entry:
 
 
 def run(folder: Path, oracle: Any, graph: str) -> tuple[TokenEngine, list[float]]:
-    """Chunks, late arrivals, padded buckets of both kinds: every log-probability, held against the
-    oracle."""
+    """Run chunks, late arrivals and padded buckets of both kinds, and compare every log-probability
+    with the oracle."""
     engine = TokenEngine(folder, graph=graph, max_batch_tokens=40)
     results = engine.run(random_prompts(21, (40, 25, 5, 30)), 12, stagger=2, score_prompts=True)
     check_logprobs(results, oracle)
@@ -99,8 +99,8 @@ def test_a_kernel_that_stores_gives_the_same(
 
 
 def check_entry(entry: Entry, checkpoint: tuple[Path, Any], graph: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The numbers of an engine whose rotation stores by this entry are those of one whose attention
-    stores."""
+    """An engine with this entry for rotary and store gives the same numbers as one with attention
+    that stores."""
     _, wanted = run(*checkpoint, graph)
     fused = Counted(entry)
     store = Counted(reference.store_kv)
@@ -116,7 +116,7 @@ def check_entry(entry: Entry, checkpoint: tuple[Path, Any], graph: str, monkeypa
 
 
 def plain_keys(*args: Any) -> Tensor:
-    """Stores keys that are not rotated."""
+    """Mutant: stores keys without rotation."""
     q = reference.rotary_and_store(*args)
     k, k_cache, cells = args[1], args[6], args[8]
     k_cache.index_copy_(0, cells.long(), k.reshape(-1, *k_cache.shape[1:]))
@@ -124,12 +124,12 @@ def plain_keys(*args: Any) -> Tensor:
 
 
 def nothing_stored(*args: Any) -> Tensor:
-    """Rotates, and leaves the cells as they are."""
+    """Mutant: rotates and stores nothing."""
     return reference.rotary(*args[:2], *args[3:6])[0]
 
 
 def the_cell_before(*args: Any) -> Tensor:
-    """Stores one cell too low."""
+    """Mutant: stores into the KV slot before."""
     *given, cells = args
     return STORED(*given, (cells - 1).clamp(min=0))
 
@@ -144,7 +144,7 @@ def test_a_wrong_store_is_caught(
 
 
 class KeepsItsTail(InputBuffer):
-    """Cells beyond the real tokens stay those of an earlier step."""
+    """Mutant: KV slots of padding rows keep values of an earlier step."""
 
     __slots__ = ()
 
@@ -173,7 +173,7 @@ def test_padding_that_names_cells_of_another_step_is_caught(
 
 
 class WantsThem(ReferenceAttention):
-    """A backend that says nothing of stored keys, and so is refused a batch without them."""
+    """A backend that does not declare `takes_stored`, so it is refused a batch without keys."""
 
     facts = replace(ReferenceAttention.facts, takes_stored=False)
 

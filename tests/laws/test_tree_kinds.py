@@ -1,5 +1,5 @@
-"""Trees of drafts that are models of their own, and of those that keep nothing: as those of drafts
-that read features."""
+"""Draft trees of standalone models and of drafts without a KV cache, tested as those of drafts that
+read features."""
 
 from __future__ import annotations
 
@@ -35,19 +35,19 @@ SOUND: dict[str, Any] = {"standalone": StandaloneTreeDrafter, "frozen-mtp": Froz
 
 
 class DenseModel:
-    """A model by transformers, from scratch along each branch."""
+    """A transformers model that runs each branch from its first token."""
 
     def __init__(self, oracle: Any) -> None:
         self.oracle = oracle
 
     @torch.no_grad()
     def propose(self, tokens: list[int], path: list[int]) -> Tensor:
-        """Log-probabilities [vocab] after tokens and a path."""
+        """Return log-probabilities [vocab] after tokens and a path."""
         return torch.log_softmax(self.oracle(torch.tensor([tokens + path])).logits[0, -1], -1)
 
 
 def near(target: Any, folder: Path) -> Any:
-    """A model that is not far from the target, so that what it proposes is right at times."""
+    """Return a model near the target, so that some of its draft tokens are accepted."""
     draft = llama(**TARGET, max_position_embeddings=CONTEXT, vocab_size=VOCABULARY)
     generator = torch.Generator().manual_seed(4)
     with torch.no_grad():
@@ -59,7 +59,7 @@ def near(target: Any, folder: Path) -> Any:
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Made]:
-    """Of each kind a target, its folder with a draft in it, and the draft by dense torch."""
+    """For each kind a target, its folder with a draft in it, and the draft in dense torch."""
     target = llama(**TARGET, max_position_embeddings=CONTEXT, vocab_size=VOCABULARY)
     found = {}
     for kind in NAMES:
@@ -112,7 +112,7 @@ def test_beams_are_drawn_of_what_dense_torch_gives_on_their_own_branch(
 
 @pytest.mark.needs("device")
 def test_greedy_trees_take_no_more_steps_than_chains_of_their_depth(made: dict[str, Made]) -> None:
-    """All that beams record is verified, the chain among it."""
+    """All recorded beams are verified, and the chain is one of them."""
     all_of = {"draft_width": 2, "draft_depth": 2, "draft_tokens": 6}
     found = []
     for settings in ({"draft_tokens": 2}, all_of):
@@ -130,7 +130,7 @@ def test_greedy_trees_take_no_more_steps_than_chains_of_their_depth(made: dict[s
 def test_steps_whose_draws_count_the_text_get_chains(
     made: dict[str, Made], kind: str, samplings: Any, overlap: bool, monkeypatch: Any
 ) -> None:
-    """And every forward of a draft was told at least as many tokens as its rows have."""
+    """Also, the host's length bound of every draft forward is at least the rows' lengths."""
     chains = list[bool]()
 
     class Watched(SOUND[kind]):
@@ -163,7 +163,7 @@ def test_steps_whose_draws_count_the_text_get_chains(
     ("kind", "lookahead", "cells"), [("eagle3", 1, 12), ("standalone", 0, 13), ("frozen-mtp", 0, 7), ("mtp", 1, 12)]
 )
 def test_rows_have_cells_for_all_that_a_tree_takes(kind: str, lookahead: int, cells: int) -> None:
-    """Three beams, five deep, of which seven nodes are verified."""
+    """Three beams, five levels deep, with seven nodes verified."""
     drafter: Any = SimpleNamespace(tokens=7, lookahead=lookahead)
     assert cells_of_drafts(Speculation(kind, (7,), tree=TreeShape(3, 5, 8)), drafter) == cells
     assert not cells_of_drafts(Speculation(kind, (7,)), drafter)
@@ -203,7 +203,7 @@ class StandsAtItsCell(RecordedModel):
 
 
 class WritesOverTheRoot(RecordedModel):
-    """Cells as of a draft that reads features."""
+    """Mutant: uses the KV slots of a draft that reads features."""
 
     def batch(self, *given: Any) -> Any:
         self.lookahead = 1
@@ -219,7 +219,7 @@ class SeesItsParentsSibling(RecordedModel):
 
 
 class MovesOn(RecordedFrozen):
-    """A beam stands behind the root."""
+    """Mutant: a beam has the position after the root instead of the root's."""
 
     def batch(self, *given: Any) -> ForwardBatch:
         batch = super().batch(*given)
@@ -236,7 +236,7 @@ class ReadsAnotherBeam(RecordedFrozen):
 
 
 class KeepsItsParentsFeature(RecordedFrozen):
-    """As the root has it, at every depth."""
+    """Mutant: uses the first beams' features at every depth."""
 
     kept: Tensor | None = None
 

@@ -1,5 +1,5 @@
-"""Trees of proposals, in whole engines: they change no text, save the steps that their right path
-has, and beams are drawn of what dense torch gives on their own branch."""
+"""Draft trees in whole engines: they change no text, an accepted path saves its steps, and beams
+are drawn from the distribution of dense torch on their own branch."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.laws.trees import TREES
 
 NODES, DEPTH, WIDTH = 8, 3, 3
 FREE = (*SAMPLING[:3], {"temperature": 1.0, "seed": 7}, SAMPLING[4])
-"""None of them counts the text."""
+"""No request uses penalties."""
 SHAPE = {"draft_width": WIDTH, "draft_depth": DEPTH, "draft_tokens": NODES - 1}
 Engines = Callable[..., TokenEngine]
 Branch = Callable[[int, list[int]], Tensor]
@@ -45,7 +45,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def ran(engine: TokenEngine, samplings: Sequence[dict[str, Any]] = FREE, **given: Any) -> Ran:
-    """All prompts."""
+    """Run all prompts, then close the engine."""
     try:
         return laws.run(engine, samplings=samplings, **given)
     finally:
@@ -54,14 +54,14 @@ def ran(engine: TokenEngine, samplings: Sequence[dict[str, Any]] = FREE, **given
 
 @pytest.fixture(scope="module")
 def plain(folder: Path) -> Ran:
-    """What comes without proposals."""
+    """The results without draft tokens."""
     return ran(TokenEngine(folder, graph="off"))
 
 
 @pytest.fixture
 def engines(folder: Path) -> Engines:
-    """Makes engines that propose trees, by the checkpoint's own draft or by one that knows the
-    texts."""
+    """Make engines that draft trees, with the checkpoint's own draft or with a drafter that knows
+    the texts."""
 
     def make(drafter: str, texts: Ran, **settings: Any) -> TokenEngine:
         given = {"graph_buckets": (1, 2, 5), "graph_token_buckets": (64,), **SHAPE, **settings}
@@ -106,8 +106,8 @@ def test_trees_in_two_halves_change_no_text(engines: Engines, plain: Ran) -> Non
 @pytest.mark.needs("device")
 def test_a_right_path_saves_its_steps_and_no_right_node_saves_none(engines: Engines, plain: Ran) -> None:
     decodes = {name: ran(engines(name, plain, graph="off", overlap=False)).decodes for name in TREES}
-    # A prompt's step draws the first token. Where a text ends there are cells for its tokens, not
-    # for all nodes of a tree.
+    # A prefill step draws the first token. At the end of a text there are KV slots for its tokens
+    # only, not for all nodes of a tree.
     assert 0 <= decodes["oracle"] - 1 - -(-(TOKENS - 1) // (DEPTH + 1)) <= 1
     assert decodes["adversary"] == TOKENS
     assert decodes["oracle"] < decodes["guessing"] < decodes["adversary"]
@@ -123,7 +123,7 @@ def test_steps_whose_draws_count_the_text_verify_chains(engines: Engines, folder
 
 @pytest.mark.needs("device")
 def test_a_request_that_counts_its_text_may_join_trees_and_leave(engines: Engines, folder: Path) -> None:
-    """Trees were made before it came; chains are made before it goes."""
+    """The request joins while trees are drafted, and leaves while chains are drafted."""
     found = []
     for engine in (TokenEngine(folder, graph="off"), None):
         proposing = engine or engines("guessing", found[0], graph="off", max_requests=3)
@@ -153,7 +153,7 @@ def test_a_cache_that_holds_no_two_texts_changes_none(engines: Engines, plain: R
 
 
 class Grown(NamedTuple):
-    """What one text's tree was drawn of: its cells, those in its pages, and for each beam its path
+    """One tree of a text: `cells` KV slots used, `limit` of its pages, and for each beam its path
     and log-probabilities."""
 
     cells: int
@@ -162,7 +162,7 @@ class Grown(NamedTuple):
 
 
 class Records:
-    """A drafter of trees that remembers what it drew, for one text at a time."""
+    """A tree drafter that records its distributions, for one text at a time."""
 
     steps: list[Grown]
     paths: list[list[int]]
@@ -188,11 +188,12 @@ class Records:
 
 
 class RecordingTrees(Records, TreeDrafter):
-    """Of a draft that reads features."""
+    """Recording for drafts that read features."""
 
 
 def by_dense(target: Any, dense: Any, kind: str, tokens: list[int]) -> Branch:
-    """What follows so many cells of a text and then a path: log-probabilities [vocab]."""
+    """Return a function of a number of KV slots and a path: the log-probabilities [vocab] after
+    them."""
     if kind == "standalone":
         return lambda cells, path: dense.propose(tokens[: cells + 1], path)
     if kind == "frozen-mtp":
@@ -202,8 +203,8 @@ def by_dense(target: Any, dense: Any, kind: str, tokens: list[int]) -> Branch:
 
 
 def furthest(branch: Branch, tokens: list[int], steps: Sequence[Grown]) -> float:
-    """The largest difference of log-probabilities, of all beams of trees that had all their
-    cells."""
+    """Return the largest difference of log-probabilities, over all beams of trees with all their KV
+    slots."""
     worst, compared = 0.0, 0
     for cells, limit, beams in steps:
         if cells >= len(tokens) or cells + 1 + WIDTH * (DEPTH - 1) > limit:
@@ -224,7 +225,8 @@ def difference(
     name: str = "TreeDrafter",
     **settings: Any,
 ) -> float:
-    """Of texts of one engine, of which the second begins as the first."""
+    """Run three texts with one engine, the second with the prefix of the first; returns the largest
+    difference."""
     target, folder, dense = made
     monkeypatch.setattr(f"sglcore.runtime.speculative.make.{name}", base)
     given = {"max_batch_tokens": 8, "scramble_pages": 2, **SHAPE, **settings}
@@ -247,7 +249,7 @@ def difference(
 
 @pytest.fixture(scope="module")
 def drafts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any, Path, DenseDraft]]:
-    """Of each kind a target by transformers, its folder, and its draft by dense torch."""
+    """For each kind a target by transformers, its folder, and its draft in dense torch."""
     made, target = {}, llama(**TARGET)
     for kind, make in (("eagle", eagle), ("eagle3", eagle3)):
         folder = save(target, tmp_path_factory.mktemp(kind))

@@ -1,5 +1,5 @@
-"""What no text tells of trees: that many requests at once grow each its own, that cells and bounds
-of drafts are sound, and what is told of proposals."""
+"""Properties of trees that texts do not show: requests in a batch grow separate trees, KV slots and
+length bounds of drafts are correct, and so are the reported counts."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.laws.trees import TREES, GrowingTrees
 
 Path_ = tuple[int, ...]
 Drawn = dict[int, tuple[list[int], list[int], list[int]]]
-"""The tree of each length of a text: tokens, parents and depths."""
+"""The tree at each length of a text: tokens, parents and depths."""
 
 
 @pytest.fixture(scope="module")
@@ -43,13 +43,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class CheckedTrees(TreeDrafter):
-    """Checks all that it runs, and remembers the trees of each slot. Waits for the device."""
+    """Checks every forward, and records the trees of each request slot. Waits for the device."""
 
     grown: dict[int, Drawn]
     chains = outside = 0
-    """Steps that were to be chains, and rows that had no cell."""
+    """Number of steps with chains, and of rows without a KV slot."""
     lacking: set[tuple[int, int]]
-    """Slots and lengths of trees of which a beam had none."""
+    """Request slots and lengths of trees that had a beam without KV slots."""
 
     def grow(self, rows: DraftRows) -> DraftTree:
         rank, limits = rows.rank, rows.limits.tolist()
@@ -99,8 +99,8 @@ class CheckedTrees(TreeDrafter):
         return batch, seen
 
     def check(self, batch: ForwardBatch, limits: Tensor | None) -> None:
-        """Every row of a decode has a cell in its pages or is of slot 0, and no more tokens than
-        the host was told."""
+        """Every decode row has a KV slot in its pages or is in request slot 0, and its length is at
+        most the host's bound."""
         if limits is None:
             return
         slots, lens, bounds = batch.req_pool_indices, batch.seq_lens, batch.seq_lens_cpu
@@ -115,7 +115,7 @@ class CheckedTrees(TreeDrafter):
 
 
 def grown(folder: Path, prompts: list[list[int]], samplings: Any, monkeypatch: Any, **settings: Any) -> CheckedTrees:
-    """The drafter once these are through."""
+    """Return the drafter after these prompts have run."""
     monkeypatch.setattr("sglcore.runtime.speculative.make.TreeDrafter", CheckedTrees)
     engine = TokenEngine(folder, speculative="eagle", graph="off", **{**SHAPE, **settings})
     worker: Any = engine.worker
@@ -138,7 +138,7 @@ def test_many_requests_grow_the_trees_that_each_grows_alone(folder: Path, monkey
 
 
 def ends(drafter: CheckedTrees) -> dict[int, int]:
-    """By slot, the length of a text whose last token is its root."""
+    """Return by request slot the length of a text with its last token as root."""
     prompts = {len(prompt) for prompt in PROMPTS}
     return {slot: min(prompts & set(trees)) + laws.TOKENS - 1 for slot, trees in drafter.grown.items()}
 
@@ -146,7 +146,7 @@ def ends(drafter: CheckedTrees) -> dict[int, int]:
 @pytest.mark.needs("device")
 @pytest.mark.parametrize(("page_size", "nodes"), [(1, 8), (4, 3 + 1)])
 def test_beams_have_cells_as_long_as_a_text_goes_on(folder: Path, monkeypatch: Any, page_size: int, nodes: int) -> None:
-    """However few nodes are verified."""
+    """Holds for any number of verified nodes."""
     given = {"overlap": False, "page_size": page_size, "draft_tokens": nodes - 1}
     found = grown(folder, PROMPTS, FREE, monkeypatch, **given)
     last = ends(found)
@@ -155,7 +155,7 @@ def test_beams_have_cells_as_long_as_a_text_goes_on(folder: Path, monkeypatch: A
 
 
 class ReachesTheEnd(RunningRequests):
-    """Rows have no cells behind their last token."""
+    """Mutant: requests have no KV slots after their last token."""
 
     def _start(self, request: Request) -> None:
         super()._start(request)
@@ -163,7 +163,7 @@ class ReachesTheEnd(RunningRequests):
 
 
 class ReachesAsManyAsTokens(RunningRequests):
-    """No pages are taken for beams."""
+    """Mutant: reserves no pages for beams."""
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
@@ -192,7 +192,7 @@ def test_drafts_write_no_cells_but_their_own(
 @pytest.mark.needs("device")
 @pytest.mark.parametrize("overlap", [False, True])
 def test_beams_of_few_candidates_have_gaps_and_change_no_text(folder: Path, monkeypatch: Any, overlap: bool) -> None:
-    """Nodes that are no tokens lie among others."""
+    """Trees contain nodes without a token between others."""
     samplings = [{**each, "top_k": 2} if each["temperature"] else each for each in FREE]
     plain = TokenEngine(folder, graph="off")
     texts = laws.run(plain, samplings=samplings)
@@ -211,7 +211,7 @@ def test_beams_of_few_candidates_have_gaps_and_change_no_text(folder: Path, monk
 @pytest.mark.needs("device")
 @pytest.mark.parametrize("overlap", [False, True])
 def test_grammars_of_texts_that_nothing_counts_have_chains(folder: Path, overlap: bool) -> None:
-    """Where nothing else asks for them, and grammars allow most of what is wrong."""
+    """No other request needs chains, and grammars allow most wrong tokens."""
 
     def prepare(requests: list[Request]) -> None:
         for request, seed in zip(requests, GRAMMARS, strict=True):
@@ -234,7 +234,7 @@ def test_what_counts_its_text_is_proposed_chains_by_the_draft_itself(folder: Pat
 
 
 class Counted(TreeWorker):
-    """Counts by plain Python what each step proposed, and looks where rows and lengths are."""
+    """Counts each step's draft tokens in plain Python, and checks rows and lengths."""
 
     offered: list[int]
 
@@ -280,7 +280,7 @@ def test_what_is_told_of_proposals_is_what_had_cells(folder: Path, monkeypatch: 
 
 
 class Spoiled(GrowingTrees):
-    """Whatever is wrong is `token`, whose numbers are none, or else another."""
+    """Uses `token`, with a NaN embedding, as the wrong token, unless it is already taken."""
 
     token: int
 
@@ -308,7 +308,7 @@ def test_a_wrong_node_without_numbers_spoils_no_other(tmp_path: Path, graph: str
 
 
 class Chained(TreeDrafter):
-    """Counts the tokens of each chain that it was asked for."""
+    """Records the lengths of the chains that it drafts."""
 
     lengths: set[int]
 

@@ -1,5 +1,5 @@
-"""Layers with windows keep the last tokens alone: chunks, prefix hits, retraction, overlap and
-graphs change nothing, whatever becomes of the pages that fell out of a window."""
+"""Sliding-window layers keep only the last tokens: chunks, prefix hits, preemption, overlap and
+graphs change nothing, whatever happens to pages outside the window."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ ARCHITECTURES: MappingProxyType[str, tuple[Callable[..., Any], dict[str, Any]]] 
         "mistral": (lambda **sizes: mistral(sliding_window=6, **sizes), {}),
     }
 )
-"""Models with windows of six tokens in some of their layers, or in all, and how they are opened."""
+"""Models with windows of six tokens in some or all layers, and their settings."""
 
 
 class Case(test_model_laws.Case):
-    """A saved checkpoint, its oracle, and how it is opened: with few pages of the kind that runs
-    short first."""
+    """A saved checkpoint, its oracle and its settings, with few pages of the kind that runs short
+    first."""
 
     def __init__(self, name: str, folder: Path) -> None:
         make, self.settings = ARCHITECTURES[name]
@@ -48,7 +48,7 @@ class Case(test_model_laws.Case):
         self.keeps_all = name != "mistral"
 
     def engine(self, **settings: Any) -> WindowEngine:
-        """One over it."""
+        """Make an engine over the checkpoint."""
         memory = (CONTEXT // 4 + 2 if self.keeps_all else 8) * self.page_bytes(4)
         return WindowEngine(self.folder, kv_cache_memory=memory, max_requests=4, **self.settings, **settings)
 
@@ -59,8 +59,7 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 def test_windows_that_keep_the_last_tokens_change_nothing(case: Case, graph: str) -> None:
-    """Chunks and ragged arrivals; prefix hits, at the end of a text and where others branch off;
-    retraction."""
+    """Chunks and ragged arrivals; prefix hits at the end of a text and at branches; preemption."""
     engine = case.engine(graph=graph, poison=True)
     check_logprobs(engine.run(random_prompts(1, (5, 30, 17, 9)), 12, score_prompts=True, stagger=2), case.oracle)
     base = random_prompts(8, (33,))[0]
@@ -108,14 +107,15 @@ def test_the_ledger_says_what_windows_are_kept_in(tmp_path: Path, step: int, poo
 
 
 class FreesEarly(Windows):
-    """The first page that the window still sees goes back."""
+    """Mutant: frees a page that the window still sees."""
 
     def first_seen(self, pages: int) -> int:
         return super().first_seen(pages + 1)
 
 
 class KeepsDead(WindowTable):
-    """The device goes on with the list that a slot had, but for pages that come after it."""
+    """Mutant: the device keeps the old page list of a reused request slot, and writes only later
+    pages."""
 
     def write(self, entries: Tensor, pages: Tensor) -> None:
         held = self.page_table.view(-1)[entries]
@@ -123,12 +123,12 @@ class KeepsDead(WindowTable):
 
 
 def frees_early(engine: WindowEngine) -> None:
-    """On the host."""
+    """Plant the defect on the host."""
     engine.scheduler._running.memory.windows.__class__ = FreesEarly
 
 
 def keeps_dead(engine: WindowEngine) -> None:
-    """On the device."""
+    """Plant the defect on the device."""
     assert engine.worker.runner.window_table is not None
     engine.worker.runner.window_table.__class__ = KeepsDead
 

@@ -1,4 +1,4 @@
-"""Trees of proposals by drafters that know texts, and what is right of a tree by plain Python."""
+"""Draft trees by drafters that know the texts, and the accepted path of a tree in plain Python."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from sglcore.runtime.speculative.tree import DraftTree
 
 
 class GrowingTrees:
-    """Trees of random shape, of which as many nodes as chance has it are on the text's own way.
-    `share`: of four nodes that are asked for, how many are tried to be right. Reads what is known
-    of each slot from the rows themselves; waits for the device."""
+    """Drafts trees of random shape, with a random number of nodes on the text's own path. `share`:
+    how many of four nodes are chosen to be correct, if possible. Reads the known tokens of each
+    request slot from the rows; waits for the device."""
 
     lookahead = 0
     reads_history = False
@@ -28,13 +28,13 @@ class GrowingTrees:
         self._random = torch.Generator().manual_seed(0)
 
     def grow(self, rows: DraftRows) -> DraftTree:
-        """As `Growing.grow`."""
+        """See `Growing.grow`."""
         self._learn(rows)
         found = torch.full((3, len(rows.slots), self.tokens), 0, dtype=torch.int32)
         found[0] = NONE
         for row, (slot, last) in enumerate(zip(rows.slots.tolist(), rows.lengths.tolist(), strict=True)):
-            # A request whose last token is drawn already may go on for a step: nobody sees what it
-            # draws.
+            # A request with its last token already drawn may run one more step; the result is
+            # discarded.
             if rows.batch.forward_mode.is_decode and last >= int(rows.limits[row]):
                 continue
             following = self._following(slot, last)
@@ -67,7 +67,7 @@ class GrowingTrees:
             self._decoding.add(slot)
 
     def _following(self, slot: int, last: int) -> list[int]:
-        """The next tokens of the text that has the known ones; NONE past its end."""
+        """Return the next tokens of the text that matches the known ones; NONE past its end."""
         known = {place: token for place, token in self._known[slot].items() if place <= last}
         for text in self._texts:
             if all(text[place] == token for place, token in known.items() if place < len(text)):
@@ -101,8 +101,8 @@ class GrowingTrees:
 
 
 class RightTrees(GrowingTrees):
-    """The text's own way as deep as it may be, of which each node but the last has wrong siblings
-    before it."""
+    """Drafts the text's own path to the full depth, with wrong siblings before each node while
+    nodes are left."""
 
     def _nodes(self, following: list[int]) -> list[tuple[int, int, int]]:
         nodes, parent = list[tuple[int, int, int]](), 0
@@ -117,7 +117,7 @@ class RightTrees(GrowingTrees):
 
 
 class WrongTrees(GrowingTrees):
-    """Never right."""
+    """Drafts only wrong nodes."""
 
     share = 0
 
@@ -126,8 +126,8 @@ TREES = {"guessing": GrowingTrees, "oracle": RightTrees, "adversary": WrongTrees
 
 
 def walked(drawn: Sequence[int], tokens: Sequence[int], parents: Sequence[int], usable: Sequence[bool]) -> list[int]:
-    """The nodes behind the root that are right, one after another: of lists over nodes, tokens and
-    parents without the root's."""
+    """Return the accepted nodes after the root, in order. `tokens` and `parents` leave out the
+    root."""
     path, found = 0, list[int]()
     while True:
         children = [n for n, parent in enumerate(parents, 1) if parent == path and usable[n]]

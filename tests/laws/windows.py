@@ -1,5 +1,4 @@
-"""Engines whose freed window pages hold no number at once, so that whoever needed one after all is
-seen."""
+"""Engines that fill freed window pages with NaN at once, so that any later read shows."""
 
 from __future__ import annotations
 
@@ -16,8 +15,7 @@ from tests.laws.engine import TokenEngine
 
 
 class ForgettingPool(PagePool):
-    """What is given back is overwritten on the device: after every step that was submitted, before
-    every later one."""
+    """Overwrites freed pages on the device, after all submitted steps and before later ones."""
 
     __slots__ = ("cells", "given", "streams")
 
@@ -27,7 +25,7 @@ class ForgettingPool(PagePool):
         self._forget(list(range(1, num_pages + 1)))
 
     def give(self, pages: list[int]) -> None:
-        """Give pages back."""
+        """Give pages back, and overwrite them."""
         super().give(pages)
         self.given += len(pages)
         self._forget(pages)
@@ -42,7 +40,7 @@ class ForgettingPool(PagePool):
 
 
 class WindowEngine(TokenEngine):
-    """An engine of few tokens a step over a model whose windows are far shorter than its texts."""
+    """An engine with few tokens per step; the model's windows are far shorter than its texts."""
 
     def __init__(self, folder: Path, **settings: Any) -> None:
         super().__init__(

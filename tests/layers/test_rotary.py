@@ -1,4 +1,4 @@
-"""Cosines and sines of every kind of rotary embedding, against the transformers library."""
+"""Cosines and sines of every kind of rotary embedding, compared with transformers."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_factors_are_the_long_ones_behind_the_original_length_and_not_at_it(
 
 
 def with_rope(tmp_path, **changes) -> ModelConfig:
-    """A configuration with another rotary embedding."""
+    """Return a configuration with other rotary settings."""
     config = read_config(save(llama(), tmp_path))
     return replace(config, rope=replace(config.rope, **changes))
 

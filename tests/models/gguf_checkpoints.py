@@ -1,4 +1,4 @@
-"""Small GGUF files, written by the gguf package, and the dense model that each of them means."""
+"""Small GGUF files, written by the gguf package, and the dense model that equals each of them."""
 
 from __future__ import annotations
 
@@ -13,19 +13,20 @@ import torch
 from gguf import GGMLQuantizationType, GGUFWriter
 
 SIMPLE = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")
-"""Types to which the gguf package quantises."""
+"""Types that the gguf package can quantise to."""
 
 NONE: Mapping[str, Any] = MappingProxyType({})
 
 SUPER = {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
-"""Types that it reads only, and where their float16 scales are in a block; they are made of random
-blocks."""
+"""Types that the gguf package can only read, with the offsets of their float16 scales in a block;
+tests use random blocks."""
 
 ARCHITECTURES = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}
 
 
 def gguf_name(name: str, arch: str) -> str:
-    """The gguf package's name of a parameter; an architecture that we lack has those of a Llama."""
+    """The gguf package's name of a parameter; an architecture that we do not support gets a Llama's
+    names."""
     found, layer = None, next((int(part) for part in name.split(".") if part.isdigit()), 0)
     for each in (arch, "llama"):
         names = gguf.get_tensor_name_map(ARCHITECTURES[each], layer + 1)
@@ -35,7 +36,7 @@ def gguf_name(name: str, arch: str) -> str:
 
 
 def random_blocks(kind: str, shape: tuple[int, int], rng: np.random.Generator) -> np.ndarray:
-    """uint8 [rows, bytes] of blocks whose values have about the size of weights."""
+    """uint8 [rows, bytes] of random blocks with values of the usual size of weights."""
     elements, size = gguf.GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
     blocks = rng.integers(0, 256, (shape[0], shape[1] // elements, size), dtype=np.uint8)
     for place in SUPER[kind]:
@@ -45,27 +46,27 @@ def random_blocks(kind: str, shape: tuple[int, int], rng: np.random.Generator) -
 
 
 def quantised(weight: np.ndarray, kind: str, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """The data of a weight in a type, and the float32 values that the gguf package reads in it."""
+    """A weight's data in a type, and the float32 values that the gguf package reads from it."""
     number = GGMLQuantizationType[kind]
     data = random_blocks(kind, weight.shape, rng) if kind in SUPER else gguf.quants.quantize(weight, number)
     return data, gguf.quants.dequantize(data, number).reshape(weight.shape)
 
 
 def paired(rows: np.ndarray, heads: int) -> np.ndarray:
-    """Rows of heads as llama.cpp's rotation wants them: element i beside element i + half a
-    head."""
+    """Rows of heads in the order of llama.cpp's rotary embedding: element i next to element i +
+    half a head."""
     shape = rows.shape
     return rows.reshape(heads, 2, shape[0] // heads // 2, *shape[1:]).swapaxes(1, 2).reshape(shape)
 
 
 def unpaired(rows: np.ndarray, heads: int) -> np.ndarray:
-    """The inverse."""
+    """The inverse of `paired`."""
     shape = rows.shape
     return rows.reshape(heads, shape[0] // heads // 2, 2, *shape[1:]).swapaxes(1, 2).reshape(shape)
 
 
 def add_metadata(writer: GGUFWriter, config: Any, tokenizer: Mapping[str, Any]) -> None:
-    """What llama.cpp's converter writes of a model."""
+    """Write the metadata that llama.cpp's converter writes for a model."""
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)
@@ -117,10 +118,10 @@ def write(
     extra: Mapping[str, np.ndarray] = NONE,
     change: Callable[[GGUFWriter], object] = lambda writer: None,
 ) -> Path:
-    """Write a model's GGUF file, `kind(name)` being the type of each matrix (None: F32), and make
-    the oracle what it means.
+    """Write a model's GGUF file and set the oracle's weights to the quantised values. `kind(name)`
+    is the type of each matrix (None: F32).
 
-    `extra` are more tensors, and `change` may add or spoil metadata.
+    `extra` are additional tensors; `change` may add or damage metadata.
     """
     writer, rng = GGUFWriter(file, arch), np.random.default_rng(5)
     add_metadata(writer, oracle.config, tokenizer)
@@ -159,7 +160,7 @@ def _add(
 
 
 def _add_experts(writer: GGUFWriter, name: str, parameter: torch.Tensor, kind: str | None, rng: Any) -> None:
-    """The fused weights of all experts, gate and up apart."""
+    """Write the fused weights of all experts, with gate and up separate."""
     layer = name.split(".")[2]
     parts = {"ffn_down_exps": parameter}
     if "gate_up" in name:

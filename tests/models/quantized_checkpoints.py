@@ -1,8 +1,7 @@
-"""Small checkpoints in the published layouts of quantised weights, and the dense model that each of
-them means.
+"""Small checkpoints in the published layouts of quantised weights, and the dense model that equals
+each of them.
 
-Every maker of a layer here is written from the format's description and shares nothing with the
-loader.
+Each layer function follows the format's description and shares no code with the loader.
 """
 
 from __future__ import annotations
@@ -26,15 +25,15 @@ from tests.checkpoints import llama, save
 
 FILE = "model.safetensors"
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
-"""The output feature of each of a word's eight integers, lowest bits first."""
+"""The output feature of each of the eight integers in a word, lowest bits first."""
 
 Layer = tuple[dict[str, Tensor], Tensor]
-"""Stored tensors by suffix, and the float32 weight that they mean."""
+"""Stored tensors by suffix, and the dequantised weight in float32."""
 
 
 def words(values: np.ndarray, bits: int) -> Tensor:
-    """int32 [..., n * bits / 32] of integers [..., n], the first in the lowest bits; the last word
-    is filled with zeros."""
+    """Pack integers [..., n] into int32 [..., n * bits / 32], the first in the lowest bits; the
+    last word is padded with zeros."""
     each = 32 // bits
     padded = np.pad(values.astype(np.uint64), [(0, 0), (0, -values.shape[-1] % each)])
     parts = padded.reshape(padded.shape[0], padded.shape[1] // each, each) << np.arange(0, 32, bits, dtype=np.uint64)
@@ -43,27 +42,26 @@ def words(values: np.ndarray, bits: int) -> Tensor:
 
 @dataclass
 class Random:
-    """Seeded integers and scales of a layer, such that the weights have about the size that the
-    models here have."""
+    """Seeded integers and scales of a layer that give weights of the usual size in these models."""
 
     rng: np.random.Generator
 
     def codes(self, rows: int, columns: int, bits: int) -> np.ndarray:
-        """Integers of so many bits."""
+        """Random integers of `bits` bits."""
         return self.rng.integers(0, 1 << bits, (rows, columns))
 
     def zeros(self, rows: int, groups: int, bits: int) -> np.ndarray:
-        """Whole zeros near the middle, above 0."""
+        """Integer zero points near the middle, above 0."""
         middle = 1 << (bits - 1)
         return self.rng.integers(max(middle - 2, 1), middle + 2, (rows, groups))
 
     def scales(self, rows: int, groups: int, bits: int, dtype: torch.dtype = torch.float16) -> Tensor:
-        """Scales that `dtype` holds exactly."""
+        """Scales that are exact in `dtype`."""
         return torch.from_numpy(self.rng.uniform(0.1, 0.5, (rows, groups)) / (1 << (bits - 1))).to(dtype)
 
 
 def dense(codes: np.ndarray, zeros: np.ndarray | float, scales: Tensor) -> Tensor:
-    """float32 of scales * (codes - zeros), each group's column repeated."""
+    """Return scales * (codes - zeros) in float32, with each group's column repeated."""
     columns, group = codes.shape[1], codes.shape[1] // scales.shape[1]
     spread = np.repeat(np.broadcast_to(zeros, scales.shape), group, axis=1)[:, :columns]
     wide = scales.double().repeat_interleave(group, 1)[:, :columns]
@@ -71,8 +69,8 @@ def dense(codes: np.ndarray, zeros: np.ndarray | float, scales: Tensor) -> Tenso
 
 
 def gptq(rows: int, columns: int, draw: Random, *, bits: int, group: int, v2: bool, order: str, even: bool) -> Layer:
-    """`order` of the groups: "none", "trivial" or "scattered"; `even` has all zeros in the
-    middle."""
+    """GPTQ. `order`: order of the groups: "none", "trivial" or "scattered"; `even`: all zero points
+    are in the middle; `v2`: zero points are stored without the offset of 1."""
     groups = columns // group
     codes, scales = draw.codes(rows, columns, bits), draw.scales(rows, groups, bits)
     zeros = np.full((rows, groups), 1 << (bits - 1)) if even else draw.zeros(rows, groups, bits)
@@ -89,7 +87,7 @@ def gptq(rows: int, columns: int, draw: Random, *, bits: int, group: int, v2: bo
 
 
 def awq(rows: int, columns: int, draw: Random, *, group: int) -> Layer:
-    """Version gemm."""
+    """AWQ, version gemm."""
     groups = columns // group
     codes, zeros = draw.codes(rows, columns, 4), draw.zeros(rows, groups, 4)
     scales = draw.scales(rows, groups, 4)
@@ -103,7 +101,7 @@ def awq(rows: int, columns: int, draw: Random, *, group: int) -> Layer:
 
 
 def packed(rows: int, columns: int, draw: Random, *, bits: int, group: int | None, even: bool) -> Layer:
-    """compressed-tensors' pack-quantized; no group: a scale for each row."""
+    """compressed-tensors' pack-quantized; `group` None: one scale per row."""
     groups = columns // group if group else 1
     codes, scales = draw.codes(rows, columns, bits), draw.scales(rows, groups, bits, torch.bfloat16)
     zeros = np.full((rows, groups), 1 << (bits - 1)) if even else draw.zeros(rows, groups, bits)
@@ -127,7 +125,8 @@ def integers(rows: int, columns: int, draw: Random, *, group: int | None, even: 
 
 
 def float8(rows: int, columns: int, draw: Random, *, block: tuple[int, int] | None, rowwise: bool = False) -> Layer:
-    """e4m3 with a scale for the tensor, each row, or blocks, whose last ones may be cut."""
+    """e4m3 with a scale for the tensor, for each row, or for each block (the last blocks may be
+    cut)."""
     values = torch.from_numpy(draw.rng.uniform(-1, 1, (rows, columns)) * 240).to(torch.float8_e4m3fn)
     size = block or ((1, columns) if rowwise else (rows, columns))
     counts = -(-rows // size[0]), -(-columns // size[1])
@@ -146,8 +145,8 @@ def compressed(form: str, **weights: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Case:
-    """A format: its `quantization_config` and what makes a layer of it. `form` is how the loader
-    packs it, None: not."""
+    """A format: its `quantization_config`, and the function that makes a layer. `form`: how the
+    loader packs it; None: it does not."""
 
     config: Mapping[str, Any]
     make: Callable[[int, int, Random], Layer]
@@ -217,8 +216,8 @@ CASES: Mapping[str, Case] = MappingProxyType(
 
 
 def make(case: Case, folder: Path, seed: int = 0, keep: tuple[str, ...] = ("lm_head",), **sizes: Any) -> Any:
-    """Write a Llama whose linear layers, all but those in `keep`, are quantised; returns the dense
-    model it means."""
+    """Write a Llama with quantised linear layers, except those in `keep`; return the equivalent
+    dense model."""
     oracle = llama(**{"hidden_size": 64, "intermediate_size": 128, **sizes})
     save(oracle, folder)
     tensors, draw = load_file(folder / FILE), Random(np.random.default_rng(seed))
@@ -240,15 +239,15 @@ def configure(folder: Path, **values: Any) -> None:
 
 
 class Packs:
-    """A device that keeps codes, dequantised at once so that the reference's `linear` reads
-    them."""
+    """A device that keeps codes; it dequantises them at once, so that the reference's `linear` can
+    use them."""
 
     def __init__(self, **entries: Any) -> None:
         self.packed: list[QuantizedCodes] = []
         self.table: KernelTable = KernelTable().replace(pack_quantized=self.pack, **entries)
 
     def pack(self, weight: QuantizedCodes) -> Tensor:
-        """The values."""
+        """Return the dequantised values."""
         self.packed.append(weight)
         same = QuantizedWeight(weight.codes, weight.scales, weight.zeros, weight.bits, weight.group)
         return same.values(slice(None)).to(weight.dtype)

@@ -1,4 +1,4 @@
-"""What tests of models load and drive them by."""
+"""Helpers by which tests of models load and run them."""
 
 from __future__ import annotations
 
@@ -15,6 +15,6 @@ __all__ = ["CONTEXT", "FACTS", "PAGE", "SLOTS", "Steps", "load"]
 
 
 def load(folder, dtype: torch.dtype = torch.float32, kernels: KernelTable | None = None, **options) -> Any:
-    """Load a checkpoint folder onto the processor."""
+    """Load a checkpoint folder onto the CPU."""
     kernels = kernels or KernelTable()
     return load_model(folder, read_config(folder), kernels=kernels, device="cpu", dtype=dtype, **options)

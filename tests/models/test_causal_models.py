@@ -109,7 +109,7 @@ def test_matrices_of_recurrences_stay_in_float32_and_tails_are_as_the_model_comp
 def in_place_add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As the table allows: both results lie in the arguments' memory."""
+    """`add_rms_norm` as the table allows it: both results are in the arguments' memory."""
     residual.add_(x)
     return x.copy_(rms_norm(residual, weight, eps)), residual
 

@@ -1,5 +1,4 @@
-"""DeepSeek-V4's checkpoints as they are read, and its layer that predicts one token more, in
-float32."""
+"""Reading DeepSeek-V4's checkpoints, and its next-token (MTP) layer, in float32."""
 
 from __future__ import annotations
 
@@ -28,7 +27,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def load_next_token(folder: Path) -> Any:
-    """The layer that predicts one token more, beside its model."""
+    """The next-token (MTP) layer, loaded with its target model."""
     config, target = next_token_config(read_config(folder)), load(folder)
     shared = {"model.embed_tokens": target.embed_ids, "lm_head": target.logits}
     given = {"architectures": DRAFTS, "kernels": KernelTable(), "device": "cpu", "dtype": torch.float32}

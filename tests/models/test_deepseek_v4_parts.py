@@ -1,4 +1,4 @@
-"""The parts of DeepSeek-V4 beside its attention against transformers' own, in float32."""
+"""The parts of DeepSeek-V4 other than attention, against transformers' own, in float32."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ TOKENS = 11
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Oracle, ModelConfig]:
-    """An oracle whose limit is often reached, no two of whose numbers are equal, and the
-    configuration of its checkpoint."""
+    """An oracle that often reaches its activation limit and has distinct values for its constants;
+    and its checkpoint's configuration."""
     oracle = deepseek_v4(swiglu_limit=0.3, hc_sinkhorn_iters=3, hc_eps=0.03, rms_norm_eps=0.2)
     return oracle, read_config(with_module_names(oracle, tmp_path_factory.mktemp("model")))
 
@@ -44,13 +44,13 @@ def made(pair: tuple[Oracle, ModelConfig], make: Callable[[Build], Any]) -> Any:
 
 
 def rows(*sizes: int) -> Tensor:
-    """Random rows of tokens, some of them far from 0."""
+    """Random token rows, some with large values."""
     torch.manual_seed(3)
     return torch.randn(TOKENS, *sizes) * torch.linspace(0.2, 5, TOKENS).view(-1, *(1 for _ in sizes))
 
 
 def near(found: Tensor, wanted: Tensor) -> bool:
-    """Of the same shape, within the tolerance."""
+    """Whether both have the same shape and agree within the tolerance."""
     return found.shape == wanted.shape and bool((found - wanted).abs().max() < TOLERANCE)
 
 

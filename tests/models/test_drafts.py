@@ -1,5 +1,4 @@
-"""Models that propose tokens for another, against dense torch around transformers' own layers, in
-float32."""
+"""Draft models against dense torch around transformers' own layers, in float32."""
 
 from __future__ import annotations
 
@@ -29,14 +28,14 @@ TOLERANCE = 5e-5
 
 
 def loaded(target: Any, folder: Path, kind: str) -> Draft:
-    """By the engine's loader."""
+    """The draft model, loaded by the engine's loader."""
     given = {"facts": FACTS, "kernels": KernelTable(), "ledger": DecisionLedger(), "progress": lambda *_: None}
     return load_draft(EngineConfig(dtype="float32"), folder, kind, target, **given)
 
 
 def proposed(model: Any, following: list[int], features: Tensor, path: list[int], pieces: tuple[int, ...]) -> Tensor:
-    """Log-probabilities after the prompt's last cell and after each token of a path, through runner
-    and pages."""
+    """Log-probabilities after the prompt's last token and after each token of a path, through
+    runner and pages."""
     steps, rows, found = Steps(model), model.project(features), []
 
     def run(ids: list[int], given: Tensor, mode: ForwardMode) -> Tensor:
@@ -81,7 +80,8 @@ def distance(found: Tensor, wanted: Tensor) -> float:
 
 
 def check(model: Any, dense: Any, width: int, pieces: tuple[int, ...]) -> None:
-    """The same after a prompt in pieces, and along a path."""
+    """Compare the draft model with the dense one after a prompt in chunks of sizes `pieces`, and
+    along a path."""
     torch.manual_seed(2)
     vocab = dense.target.config.vocab_size
     ids, path = (torch.randint(1, vocab, (count,)).tolist() for count in (PROMPT, DRAFTS))
@@ -92,7 +92,7 @@ def check(model: Any, dense: Any, width: int, pieces: tuple[int, ...]) -> None:
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
-    """A Llama of six layers by transformers and by the engine."""
+    """A Llama of six layers, by transformers and by the engine."""
     oracle = llama(**TARGET)
     return oracle, load(save(oracle, tmp_path_factory.mktemp("target")))
 
@@ -123,8 +123,8 @@ def test_norms_of_older_files_are_those_before_the_projection(target, tmp_path: 
 
 
 def test_the_layers_that_a_draft_reads_where_it_does_not_say(target, tmp_path: Path) -> None:
-    """Before the third, before the middle, and before the last but two: of six layers that is one
-    twice."""
+    """By default: before the third layer, before the middle one, and before the last but two. With
+    six layers, two of these are the same."""
     eagle3(target[0], tmp_path)
     with_config(tmp_path, eagle_config=None)
     assert loaded(target[1], tmp_path, "eagle3").aux_layers == (2, 3, 3)
@@ -132,7 +132,7 @@ def test_the_layers_that_a_draft_reads_where_it_does_not_say(target, tmp_path: P
 
 @pytest.mark.parametrize("written", [True, False])
 def test_a_draft_by_the_library_speculators_is_one(target, written: bool, tmp_path: Path) -> None:
-    """Where it says nothing of the residual, that is normed."""
+    """Without `norm_before_residual` in the configuration, the residual is normed."""
     oracle, model = target
     dense = eagle3(oracle, tmp_path, norm_before_fc=True, norm_before_residual=True)
     by_speculators(tmp_path)
@@ -216,7 +216,7 @@ def test_a_draft_of_another_width_has_an_embedding_of_its_own(target, tmp_path: 
 
 @pytest.mark.parametrize("make", [eagle, eagle3])
 def test_what_a_configuration_ties_changes_no_draft(target, make: Any, tmp_path: Path) -> None:
-    """An output layer of its own without a map, and the target's."""
+    """With an output layer of the draft's own and no token map (eagle3), and with the target's."""
     oracle, model = target
     dense = make(oracle, tmp_path, **({"rows": 97} if make is eagle3 else {}))
     with_config(tmp_path, tie_word_embeddings=True)

@@ -1,5 +1,5 @@
-"""GGUF files against the gguf package's reading of their blocks, and transformers on the weights
-that they mean."""
+"""GGUF files against the gguf package's dequantisation, and against transformers with the same
+weights."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ LARGE = {"hidden_size": 256, "intermediate_size": 512, "initializer_range": 0.05
 
 
 def blocks(kind: str) -> np.ndarray:
-    """uint8 rows of 512 columns, one block of each row with scales of 0."""
+    """uint8 rows of 512 columns; row 2 has a block with scales of 0."""
     rng = np.random.default_rng(1)
     if kind in SUPER:
         data = random_blocks(kind, (6, 512), rng)
@@ -269,7 +269,7 @@ def test_the_largest_gemmas_scale_queries_by_the_mean_size_of_heads(
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
-    """A small file."""
+    """A small GGUF file."""
     return write(llama(**SIZES), tmp_path / "m.gguf", "llama", lambda name: "Q8_0")
 
 
@@ -289,8 +289,8 @@ def test_a_cut_file_is_an_error_of_one_line(file: Path, size: int) -> None:
 
 @pytest.mark.parametrize("lost", [1, 100, 5000])
 def test_tensors_that_end_behind_the_file_are_damage_of_its_header(file: Path, lost: int) -> None:
-    """So that it is told before a model is made, and no value of a small tensor is read from what
-    is not there."""
+    """The damage is reported before a model is made, and no tensor is read beyond the end of the
+    file."""
     end = max(tensor.end for tensor in read_header(file).tensors.values())
     file.write_bytes(file.read_bytes()[: end - lost])
     with pytest.raises(CheckpointError, match=rf"is damaged: it has {end - lost} bytes, and '.*' ends at \d+"):
@@ -313,20 +313,20 @@ def test_changed_bytes_of_the_header_are_errors_or_change_nothing_that_matters(f
 
 
 def frequency_base(writer: gguf.GGUFWriter) -> None:
-    """A text where there should be a number."""
+    """Write a string in place of the number."""
     writer.kv_data[0].pop("llama.rope.freq_base")
     writer.add_string("llama.rope.freq_base", "x")
 
 
 def original_context(writer: gguf.GGUFWriter) -> None:
-    """A text where there should be a number."""
+    """Write a string in place of the number."""
     writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
     writer.add_rope_scaling_factor(2.0)
     writer.add_string("llama.rope.scaling.original_context_length", "x")
 
 
 def bad_experts(writer: gguf.GGUFWriter) -> None:
-    """A text where there should be a number."""
+    """Write a string in place of the number."""
     writer.add_expert_count(4)
     writer.add_string("llama.expert_used_count", "x")
 

@@ -1,4 +1,4 @@
-"""Latent attention as published files have it, and configurations that it refuses."""
+"""Latent attention in the published file formats, and configurations that it refuses."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_published_files_mean_what_transformers_reads_in_them(make: Callable[...
 
 @pytest.mark.parametrize("name", ["deepseek-v2", "deepseek-v3", "deepseek-v3.2", "glm4-moe"])
 def test_groups_of_experts_bind_the_oracles(name: str) -> None:
-    """An oracle whose groups change nothing would compare no rule of theirs."""
+    """If its expert groups changed nothing, an oracle would test no group rule."""
     oracle = {**CAUSAL, **LATENT}[name]()
     grouped = oracle_logprobs(oracle, IDS)
     for module in oracle.modules():
@@ -43,7 +43,8 @@ def test_groups_of_experts_bind_the_oracles(name: str) -> None:
 
 
 def test_without_a_method_deepseek_v2_has_no_groups(tmp_path: Path) -> None:
-    """As transformers reads a file that gives groups, and does not say how experts are chosen."""
+    """Transformers too reads a file with groups but without a method of choosing experts as having
+    no groups."""
     raw = json.loads((save(deepseek_v2(), tmp_path) / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**raw, "topk_method": None}))
     moe = read_config(tmp_path).moe
@@ -56,7 +57,7 @@ def test_without_a_method_deepseek_v2_has_no_groups(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("make", [deepseek_v2, deepseek_v32])
 def test_in_bfloat16_what_is_chosen_is_scored_in_float32(make: Callable[..., Any], tmp_path: Path) -> None:
-    """Where that changes what is chosen, some tokens are far off, but few."""
+    """Rounding may change some choices and put those tokens far off, so the mean is compared."""
     oracle = make()
     model = load(save(oracle, tmp_path), dtype=torch.bfloat16)
     scored = [model.layers[1].mlp.experts._route.weight]

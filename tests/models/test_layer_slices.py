@@ -1,5 +1,5 @@
-"""A forward in slices of its layers: slices of any sizes, and two halves of a split batch by turns,
-give the whole."""
+"""A forward in layer slices of any sizes, and two alternating halves of a split batch, equal the
+whole forward."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LAYERS = 4
 
 @pytest.fixture(scope="module")
 def sparse(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Four layers, every second with experts."""
+    """Four layers; every second one has experts."""
     return load(save(qwen3_moe(num_hidden_layers=LAYERS, decoder_sparse_step=2), tmp_path_factory.mktemp("sparse")))
 
 
@@ -38,7 +38,7 @@ def test_slices_of_any_sizes_give_what_all_layers_give(sparse: Any, edges: set[i
 
 
 def planned(steps: Steps, part: ForwardBatch) -> forward_context:
-    """The scope of one half."""
+    """A forward context for one half, with its attention plan."""
     backend = steps.runner.attn_backend
     part.mark_forward_metadata_ready(backend.plan(part))
     return forward_context(ForwardContext(backend, part, steps.model.attention_layers))

@@ -1,5 +1,4 @@
-"""Loading weights: shards, ties, casts, progress, and every way in which a checkpoint can be
-wrong."""
+"""Loading weights: shards, ties, casts, progress, and every kind of faulty checkpoint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How much memory loading takes: the weights, and little else."""
+"""Peak memory of loading: the weights, and little more."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ print((kilobytes("VmHWM") - before) * 1024 / sum(weight.nbytes for weight in mod
 
 
 def write_checkpoint(folder: Path, layers: int) -> Path:
-    """bfloat16 weights: 67 MB of embeddings, and 33 MB a layer, half of which is one tensor once
-    fused."""
+    """Write bfloat16 weights: 67 MB of embeddings and 33 MB per layer. Half of a layer is one
+    tensor once fused."""
     (folder / "config.json").write_text(json.dumps({**SIZES, "num_hidden_layers": layers}))
     tensors = {"model.embed_tokens.weight": (32768, 1024), "model.norm.weight": (1024,)}
     for layer in range(layers):
@@ -68,18 +68,18 @@ def write_checkpoint(folder: Path, layers: int) -> Path:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """About 200 MB."""
+    """A checkpoint of about 200 MB."""
     return write_checkpoint(tmp_path_factory.mktemp("large"), 4)
 
 
 def peak_over_weights(folder: Path, dtype: str, pieces: str = "drop") -> float:
-    """Peak memory of loading, as a multiple of the weights, in a process of its own; "keep" holds
-    on to all pieces."""
+    """Peak memory of loading as a multiple of the weights, measured in a process of its own.
+    `pieces="keep"` holds on to all loaded pieces."""
     return float(measured(LOAD_AND_MEASURE, folder, dtype, pieces))
 
 
 def measured(script: str, folder: Path, *words: str) -> str:
-    """What a script prints about a checkpoint, in a process of its own."""
+    """The output of a script run on a checkpoint in its own process."""
     ran = warm.run(("-c", script, str(folder), *words), folder, os.environ)
     assert ran.returncode == 0, ran.stderr
     return ran.stdout

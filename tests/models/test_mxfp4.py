@@ -1,5 +1,5 @@
-"""Experts in MXFP4 as gpt-oss is published: read exactly, named where they do not fit, and told in
-the ledger."""
+"""gpt-oss's experts in MXFP4 as published: read exactly, refused by name if shapes do not fit, and
+reported in the ledger."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ IDS = [3, 17, 60, 5, 88, 41, 12, 9, 33]
 
 @pytest.fixture
 def published(tmp_path: Path):
-    """A checkpoint whose experts are codes, and transformers' model of their values."""
+    """A checkpoint with experts as codes, and transformers' model with their values."""
     oracle = gpt_oss(hidden_size=64, intermediate_size=96)
     return oracle, with_mxfp4_experts(oracle, tmp_path)
 

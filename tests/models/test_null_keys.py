@@ -1,5 +1,4 @@
-"""What a configuration leaves out, or gives as null, means what it means to the transformers
-library."""
+"""A configuration key that is missing or null means the same as in transformers."""
 
 from __future__ import annotations
 
@@ -21,20 +20,20 @@ from tests.models.test_causal_models import prompt
 
 TOLERANCE = 1e-4
 MOST = 300_000
-"""Parameters of a model that is compared: what a class has by default for sizes is not built."""
+"""The most parameters of a compared model; larger ones (a class's default sizes) are skipped."""
 NAMED = ("architectures", "model_type", "transformers_version")
-"""What says which model it is."""
+"""Keys that identify the model; these are not changed."""
 
 
 def rewritten(folder: Path, raw: dict[str, Any], key: str, is_null: bool) -> None:
-    """Write a configuration in which a key is null, or left out."""
+    """Write the configuration with `key` set to null, or without it."""
     changed = {**raw, key: None} if is_null else {name: value for name, value in raw.items() if name != key}
     (folder / "config.json").write_text(json.dumps(changed))
 
 
 def theirs(oracle: Any, folder: Path) -> Any:
-    """The library's model of the configuration, with the oracle's weights where it has them and
-    random ones elsewhere; None where the library refuses it, or where it is too large."""
+    """Transformers' model of the configuration, with the oracle's weights where they fit and random
+    ones elsewhere. None if transformers refuses the configuration, or if the model is too large."""
     try:
         config = transformers.AutoConfig.from_pretrained(folder, attn_implementation="eager")
         with torch.device("meta"):
@@ -53,12 +52,12 @@ def theirs(oracle: Any, folder: Path) -> Any:
     limits = [mixer.time_step_limit for mixer in oracle.modules() if mixer.__class__.__name__ == "NemotronHMamba2Mixer"]
     for mixer in model.modules():
         if limits and mixer.__class__.__name__ == "NemotronHMamba2Mixer":
-            mixer.time_step_limit = limits[0]  # as the oracle's maker sets it
+            mixer.time_step_limit = limits[0]  # as the function that makes the oracle does
     return model
 
 
 def ours(folder: Path, ids: list[int]) -> torch.Tensor | str:
-    """Log-probabilities, or why it is refused."""
+    """Our log-probabilities, or the reason why the model is refused."""
     try:
         return Steps(load(folder, max_positions=64)).logprobs({1: ids})
     except SglcoreError as error:
@@ -66,7 +65,7 @@ def ours(folder: Path, ids: list[int]) -> torch.Tensor | str:
 
 
 def differences(oracle: Any, folder: Path, is_null: bool) -> list[str]:
-    """The keys that mean something else to us, each with what was found."""
+    """The keys that we read differently, each with what was found."""
     save(oracle, folder)
     raw, ids = json.loads((folder / "config.json").read_text()), prompt(23)
     found, compared = [], 0

@@ -1,5 +1,5 @@
-"""Quantised checkpoints of every layout against transformers on the weights that they mean, and the
-ways to be wrong."""
+"""Quantised checkpoints of every layout against transformers with the dequantised weights; and
+damaged checkpoints."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.models.steps import Steps, load
 TOLERANCE = 1e-4
 IDS = [5, 90, 3, 41, 41, 8, 77, 12, 60, 2]
 LAYERS = 8
-"""Linear layers of a model here, fused ones counted once."""
+"""Linear layers of a model in this file; fused ones count once."""
 
 
 def difference(model: Any, oracle: Any) -> float:
@@ -113,7 +113,7 @@ def test_rows_that_no_group_divides_get_a_last_group_that_is_cut(tmp_path: Path)
 
 
 def test_quantised_weights_are_never_all_dequantised_at_once(tmp_path: Path) -> None:
-    """Where they are packed, no parameter that was declared for a linear layer is ever written."""
+    """When weights are packed, no parameter declared for a linear layer is ever written."""
     make(CASES["packed-groups"], tmp_path)
     written: list[tuple[int, ...]] = []
     original = torch.Tensor.copy_
@@ -142,7 +142,7 @@ def test_zero_biases_that_gptq_tools_write_are_left_and_others_are_errors(tmp_pa
 
 
 PROJECTION = "model.layers.1.self_attn.o_proj."
-"""A layer that is not fused."""
+"""A linear layer that is not fused."""
 
 
 def drop(suffix: str) -> Callable[[dict[str, Tensor]], object]:

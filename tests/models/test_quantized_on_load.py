@@ -28,7 +28,8 @@ LAYERS = 8
 
 
 class Recorder:
-    """Entries that pack, told apart by a factor that `linear` of these weights takes back."""
+    """Packing entries that record their calls and return plain copies (quantize_linear: rounded
+    values)."""
 
     def __init__(self, *without: str) -> None:
         self.calls: list[tuple[str, tuple[int, ...]]] = []
@@ -52,13 +53,13 @@ class Recorder:
         return whole.values(slice(None)).to(weight.dtype)
 
     def count(self, name: str) -> int:
-        """How often an entry was called."""
+        """The number of calls of an entry."""
         return [call for call, _ in self.calls].count(name)
 
 
 @pytest.fixture
 def oracle_and_folder(tmp_path: Path) -> tuple[Any, Path]:
-    """A dense Llama."""
+    """A dense Llama and its folder."""
     oracle = llama(hidden_size=64, intermediate_size=128)
     return oracle, save(oracle, tmp_path)
 

@@ -1,5 +1,5 @@
-"""The groups of a quantised layer's columns: not said where all are -1, and an error where some
-are, or any other number."""
+"""The group order of a quantised layer's columns: ignored if all are -1, an error if some are -1 or
+a number is invalid."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from tests.models.quantized_checkpoints import CASES, FILE, make
 from tests.models.test_quantized_checkpoints import TOLERANCE, difference, load
 
 ORDERS = {"gptq": ("qweight", "g_idx"), "packed-groups": ("weight_packed", "weight_g_idx")}
-"""By a layout, the tensor that every layer has, and that of its order."""
+"""{layout: (a tensor that every layer has, the tensor of its group order)}"""
 
 
 def with_order(name: str, folder: Path, order: Callable[[int], Tensor]) -> None:
-    """Give each layer the order of so many columns, in groups of 32."""
+    """Give each layer the group order that `order(columns)` returns, for groups of 32."""
     known, wanted = ORDERS[name]
     tensors = load_file(folder / FILE)
     for each in [key for key in tensors if key.endswith(f".{known}")]:

@@ -1,4 +1,4 @@
-"""Models as compilers see them: one graph, no host reads, no shapes that depend on data."""
+"""Models traced by compilers: one graph, no host reads, no data-dependent shapes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Types of transformers that nobody compared before, and code that a checkpoint brings: compared at
+"""Types of transformers that were never compared, and checkpoints with their own code: compared at
 load, or refused."""
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ AUTO_MAP = {"AutoConfig": "configuration_own.OwnConfig", "AutoModelForCausalLM":
 
 @pytest.fixture(autouse=True, scope="module")
 def _modules(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Where transformers copies a checkpoint's code to."""
+    """Use a temporary cache folder for checkpoints' code, and unload its modules afterwards."""
     with pytest.MonkeyPatch.context() as patch:
         cache = str(tmp_path_factory.mktemp("modules"))
         patch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", cache)
@@ -75,8 +75,8 @@ def _modules(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 def own_model(folder: Path, first: int | None = 0) -> Path:
-    """A checkpoint with code of its own: a Llama with learned positions beside, which by itself
-    count from `first`. None: from 0, whatever positions it is given."""
+    """A checkpoint with its own code: a Llama with additional learned positions that count from
+    `first`. None: they count from 0 in each step, whatever positions are passed."""
     folder.mkdir()
     files = {
         "configuration_own.py": CONFIGURATION,
@@ -103,7 +103,7 @@ def chosen(folder: Path, asked: str = "transformers", strict: bool = False, **gi
 
 @pytest.fixture
 def unproven(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A Llama, as if its type had never been compared."""
+    """A Llama checkpoint, with its type removed from the compared ones."""
     monkeypatch.setattr("sglcore.models.implementation.PROVEN", PROVEN - {"llama"})
     return save(llama(), tmp_path / "model")
 
@@ -208,7 +208,7 @@ def test_a_small_model_has_every_kind_of_layer_of_the_whole_one(kind: str, kept:
 
 
 def test_what_a_configuration_has_none_of_a_small_one_has_none_of() -> None:
-    """A written zero is no size that could be made smaller: a Granite 4 without experts says so."""
+    """A configured 0 is not a size to be changed: it says that a Granite 4 has no experts."""
     kind: Any = CONFIG_MAPPING["granitemoehybrid"]
     dense = Library(kind(num_local_experts=0))
     small = shrunk(dense).config
@@ -216,14 +216,14 @@ def test_what_a_configuration_has_none_of_a_small_one_has_none_of() -> None:
 
 
 def test_tokens_with_a_meaning_are_among_the_few_words() -> None:
-    """Far behind which those of a large vocabulary are; an embedding refuses padding that it has
-    not."""
+    """Special tokens have ids far above the small vocabulary; an embedding refuses a padding id
+    outside it."""
     small = shrunk(Library(transformers.LlamaConfig(vocab_size=128256, pad_token_id=128004))).config
     assert small.pad_token_id < small.vocab_size == 512
 
 
 def test_what_is_said_of_single_layers_is_cut_with_them() -> None:
-    """By position in a list, or by number."""
+    """Settings per layer: by index in a list, or by number in a mapping."""
     small = shrunk(Library(CONFIG_MAPPING["gemma4_text"]())).config
     assert len(small.layer_types) == small.num_hidden_layers < 30
     assert all(int(layer) < small.num_hidden_layers for layer in small.to_dict()["per_layer_config"])
@@ -236,8 +236,8 @@ def test_what_is_said_of_single_layers_is_cut_with_them() -> None:
 def test_two_requests_are_compared_in_chunks_side_by_side_and_then_token_by_token(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A model that mixes requests of one step up, or is wrong in steps of one token, would be
-    served otherwise."""
+    """Otherwise a model that mixes the requests of a step, or that is wrong in steps of one token,
+    would be served."""
     seen: list[dict[int, int]] = []
     real = Steps.hidden
 
@@ -261,7 +261,7 @@ def test_two_requests_are_compared_in_chunks_side_by_side_and_then_token_by_toke
 
 @pytest.mark.parametrize("kind", ["mamba2", "falcon_mamba", "qwen3_next"])
 def test_a_model_goes_on_from_its_own_cache_by_whatever_name_it_has(kind: str) -> None:
-    """With the model that gives the same at once: nothing of what came before is lost."""
+    """Against the same model in one forward: nothing of the previous tokens is lost."""
     model, tokens = tiny_model(kind, sizes_of(kind)), torch.arange(3, 15)
     torch.testing.assert_close(transformers_check._cached(model, tokens), whole(model, tokens), rtol=0, atol=1e-3)
 
@@ -286,7 +286,7 @@ def test_trusted_code_runs_once_it_is_shown_to_give_the_same(tmp_path: Path) -> 
 
 
 def test_an_architecture_of_its_own_is_that_of_the_code_whatever_its_type(tmp_path: Path) -> None:
-    """A type that was compared says nothing of a class that transformers has not."""
+    """A compared type does not cover a class that transformers does not have."""
     folder = own_model(tmp_path / "model")
     changed = {**json.loads((folder / "config.json").read_text()), "model_type": "exaone4"}
     (folder / "config.json").write_text(json.dumps(changed))
@@ -304,7 +304,7 @@ def test_strict_refuses_code_before_it_runs(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("first", [2, None], ids=["from elsewhere", "in each step from 0"])
 def test_positions_that_count_otherwise_are_found(first: int | None, tmp_path: Path) -> None:
-    """As RoBERTa's do, whose log-probabilities are wrong by several without any error."""
+    """As with RoBERTa's positions: log-probabilities are far off without any error."""
     with pytest.raises(ConfigError, match=r"'own' can not be served: .* differ by [0-9.]+ "):
         chosen(own_model(tmp_path / "model", first), trusts_code=True)
 
@@ -318,7 +318,7 @@ def test_a_checkpoint_with_code_is_served(tmp_path: Path) -> None:
 
 
 def test_layers_with_states_in_it_are_found() -> None:
-    """As long as they leave them in transformers' cache."""
+    """If they keep their states in transformers' cache."""
 
     def forward(self: Any, hidden: torch.Tensor, cache_params: Any = None) -> torch.Tensor:
         return cache_params.update_recurrent_state(hidden, 0)
@@ -334,7 +334,7 @@ def without(name: str) -> Callable[[Path], None]:
 
 
 def mapped(**changes: str) -> Callable[[Path], None]:
-    """A folder whose configuration names other classes."""
+    """A folder with other class names in the configuration's `auto_map`."""
 
     def change(folder: Path) -> None:
         raw = json.loads((folder / "config.json").read_text())

@@ -1,5 +1,5 @@
-"""Layers of transformers' classes that choose experts are never rounded, wherever they are in what
-chooses."""
+"""Layers of transformers' classes that choose experts are never rounded, wherever in the router
+they are."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from sglcore.models.transformers_states import find_mixers
 from tests.models.transformers_cases import sizes_of
 
 EXPERTS = 11
-"""So many that nothing else of a tiny model is as wide."""
+"""A number of experts that is no other width in a tiny model."""
 COUNTS = dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), EXPERTS)
 OWN: dict[str, dict[str, Any]] = {
     "dbrx": {"ffn_config": {"ffn_hidden_size": 32, "moe_num_experts": EXPERTS, "moe_top_k": 2}},

@@ -1,5 +1,5 @@
-"""Layers of transformers' classes with states: a prompt may come in chunks of any sizes beside
-others, of two tokens too."""
+"""Layers of transformers' classes with states: a prompt may come in chunks of any size, also of two
+tokens, in one batch with others."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from tests.models.steps import Steps
 from tests.models.transformers_cases import load, sizes_of, tiny_model
 
 CHUNKS = tuple(product((1, 2, 3), repeat=2))
-"""Tokens that two requests get in one step: single ones first, as steps are put together."""
+"""Tokens of two requests in each step; single-token requests come first, as the scheduler orders
+them."""
 
 
 @pytest.mark.parametrize("kind", ["jamba", "mamba2", "qwen3_next"])

@@ -1,5 +1,5 @@
-"""Attention that transformers' classes compute themselves: what is served, and that nothing else
-is."""
+"""Attention that transformers' classes compute themselves: which kinds are served, and that no
+others are."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_linear_layers_of_a_class_made_of_torchs_are_packed(tmp_path: Path) -> N
 
 
 class Attends(nn.Module):
-    """Attention without weights of its own, by four heads, whose scores are `changed`."""
+    """Attention by four heads without weights; `changed` modifies its scores."""
 
     __module__ = "transformers.models.made"
 
@@ -48,7 +48,7 @@ class Attends(nn.Module):
         self.changed = changed
 
     def forward(self, hidden_states: Tensor, attention_mask: Any = None, **_: Any) -> tuple[Tensor, None]:
-        """[1, T, 64]."""
+        """Hidden states [1, T, 64]."""
         q = hidden_states.view(1, -1, 4, 16).transpose(1, 2)
         scores = self.changed(torch.matmul(q, q.transpose(-1, -2)) / 4.0, attention_mask)
         out = torch.matmul(nn.functional.softmax(scores, dim=-1), q)
@@ -56,7 +56,7 @@ class Attends(nn.Module):
 
 
 def tried(changed: Callable[[Tensor, Tensor], Tensor]) -> AttentionCall:
-    """The call of a Llama's first layer whose scores are changed like this."""
+    """The attention call of a Llama with changed scores in its first layer."""
     model = empty("llama")
     model.model.layers[0].self_attn = Attends(changed)
     owns = find_own(list(model.modules()))

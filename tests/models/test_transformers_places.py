@@ -1,5 +1,5 @@
-"""Biases of places in scores that transformers' classes compute themselves (ALiBi): by columns of
-queries and keys."""
+"""Position biases (ALiBi) in scores that transformers' classes compute themselves, expressed as
+additional columns of queries and keys."""
 
 from __future__ import annotations
 
@@ -139,7 +139,8 @@ def test_a_context_whose_places_are_not_exact_is_refused(monkeypatch: pytest.Mon
 def test_the_longest_context_whose_places_are_exact_is_served(
     context: int, is_served: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Its last place is one less; and what the refusal's remedy says is taken."""
+    """The last position is one less than the length; the length that the error suggests is
+    accepted."""
     monkeypatch.setattr("sglcore.models.transformers_model.FARTHEST", 128)
     model = tiny_model("bloom", {**sizes_of("bloom"), "max_position_embeddings": context})
     with nullcontext() if is_served else pytest.raises(ConfigError, match="set --max-model-len to at most 128"):

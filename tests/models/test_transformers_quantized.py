@@ -1,5 +1,5 @@
-"""Quantised checkpoints by transformers' classes: the weights that they mean, under the names that
-the class has."""
+"""Quantised checkpoints with transformers' classes: the dequantised weights get the class's
+parameter names."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_a_device_with_quantised_kernels_gets_the_codes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("kind", "case"), [("olmoe", "awq"), ("mixtral", "gptq"), ("glm4_moe", "float8-blocks")])
 def test_experts_one_by_one_are_parts_of_the_stacked_weight(kind: str, case: str, tmp_path: Path) -> None:
-    """Of mixtral the class renames what the files have."""
+    """For mixtral, the class renames the tensors of the files."""
     sizes = {**sizes_of(kind), "intermediate_size": 64, "moe_intermediate_size": 64}
     model, draw = tiny_model(kind, sizes), Random(np.random.default_rng(3))
     plain, small = tmp_path / "plain", tmp_path / "small"

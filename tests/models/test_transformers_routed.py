@@ -1,4 +1,4 @@
-"""Experts of classes that ask the host which of them were chosen."""
+"""Experts of classes that read the chosen experts on the host."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def test_models_with_such_experts_give_what_their_own_forward_gives(kind: str, t
 
 
 def both(kind: str, x: Tensor, *given: Any, overflows: int | None = None) -> tuple[Tensor, Tensor]:
-    """What the experts of a type give by their class, and here; `overflows`: an expert whose rows
-    are no numbers."""
+    """The output of a type's experts by its class and by our replacement. `overflows`: an expert
+    with infinite weights."""
     model = tiny_model(kind, sizes_of(kind))
     experts: Any = next(each for each in model.modules() if type(each).__name__ == KINDS[kind])
     with torch.no_grad():

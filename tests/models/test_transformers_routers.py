@@ -1,5 +1,5 @@
-"""Routers, experts and what stands around them in transformers' classes: by the engine's kernels
-only what gives the same."""
+"""Routers, experts and output heads of transformers' classes: replaced by the engine's kernels only
+if the results are the same."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ GROUPED = {
 
 
 class Choice(nn.Module):
-    """A router by a formula of its logits."""
+    """A router that is a formula of its logits."""
 
     def __init__(self, formula: Callable[..., Any], extra: str = "") -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class Choice(nn.Module):
             self.register_buffer(CHOOSING, torch.empty(8, device="meta"))
 
     def forward(self, x: Tensor) -> Any:
-        """[T, 16]."""
+        """Route x [T, 16]."""
         more = [] if CHOOSING not in self._buffers else [self._buffers[CHOOSING]]
         return self.formula(linear(x, self.weight, self._parameters.get("bias")), *more)
 
@@ -111,7 +111,7 @@ SHAPES = [
 
 
 def grouped(experts: int, groups: int, best: int, k: int) -> nn.Module:
-    """A router of transformers, with weights of their values' type alone."""
+    """A router of transformers, with weights in the dtype of its values."""
     config: Any = SimpleNamespace(
         num_local_experts=experts, n_group=groups, topk_group=best, num_experts_per_tok=k, hidden_size=32
     )
@@ -148,7 +148,7 @@ def test_the_rows_that_routers_are_tried_with_tell_all_groups_apart(experts: int
 
 
 def by_largest_of_groups(logits: Tensor) -> Any:
-    """As group_limited_greedy of DeepSeek-V2, of four groups of which two are taken."""
+    """DeepSeek-V2's group_limited_greedy with four groups, from the best two."""
     scores = logits.softmax(-1)
     taken = scores.view(-1, 4, 2).amax(-1).topk(2)[1]
     left = torch.ones(len(logits), 4, dtype=torch.bool).scatter_(1, taken, False)
@@ -257,7 +257,7 @@ def test_embeddings_and_output_layers_with_scales_are_the_engines(kind: str, tmp
 
 
 class Ends(nn.Module):
-    """A causal class whose head does something to its logits."""
+    """A causal class with a head that changes its logits."""
 
     base_model_prefix = "model"
 
@@ -269,7 +269,7 @@ class Ends(nn.Module):
         self.formula = formula
 
     def forward(self, inputs_embeds: Tensor, **_: Any) -> Any:
-        """[1, N, H]."""
+        """Hidden states [1, N, H]."""
         hidden = self.model(inputs_embeds=inputs_embeds).last_hidden_state
         return type("Out", (), {"logits": self.formula(self.lm_head(hidden))})
 

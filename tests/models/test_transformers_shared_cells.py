@@ -1,5 +1,5 @@
-"""Layers of transformers' classes that attend to the keys and values of another layer: those are
-kept once."""
+"""Layers of transformers' classes that attend to another layer's keys and values: the engine stores
+these once."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.models.transformers_cases import compare, compare_served, load, tiny_
 
 
 def tiny(kind: str) -> Any:
-    """As the sweep makes it: four layers, of which the last two have no keys of their own."""
+    """A model as in the sweep: four layers; the last two have no keys of their own."""
     return tiny_model(kind, sizes_of(kind))
 
 
@@ -31,12 +31,12 @@ def test_keys_that_layers_share_are_kept_once(kind: str, tmp_path: Path) -> None
 
 
 def shared(calls: tuple[AttentionCall, ...], reader: int, source: int) -> tuple[AttentionCall, ...]:
-    """Calls of which one reads what another stores."""
+    """The calls, with call `reader` attending to the keys and values of call `source`."""
     return tuple(replace(each, cells=source) if place == reader else each for place, each in enumerate(calls))
 
 
 def change_calls(patch: pytest.MonkeyPatch, change: Callable[[Any], Any]) -> None:
-    """Models have other calls than their classes made."""
+    """Make models use changed attention calls."""
     patch.setattr(
         transformers_model,
         "attention_layers",
@@ -47,8 +47,8 @@ def change_calls(patch: pytest.MonkeyPatch, change: Callable[[Any], Any]) -> Non
 @pytest.mark.parametrize(
     "defect",
     [
-        lambda calls: shared(calls, 2, 1),  # the cells of a layer without a window
-        lambda calls: shared(shared(calls, 1, 0), 3, 0),  # by a layer with keys of its own
+        lambda calls: shared(calls, 2, 1),  # KV of a layer without a sliding window
+        lambda calls: shared(shared(calls, 1, 0), 3, 0),  # read by a layer that has its own keys
     ],
     ids=["another layer's", "where there are others"],
 )
@@ -65,7 +65,7 @@ def test_layers_behind_one_that_reads_are_numbered_without_it(tmp_path: Path, mo
 
 
 def writes_to(place: int) -> Callable[[Any], None]:
-    """A layer that writes to the keys (0) or values (1) that it shares."""
+    """A pre-hook by which a layer doubles the shared keys (0) or values (1)."""
 
     def write(module: Any, args: Any, given: dict[str, Any]) -> None:
         for keys_and_values in given["shared_kv_states"].values():

@@ -1,5 +1,5 @@
-"""Classes of transformers whose positions are defined for few tokens: no walk over a class is
-longer than its positions."""
+"""Classes of transformers with few defined positions: no trace of a class uses more positions than
+it has."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Classes of transformers on the Triton kernels, which is what users of most accelerators get."""
+"""Transformers' classes on the Triton kernels, as on most accelerators."""
 
 from __future__ import annotations
 

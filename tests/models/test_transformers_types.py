@@ -1,4 +1,4 @@
-"""Every type of transformers that is served, as the sweep compares it."""
+"""Every supported type of transformers, compared as in the sweep."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tiny random models of transformers' types, and how far the engine is from their own forward."""
+"""Tiny random models of transformers' types, and the engine's difference from their own forward."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ SNAPSHOTS = 4
 
 
 def sizes_of(kind: str) -> dict[str, Any]:
-    """A tiny configuration of a type."""
+    """The tiny configuration of a type."""
     own = dict(SIZES["types"].get(kind, {}))
     without = own.pop("without", ())
     return {**{name: size for name, size in SIZES["base"].items() if name not in without}, **own}
 
 
 def tiny_model(kind: str, sizes: Mapping[str, Any], seed: int = 0) -> PreTrainedModel:
-    """A model of a type with random weights, of which none is near nothing, computed by its own
-    eager attention."""
+    """A model of a type with random weights and eager attention. Noise on every parameter keeps
+    constant ones (0 or 1) from hiding a defect."""
     torch.manual_seed(seed)
     config = CONFIG_MAPPING[kind](**sizes)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
@@ -52,8 +52,8 @@ def tiny_model(kind: str, sizes: Mapping[str, Any], seed: int = 0) -> PreTrained
 
 
 def exacting() -> KernelTable:
-    """The reference, by functions that take no more than every device's have to: rows whose
-    elements are side by side."""
+    """The reference kernels with the strictest input requirement of any device: the elements of a
+    row are contiguous."""
     declared = KernelTable.declared().items()
     return KernelTable().replace(**{name: _exacting(name, one.reference) for name, one in declared if one.reference})
 
@@ -71,7 +71,7 @@ def _exacting(name: str, reference: Callable[..., Any]) -> Callable[..., Any]:
 def load(
     model: PreTrainedModel, folder: Path, dtype: torch.dtype = torch.float32, kernels: KernelTable | None = None
 ) -> Any:
-    """The model, saved, as the engine loads it by transformers' class."""
+    """Save the model and load it as the engine does for transformers' classes."""
     model.save_pretrained(folder)
     config = transformers_config(folder)
     found = {config.architecture: TRANSFORMERS}
@@ -80,14 +80,14 @@ def load(
 
 
 def compare(model: PreTrainedModel, folder: Path, seed: int = 0, kernels: KernelTable | None = None) -> float:
-    """`difference` of a model."""
+    """The `difference` of a model and its loaded copy."""
     return difference(model, load(model, folder, kernels=kernels), seed)
 
 
 def compare_served(model: PreTrainedModel, folder: Path) -> float:
-    """The same of the tokens that the engine's scheduler gets out of a model, against its forward
-    of each text: few slots and pages, short chunks, the next step planned ahead, so that prefixes
-    are hit and requests retracted."""
+    """The largest error of served tokens' log-probabilities against the model's own forward of each
+    text. With few slots and pages, short chunks and overlap, so that prefixes are hit and requests
+    are preempted."""
     loaded = load(model, folder)
     limits = Limits(
         max_model_len=48,
@@ -108,8 +108,7 @@ def compare_served(model: PreTrainedModel, folder: Path) -> float:
 
 
 def _serve(loop: Loop, vocab_size: int) -> list[Request]:
-    """A prompt, it again with others that branch off from it, and those branches again, to their
-    ends."""
+    """Run a prompt, then it again with prompts that branch off from it, then those again."""
     rng, params = np.random.default_rng(3), SamplingParams(temperature=0.0, logprobs=0, ignore_eos=True, max_tokens=14)
     base, *tails = (rng.integers(3, vocab_size, length).astype(np.int32) for length in (21, 3, 7, 18))
     branches = [np.concatenate([base[:13], tail]) for tail in tails]
@@ -125,7 +124,7 @@ def _serve(loop: Loop, vocab_size: int) -> list[Request]:
 
 
 def _error(model: PreTrainedModel, request: Request) -> float:
-    """Of the log-probabilities of its tokens."""
+    """The largest error of the log-probabilities of a request's tokens."""
     assert request.finish_reason == "length", request.error
     prompt, tokens = request.prompt_ids.tolist(), list(request.output_ids)
     wanted = whole(model, torch.tensor(prompt + tokens))[len(prompt) - 1 : -1]

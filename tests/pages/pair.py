@@ -1,4 +1,4 @@
-"""Two engines in one process that step in turn: one computes prompts, the other decodes."""
+"""Two engines in one process, stepped alternately: one prefills, the other decodes."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from tests.laws.engine import TOLERANCE, environ
 
 HERE = "127.0.0.1:0"
 PATIENCE = 60.0
-"""Seconds in which whatever a test waits for must have come."""
+"""Seconds in which anything that a test waits for must happen."""
 Sides = Mapping[str, Callable[..., Any]]
 SOUND: Sides = MappingProxyType({"prompt": PromptSide, "decode": DecodeSide})
-"""The part of each role; a test may plant a defect."""
+"""The page side of each role; a test may plant a defect in one."""
 
 
 @dataclass
 class Text:
-    """What came of one request."""
+    """The result of one request."""
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -43,7 +43,7 @@ class Text:
 
 
 def configured(folder: Path, **settings: Any) -> EngineConfig:
-    """Small, in float32, on the lane's device."""
+    """A small configuration in float32 on the lane's device."""
     defaults: dict[str, Any] = {
         "dtype": "float32",
         "threads": 1,
@@ -60,7 +60,7 @@ def configured(folder: Path, **settings: Any) -> EngineConfig:
 
 
 class Single:
-    """An engine with a role, and what its requests have said."""
+    """An engine with a role, and the results of its requests."""
 
     def __init__(
         self, folder: Path, options: PageOptions = PageOptions(), sides: Sides = SOUND, **settings: Any
@@ -86,7 +86,7 @@ class Single:
         self.side: Any = self.engine.pages
         self.texts: dict[str, Text] = {}
         self.last: list[EngineOutput] = []
-        """The outputs of the newest step that had some."""
+        """The outputs of the latest step that had any."""
 
     @property
     def transfer(self) -> Any:
@@ -98,7 +98,7 @@ class Single:
         return scheduler.memory
 
     def add(self, name: str, prompt: Sequence[int], max_tokens: int = 8, **sampling: Any) -> None:
-        """Queue a prompt, greedy unless said."""
+        """Queue a prompt; greedy by default."""
         params = SamplingParams(
             **{"temperature": 0.0, "logprobs": 2, "ignore_eos": True, **sampling}, max_tokens=max_tokens
         )
@@ -107,12 +107,12 @@ class Single:
             self.texts[f"{name}/{index}"] = Text()
 
     def step(self) -> None:
-        """One step, if there is something to do."""
+        """Run one step, if there is work."""
         if self.engine.has_work:
             self.take(self.engine.step())
 
     def take(self, outputs: list[EngineOutput]) -> None:
-        """Keep what was said."""
+        """Add the outputs to the results."""
         self.last = outputs or self.last
         for output in outputs:
             text = self.texts[f"{output.request_id}/{output.index}"]
@@ -127,7 +127,7 @@ class Single:
         return all(text.reason for text in self.texts.values()) and not self.engine.has_work
 
     def run(self) -> dict[str, Text]:
-        """To the end of all requests; what came of them."""
+        """Run all requests to their end; return their results."""
         drive(lambda: self.is_done, self)
         self.engine.scheduler.audit()
         found, self.texts = self.texts, {}
@@ -135,7 +135,7 @@ class Single:
 
 
 def drive(until: Callable[[], bool], *engines: Single) -> None:
-    """Step the engines in turn."""
+    """Step the engines in turn until `until()`."""
     end = time.monotonic() + PATIENCE
     while not until():
         assert time.monotonic() < end, [engine.engine.scheduler.stats() for engine in engines]
@@ -144,7 +144,7 @@ def drive(until: Callable[[], bool], *engines: Single) -> None:
 
 
 class Pair:
-    """Engines that compute prompts and one that decodes, which ends them as a context manager."""
+    """Prompt engines and one decode engine; as a context manager it closes them."""
 
     def __init__(
         self,
@@ -156,7 +156,7 @@ class Pair:
         sides: Sides = SOUND,
         **settings: Any,
     ) -> None:
-        """`prompt`: settings of the prompt engines alone, of which there are `count`."""
+        """`prompt`: settings of the prompt engines only; `count`: number of prompt engines."""
         first = PageOptions("prompt", address=HERE, silence=silence)
         self.prompts = [Single(folder, first, sides, **{**settings, **(prompt or {})}) for _ in range(count)]
         self.prompt = self.prompts[0]
@@ -171,18 +171,19 @@ class Pair:
             each.engine.close()
 
     def drive(self, until: Callable[[], bool]) -> None:
-        """Step all in turn."""
+        """Step all engines in turn."""
         drive(until, *self.prompts, self.decode)
 
     def run(self) -> dict[str, Text]:
-        """To the end of all requests; nothing is left on either side."""
+        """Run all requests to their end, check that neither side holds anything, and return the
+        results."""
         self.drive(lambda: all(each.is_done for each in (self.decode, *self.prompts)))
         self.check_nothing_is_left()
         found, self.decode.texts = self.decode.texts, {}
         return found
 
     def check_nothing_is_left(self) -> None:
-        """No page, slot or lease is lost or held."""
+        """Check that no page, slot or lease is lost or held."""
         for each in (*self.prompts, self.decode):
             each.engine.scheduler.audit()
             assert not each.engine.remote.arrivals.holders
@@ -193,7 +194,7 @@ class Pair:
 
 
 def check_same(found: dict[str, Text], wanted: dict[str, Text]) -> None:
-    """Tokens are equal, log-probabilities within the tolerance of the laws."""
+    """Check that tokens are equal and log-probabilities agree within the usual tolerance."""
     assert found.keys() == wanted.keys()
     for name, text in found.items():
         other = wanted[name]
@@ -203,6 +204,6 @@ def check_same(found: dict[str, Text], wanted: dict[str, Text]) -> None:
 
 
 def pages_of(engine: Single, count: int) -> int:
-    """Bytes of memory that hold so many pages of an engine's model."""
+    """Bytes of memory for `count` pages of an engine's model."""
     memory = engine.started.worker.page_memory()  # pyright: ignore[reportAttributeAccessIssue]
     return sum(each.bytes_per_page for each in memory.regions) * (count + 1)

@@ -1,5 +1,5 @@
-"""Whatever ends a request, or the engine that computes its prompt, pages are never two requests' at
-once, and none is lost."""
+"""However a request or its prompt engine ends, no page belongs to two requests at once, and none is
+lost."""
 
 from __future__ import annotations
 
@@ -32,39 +32,39 @@ def alone(folder: Path) -> Iterator[Single]:
 
 
 def request_of(pair: Pair, name: str) -> Any:
-    """A request of the engine that decodes."""
+    """A request of the decode engine."""
     scheduler: Any = pair.decode.engine.scheduler
     return scheduler._requests[f"{name}/0"]
 
 
 def waits(pair: Pair) -> bool:
-    """Two hold all pages, so it has none."""
+    """Two other requests hold all pages, so this one has none."""
     return request_of(pair, "gone").state is State.WAITING
 
 
 def is_asked_for(pair: Pair) -> bool:
-    """The prompt engine has not heard of it, or not begun."""
+    """The prompt engine has not received the request, or not begun it."""
     return request_of(pair, "gone").state is State.ARRIVING and not pair.prompt.side._jobs
 
 
 def is_computed(pair: Pair) -> bool:
-    """Some chunks of it are there, and its pages on their way."""
+    """Some chunks are computed, and their pages are being sent."""
     return any(job.sent > job.first_page and job.last is None for job in pair.prompt.side._jobs.values())
 
 
 def is_on_its_way(pair: Pair) -> bool:
-    """All is sent, and nothing of it was taken."""
+    """Everything is sent, and nothing was received yet."""
     is_sent = pair.prompt.engine.scheduler.stats().computed_prompt_tokens >= 38 and not pair.prompt.side._jobs
     return is_sent and request_of(pair, "gone").state is State.ARRIVING
 
 
 def waits_for_a_slot(pair: Pair) -> bool:
-    """Its pages are there."""
+    """Its pages have arrived."""
     return any(each.request_id == "gone" for each in pair.decode.engine.remote.arrivals.written)
 
 
 def decodes_on(pair: Pair) -> bool:
-    """It has told of tokens."""
+    """It has produced tokens."""
     return len(pair.decode.texts["gone/0"].tokens) > 3
 
 
@@ -97,7 +97,7 @@ def test_an_abort_gives_all_pages_back_and_harms_nobody(name: str, folder: Path,
 
 
 def until(pair: Pair, reached: Callable[[], bool]) -> None:
-    """Step one engine at a time, so that each state is seen."""
+    """Step one engine at a time, so that every state is seen."""
     for _ in range(2000):
         for engine in (pair.decode, *pair.prompts):
             if reached():
@@ -107,8 +107,7 @@ def until(pair: Pair, reached: Callable[[], bool]) -> None:
 
 
 class Held:
-    """A connection that keeps back what belongs to the first lease, in order, until it is
-    released."""
+    """A connection that holds back everything of lease 1, in order, until `release`."""
 
     def __init__(self, connection: Any) -> None:
         self._connection, self.held, self.is_released = connection, list[tuple[Any, Any]](), False
@@ -129,7 +128,7 @@ class Held:
 
 
 def hold(pair: Pair) -> Held:
-    """The prompt engine's connection, from before its first request on."""
+    """Wrap the prompt engine's connection before its first request."""
     drive(lambda: bool(pair.prompt.transfer.peers))
     (number,) = pair.prompt.transfer.peers
     held = pair.prompt.transfer._connections[number] = Held(pair.prompt.transfer._connections[number])
@@ -137,8 +136,8 @@ def hold(pair: Pair) -> Held:
 
 
 def late_write(folder: Path, alone: Single, sides: Sides = SOUND) -> dict[str, Text]:
-    """A request is aborted while its pages are on their way, and another wants them before they
-    have come; what came of both."""
+    """Abort a request while its pages are being sent, and start another that needs them before they
+    arrive; return the results of both."""
     first, second = random_prompts(12, (50, 51))
     room = {"kv_cache_memory": pages_of(alone, 16), "prompt": {"kv_cache_memory": 8 << 20}}
     with Pair(folder, sides=sides, max_model_len=64, prefix_cache=False, **room) as pair:
@@ -158,7 +157,7 @@ def late_write(folder: Path, alone: Single, sides: Sides = SOUND) -> dict[str, T
 
 
 def check_late_write(found: dict[str, Text], alone: Single) -> None:
-    """The aborted one is told of at once; the other's text is its own."""
+    """The aborted request is reported at once; the other's tokens are right."""
     assert found.pop("gone/0").reason == "abort"
     alone.add("next", random_prompts(12, (50, 51))[1], 10)
     check_same(found, alone.run())
@@ -177,8 +176,8 @@ def test_pages_that_are_freed_with_the_abort_are_caught(folder: Path, alone: Sin
 
 
 def check_both_hold_pages(folder: Path, sides: Sides = SOUND) -> None:
-    """While pages are on their way, those of the source and of the target are nobody else's, and
-    there is no token yet."""
+    """While pages are being sent, those at the source and at the target are reserved, and there is
+    no token yet."""
     with Pair(folder, sides=sides, prefix_cache=False) as pair:
         pair.decode.add("r", random_prompts(13, (18,))[0], 3)
         held = hold(pair)
@@ -243,7 +242,7 @@ GONE = "its prompt is lost: the engine at"
 
 
 def end_the_one_with(pair: Pair, name: str) -> None:
-    """End the prompt engine that has a request's prompt."""
+    """Close the prompt engine that has the request's prompt."""
     claims = {each.request.request_id: each.peer for each in pair.decode.side._claims.values()}
     dead = next(each for each in pair.prompts if each.transfer.address == pair.decode.transfer.name(claims[name]))
     dead.engine.close()
@@ -251,7 +250,8 @@ def end_the_one_with(pair: Pair, name: str) -> None:
 
 
 def ends_beside_another(folder: Path, sides: Sides = SOUND) -> dict[str, Text]:
-    """What came of requests beside and after one whose prompt engine ended, and of that one."""
+    """Close a prompt engine during a request; return the results of this request, of one that runs,
+    and of a later one."""
     first, second, third = random_prompts(14, (9, 40, 11))
     with Pair(folder, count=2, sides=sides) as pair:
         pair.decode.add("decodes", first, 30)
@@ -264,7 +264,7 @@ def ends_beside_another(folder: Path, sides: Sides = SOUND) -> dict[str, Text]:
 
 
 def check_ends_beside_another(found: dict[str, Text], alone: Single) -> None:
-    """All are the texts of one engine."""
+    """All results equal those of one engine."""
     first, second, third = random_prompts(14, (9, 40, 11))
     alone.add("decodes", first, 30)
     alone.add("moved", second, 30, temperature=1.0, seed=9, n=2)

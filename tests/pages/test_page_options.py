@@ -1,5 +1,5 @@
-"""What does not go together is refused by name, before anything is loaded; layouts when two engines
-meet."""
+"""Options that cannot be combined are refused by name before anything is loaded; and layouts are
+compared when two engines connect."""
 
 from __future__ import annotations
 

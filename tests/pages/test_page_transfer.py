@@ -1,4 +1,4 @@
-"""Prompts that one engine computes and another goes on from are the same texts as on one engine."""
+"""Prompts prefilled by one engine and decoded by another give the same tokens as on one engine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from tests.pages.pair import Pair, Single, Text, check_same, pages_of
 
 pytestmark = pytest.mark.needs("device")
 LENGTHS = (5, 4, 8, 13, 1, 30)
-"""Within a page, at its end, of several, one token, and of several chunks where they are short."""
+"""Prompt lengths: within a page, at its end, several pages, one token, and several chunks if chunks
+are short."""
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +31,8 @@ def alone(folder: Path) -> Iterator[Single]:
 
 
 def run_both(pair: Pair, alone: Single, prompts: list[list[int]], **sampling: Any) -> dict[str, Text]:
-    """The same requests on both; what came of them on the pair."""
+    """Run the same requests on the pair and on one engine, compare, and return the pair's
+    results."""
     for engine in (pair.decode, alone):
         for place, prompt in enumerate(prompts):
             engine.add(f"r{place}", prompt, **sampling)

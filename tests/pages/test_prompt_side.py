@@ -1,5 +1,5 @@
-"""An engine that computes prompts for several others: what one of them asks, ends or loses is its
-own, though leases are numbered by each from 1 on."""
+"""A prompt engine that serves several decode engines: requests, ends and losses of one do not
+affect another, though each numbers its leases from 1."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ LEASES, PEERS = (1, 2), (1, 2, 3)
 
 
 class Played:
-    """A transfer and an engine that note what they are told; no prompt gets further than its
-    start."""
+    """A transfer and an engine that record their calls; a prompt starts but makes no progress."""
 
     def __init__(self) -> None:
         self.news: list[Told] = []
@@ -45,7 +44,7 @@ class Played:
 
 
 def asked() -> tuple[Played, Any]:
-    """Each peer has asked for as many prompts, by the same numbers."""
+    """Each peer has requested the same number of prompts, with the same lease numbers."""
     played = Played()
     side = PromptSide(played, played)  # pyright: ignore[reportArgumentType]
     prompt, pages = (np.arange(8, dtype="<i4").tobytes() for _ in range(2))

@@ -1,4 +1,4 @@
-"""`sglcore serve --role prompt` and `--role decode` as a person starts them: two servers, and
+"""`sglcore serve --role prompt` and `--role decode` as a user starts them: two servers, and
 OpenAI's own client."""
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ WORDS = ("--port", "0", "--threads", "1", "--graph", "off", "--pages-secret", "w
 
 @contextmanager
 def server(log: Path, *words: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """A server that has come up, and its address."""
+    """Start a server; yield its process and address once it serves."""
     command = [sys.executable, "-m", "sglcore.cli", "serve", *WORDS, *words]
     given = {name: value for name, value in os.environ.items() if not name.startswith("SGLCORE_")}
     with log.open("w") as stream:
@@ -43,7 +43,7 @@ def server(log: Path, *words: str) -> Iterator[tuple[subprocess.Popen[str], str]
 
 
 def ledger(url: str) -> dict[str, dict[str, str]]:
-    """A server's decisions, by topic."""
+    """A server's ledger rows, by topic."""
     return {row["topic"]: row for row in json.load(urllib.request.urlopen(f"{url}/server_info"))["ledger"]}
 
 
@@ -67,8 +67,8 @@ def test_a_server_that_decodes_answers_by_prompts_of_another(tmp_path: Path) -> 
 
 
 def check_answers(url: str) -> None:
-    """Both protocols' answers, streamed too; of each prompt one token is computed here, of the two
-    of the warm-up too."""
+    """Answers of one protocol, whole and streamed. The decode engine computes one token of each
+    prompt, including the two of the warm-up."""
     client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
     whole = client.chat.completions.create(model="sglcore-demo", messages=ASKED, temperature=0, max_tokens=20)  # pyright: ignore[reportArgumentType]
     assert whole.choices[0].message.content == "2 + 3 = 5."
@@ -84,8 +84,8 @@ def check_answers(url: str) -> None:
 
 
 def check_grammar(url: str) -> None:
-    """The first token keeps to the request's grammar where it is drawn, the others where they
-    are."""
+    """The request's grammar holds for the first token, sampled on the prompt engine, and for the
+    others."""
     client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
     digit = {"type": "integer", "minimum": 0, "maximum": 9}
     schema = {"type": "object", "properties": {"a": digit}, "required": ["a"], "additionalProperties": False}
@@ -102,8 +102,8 @@ def check_grammar(url: str) -> None:
 
 
 def check_failures(url: str, address: str) -> None:
-    """Without the other engine, requests are answered by 503 and when to try again, and so is
-    readiness."""
+    """Without the other engine, requests get status 503 with a retry-after, and the readiness probe
+    fails with the reason."""
     client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
     with pytest.raises(
         openai.InternalServerError, match=f"no prompt engine of {address} can be reached|prompt is lost"
@@ -115,7 +115,7 @@ def check_failures(url: str, address: str) -> None:
 
 
 def readiness(url: str) -> dict[str, str]:
-    """What probes are told that it is not ready; nothing: it is."""
+    """The body of a failing readiness probe; empty if the server is ready."""
     try:
         urllib.request.urlopen(f"{url}/readyz")
     except urllib.error.HTTPError as answer:

@@ -1,4 +1,5 @@
-"""The reference of page transfer by itself: what is written where, and what ends a connection."""
+"""The reference page transfer alone: which bytes are written where, and what closes a
+connection."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ PAGES, SIZES = 12, (8, 8, 20)
 
 
 class Memory:
-    """Pages of bytes on the host, each filled with a number of its own."""
+    """Host pages of bytes; each region is filled with its own number."""
 
     page_size = 4
     cells = "bytes"
@@ -40,7 +41,7 @@ class Memory:
 
 
 class Ends:
-    """Two connected ends, a source that listens and a target."""
+    """Two connected ends: a listening source, and a target."""
 
     def __init__(self, stack: ExitStack, silence: float = 30.0) -> None:
         self.source_memory, self.target_memory = Memory(100), Memory()
@@ -66,7 +67,7 @@ def ends(stack: ExitStack) -> Ends:
 
 
 def until(reached: Callable[[], bool]) -> None:
-    """Wait for it, half a minute at most."""
+    """Wait until `reached()`, at most 30 seconds."""
     end = time.monotonic() + 30
     while not reached():
         assert time.monotonic() < end
@@ -74,7 +75,7 @@ def until(reached: Callable[[], bool]) -> None:
 
 
 def heard(end: tcp.TcpPages, count: int = 1) -> list[Told]:
-    """The next so many that are told."""
+    """The next `count` messages."""
     found: list[Told] = []
     end_time = time.monotonic() + 30
     while len(found) < count:
@@ -84,7 +85,7 @@ def heard(end: tcp.TcpPages, count: int = 1) -> list[Told]:
 
 
 def is_hung_up(stream: socket.socket) -> bool:
-    """Whether the other side parts without a word."""
+    """Whether the other side closes the connection without sending anything."""
     stream.settimeout(30)
     try:
         return stream.recv(1) == b""
@@ -198,7 +199,7 @@ def test_noise_on_the_port_harms_nobody(ends: Ends, noise: bytes) -> None:
 
 
 class KnowsWho(tcp.TcpPages):
-    """Keeps who was a peer when something came from it."""
+    """Records for each message whether its sender was a known peer at that time."""
 
     def __init__(self, *given: Any) -> None:
         self.known: list[bool] = []

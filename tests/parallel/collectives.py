@@ -1,4 +1,4 @@
-"""What a rank does in tests of a group's operations, in a process of its own."""
+"""The body of a rank's process in tests of a group's operations."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Body = Callable[[Group], Any]
 
 
 def on_ranks(size: int, folder: Path, body: Body, *, shared: bool = False, checks: bool = False) -> list[Any]:
-    """What `body` gives on each rank, by rank; an error as its text. `shared`: small tensors go
+    """The result of `body` on each rank, by rank; an error as its text. `shared`: small tensors go
     through shared memory."""
     context = forking()
     pipes = [context.Pipe() for _ in range(size)]
@@ -53,14 +53,14 @@ def _be(place: Place, body: Body, shared: bool, checks: bool, pipe: Any) -> None
         found = body(group)
     except Exception as error:
         found = f"{type(error).__name__}: {error}"
-    told = BytesIO()  # whole: a tensor's own way needs its process while it is read
+    told = BytesIO()  # by value: shared tensors would need this process to live on
     torch.save(found, told)
     pipe.send_bytes(told.getvalue())
     group.close()
 
 
 def made(rank: int, seed: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """What a rank brings: the same in every process."""
+    """A rank's input: the same in every process."""
     found = np.random.default_rng([seed, rank]).normal(size=shape) * 10
     return torch.from_numpy(found).to(dtype)
 
@@ -76,7 +76,7 @@ CASES = (
 
 
 def every_operation(group: Group) -> list[list[torch.Tensor]]:
-    """Results of all operations on all cases."""
+    """Results of every operation on every case."""
     found = []
     for seed, (shape, dtype) in enumerate(CASES):
         mine = made(group.rank, seed, shape, dtype)
@@ -101,12 +101,12 @@ def _parts(group: Group) -> list[Group]:
 
 
 def memories(group: Group) -> list[str]:
-    """By name, those of the parts of which this rank is one."""
+    """Names of the shared memory of the pairs that this rank belongs to."""
     return [str(each.__dict__["_path"].name) for each in _parts(group)]
 
 
 def in_parts(group: Group) -> list[list[float]]:
-    """Sums of numbers of ranks over each part, in turn."""
+    """Sums of the ranks' numbers over each pair, alternating."""
     parts = _parts(group)
     return [[each.all_reduce(torch.full((3,), 2.0**group.rank))[0].item() for each in parts] for _ in range(20)]
 
@@ -116,8 +116,8 @@ def _received(group: Group) -> list[int]:
 
 
 def many_in_a_row(group: Group) -> list[list[float]]:
-    """Sums and broadcasts of changing sizes, one rank late in each, where a place that is used
-    again too soon shows."""
+    """Sums and broadcasts of changing sizes, with one rank late in each, so that a buffer that is
+    reused too soon shows."""
     rng, found = np.random.default_rng(3), []
     for turn in range(300):
         size, late = int(rng.integers(1, 40)), int(rng.integers(group.size))
@@ -129,8 +129,7 @@ def many_in_a_row(group: Group) -> list[list[float]]:
 
 
 def recorded(group: Group) -> list[list[torch.Tensor]]:
-    """Every operation that a recorded step may hold, by one that is recorded and one that is not,
-    on changing buffers."""
+    """Every operation that a recorded step may contain, recorded and eager, on changing buffers."""
     x = torch.zeros(3, 5)
 
     def step() -> torch.Tensor:
@@ -150,8 +149,8 @@ def recorded(group: Group) -> list[list[torch.Tensor]]:
 
 
 class Careless(Meeting):
-    """Meets in Python: waits for nobody if `waits` is False, and has one place only if `places` is
-    1."""
+    """A meeting in Python: does not wait for others if `waits` is False, and has one buffer if
+    `places` is 1."""
 
     waits, places = True, 2
 
@@ -167,7 +166,7 @@ class Careless(Meeting):
         return half
 
     def sum(self, x: torch.Tensor) -> None:
-        """Of float32."""
+        """Sum float32 values."""
         half = self.exchange(x)
         places = (self._own["memory"] + self.place(rank, half) for rank in range(self.ranks))
         parts = [np.frombuffer(ctypes.string_at(place, x.nbytes), np.float32) for place in places]
@@ -175,22 +174,22 @@ class Careless(Meeting):
 
 
 def carelessly(group: Group, **care: Any) -> list[list[float]]:
-    """Many in a row by a group that meets so."""
+    """Run `many_in_a_row` with a careless meeting."""
     assert isinstance(group, SharedSums)
     group._meeting.__class__ = type("Careless", (Careless,), care)
     return many_in_a_row(group)
 
 
 def wrong_shape(group: Group) -> None:
-    """Rank 1 brings a number less."""
+    """Rank 1 sends one number less."""
     group.all_reduce(torch.zeros(4 - group.rank))
 
 
 def wrong_operation(group: Group) -> None:
-    """Rank 1 gathers what the others sum."""
+    """Rank 1 gathers while the others sum."""
     (group.all_gather if group.rank else group.all_reduce)(torch.zeros(4))
 
 
 def with_holes(group: Group) -> None:
-    """A tensor whose rows are not one after the other."""
+    """Sum a tensor with rows that are not contiguous."""
     group.all_reduce(torch.zeros(4, 4)[:, :2])

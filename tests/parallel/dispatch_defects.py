@@ -1,5 +1,5 @@
-"""What is planted where rows go to their experts, for laws that must catch it. Imported by every
-rank, so it imports little."""
+"""Planted defects in the dispatch of rows to experts, which tests must catch. Every rank imports
+this module, so it imports little."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from sglcore.runtime.parallel.rows import RowMoves
 
 
 def pads_reach_the_router() -> None:
-    """Rows that only fill up are routed."""
+    """Padding rows are routed."""
     changed, own = RowMoves, RowMoves.own_part
 
     def own_part(self: RowMoves, x: Tensor) -> Tensor:
@@ -27,14 +27,14 @@ def pads_reach_the_router() -> None:
 
 
 def shifted_places() -> None:
-    """A row goes to the expert behind the one that was chosen."""
+    """A row goes to the expert after the chosen one."""
     own = Placement.places_for
     changed: Any = Placement
     changed.places_for = lambda self, rank: np.roll(own(self, rank), 1)
 
 
 def another_order() -> None:
-    """What comes back is put where it would be if all had been sent as chosen."""
+    """Returned rows are placed as if all had been sent in the chosen order."""
     own = RaggedDispatcher.launch_combine
 
     def combine(self: Any, made: Tensor, sent: Any) -> Any:
@@ -46,14 +46,14 @@ def another_order() -> None:
 
 
 def twice_weighed() -> None:
-    """Weights are applied where the experts are too."""
+    """Halves the experts' outputs, as if router weights were also applied on the expert's side."""
     own = DispatchedMoe._run
     changed: Any = DispatchedMoe
     changed._run = lambda self, rows, experts: own(self, rows, experts) * 0.5
 
 
 def drops_silently() -> None:
-    """What is beyond the places is left out."""
+    """Rows beyond `max_rows` are dropped."""
     own = FixedDispatcher.launch_dispatch
 
     def dispatch(self: Any, rows: Tensor, places: Tensor) -> Any:

@@ -1,4 +1,4 @@
-"""An engine of the laws whose worker is a group of ranks."""
+"""A test engine with a group of ranks as its worker."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.parallel.forked import Defect, Forking
 
 
 def configured(folder: Path, **settings: Any) -> EngineConfig:
-    """Small, in float32, on the lane's device."""
+    """A small configuration in float32 on the lane's device."""
     defaults: dict[str, Any] = {
         "dtype": "float32",
         "threads": 1,
@@ -33,7 +33,8 @@ def configured(folder: Path, **settings: Any) -> EngineConfig:
 
 
 class RankedEngine(TokenEngine):
-    """Scheduler and ranks over a checkpoint, without text; ends its ranks as a context manager."""
+    """A scheduler and ranks over a checkpoint, without text; a context manager that ends its
+    ranks."""
 
     def __init__(
         self,
@@ -65,7 +66,7 @@ class RankedEngine(TokenEngine):
 
 
 def lead_and_die(folder: Path, pipe: Any) -> None:
-    """Be a leader that is killed while its ranks run; `pipe` is told their numbers."""
+    """Run a leader that is killed while its ranks run; their pids go to `pipe`."""
     engine = RankedEngine(folder, method="fork")
     engine.run(random_prompts(1, (5,)), 2)
     pipe.send(engine.worker.pids)

@@ -1,5 +1,5 @@
-"""As much of Ray as places ranks: actors are objects of this process, and every call is answered
-when it is asked for."""
+"""The part of Ray that places ranks: actors are objects of this process, and a call runs when its
+result is requested."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import pytest
 
 
 class RayError(Exception):
-    """What Ray raises where an actor is gone."""
+    """The error that Ray raises for a lost actor."""
 
 
 class Method:
-    """A method of an actor; `remote` gives a reference, which is the call itself."""
+    """A method of an actor; `remote` returns the method itself as the reference."""
 
     def __init__(self, actor: Any, name: str) -> None:
         self.actor, self.name = actor, name
@@ -26,7 +26,7 @@ class Method:
 
 
 class Actor:
-    """A started actor, and the options that it was started with."""
+    """A started actor and its options."""
 
     def __init__(self, made: Any, options: dict[str, Any]) -> None:
         self.made, self.options, self.is_killed = made, options, False
@@ -34,8 +34,8 @@ class Actor:
 
 
 class FakeRay:
-    """A cluster; `has_room`: whether what is asked for finds a place; `lost`: its actors have gone
-    with their machines; `is_joined`: this process is in it already."""
+    """A cluster. `has_room`: whether a placement group finds room; `lost`: the actors are gone with
+    their machines; `is_joined`: this process is already part of it."""
 
     def __init__(self, address: str = "127.0.0.1", has_room: bool = True) -> None:
         self.address, self.has_room, self.lost = address, has_room, False
@@ -46,7 +46,7 @@ class FakeRay:
         self.events: list[str] = []
 
     def install(self, patch: pytest.MonkeyPatch) -> None:
-        """Be the module `ray`, which nobody else has imported."""
+        """Install a fake module `ray`; no other module may have imported the real one."""
         util = SimpleNamespace(
             get_node_ip_address=lambda: self.address,
             placement_group=self._group,

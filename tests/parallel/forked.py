@@ -1,5 +1,5 @@
-"""Ranks whose processes are forked from one that has imported torch and the runtime: a start of
-each costs a fiftieth."""
+"""Ranks forked from a process that has already imported torch and the runtime: a start takes a
+fiftieth of the time."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ PRELOADED = (
     "tests.parallel.topologies",
 )
 Defect = Callable[[int], None]
-"""Called in the process of a rank, with its number, before it starts."""
+"""Called with the rank's number in its process, before it starts."""
 
 
 def forking(method: str = "forkserver") -> Any:
-    """Of processes that need not import what all of them do; "fork": of one that has itself, and
-    has no threads."""
+    """The context for forked processes. "forkserver": from a server that has imported the common
+    modules; "fork": from this process, which must not have threads."""
     context: Any = get_context(method)
     context.set_forkserver_preload(list(PRELOADED))
     return context
 
 
 class Forked:
-    """A forked process as a supervisor of ranks sees it."""
+    """A forked process with the interface that the supervisor of ranks uses."""
 
     def __init__(self, process: BaseProcess) -> None:
         self._process = process
@@ -68,8 +68,7 @@ class Forked:
 
 @dataclass
 class Forking:
-    """Starts ranks, each with the same defect if there is one; `processes` are all that it has
-    started."""
+    """Starts ranks, each with the same defect if given; `processes`: all processes started."""
 
     defect: Defect | None = None
     environ: Mapping[str, str] = field(default_factory=dict)
@@ -85,7 +84,7 @@ class Forking:
 
 
 def _become(spec: RankSpec, defect: Defect | None, environ: dict[str, str]) -> None:
-    """Be the process of a rank."""
+    """Run as the process of a rank."""
     from sglcore.engine.ranks import rank_process
 
     gc.freeze()

@@ -1,5 +1,5 @@
-"""Which forwards each rank runs, written down where they run; and what is planted where shards
-propose. Imported by every rank, so it imports little."""
+"""Records the forwards that each rank runs, and plants defects in the speculation of shards. Every
+rank imports this module, so it imports little."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ Defect = Callable[[int], None]
 
 @dataclass(frozen=True, slots=True)
 class Forward:
-    """One on one rank: of which `runner` (0: the target's), with so many rows of its `own`, of
-    `rows` that the shards agreed on."""
+    """A forward on one rank. `runner`: 0 is the target's; `own`: rows that it ran; `rows`: rows of
+    each shard by the agreed plan."""
 
     runner: int
     rows: tuple[int, ...]
@@ -38,8 +38,8 @@ class Forward:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Of one rank: what it did itself, what was agreed on, and its forwards. `goes_on`: some
-    shard's prompts began in another step."""
+    """A step on one rank: its own mode, the agreed numbers of draft tokens (verified, proposed),
+    and its forwards. `goes_on`: some shard continues a prompt from an earlier step."""
 
     mode: ForwardMode
     verified: int
@@ -49,8 +49,8 @@ class Step:
 
 
 def recorded(folder: Path, defect: Defect, rank: int) -> None:
-    """Have the runners of this rank write their forwards down, and plant something."""
-    # Ranks of which one has nothing more to run wait for each other.
+    """Make the runners of this rank record their forwards, and plant a defect."""
+    # If one rank has nothing more to run, the others time out instead of waiting for ever.
     group.TIMEOUT = timedelta(seconds=3)
     defect(rank)
     file, runners = (folder / f"rank{rank}.jsonl").open("w", buffering=1), dict[int, int]()
@@ -73,12 +73,12 @@ def recorded(folder: Path, defect: Defect, rank: int) -> None:
 
 
 def recording(folder: Path, defect: Defect) -> Defect:
-    """The same, as ranks are given it."""
+    """`recorded` as a defect that ranks take."""
     return partial(recorded, folder, defect)
 
 
 def steps_of(folder: Path, rank: int) -> list[Step]:
-    """What a rank wrote down."""
+    """The steps that a rank recorded."""
     found: list[tuple[list[int], list[Forward]]] = []
     for line in (folder / f"rank{rank}.jsonl").read_text().splitlines():
         values = json.loads(line)
@@ -93,8 +93,8 @@ def steps_of(folder: Path, rank: int) -> list[Step]:
 
 
 def check_forwards(folder: Path, ranks: int) -> list[list[Step]]:
-    """The steps of every rank: each runs the same forwards of the same rows, and has of these what
-    was agreed on."""
+    """Return the steps of every rank, after a check: all ranks run the same forwards with the same
+    agreed rows, and each runs its own share of them."""
     found = [steps_of(folder, rank) for rank in range(ranks)]
     assert len({len(steps) for steps in found}) == 1, "a rank ran more steps than another"
     for number, beside in enumerate(zip(*found, strict=True)):
@@ -107,12 +107,12 @@ def check_forwards(folder: Path, ranks: int) -> list[list[Step]]:
 
 
 def idle_runs_no_draft(rank: int) -> None:
-    """A shard that has nothing to run takes part in the target's forward alone."""
+    """An idle shard takes part in the target's forward only."""
     SpeculativeWorker.forward_idle = TpModelWorker.forward_idle
 
 
 def idle_runs_one_draft(rank: int) -> None:
-    """It takes part in the first forward of the draft, and in no further one."""
+    """An idle shard takes part in the first draft forward only."""
     own = autoregressive.AutoregressiveDrafter.follow
 
     def follow(self: Any, rows: Any, hidden: Any, wanted: int) -> Any:
@@ -122,7 +122,7 @@ def idle_runs_one_draft(rank: int) -> None:
 
 
 def own_width(rank: int) -> None:
-    """A shard verifies no more than was proposed to it, as one that is alone does."""
+    """A shard verifies only the draft tokens that it has itself, as without shards."""
     own = SpeculativeWorker._verified
 
     def verified(self: Any, batch: Any) -> int:
@@ -133,7 +133,7 @@ def own_width(rank: int) -> None:
 
 
 def own_length(rank: int) -> None:
-    """A shard chooses by itself how many proposals it makes, as one that is alone does."""
+    """A shard chooses by itself how many tokens to draft, as without shards."""
 
     class Own(LengthController):
         def __init__(self, lengths: tuple[int, ...]) -> None:
@@ -155,7 +155,7 @@ def own_length(rank: int) -> None:
 
 
 def counts_requests(rank: int) -> None:
-    """A verification is said to have a row of each request."""
+    """The plan counts one row per request in a verification."""
     own = TpModelWorker.submit
 
     def submit(self: Any, batch: Any) -> Any:
@@ -169,22 +169,23 @@ def counts_requests(rank: int) -> None:
 
 
 def roots_are_not_counted(rank: int) -> None:
-    """Rows of the new roots are run, and nobody is told."""
+    """The rows of new roots are run, but the plan does not count them."""
     StepPlan.with_emitting = lambda self: self.of_rows(self.global_num_tokens)
 
 
 def further_rows_as_first(rank: int) -> None:
-    """Further forwards are said to have the rows of the first one."""
+    """The plan gives further draft forwards the rows of the first one."""
     StepPlan.of_emitting = lambda self: self
 
 
 def no_front(rank: int) -> None:
-    """A shard whose prompts do not go on leaves out what those of others begin with."""
+    """A shard without continued prompts leaves out the forward that continued prompts of others
+    begin with."""
     heads.MultiHeadDrafter._run_no_front = lambda self, runner, rows, features: None
 
 
 def roots_by_own_mode(rank: int) -> None:
-    """A shard that decodes runs its roots with the other rows, whatever the others run."""
+    """A decoding shard runs its roots with its other rows, whatever the agreed mode is."""
     own = autoregressive.StandaloneDrafter.take_in
 
     def take_in(self: Any, rows: Any) -> Any:

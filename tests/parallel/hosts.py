@@ -1,4 +1,4 @@
-"""A leader and other nodes in one process: each has ranks of its own, and all of it goes over
+"""A leader and other nodes in one process: each has ranks of its own, and everything goes over
 TCP."""
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from tests.parallel.forked import Defect, Forking
 
 
 def free_port() -> int:
-    """One where nobody listens."""
+    """A port without a listener."""
     with socket.create_server(("127.0.0.1", 0)) as found:
         return found.getsockname()[1]
 
 
 class OtherNode(threading.Thread):
-    """A node in a thread of its own; `code` or `error` once it has ended."""
+    """A node in its own thread; sets `code` or `error` when it ends."""
 
     def __init__(
         self,
@@ -55,7 +55,8 @@ class OtherNode(threading.Thread):
             self.error = error
 
     def ended(self) -> int | None:
-        """Wait for its end; the exit code. No process of it is left."""
+        """Wait for the node's end and return its exit code; check that none of its processes is
+        left."""
         self.join(60)
         assert not self.is_alive(), "a node outlives its leader"
         assert all(process.poll() is not None for process in self.forking.processes)

@@ -1,5 +1,5 @@
-"""Two hosts on one machine: network namespaces, each with a loopback of its own, joined by a pair
-of interfaces whose names differ."""
+"""Two hosts on one machine: network namespaces, each with its own loopback, joined by a pair of
+interfaces with different names."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from typing import Any
 NETWORK = 0x40000000
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
 NAMES = ("host-of-leader", "other-host")
-"""Of the hosts. On its own host a name means loopback, as many systems are set up."""
+"""Host names. On its own host a name means loopback, as on many systems."""
 FILES = Path("/etc/netns")
-"""Where `ip netns exec` finds files of a namespace that hide those in /etc."""
+"""`ip netns exec` mounts a namespace's files from here over those in /etc."""
 
 
 def missing() -> str:
-    """What this machine lacks for it; empty: nothing."""
+    """A requirement that this machine lacks; empty if none."""
     if sys.platform != "linux":
         return "network namespaces of Linux"
     if shutil.which("ip") is None:
@@ -40,7 +40,8 @@ def _may_make() -> bool:
 
 
 class TwoHosts:
-    """Hosts 0 and 1 as a context manager; who still runs in them at the end is killed."""
+    """Hosts 0 and 1 as a context manager; processes that still run in them at the end are
+    killed."""
 
     def __init__(self) -> None:
         self.names = tuple(f"sgl{os.getpid()}{letter}" for letter in "ab")
@@ -74,8 +75,8 @@ class TwoHosts:
             shutil.rmtree(FILES / name)
 
     def start(self, host: int, words: Sequence[str], log: Path, **variables: str) -> subprocess.Popen[Any]:
-        """A process on a host, whose output goes to a file. It sees no settings of the one that
-        starts it."""
+        """Start a process on a host, with its output in `log`. It does not inherit the caller's
+        SGLCORE_* variables."""
         given = {name: value for name, value in os.environ.items() if not name.startswith("SGLCORE_")}
         with log.open("w") as out:
             process = subprocess.Popen(
@@ -85,17 +86,17 @@ class TwoHosts:
         return process
 
     def pids(self, host: int) -> list[int]:
-        """Who runs on a host; not the command that says so, which runs there too if its caller
-        does."""
+        """The pids of processes on a host, without that of the command that lists them."""
         found = subprocess.run(("ip", "netns", "pids", self.names[host]), capture_output=True, text=True, check=True)
         return [int(pid) for pid in found.stdout.split() if Path(f"/proc/{pid}").exists()]
 
     def cut(self) -> None:
-        """Nothing goes between the hosts any more, and nobody is told."""
+        """Cut the link between the hosts without notifying either."""
         _ip("-n", self.names[1], "link", "set", self.interfaces[1], "down")
 
     def on(self, host: int, act: Callable[[], Any]) -> Any:
-        """What `act` gives on a host; waits. Sockets that it opens are that host's."""
+        """Run `act` on a host, wait, and return its result. Sockets that it opens belong to that
+        host."""
         found: list[Any] = []
 
         def run() -> None:
@@ -118,7 +119,7 @@ class TwoHosts:
 
 
 def command_of(pid: int) -> bytes:
-    """The command line of a process; empty where it has ended."""
+    """The command line of a process; empty if it has ended."""
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
@@ -126,7 +127,7 @@ def command_of(pid: int) -> bytes:
 
 
 def _names_on(host: int) -> str:
-    """What names mean on a host, that of the machine included."""
+    """The content of a host's /etc/hosts; it includes the machine's own name."""
     own = f"127.0.0.1 localhost\n127.0.1.1 {NAMES[host]} {socket.gethostname()}\n"
     return f"{own}{ADDRESSES[1 - host]} {NAMES[1 - host]}\n"
 

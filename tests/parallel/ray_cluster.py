@@ -1,4 +1,4 @@
-"""A real cluster of Ray over two hosts that are namespaces."""
+"""A real Ray cluster on two hosts that are network namespaces."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ HEAD = f"{ADDRESSES[0]}:{PORT}"
 
 
 VARIABLES: Mapping[str, str] = MappingProxyType({"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled"})
-"""Of everybody in it: a head takes a token that it finds in a person's home, and who joins does
-not."""
+"""For all processes of the cluster: by default the head uses a token from the user's home
+directory, which joining nodes do not."""
 
 
 def begin(hosts: TwoHosts, logs: Path) -> None:
@@ -41,5 +41,5 @@ def begin(hosts: TwoHosts, logs: Path) -> None:
 
 
 def wait_for(log: Path, word: str) -> None:
-    """Until a log has a word."""
+    """Wait until the log contains `word`."""
     until(lambda: word in log.read_text())

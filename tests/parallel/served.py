@@ -1,4 +1,4 @@
-"""A server of ranks as a person starts it, and what a client sees of it."""
+"""A server of ranks started as a user does, and a client of it."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ ANSWER = "2 + 3 = 5."
 SETTINGS = ("serve", "--tp", "2", "--port", "0", "--threads", "1", "--graph", "off")
 SERVE = (sys.executable, "-m", "sglcore", *SETTINGS)
 SILENCE = 5.0
-"""Seconds after which a rank that says nothing is gone."""
+"""Seconds of silence after which a rank counts as lost."""
 PATIENCE = 120.0
 
 
 def settings_environ() -> dict[str, str]:
-    """Variables of the lane for a server."""
+    """The lane's variables for a server."""
     return {**environ(), "SGLCORE_DEVICE": os.environ["LANE_DEVICE"], "PYTHONUNBUFFERED": "1"}
 
 
 def until(is_so: Callable[[], bool], seconds: float = PATIENCE) -> None:
-    """Wait for it, so long at most."""
+    """Wait until `is_so()`, at most `seconds`."""
     end = time.monotonic() + seconds
     while not is_so():
         assert time.monotonic() < end
@@ -37,7 +37,7 @@ def until(is_so: Callable[[], bool], seconds: float = PATIENCE) -> None:
 
 
 def url_in(log: Path, process: subprocess.Popen[Any]) -> str:
-    """The address of a server, once it says that it serves."""
+    """The address of a server, once it logs that it serves."""
     end = time.monotonic() + PATIENCE
     while time.monotonic() < end:
         for line in log.read_text().splitlines():
@@ -49,32 +49,32 @@ def url_in(log: Path, process: subprocess.Popen[Any]) -> str:
 
 
 def answer_of(url: str) -> str:
-    """What the model says to ASKED."""
+    """The model's answer to ASKED."""
     body = {"model": "sglcore-demo", "messages": ASKED, "temperature": 0, "max_tokens": 20}
     return json.load(_post(f"{url}/v1/chat/completions", body))["choices"][0]["message"]["content"]
 
 
 def answered_again(url: str) -> None:
-    """Ask until a server that starts its ranks anew answers."""
+    """Ask until a server that restarts its ranks answers."""
     end = time.monotonic() + PATIENCE
     while True:
         try:
             assert answer_of(url) == ANSWER
             return
-        except OSError:  # what urllib raises for an answer that is an error, too
+        except OSError:  # urllib raises this for an error response too
             assert time.monotonic() < end
             time.sleep(0.2)
 
 
 def ledger_of(url: str) -> dict[str, Any]:
-    """What was decided, by topic."""
+    """The rows of the ledger by topic."""
     rows = json.load(urllib.request.urlopen(f"{url}/server_info"))["ledger"]
     return {row["topic"]: row for row in rows}
 
 
 def stream_until_error(url: str, at_third: Callable[[], None]) -> tuple[str, float]:
-    """Stream a long text, do something at its third piece; the error that the stream ends with, and
-    the seconds until then."""
+    """Stream a long text and call `at_third` at its third piece; return the error that ends the
+    stream, and the seconds until then."""
     begin, count = 0.0, 0
     for event in _events(url):
         if (error := event.get("error")) is not None:

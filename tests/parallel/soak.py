@@ -1,5 +1,5 @@
-"""Random steps of an engine of ranks with requests that come, end and are aborted, and what its
-processes hold."""
+"""Random steps of an engine of ranks with requests that arrive, end and are aborted; and the
+resources held by its processes."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from tests.parallel.engine import RankedEngine
 
 
 def soak(engine: RankedEngine, steps: int, seed: int) -> dict[str, int]:
-    """Run at least so many steps until nothing is left to do; how many requests came and how many
-    of them were aborted."""
+    """Run at least `steps` steps until no work is left; return the numbers of requests and of
+    aborted ones."""
     rng, begun = np.random.default_rng(seed), engine.scheduler.stats().steps
     open_requests: list[Any] = []
     counts = {"requests": 0, "aborted": 0}
@@ -41,7 +41,7 @@ def soak(engine: RankedEngine, steps: int, seed: int) -> dict[str, int]:
 
 
 def _request(engine: RankedEngine, rng: np.random.Generator) -> Any:
-    """A prompt that may begin like others, of a random length, greedy or drawn."""
+    """A request with a prompt that may share a prefix, of random length, greedy or sampled."""
     known = [[5] * 40, [9, 4] * 15, []][int(rng.integers(3))]
     prompt = known + rng.integers(3, 90, size=int(rng.integers(1, 20))).tolist()
     drawn = (
@@ -59,9 +59,9 @@ def _run_dry(engine: RankedEngine) -> None:
 
 
 def held(engine: RankedEngine) -> dict[str, Any]:
-    """What is held now that nothing runs: requests and pages of the scheduler, and of each process
-    its open files, mappings that others share, threads and children."""
-    gc.collect()  # of other engines, which have ended
+    """Resources held while nothing runs: the scheduler's requests and pages, and each process's
+    open files, shared mappings, threads and children."""
+    gc.collect()  # frees other engines, which have ended
     engine.scheduler.audit()
     engine.scheduler.flush_prefix_cache()
     stats = engine.scheduler.stats()
@@ -78,7 +78,7 @@ def held(engine: RankedEngine) -> dict[str, Any]:
 
 
 def resident(engine: RankedEngine) -> list[int]:
-    """Bytes of memory of each process, this one first."""
+    """Resident memory of each process in bytes, this one first."""
     pages = [int(Path(f"/proc/{pid}/statm").read_text().split()[1]) for pid in (os.getpid(), *engine.worker.pids)]
     return [each * os.sysconf("SC_PAGE_SIZE") for each in pages]
 

@@ -1,4 +1,4 @@
-"""Steps and results cross between processes as they are, whichever of their fields are there."""
+"""Steps and results are encoded and decoded unchanged, with any subset of their optional fields."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def array(rng: np.random.Generator, declared: str) -> np.ndarray:
 
 
 def value(rng: np.random.Generator, name: str, declared: str) -> Any:
-    """One of the declared kind; None as often as not where that may be."""
+    """A random value of the declared type; None half of the time where None is allowed."""
     if "| None" in declared and rng.integers(2) and not declared.startswith("OneShot"):
         return None
     if declared.startswith("OneShot"):

@@ -1,5 +1,4 @@
-"""Requests in shards, experts in parts or whole: whatever the ranks share, the log-probabilities
-are transformers'."""
+"""Data parallel shards, with experts cut or whole: the log-probabilities are transformers'."""
 
 from __future__ import annotations
 
@@ -53,8 +52,8 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
 
 
 def check(engine: RankedEngine, oracle: Any, tolerance: float = 1e-4) -> None:
-    """Chunks, arrivals while others run and while a shard is idle, hits of the prefix cache, and
-    one request alone."""
+    """Chunks, arrivals while others run and while a shard is idle, prefix cache hits, and a single
+    request."""
     prompts = random_prompts(SEED, (1, 5, 30, 17, 9))
     check_logprobs(engine.run(prompts, 8, score_prompts=True, stagger=2), oracle, tolerance)
     check_logprobs(engine.run([prompts[2] + tail for tail in random_prompts(6, (3, 1))], 6), oracle, tolerance)
@@ -93,11 +92,11 @@ def test_in_float64_nothing_is_left_of_the_difference(settings: dict[str, int], 
     oracle = sparse().double()
     exact: dict[str, Any] = {"dtype": "float64", "kernels": "reference", "attention_backend": "reference", **settings}
     with RankedEngine(save(oracle, tmp_path), defects.in_double, **exact) as engine:
-        check(engine, oracle, 1e-6)  # they cross in float32
+        check(engine, oracle, 1e-6)  # log-probabilities cross in float32
 
 
 def test_drawn_tokens_do_not_depend_on_shards(tmp_path: Path) -> None:
-    """Noise is keyed by seed and position, so where a request is does not show in its text."""
+    """Noise is keyed by seed and position, so a request's shard does not change its tokens."""
     folder = save(qwen2(max_position_embeddings=CONTEXT), tmp_path)
     drawn = {"temperature": 0.8, "seed": 7, "top_p": 0.9}
     prompts = random_prompts(3, (4, 9, 6))
@@ -110,7 +109,7 @@ def test_drawn_tokens_do_not_depend_on_shards(tmp_path: Path) -> None:
 def test_requests_that_were_retracted_go_on_as_they_began(tmp_path: Path) -> None:
     oracle = llama(max_position_embeddings=CONTEXT)
     pages = CONTEXT // 4 + 2
-    memory = pages * 4 * 2 * 2 * 2 * 12 * 4  # both heads of keys and of values, of two layers
+    memory = pages * 4 * 2 * 2 * 2 * 12 * 4  # both heads of keys and of values, two layers
     settings: dict[str, Any] = {"kv_cache_memory": memory, "max_requests": 8, "tp": 2, "dp": 2}
     with RankedEngine(save(oracle, tmp_path), **settings) as engine:
         assert engine.worker.limits.num_pages == pages

@@ -1,5 +1,5 @@
-"""Whole experts on ranks: the sets that are chosen are transformers', then what comes of them, for
-idle and uneven ranks too."""
+"""Whole experts on ranks: the chosen sets equal transformers', then the outputs; with idle and
+uneven ranks too."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.parallel import dispatch_defects
 from tests.parallel.topologies import block_on_rows, held_experts, on_topology, rows_of
 
 NEAR = 1e-5
-"""Scores closer than this are a tie, which a sum in another order may decide otherwise."""
+"""Scores closer than this are a tie: a sum in another order may decide it otherwise."""
 PLANS = [StepPlan(counts, is_padded) for counts in ((5, 2), (0, 3), (4, 4), (1, 0)) for is_padded in (False, True)]
 ALONE = [StepPlan((5,)), StepPlan((1,)), StepPlan((8,))]
 TOPOLOGIES = MappingProxyType(
@@ -58,8 +58,8 @@ def run(topology: Topology, plans: list[StepPlan], folder: Path, tmp_path: Path,
 
 
 def check(model: Any, topology: Topology, plans: list[StepPlan], found: list[Any]) -> None:
-    """What was chosen first, by row of each step, then the values; rows with a tie are passed over,
-    and there are few."""
+    """Check the chosen experts of each row and step, then the outputs. Rows with a tie are skipped,
+    and there must be few."""
     block, ties, rows = model.model.layers[0].mlp, 0, 0
     for rank, told in enumerate(found):
         assert isinstance(told, list), told
@@ -82,7 +82,7 @@ def check(model: Any, topology: Topology, plans: list[StepPlan], found: list[Any
 
 
 def check_chosen(block: Any, routed: Tensor, chosen: Tensor) -> int:
-    """Every real row was routed, once, and no other one; how many have a tie."""
+    """Check that every real row was routed once, and no other row; return the number of ties."""
     assert len(chosen) == len(routed), f"{len(chosen)} rows reached the router, of {len(routed)}"
     with torch.no_grad():
         scores = torch.nn.functional.linear(routed, block.gate.weight).softmax(-1)
@@ -125,7 +125,7 @@ def test_one_row_beyond_the_places_is_told_by_name(saved: tuple[Any, Path], tmp_
 
 @pytest.mark.parametrize("make", [glm4_moe, lambda: granite_moe(num_local_experts=4)], ids=["by expert", "as a stack"])
 def test_experts_are_read_however_a_checkpoint_has_them(make: Callable[[], Any], tmp_path: Path) -> None:
-    """On two ranks each has its half, and no byte of the other."""
+    """Each of two ranks has exactly its half."""
     model: Any = make()
     folder = save(model, tmp_path)
     found = on_topology(Topology(2, 1, 2), tmp_path, held_experts, folder=folder)

@@ -1,5 +1,5 @@
-"""Every form of a model in shards of requests: an idle one keeps its states and rows, and what
-crosses shards is transformers'."""
+"""Every model form with data parallel shards: an idle shard keeps its states and KV, and values
+that cross shards equal transformers'."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.parallel.test_settings_on_ranks import PLAIN
 
 @pytest.mark.parametrize("name", FORMS)
 def test_shards_give_the_logprobs_of_transformers(name: str, tmp_path: Path) -> None:
-    """Arrivals while others run, one request alone, and hits of the prefix cache."""
+    """Arrivals while others run, a single request, and prefix cache hits."""
     make, _, settings = FORMS[name]
     oracle = make()
     with RankedEngine(checkpoints.save(oracle, tmp_path), tp=2, dp=2, max_batch_tokens=9, **settings) as engine:

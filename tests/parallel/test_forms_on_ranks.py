@@ -1,5 +1,5 @@
-"""Every form of a model gives transformers' log-probabilities on several ranks: what is divided,
-what is whole, what is summed."""
+"""Every model form gives transformers' log-probabilities on several ranks: parts that are divided,
+replicated and summed."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ FORMS: MappingProxyType[str, tuple[Make, tuple[int, ...], dict[str, Any]]] = Map
         "nemotron-h: states, experts without gates": (checkpoints.nemotron_h, (2, 4), {}),
     }
 )
-"""Of each, the widths that it is divided in here."""
+"""{name: (model, tensor parallel sizes, settings)}"""
 CASES = [(name, width) for name, (_, widths, _) in FORMS.items() for width in widths]
 
 
 @pytest.mark.parametrize(("name", "width"), CASES)
 def test_ranks_give_the_logprobs_of_transformers(name: str, width: int, tmp_path: Path) -> None:
-    """Chunks, arrivals while others run, and hits of the prefix cache."""
+    """Chunks, arrivals while others run, and prefix cache hits."""
     make, _, settings = FORMS[name]
     oracle = make()
     chunk = int(np.random.default_rng(SEED).integers(6, 12))
@@ -76,7 +76,7 @@ OTHERS: MappingProxyType[str, tuple[Make, dict[str, Any]]] = MappingProxyType(
         "deepseek-v4: four groups": (deepseek_v4.deepseek_v4, {"o_groups": 4}),
     }
 )
-"""With what is said of each model."""
+"""{name: (model, changes of its configuration)}"""
 
 
 @pytest.mark.parametrize("name", OTHERS)
@@ -111,7 +111,8 @@ def test_a_defect_of_what_is_divided_is_caught(
 
 
 def test_a_rank_keeps_the_rows_of_its_own_heads_and_states_and_of_what_all_share(tmp_path: Path) -> None:
-    """Bytes of a page and of a state: a latent row is on every rank, heads are not."""
+    """Bytes of a page and of a state: latent rows are replicated on every rank, heads are
+    divided."""
     found = {}
     for make in (latent.deepseek_v3, checkpoints.qwen3_next):
         folder = checkpoints.save(make(), tmp_path / make.__name__)

@@ -1,5 +1,5 @@
-"""A group's operations give what they say, by the back end and through shared memory, and ranks
-that disagree are told."""
+"""A group's operations give the documented results, by the back end and through shared memory;
+ranks that disagree are reported."""
 
 from __future__ import annotations
 

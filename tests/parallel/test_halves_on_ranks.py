@@ -1,5 +1,5 @@
-"""Steps that run as two halves on several ranks give transformers' log-probabilities, whatever the
-ranks share."""
+"""Steps in two micro-batches on several ranks give transformers' log-probabilities, for every kind
+of parallelism."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ FORMS: MappingProxyType[str, dict[str, Any]] = MappingProxyType(
 
 
 def check(engine: RankedEngine, oracle: Any, tolerance: float = 1e-4) -> None:
-    """Chunks, arrivals while others run and while a shard is idle, hits of the prefix cache, and
-    one request alone."""
+    """Chunks, arrivals while others run and while a shard is idle, prefix cache hits, and a single
+    request."""
     prompts = random_prompts(SEED, (1, 5, 30, 17, 9))
     check_logprobs(engine.run(prompts, 8, score_prompts=True, stagger=2), oracle, tolerance)
     check_logprobs(engine.run([prompts[2] + tail for tail in random_prompts(6, (3, 1))], 6), oracle, tolerance)
@@ -61,7 +61,7 @@ def test_in_float64_nothing_is_left_of_the_difference(tmp_path: Path) -> None:
         "graph": "off",
     }
     with RankedEngine(save(oracle, tmp_path), defects.in_double, two_batch_overlap="on", **exact) as engine:
-        check(engine, oracle, 1e-6)  # they cross in float32
+        check(engine, oracle, 1e-6)  # log-probabilities cross in float32
 
 
 def test_layers_with_windows_run_in_halves_too(tmp_path: Path) -> None:
@@ -80,7 +80,7 @@ def test_requests_that_keep_a_state_are_not_cut(tmp_path: Path) -> None:
 
 
 def test_a_start_measures_whether_halves_are_faster(tmp_path: Path) -> None:
-    """Whatever it finds, all ranks do the same, and the row has the numbers."""
+    """Whatever the result, all ranks do the same, and the ledger row has the numbers."""
     oracle = llama(max_position_embeddings=CONTEXT)
     with RankedEngine(save(oracle, tmp_path), two_batch_overlap="auto", graph="off") as engine:
         check_logprobs(engine.run(random_prompts(SEED, (40, 50, 3)), 4), oracle, 1e-4)
@@ -90,7 +90,7 @@ def test_a_start_measures_whether_halves_are_faster(tmp_path: Path) -> None:
 
 
 def cut_by_itself(rank: int) -> None:
-    """A shard looks at its own rows, whatever was agreed on."""
+    """A shard cuts by its own rows instead of the agreed plan."""
     from sglcore.runtime.overlap.halves import Halves
 
     def cut_of(self: Halves, batch: Any) -> int | None:
@@ -101,7 +101,7 @@ def cut_by_itself(rank: int) -> None:
 
 
 def ordered_by_its_own_mode(rank: int) -> None:
-    """A shard staggers its halves by what it runs itself, whatever the others run."""
+    """A shard staggers its micro-batches by its own mode instead of the agreed one."""
     from sglcore.runtime.overlap.halves import Halves
     from sglcore.runtime.parallel import group
 

@@ -1,5 +1,5 @@
-"""Ranks of one model on several hosts: they give what one process gives, agree before they load,
-and end together."""
+"""Ranks of one model on several hosts: they give the results of one process, agree before they
+load, and end together."""
 
 from __future__ import annotations
 
@@ -90,8 +90,8 @@ def test_four_ranks_of_two_hosts_stand_in_a_row(model: tuple[Path, Any], led: Ca
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs files whose room can be taken beforehand")
 def test_the_memory_of_all_ranks_is_there_before_it_is_used(tmp_path: Path) -> None:
-    """Where there is no room, a rank would else end at its first touch of a page, by a signal and
-    without a word."""
+    """Otherwise, without room, a rank would end by a signal at its first touch of a page, without a
+    message."""
     _opened(tmp_path / "sums", 3).close()
     found = (tmp_path / "sums").stat()
     assert found.st_size == memory_size(3, MOST) and found.st_blocks * 512 >= found.st_size
@@ -130,7 +130,7 @@ def test_hosts_that_differ_are_refused_on_both_sides_before_anything_is_loaded(
 def test_a_node_that_leaves_a_choice_open_takes_what_the_leader_has_decided(
     model: tuple[Path, Any], led: Callable[..., RankedEngine]
 ) -> None:
-    """As a leader has that starts its ranks again."""
+    """For example the settled choices of a leader that restarts its ranks."""
     port = free_port()
     other = OtherNode(model[0], port, speculative="auto")
     engine = led(port, speculative="ngram")
@@ -231,7 +231,7 @@ def test_a_rank_that_dies_ends_those_of_every_host(
     with pytest.raises(WorkerLost, match=rf"rank [01] \({where}\) ended by SIGKILL"):
         engine.run(random_prompts(1, (5, 9)), 100)
     engine.worker.close()
-    # It may hear why before it sees its leader leave, or after.
+    # The node may learn the cause before or after it sees its leader leave.
     assert other.ended() in (host_process.FAILED, LEADER_GONE)
     assert all(each.poll() is not None for each in engine.forking.processes)
 
@@ -263,7 +263,7 @@ def test_a_host_that_is_told_to_end_goes_on_until_its_time_is_over(
 
 
 class Quiet:
-    """A leader's or a node's end of a channel that says and hears only what a test does."""
+    """A leader's or a node's end of a channel; it sends and receives only what the test does."""
 
     def __init__(self) -> None:
         self.listener, address = listen(None, "127.0.0.1")

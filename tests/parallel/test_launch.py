@@ -1,4 +1,4 @@
-"""Which node a process is: from flags and from what launchers put into the environment."""
+"""Which node a process is, from flags and from the launchers' environment variables."""
 
 from __future__ import annotations
 
@@ -189,7 +189,7 @@ def test_hosts_name_each_thing_in_which_they_differ(tmp_path: Path) -> None:
 
 
 def test_files_that_differ_in_name_size_or_beginning_are_not_the_same(tmp_path: Path) -> None:
-    """And a file that is cut short, as one of a download that broke off."""
+    """Includes a truncated file, as of an interrupted download."""
     weights = bytes(range(256)) * (2 * BLOCK // 256)
     kinds = {
         "the same": {"config.json": b"{}", "model.safetensors": weights},

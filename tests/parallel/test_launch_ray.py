@@ -1,4 +1,4 @@
-"""Ranks on the hosts of a Ray cluster: a false one, of which everything is seen."""
+"""Ranks on the hosts of a Ray cluster, with a fake cluster that records every call."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Ranks that launchers start: torchrun itself, a LeaderWorkerSet by its variables, and by hand; on
-hosts whose link is cut."""
+"""Ranks started by launchers: torchrun itself, a LeaderWorkerSet by its variables, and by hand, on
+two hosts; then the link between them is cut."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tests.parallel.served import (
 
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
 MANY = 120.0
-"""Seconds that a launcher may take to end; it says by itself that it has."""
+"""Seconds that a launcher may take to end; it reports the end itself."""
 
 
 @pytest.fixture
@@ -114,8 +114,8 @@ def test_a_link_that_is_cut_while_ranks_come_up_ends_the_start(hosts: TwoHosts, 
 
 
 def test_an_interface_that_others_can_not_reach_ends_the_start(hosts: TwoHosts, tmp_path: Path) -> None:
-    """It is what the back end would take of itself where a host's name means loopback; here a
-    person has set it."""
+    """The back end would choose this interface itself where the host's name means loopback; here
+    the user has set it."""
     logs = [tmp_path / f"log{node}" for node in (0, 1)]
     given = {**settings_environ(), HOST_INTERFACE: "lo"}
     started = [hosts.start(node, by_hand(node), logs[node], **given) for node in (0, 1)]
@@ -125,7 +125,7 @@ def test_an_interface_that_others_can_not_reach_ends_the_start(hosts: TwoHosts, 
 
 
 def ranks_on(hosts: TwoHosts, host: int) -> list[int]:
-    """The processes of ranks there."""
+    """The processes of ranks on a host."""
     return [pid for pid in hosts.pids(host) if b"rank_process" in command_of(pid)]
 
 

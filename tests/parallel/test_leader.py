@@ -1,5 +1,5 @@
-"""The leader's side of ranks, without ranks: who is let in, what it hears, what it sends, and where
-it puts them."""
+"""The leader's side of ranks, without ranks: which connections it accepts, what it receives and
+sends, and how it places ranks."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ SOON = Patience(silence=60.0, starting=60.0, settle=0.1, round=0.05, closing=0.2
 
 
 class Process:
-    """One that runs until it is killed, or has ended with a code."""
+    """A process that runs until it is killed, or has ended with a code."""
 
     pid = 1
 
@@ -65,7 +65,7 @@ class Process:
 
 
 class Far:
-    """The far ends of the channels of some ranks: what these say and hear."""
+    """The far ends of the channels of some ranks, to send and receive in their place."""
 
     def __init__(self, count: int) -> None:
         steps, control = ([socket.socketpair() for _ in range(count)] for _ in range(2))
@@ -95,7 +95,8 @@ def far(count: int) -> Iterator[Far]:
 
 
 def gathered(folder: Path, words: list[tuple[str, int, str]], processes: dict[int, Any], patience: Patience) -> Any:
-    """What a leader has of those who connect and say these words, and their ends."""
+    """The result of gathering processes that connect with these words, and their ends of the
+    channels."""
     listener, address = listen(folder)
     ends = []
     for secret, rank, use in words:
@@ -120,7 +121,7 @@ def test_who_does_not_know_the_secret_is_no_rank(tmp_path: Path) -> None:
 def test_a_rank_that_is_known_may_be_silent_for_longer_than_one_that_has_not_said_who_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A step may take as long as it takes."""
+    """A step may take any time."""
     monkeypatch.setattr(start, "HELLO_SECONDS", 0.05)
     found, ends = gathered(tmp_path, [("right", 0, use) for use in ("steps", "control")], {0: Process()}, SOON)
     for use, end in zip(("steps", "control"), ends, strict=True):
@@ -175,7 +176,7 @@ def grouped(ranks: Far, shards: int) -> Iterator[tuple[RankGroup, list[str]]]:
 
 
 def test_each_shard_keeps_the_settings_of_its_own_requests() -> None:
-    """Shards count compositions each for itself, so that one number is another's too."""
+    """Shards number their compositions independently, so the same number may occur in both."""
     drive = Drive(overlap=False)
     drive.add("a", 3)
     batch = drive.scheduler.next_batch()
@@ -212,7 +213,7 @@ def maker(placement: Placement) -> Maker:
 
 
 def test_ranks_of_a_node_stand_behind_those_of_its_neighbours() -> None:
-    """Four nodes of two ranks, two of them on each machine."""
+    """Four nodes of two ranks each, two nodes on each machine."""
     made = maker(Placement("torchrun", "", 4))
     places = made._places(3, 1, 2, "somewhere")
     assert [(place.rank, place.local, place.neighbours) for place in places] == [(6, 2, 4), (7, 3, 4)]
@@ -271,7 +272,7 @@ def test_a_leader_with_a_longer_address_is_found_by_it() -> None:
 
 @pytest.mark.parametrize("name", ["T5GemmaForConditionalGeneration", "BloomForCausalLM"])
 def test_a_model_that_runs_by_transformers_class_is_refused_by_that_reason(name: str, tmp_path: Path) -> None:
-    """And not because its configuration lacks what an architecture of ours reads."""
+    """The reason is not a missing field in its configuration."""
     (tmp_path / "config.json").write_text(f'{{"architectures": ["{name}"], "model_type": "x"}}')
     package = SimpleNamespace(name="x", is_host=True, communication=Communication("x"))
     choice: Any = SimpleNamespace(

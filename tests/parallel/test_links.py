@@ -1,5 +1,5 @@
-"""`sglcore bench links`: ranks of this machine measure what they exchange, and a rank that fails
-says why."""
+"""`sglcore bench links`: the ranks of this machine measure their exchanges, and a rank that fails
+reports why."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from tests.parallel.collectives import on_ranks
 
 
 def measured(group: Group) -> list[tuple[str, int, float]]:
-    """In the process of a rank: of sizes that do not divide, and of one that has a number for each
-    rank."""
+    """Measure in a rank's process, with sizes that do not divide among the ranks and with one that
+    has one number per rank."""
     return measure(group, torch.device("cpu"), [4, 1000, 4096])
 
 
 class Late:
-    """A group whose sums take two milliseconds more."""
+    """A group with sums that take two milliseconds more."""
 
     def __init__(self, group: Group) -> None:
         self.size, self.barrier, self.least, self.all_to_all = group.size, group.barrier, group.least, group.all_to_all
@@ -45,7 +45,7 @@ class Late:
 
 
 def delayed(group: Group) -> list[float]:
-    """Of that, the seconds of a sum."""
+    """The seconds of a sum in the late group."""
     late: Any = Late(group)
     return [seconds for name, _, seconds in measure(late, torch.device("cpu"), [4096]) if name == "all_reduce"]
 
@@ -64,7 +64,7 @@ def test_what_a_collective_takes_is_in_what_is_measured(tmp_path: Path) -> None:
 
 
 def test_each_operation_has_the_link_that_gave_its_times() -> None:
-    """Of four ranks, by six messages of a ring and by two of a tree."""
+    """With four ranks: six messages of a ring, and two of a tree."""
     sizes = (1 << 10, 1 << 16, 1 << 22)
     rows = [Measured("all_reduce", size, 6 * 2e-6 + 1.5 * size * 1e-9) for size in sizes]
     rows += [Measured("all_to_all", size, 2 * 5e-6 + 0.75 * size * 2e-9) for size in sizes]
@@ -92,7 +92,7 @@ def test_a_rank_that_fails_says_why_and_no_process_is_left() -> None:
     spawned: list[subprocess.Popen[bytes]] = []
 
     def wrong(spec: RankSpec, sizes: Sequence[int]) -> subprocess.Popen[bytes]:
-        """The second takes another device than its leader has chosen."""
+        """The second rank takes another device than its leader chose."""
         if spec.place["rank"]:
             chosen = replace(ChosenDevice.decode(spec.chosen), index=7)
             spec = msgspec.structs.replace(spec, chosen=chosen.encode())

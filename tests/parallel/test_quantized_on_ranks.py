@@ -1,5 +1,5 @@
 """Quantised checkpoints on several ranks: scales are cut with their weights, and groups that would
-lie on two ranks are refused."""
+cross ranks are refused."""
 
 from __future__ import annotations
 
@@ -28,11 +28,12 @@ CASES = quantized_checkpoints.CASES
 
 
 PLAIN: dict[str, Any] = {"kernels": "reference"}
-"""Kernels that round no activations."""
+"""Kernels that do not round activations."""
 
 
 def check(folder: Path, oracle: Any, defect: Any = None, **settings: Any) -> str:
-    """The log-probabilities of ranks are the oracle's; in which form they keep weights."""
+    """Check the ranks' log-probabilities against the oracle; return the packed form of the
+    weights."""
     with RankedEngine(folder, defect, **PLAIN, **settings) as engine:
         check_logprobs(engine.run(random_prompts(SEED, (5, 17)), 6, score_prompts=True), oracle, 1e-4)
         return next((row.reason for row in engine.started.ledger.rows if row.topic == "weights"), "plain")
@@ -46,7 +47,7 @@ def test_ranks_give_the_logprobs_of_the_dense_model_that_is_meant(name: str, tmp
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.form is not None])
 def test_codes_are_cut_with_their_scales_and_kept(name: str, tmp_path: Path) -> None:
-    """By kernels that read them."""
+    """With kernels that read the codes."""
     oracle = quantized_checkpoints.make(CASES[name], tmp_path)
     assert "linear layers dequantised" not in check(tmp_path, oracle, defects.reads_codes)
 
@@ -63,7 +64,7 @@ def test_scales_that_are_not_cut_with_their_weights_are_caught(name: str, defect
 @pytest.mark.needs("host")
 @pytest.mark.parametrize("tp", [2, 4])
 def test_weights_are_rounded_by_each_rank(tp: int, tmp_path: Path) -> None:
-    """As near to the checkpoint as one alone does."""
+    """With an error near that of one rank."""
     oracle = llama(hidden_size=128, intermediate_size=512, head_dim=32)
     folder = save(oracle, tmp_path)
     given: dict[str, Any] = {"quantize": "int8"}
@@ -76,7 +77,7 @@ def test_weights_are_rounded_by_each_rank(tp: int, tmp_path: Path) -> None:
 
 
 def error(results: Any, oracle: Any) -> float:
-    """The mean difference of log-probabilities from transformers'."""
+    """The mean difference from transformers' log-probabilities."""
     found = []
     for result in results:
         ids = result.prompt + result.tokens
@@ -114,7 +115,7 @@ def test_groups_that_would_lie_on_two_ranks_are_refused_with_the_widths_that_fit
 
 
 def codes(rows: int, columns: int, group: int, zeros: bool) -> QuantizedWeight:
-    """Random ones."""
+    """Random codes, scales and zero points."""
     drawn = torch.Generator().manual_seed(rows)
     scales = torch.rand(rows, columns // group, generator=drawn)
     offsets = torch.randint(1, 15, scales.shape, generator=drawn).float() if zeros else None
@@ -151,7 +152,7 @@ def test_a_part_has_the_values_of_its_place(cut: Cut, shape: tuple[int, int], ze
 
 
 def test_blocks_of_8_bit_floats_have_the_values_that_they_stand_for(tmp_path: Path) -> None:
-    """Of all projections and experts of DeepSeek-V4, in blocks that lie on two ranks."""
+    """For all projections and experts of DeepSeek-V4, with blocks that cross two ranks."""
     whole = deepseek_v4.with_published_names(deepseek_v4.deepseek_v4(), tmp_path)
     coded, plain = deepseek_v4.with_float8(whole)
     found = []

@@ -1,5 +1,4 @@
-"""Whatever ends a rank, whoever waits for it is told what happened, soon, and no process is
-left."""
+"""However a rank ends, every waiting caller soon gets the cause, and no process is left."""
 
 from __future__ import annotations
 
@@ -29,8 +28,8 @@ from tests.parallel.engine import RankedEngine, configured, lead_and_die
 from tests.parallel.forked import Forking, forking
 
 DEAF = Patience(silence=3600.0, starting=3600.0)
-"""Of who would wait an hour for a silent rank: deaths are seen by what they do, or a test does not
-end."""
+"""Would wait an hour for a silent rank, so a death must be detected by its effects, or a test does
+not end."""
 QUICK = Patience(silence=3.0)
 
 
@@ -56,14 +55,14 @@ def started(folder: Path) -> Iterator[Callable[..., RankedEngine]]:
 
 
 def check_none_is_left(forking: Forking) -> None:
-    """Every process that was started has ended, and was waited for."""
+    """Check that every started process has ended and was reaped."""
     for process in forking.processes:
         process.wait(10)
         assert process.poll() is not None
 
 
 def run_to_its_end(engine: RankedEngine) -> str:
-    """Run requests until a step raises; what it raised."""
+    """Run requests until a step raises; return the error's text."""
     with pytest.raises(WorkerLost) as caught:
         engine.run(random_prompts(1, (5, 9)), 100)
     return str(caught.value)
@@ -99,7 +98,7 @@ def test_a_killed_rank_ends_every_open_request_at_once(
     with pytest.raises(WorkerLost, match=rf"rank {victim} \(process \d+\) ended by SIGKILL"):
         while engine.loop.has_work:
             engine.loop.step()
-    assert time.monotonic() - killed < 5.0  # a fiftieth of a second where nothing else runs
+    assert time.monotonic() - killed < 5.0  # takes a fiftieth of a second on an idle machine
     engine.loop.drain()
     assert [request.finish_reason for request in requests] == ["error", "error"]
     assert all("rank" in (request.error or "") for request in requests)
@@ -139,7 +138,7 @@ def test_a_death_while_nothing_runs_is_noticed_before_the_next_request(started: 
 def test_an_engine_process_ends_with_the_cause_when_a_rank_dies_while_it_idles(
     started: Callable[..., RankedEngine],
 ) -> None:
-    """Then the server, which has its own policy of starting engines again, tells every client."""
+    """The server, which has its own policy for restarting engines, then informs every client."""
     engine = started()
 
     class Nobody:
@@ -199,7 +198,7 @@ def test_ranks_end_when_their_leader_is_killed(folder: Path) -> None:
 
 
 def _lives(pid: int) -> bool:
-    """A process that has ended and was not waited for lives no more."""
+    """Whether the process lives; a process that ended and was not reaped counts as dead."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:

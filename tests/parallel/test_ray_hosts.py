@@ -1,5 +1,5 @@
 """Ranks on two hosts of a real Ray cluster: they answer as one process does, and end together when
-their link is cut."""
+the link between the hosts is cut."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Ranks whose decode steps are recorded, sums and all, give to the bit what they give step by
-step."""
+"""Ranks with recorded decode steps, including sums, give bit for bit the results of eager steps."""
 
 from __future__ import annotations
 
@@ -20,8 +19,8 @@ PAGES = CONTEXT // 4 + 2
 
 
 def steps(engine: RankedEngine) -> list[Result]:
-    """Batches of one to four requests, some of which fall into a larger graph's size; texts that
-    are taken back for want of pages, and prompts whose beginning is known."""
+    """Batches of one to four requests, some padded to a larger bucket; requests preempted for lack
+    of pages; and prompts with a cached prefix."""
     found = engine.run(random_prompts(10, (20, 24, 28, 22)), 30, stagger=1)
     assert engine.scheduler.stats().retractions > 0
     known = found[0].prompt
@@ -31,7 +30,7 @@ def steps(engine: RankedEngine) -> list[Result]:
 
 
 def both(folder: Path, defect: Callable[[int], None], **settings: Any) -> tuple[list[Result], list[Result]]:
-    """Of recorded steps, with the defect, and of eager ones without."""
+    """Results of recorded steps with the defect, and of eager steps without it."""
     found = []
     for graph, planted in (("native", defect), ("off", defects.nothing)):
         given = {"graph": graph, "graph_buckets": BUCKETS, "max_requests": 4, **settings}
@@ -52,7 +51,7 @@ def test_recorded_steps_are_those_that_would_have_run(make: Callable[..., Any], 
 
 
 def _cell(config: Any) -> int:
-    """Numbers of one token's keys in one layer of one of two ranks."""
+    """Number of elements of one token's keys, in one layer on one of two ranks."""
     return max(config.num_key_value_heads // 2, 1) * (
         config.head_dim or config.hidden_size // config.num_attention_heads
     )

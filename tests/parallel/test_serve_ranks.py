@@ -1,5 +1,5 @@
-"""`sglcore serve` with ranks, shards and experts, as a person starts it: processes, one server, and
-OpenAI's own client."""
+"""`sglcore serve` with ranks, shards and experts, started as a user does: processes, one server,
+and OpenAI's own client."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ASKED: Any = [{"role": "user", "content": "What is 2 + 3?"}]
 
 @dataclass(frozen=True)
 class Server:
-    """A server that is ready."""
+    """A running server."""
 
     process: subprocess.Popen[str]
     url: str
@@ -45,13 +45,13 @@ class Server:
         return asked.choices[0].message.content
 
     def kill_rank(self) -> None:
-        """The last one of those that run below it."""
+        """Kill the last of the ranks below the server."""
         os.kill(ranks_of(self.process.pid)[-1], signal.SIGKILL)
 
 
 @pytest.fixture
 def serve(tmp_path: Path) -> Iterator[Callable[..., Server]]:
-    """Starts a server of two ranks, with more flags; each is ended."""
+    """A function that starts a server of two ranks, with more flags; all servers are ended."""
     started: list[subprocess.Popen[str]] = []
 
     def start(*flags: str) -> Server:
@@ -75,7 +75,7 @@ def serve(tmp_path: Path) -> Iterator[Callable[..., Server]]:
 
 
 def ranks_of(leader: int) -> list[int]:
-    """The processes of ranks below a server's."""
+    """The rank processes below a server."""
     found = [leader]
     for pid in found:
         folder = Path(f"/proc/{pid}/task")
@@ -117,7 +117,7 @@ def test_a_server_that_restarts_answers_the_next_request(serve: Callable[..., Se
 
 
 def test_every_open_request_is_told_soon_what_ended_it(serve: Callable[..., Server]) -> None:
-    """Streams that have begun and answers that nobody has seen a part of."""
+    """For streams that have begun, and for requests without an answer so far."""
     server, ended = serve(), []
 
     def ask(stream: bool) -> None:
@@ -139,7 +139,7 @@ def test_every_open_request_is_told_soon_what_ended_it(serve: Callable[..., Serv
         thread.join(60)
     assert len(ended) == len(threads), "one was answered to its end, or cut"
     assert all("ended by SIGKILL" in said for _, said in ended)
-    assert max(at for at, _ in ended) - killed < 10.0  # a tenth of a second where nothing else runs
+    assert max(at for at, _ in ended) - killed < 10.0  # takes 0.1 s on an idle machine
 
 
 def wait_until_they_run(server: Server, count: int) -> None:

@@ -1,5 +1,5 @@
-"""What is asked of an engine, on several ranks: it works as on one, or it is refused by name before
-any process is there."""
+"""Engine settings on several ranks: each works as on one rank, or is refused by name before any
+process starts."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PLAIN: dict[str, Any] = {"kernels": "reference"}
 
 
 def texts(engine: TokenEngine) -> list[list[int]]:
-    """Of prompts in chunks, that come while others run."""
+    """The tokens for prompts in chunks that arrive while others run."""
     return [each.tokens for each in engine.run(random_prompts(5, (21, 6, 30)), 16, stagger=2)]
 
 
@@ -95,7 +95,7 @@ def test_scores_are_those_of_transformers(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", images.MODELS)
 def test_images_among_texts_are_those_of_transformers(name: str, tmp_path: Path) -> None:
-    """Prompts as embeddings, with positions by three axes."""
+    """Prompts as embeddings, with positions on three axes."""
     oracle, prompts = images.MODELS[name](), images.mixed()
     with RankedEngine(save(oracle, tmp_path), max_batch_tokens=7) as engine:
         images.check(oracle, prompts, images.serve(engine, prompts))

@@ -1,5 +1,5 @@
-"""Ranks on simulated accelerators, one each: the device's own back end, streams, and a fault where
-an order is missing."""
+"""Ranks on simulated accelerators, one each: the device's own collective back end, streams, and a
+fault where an ordering is missing."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def oracle() -> Any:
 
 
 def test_two_devices_hold_one_model(lane: Lane, oracle: Any, tmp_path: Path) -> None:
-    """Steps are planned ahead, in streams of the ranks' own."""
+    """Steps are planned ahead, in each rank's own streams."""
     kind = partial(defects.simulated, lane.simulator)
     with RankedEngine(save(oracle, tmp_path), kind, **PLAIN) as engine:
         check_logprobs(engine.run(random_prompts(5, (1, 5, 17)), 6, stagger=2), oracle)
@@ -39,7 +39,7 @@ def test_two_devices_hold_one_model(lane: Lane, oracle: Any, tmp_path: Path) -> 
 
 
 def test_two_devices_of_two_hosts_hold_one_model(lane: Lane, oracle: Any, tmp_path: Path) -> None:
-    """Each host has the device that its ranks begin with."""
+    """Each host's ranks count its devices from the first."""
     kind = partial(defects.simulated, lane.simulator)
     port, folder = free_port(), save(oracle, tmp_path)
     other = OtherNode(folder, port, defect=kind, **PLAIN)
@@ -49,7 +49,7 @@ def test_two_devices_of_two_hosts_hold_one_model(lane: Lane, oracle: Any, tmp_pa
 
 
 def test_a_host_without_so_many_devices_is_refused(oracle: Any, tmp_path: Path) -> None:
-    """Two are there, and the second of two nodes of one machine would need the third and the
+    """The machine has two devices; the second of two nodes on it would need the third and the
     fourth."""
     port, folder = free_port(), save(oracle, tmp_path)
     other = OtherNode(folder, port, tp=4, local=1, **PLAIN)
@@ -61,7 +61,8 @@ def test_a_host_without_so_many_devices_is_refused(oracle: Any, tmp_path: Path) 
 
 @pytest.mark.parametrize("settings", [{"dp": 2}, {"dp": 2, "ep": 2}, {"ep": 2, "expert_dispatch": "fixed"}], ids=str)
 def test_two_devices_serve_shards_and_hold_experts(lane: Lane, settings: dict[str, Any], tmp_path: Path) -> None:
-    """An idle device computes no rows, and takes part in what the other exchanges."""
+    """A device with an idle shard computes no rows, but takes part in the exchanges of the
+    other."""
     kind = partial(defects.simulated, lane.simulator)
     oracle = qwen3_moe(num_experts=4, max_position_embeddings=128)
     with RankedEngine(save(oracle, tmp_path), kind, **{**PLAIN, **settings}) as engine:
@@ -81,7 +82,7 @@ def test_more_ranks_than_devices_are_refused(oracle: Any, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("make", [deepseek_v3, qwen3_next, olmo2])
 def test_sums_inside_of_layers_are_in_the_order_of_a_stream(make: Any, lane: Lane, tmp_path: Path) -> None:
-    """Latent rows, states, and norms of rows that lie on both."""
+    """Latent rows, recurrent states, and norms of rows split over both devices."""
     kind, oracle = partial(defects.simulated, lane.simulator), make()
     given = {**PLAIN, "attention_backend": "latent"} if make is deepseek_v3 else PLAIN
     with RankedEngine(save(oracle, tmp_path), kind, **given) as engine:
@@ -105,8 +106,8 @@ def test_proposals_of_a_divided_draft_leave_no_trace_in_a_text(
 
 @pytest.mark.parametrize("settings", [{}, {"dp": 2, "ep": 2}], ids=str)
 def test_two_devices_run_halves_in_turn(lane: Lane, settings: dict[str, Any], tmp_path: Path) -> None:
-    """Beside collectives on a stream of their own: nothing of one half races with what the other
-    computes."""
+    """With collectives on a stream of their own: nothing in one micro-batch races with the other's
+    computation."""
     kind = partial(defects.simulated, lane.simulator)
     oracle = qwen3_moe(num_experts=4, max_position_embeddings=128)
     given = {**PLAIN, "two_batch_overlap": "on", "max_batch_tokens": 12, **settings}

@@ -1,5 +1,5 @@
-"""Proposals where requests are in shards: all ranks run the same forwards of the target and of what
-proposes, whatever each of them has, and texts are those of one rank that proposes nothing."""
+"""Speculation with data parallel shards: all ranks run the same forwards of the target and the
+drafter, whatever requests each has; tokens equal those of one rank without speculation."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.parallel.engine import RankedEngine, configured
 from tests.parallel.forwards import Step, check_forwards, recording
 
 Make = Callable[[Path], tuple[Any, dict[str, Any]]]
-"""Writes a model, and a draft if it has one; the model, and what is asked for."""
+"""Writes a model, and a draft model if there is one; returns the model and the settings."""
 CONTEXT = 128
 TOKENS = 3
 DECODE, EXTEND, IDLE = ForwardMode.DECODE, ForwardMode.EXTEND, ForwardMode.IDLE
@@ -65,21 +65,21 @@ def by_eagle3(folder: Path) -> tuple[Any, dict[str, Any]]:
 
 
 def by_mtp(folder: Path) -> tuple[Any, dict[str, Any]]:
-    """A layer of experts, over latent rows."""
+    """One MTP layer with experts and latent attention."""
     model = deepseek_v3()
     next_token(model, folder, deepseek_v3, first_k_dense_replace=0)
     return model, {"speculative": "mtp"}
 
 
 def by_several(folder: Path) -> tuple[Any, dict[str, Any]]:
-    """The same three times."""
+    """Three such MTP layers."""
     model = deepseek_v3()
     next_tokens(model, folder, deepseek_v3, TOKENS, first_k_dense_replace=0)
     return model, {"speculative": "mtp"}
 
 
 def by_another(folder: Path) -> tuple[Any, dict[str, Any]]:
-    """A model of experts by another one."""
+    """A model with experts, and another one as its draft model."""
     model = sparse()
     save(model, folder)
     return model, {"speculative": "standalone", "draft_model": str(save(sparse(seed=1), folder / "small"))}
@@ -87,9 +87,8 @@ def by_another(folder: Path) -> tuple[Any, dict[str, Any]]:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """What proposes, and how ranks divide the model. A step has `forwards` of what proposes, by how
-    many proposals it makes and whether some shard has prompts; `further` of them are of a row a
-    request."""
+    """A drafter and the parallel sizes. `forwards`: number of draft forwards in a step, by the
+    step's number of draft tokens and by whether any shard has prompts."""
 
     make: Make
     ranks: MappingProxyType[str, Any]
@@ -126,8 +125,8 @@ CASES: MappingProxyType[str, Case] = MappingProxyType(
 
 
 def run(engine: TokenEngine) -> list[Result]:
-    """Prompts in chunks that come one after the other and go, greedy and drawn; one alone, beside
-    which all other shards are idle; and texts that repeat themselves."""
+    """Prompts in chunks that arrive one after the other, greedy and sampled; a single request while
+    all other shards are idle; and texts that repeat themselves."""
     prompts = random_prompts(5, (6, 21, 30, 3))
     found = engine.run(prompts, 9, stagger=2)
     found += engine.run(prompts[1:], 7, temperature=1.5, seed=11, stagger=1)
@@ -136,7 +135,7 @@ def run(engine: TokenEngine) -> list[Result]:
 
 
 def alone(folder: Path, **settings: Any) -> tuple[list[Result], Counter[Any]]:
-    """On one rank; and what came of proposals."""
+    """The same on one rank; with its draft counts."""
     engine = TokenEngine(folder, max_batch_tokens=16, graph="off", **settings)
     found = run(engine), engine.scheduler.drafts
     engine.worker.close()
@@ -146,9 +145,8 @@ def alone(folder: Path, **settings: Any) -> tuple[list[Result], Counter[Any]]:
 def on_ranks(
     folder: Path, records: Path, defect: Any = defects.nothing, length: LengthController | None = None, **settings: Any
 ) -> tuple[list[Result], Counter[Any]]:
-    """The same in shards, of which each rank writes its forwards to `records`; `length` chooses in
-    place of what would. Ranks that are not at the same collective say so, instead of waiting for
-    ever."""
+    """The same in shards; each rank writes its forwards to `records`. `length` replaces the length
+    controller. Ranks that reach different collectives time out instead of waiting for ever."""
     given = {"max_batch_tokens": 16, "poison": settings["tp"] == 2, **settings}
     with RankedEngine(folder, recording(records, defect), **given) as engine:
         if length is not None:
@@ -163,8 +161,8 @@ def check_same(found: list[Result], wanted: list[Result]) -> None:
 
 
 def check_reached(steps: list[list[Step]]) -> None:
-    """Idle shards beside busy ones, prompts beside decodes, chunks of prompts that go on too,
-    shards with more requests than others."""
+    """Check that the run had idle shards with busy ones, prefill with decode, later chunks of
+    prompts, and shards with different numbers of requests."""
     going_on = [{step.mode for step in each} for each in zip(*steps, strict=True) if each[0].goes_on]
     assert {EXTEND, DECODE} in going_on and {EXTEND, IDLE} in going_on
     beside = [{step.mode for step in each} for each in zip(*steps, strict=True)]
@@ -210,7 +208,7 @@ def test_four_shards_do_the_same(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("make", [by_text("ngram"), by_several, by_another], ids=["ngram", "several layers", "another"])
 def test_fixed_places_hold_all_that_requests_verify(make: Make, tmp_path: Path) -> None:
-    """More rows than a step has of prompts, in shards that are full."""
+    """Full shards with more rows than a prefill step has."""
     _, settings = make(tmp_path)
     prompts, given = random_prompts(5, (3, 2, 4, 3, 2, 4)), {"max_batch_tokens": 8, "max_requests": 3, "graph": "off"}
     one = TokenEngine(tmp_path, **given)
@@ -224,7 +222,7 @@ def test_fixed_places_hold_all_that_requests_verify(make: Make, tmp_path: Path) 
 
 
 class AtRandom(LengthController):
-    """Another length whenever it likes."""
+    """Chooses a random length before each step."""
 
     def __init__(self) -> None:
         super().__init__((0, 1, 3, 4))

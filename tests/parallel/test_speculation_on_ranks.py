@@ -1,5 +1,5 @@
-"""Proposals on several ranks: every rank makes and verifies the same ones, and texts, and what came
-of proposals, are one rank's."""
+"""Speculation on several ranks: every rank proposes and verifies the same draft tokens; tokens and
+acceptance counts equal one rank's."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.parallel import defects
 from tests.parallel.engine import RankedEngine
 
 Make = Callable[[Path], dict[str, Any]]
-"""Writes a model, and a draft if it has one; what is asked for."""
+"""Writes a model, and a draft model if there is one; returns the settings."""
 
 
 def of_ngrams(folder: Path) -> dict[str, Any]:
@@ -73,12 +73,12 @@ def of_another(folder: Path) -> dict[str, Any]:
 
 
 def by_rule(rule: str) -> Make:
-    """Of which acceptance is drawn, too."""
+    """With an acceptance rule that draws coins."""
     return lambda folder: {**of_eagle(folder), "speculative_verify": rule}
 
 
 def in_trees(make: Make) -> Make:
-    """Of which ranks keep the same nodes."""
+    """With draft trees: all ranks must keep the same nodes."""
     return lambda folder: {**make(folder), "draft_width": 3, "draft_depth": 3, "draft_tokens": 7}
 
 
@@ -105,8 +105,8 @@ Found = tuple[list[list[int]], dict[Any, int]]
 
 
 def run(engine: TokenEngine) -> Found:
-    """Texts, greedy and drawn, of prompts in chunks that come one after the other; and what came of
-    their proposals."""
+    """Tokens, greedy and sampled, of prompts in chunks that arrive one after the other; and the
+    draft counts."""
     prompts = random_prompts(5, (21, 6, 30))
     drawn = engine.run(prompts, 24, temperature=1.5, seed=11, stagger=2)
     greedy = engine.run(prompts, 12)
@@ -115,7 +115,7 @@ def run(engine: TokenEngine) -> Found:
 
 
 def alone(folder: Path, **settings: Any) -> Found:
-    """On one rank."""
+    """The same on one rank."""
     engine = TokenEngine(folder, **SIZES | settings)
     found = run(engine)
     engine.worker.close()

@@ -1,5 +1,5 @@
-"""A model on several ranks gives transformers' log-probabilities, whatever is divided, replicated
-or padded."""
+"""A model on several ranks gives transformers' log-probabilities, whichever parts are divided,
+replicated or padded."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ MODELS: MappingProxyType[str, tuple[Callable[[], Any], int]] = MappingProxyType(
 
 
 def check(engine: RankedEngine, oracle: Any, tolerance: float = 1e-4) -> None:
-    """Chunks, arrivals while others run, hits of the prefix cache, and texts that are taken back
-    for want of pages."""
+    """Chunks, arrivals while others run, prefix cache hits, and requests preempted for lack of
+    pages."""
     prompts = random_prompts(SEED, (1, 5, 30, 17, 9))
     check_logprobs(engine.run(prompts, 8, score_prompts=True, stagger=2), oracle, tolerance)
     check_logprobs(engine.run([prompts[2] + tail for tail in random_prompts(6, (3, 1))], 6), oracle, tolerance)
@@ -64,17 +64,17 @@ def test_ranks_give_the_logprobs_of_transformers(name: str, tmp_path: Path) -> N
 
 
 def test_in_float64_nothing_is_left_of_the_difference(tmp_path: Path) -> None:
-    """Where sums in another order do not hide it, a part that is read twice or not at all shows."""
+    """In float64, rounding does not hide a part that is read twice or not at all."""
     oracle = llama(max_position_embeddings=CONTEXT).double()
     settings = {"dtype": "float64", "kernels": "reference", "attention_backend": "reference", "tp": 4}
     with RankedEngine(save(oracle, tmp_path), defects.in_double, **settings) as engine:
-        check(engine, oracle, 1e-6)  # they cross in float32
+        check(engine, oracle, 1e-6)  # log-probabilities cross in float32
 
 
 def test_requests_that_were_retracted_go_on_as_they_began(tmp_path: Path) -> None:
     oracle = llama(max_position_embeddings=CONTEXT)
     pages = CONTEXT // 4 + 2
-    memory = pages * 4 * 2 * 2 * 12 * 4  # a head of keys and one of values on each rank, of two layers
+    memory = pages * 4 * 2 * 2 * 12 * 4  # one head of keys and one of values per rank, two layers
     with RankedEngine(save(oracle, tmp_path), kv_cache_memory=memory, max_requests=4) as engine:
         assert engine.worker.limits.num_pages == pages
         results = engine.run(random_prompts(10, (20, 24, 28, 22)), 30, stagger=1)
@@ -83,8 +83,8 @@ def test_requests_that_were_retracted_go_on_as_they_began(tmp_path: Path) -> Non
 
 
 def test_drawn_tokens_are_those_of_one_rank(tmp_path: Path) -> None:
-    """Noise is keyed by seed and position, so where a model is divided does not show in its
-    texts."""
+    """Noise is keyed by seed and position, so the division of the model does not change the
+    tokens."""
     folder = save(qwen2(max_position_embeddings=CONTEXT), tmp_path)
     drawn = {"temperature": 0.8, "seed": 7, "top_p": 0.9}
     prompts = random_prompts(3, (4, 9))
@@ -114,7 +114,7 @@ def test_a_defect_of_what_is_divided_is_caught(
     defect: Callable[[int], None], make: Callable[..., Any], width: int, tmp_path: Path
 ) -> None:
     oracle = make(max_position_embeddings=CONTEXT)
-    caught = AssertionError, IndexError  # the oracle has no token behind the vocabulary
+    caught = AssertionError, IndexError  # the oracle has no token after the vocabulary
     with RankedEngine(save(oracle, tmp_path), defect, tp=width) as engine, pytest.raises(caught):
         check_logprobs(engine.run(random_prompts(SEED, (5, 17)), 8), oracle, 1e-4)
 
@@ -124,7 +124,7 @@ def test_all_ranks_have_the_pages_of_the_one_with_the_least_memory(tmp_path: Pat
     folder = save(llama(max_position_embeddings=CONTEXT), tmp_path)
     with RankedEngine(folder, defects.less_memory, **settings) as engine:
         pages, page = engine.worker.limits.num_pages, 4 * 2 * 2 * 12 * 4
-        assert pages == (1 << 20) // 2 // 2 // page  # shared by two ranks, of which half is taken
+        assert pages == (1 << 20) // 2 // 2 // page  # shared by two ranks; half of it is used
     with pytest.raises(WorkerLost, match="num_pages=.*rank 1 has .*num_pages="):
         RankedEngine(folder, defects.own_memory, **settings)
 

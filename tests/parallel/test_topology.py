@@ -1,4 +1,5 @@
-"""Who is in which group, and which widths fit: arithmetic, over every small topology."""
+"""The members of each group, and the widths that fit a model: arithmetic, over every small
+topology."""
 
 from __future__ import annotations
 
@@ -105,7 +106,7 @@ def test_a_width_that_does_not_fit_is_refused_with_all_that_do() -> None:
 
 
 def test_what_is_inside_of_shared_experts_is_divided_too() -> None:
-    """Among all ranks, however experts are dealt out."""
+    """Over all ranks, for any expert parallel size."""
     moe = MoeConfig((True, True), 8, 2, 64, True, shared_size=36)
     config = dataclasses.replace(config_with(num_attention_heads=16, num_key_value_heads=8), moe=moe)
     check_topology(config, Topology(4, 1, 4))

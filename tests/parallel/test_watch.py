@@ -1,5 +1,5 @@
-"""Who is told as the cause where several ranks end: the one that ended by itself, in whatever order
-the news come."""
+"""The reported cause if several ranks end: the one that ended by itself, in whatever order the
+messages arrive."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CAUSED = ["no room for weights", False, 1, "its model"]
 
 
 def cause_of(ranks: Far) -> str:
-    """What the leader raises."""
+    """The text of the error that the leader raises."""
     while (error := ranks.watch.go_round()) is None:
         pass
     assert isinstance(error, WorkerLost)

@@ -1,4 +1,4 @@
-"""Frames between ranks and hosts: a stranger neither holds the leader up nor takes its memory."""
+"""Frames between ranks and hosts: a stranger can neither block the leader nor use up its memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sglcore.engine.ranks.wire import LONGEST_HELLO, MAGIC, Channel, Gone, Kind
 
 HEAD = struct.Struct("<HHIQ")
 MOST = 3000
-"""Pieces, after which somebody who was to be left in time has not been."""
+"""Number of pieces after which a receiver that should have given up in time has not."""
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def ends() -> Iterator[tuple[Channel, socket.socket]]:
 
 @contextmanager
 def repeating(there: socket.socket, piece: bytes) -> Iterator[None]:
-    """Send a piece again and again, until this is left."""
+    """Send a piece repeatedly until the context is left."""
     is_over = threading.Event()
 
     def send() -> None:

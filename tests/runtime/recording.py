@@ -1,8 +1,8 @@
 """A stream capture without a device: records torch's operations with their tensors, and runs them
 again on the same memory.
 
-What a capture computes is not there afterwards, as on hardware: its own results are spoiled until
-the first replay.
+As on hardware, a capture computes nothing: its results are overwritten with poison until the first
+replay.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ SYNCS = ("_local_scalar_dense", "nonzero", "masked_select", "item", "is_nonzero"
 
 
 class Queue:
-    """The forward stream of a device that has none: knows whether it is current."""
+    """The forward stream of a device without streams: knows whether it is the current one."""
 
     def __init__(self) -> None:
         self.depth = 0
@@ -53,7 +53,7 @@ class Queue:
         self.depth -= 1
 
     def synchronize(self) -> None:
-        """Nothing runs late."""
+        """Do nothing: no work is asynchronous."""
         self.synchronized += 1
 
 
@@ -64,8 +64,7 @@ def make_streams() -> Streams:
 
 @dataclass
 class Op:
-    """One recorded operation: what it was called with, and which of its results are memory of its
-    own."""
+    """One recorded operation: its arguments, and which of its results own their memory."""
 
     function: Callable[..., Any]
     args: tuple[Any, ...]
@@ -73,7 +72,7 @@ class Op:
     fresh: list[Tensor | None]
 
     def run(self) -> None:
-        """Call it again, its results into the memory of the first time."""
+        """Call it again and write its results into the memory of the first call."""
         found = tree_leaves(self.function(*self.args, **self.kwargs))
         for value, kept in zip(found, self.fresh, strict=True):
             if kept is not None:
@@ -81,7 +80,7 @@ class Op:
 
 
 class Recording(TorchDispatchMode):
-    """Remembers every operation; refuses those that wait for the device."""
+    """Records every operation; refuses operations that wait for the device."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -107,7 +106,7 @@ def _is_tensor(value: Any) -> bool:
 
 @dataclass
 class RecordedSegment:
-    """Operations in order. `updates`: what its replays were told."""
+    """Operations in order. `updates`: the host updates passed to its replays."""
 
     ops: list[Op]
     capture: RecordingCapture
@@ -115,7 +114,7 @@ class RecordedSegment:
     is_reset: bool = False
 
     def replay(self, update: HostUpdate | None = None) -> None:
-        """Run them."""
+        """Run the operations."""
         assert not self.is_reset, "a graph that was freed is replayed"
         assert self.capture.queue is not None and self.capture.queue.depth, "a replay on the wrong stream"
         self.updates.append(update)
@@ -123,15 +122,15 @@ class RecordedSegment:
             op.run()
 
     def reset(self) -> None:
-        """Free them."""
+        """Free the operations."""
         self.is_reset = True
         self.ops.clear()
 
 
 @dataclass
 class RecordingCapture:
-    """The device's part. `segments` in order of capture; `pools` counts pools; `collects`: garbage
-    was collected meanwhile."""
+    """The device's part. `segments`: in order of capture; `pools`: number of pools made;
+    `collects`: whether the garbage collector ran during a capture."""
 
     segments: list[RecordedSegment] = field(default_factory=list)
     pools: int = 0
@@ -139,13 +138,13 @@ class RecordingCapture:
     collects: bool = False
 
     def make_pool(self) -> object:
-        """A number."""
+        """Return a number."""
         self.pools += 1
         return self.pools
 
     @contextmanager
     def capture(self, stream: torch.Stream, pool: object) -> Iterator[RecordedSegment]:
-        """Record, then spoil what was computed."""
+        """Record the operations, then overwrite the results with poison."""
         assert pool == self.pools
         assert isinstance(stream, Queue) and stream.depth, "a capture while another stream is current"
         self.queue = stream
@@ -166,7 +165,7 @@ class RecordingCapture:
 
 
 def make_backend(kind: str, capture: RecordingCapture, streams: Streams) -> FullGraphs:
-    """The mechanism of a kind over the recording capture."""
+    """The graph mechanism `kind` over the recording capture."""
     if kind == "piecewise":
         return PiecewiseGraphs(capture, streams, as_traced)
     return {"full": FullGraphs, "breakable": BreakableGraphs}[kind](capture, streams)
@@ -174,7 +173,7 @@ def make_backend(kind: str, capture: RecordingCapture, streams: Streams) -> Full
 
 @dataclass
 class GraphSite:
-    """A site of the tiny model whose steps are captured by the recording device."""
+    """A site of the tiny model with steps captured by the recording device."""
 
     site: Site
     graphs: GraphRunner
@@ -182,7 +181,7 @@ class GraphSite:
     streams: Streams
 
     def run(self, batch: ScheduleBatch) -> tuple[Tensor, str]:
-        """One step: its hidden states, kept, and its path."""
+        """Run one step; return a copy of its hidden states, and its path."""
         with torch.inference_mode(), self.streams.running():
             hidden, path = self.site.runner.forward(self.site.runner.init_batch(batch))
             return hidden.clone(), path
@@ -202,7 +201,7 @@ def make_graph_site(
     batch_type: type[ForwardBatch] = ForwardBatch,
     **options: Any,
 ) -> GraphSite:
-    """Everything, captured. `options` go to the graph runner."""
+    """A tiny model, its site and its captured graphs. `options` go to the graph runner."""
     capture, streams = capture or RecordingCapture(), make_streams()
     site = make_site(model, facts=facts, attention=attention, poison=poison, max_bs=max_bs, batch_type=batch_type)
     runner, model = site.runner, site.model

@@ -1,5 +1,5 @@
-"""A tiny model with a window, with blocks of which all are seen, and with blocks of which some are
-chosen: layers, the host that hands out pages, and a dense oracle by the formulas alone."""
+"""A tiny model with three kinds of layers (sliding window only, all compressed blocks, selected
+blocks), the host that hands out pages, and a dense oracle by the formulas alone."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def _linear(inputs: int, outputs: int) -> Callable[[Tensor], Tensor]:
 
 
 class SparseModel(TinyModel):
-    """Embedding, such layers with a residual, head."""
+    """Embedding, compressed attention layers with a residual, head."""
 
     def __init__(self, compressions: Sequence[Compression | None] = LAYERS, seed: int = 0) -> None:
         super().__init__(seed, windows=(WINDOW,) * len(compressions))
@@ -173,8 +173,8 @@ def make_sparse(
     poison: bool = True,
     **options: Any,
 ) -> Site:
-    """A site whose pool has no number in it; `own_pages` of windows, or 0: they are in the pages of
-    all tokens."""
+    """A site with a pool full of NaN. `own_pages`: number of window pages; 0: the window's rows are
+    in the pages of all tokens."""
     model = SparseModel(compressions)
     table = WindowTable(SLOTS, WINDOW, STEP, PAGE, "cpu") if own_pages else None
 
@@ -188,7 +188,7 @@ def make_sparse(
 
 
 class SparseDesk(WindowDesk):
-    """Pages of windows that nobody needs any more hold no number."""
+    """Fills freed window pages with NaN."""
 
     def _give(self, pages: list[int]) -> None:
         pool = self.site.attention.token_to_kv_pool
@@ -201,6 +201,6 @@ class SparseDesk(WindowDesk):
 
 
 def desk_of(site: Site, seed: int = 0) -> Desk:
-    """The host of a site with pages of windows, or without."""
+    """The host of a site, with window pages if the site has them."""
     has_pages = site.attention.token_to_kv_pool.window_table is not None
     return SparseDesk(site, WINDOW, seed) if has_pages else Desk(seed)

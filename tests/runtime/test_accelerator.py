@@ -1,5 +1,5 @@
-"""What an accelerator has left is what its driver says: weights count as taken, memory that torch
-keeps cached does not."""
+"""The free memory of an accelerator is the driver's number: weights count as used, memory in
+torch's cache does not."""
 
 from __future__ import annotations
 

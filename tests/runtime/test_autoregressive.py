@@ -1,5 +1,5 @@
-"""Proposals of a model against dense torch: after any history, every proposal is drawn of what a
-forward from scratch gives on the true tokens and features."""
+"""Draft models against dense torch: after any history, every draft token is drawn from the
+distribution that a forward from scratch gives for the true tokens and features."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ TOLERANCE = 1e-4
 
 @dataclass
 class Case:
-    """A draft, how wide the features are that it reads, and log-probabilities [len(path) + 1,
-    vocab] by dense torch, after the tokens of a text with features [L, F] of all but the last and
-    after each token of a path."""
+    """A draft model. `width`: elements of the features that it reads (0: none). `dense(tokens,
+    features [L, F] of all tokens but the last, path)`: log-probabilities [len(path) + 1, vocab] by
+    dense torch, after the tokens and after each token of the path."""
 
     model: Any
     width: int
@@ -52,8 +52,8 @@ class Case:
 
 @dataclass
 class Text:
-    """A request: its tokens, of which the last has no cell, a feature for each token with a cell,
-    and its pages."""
+    """A request: its tokens (the last one has no KV cell yet), a feature for each token with a KV
+    cell, the number of these cells, and its pages."""
 
     tokens: list[int]
     features: Tensor
@@ -62,7 +62,7 @@ class Text:
 
 
 def drafted(kind: str, folder: Path) -> Case:
-    """A draft of a kind, by the engine's loader."""
+    """A draft model of a kind, loaded by the engine's loader."""
     target = llama(**TARGET)
     if kind == "standalone":
         oracle = llama(num_hidden_layers=1)
@@ -93,13 +93,13 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
 
 
 def make_drafter(case: Case, page_size: int) -> AutoregressiveDrafter:
-    """A drafter with a runner of its own over new pools."""
+    """A drafter with its own runner over new pools."""
     model, table = case.model, ReqToTokenPool(SLOTS, CONTEXT, page_size, "cpu")
     shapes = layer_shapes(model.attention_layers, lambda layer: True)
     cells = MHATokenToKVPool(PAGES // page_size, page_size, shapes, torch.float32, "cpu", model.kernels)
     for layer in range(len(shapes)):
         for each in cells.kv(layer):
-            each.fill_(7.0)  # what nobody wrote shows
+            each.fill_(7.0)  # makes reads of unwritten cells visible
     attention = ReferenceAttention(shape_of(model.attention_layers, False), table, cells, model.kernels)
     decode = build_decode_registry(FACTS, table, max_bs=SLOTS * (TOKENS + 2))
     prefill = build_prefill_registry(FACTS, table, max_bs=SLOTS, max_num_tokens=CONTEXT)
@@ -114,8 +114,8 @@ def ints(values: Any) -> Tensor:
 
 
 class Desk:
-    """Plays scheduler and target: random texts with random features, whose proposals are right as
-    often as it says."""
+    """Plays scheduler and target: random texts with random features; the caller says how many draft
+    tokens are accepted."""
 
     def __init__(self, case: Case, page_size: int, seed: int, drafter: AutoregressiveDrafter | None = None) -> None:
         self.case, self.page_size = case, page_size
@@ -134,8 +134,9 @@ class Desk:
         return self.random.randrange(1, VOCAB)
 
     def admit(self, slot: int, length: int, like: int | None = None) -> int:
-        """A new text; one `like` another has its first tokens, and the pages that are whole and
-        whose next token it shares. Returns how many cells it has so."""
+        """Admit a new text and return its number of cached KV cells. With `like`, it starts with
+        the tokens of that slot and shares the full pages, except those that need the next token
+        (`lookahead`)."""
         text = Text([self.token() for _ in range(length)], torch.randn(length, self.case.width))
         if like is not None:
             other = self.texts[like]
@@ -149,7 +150,7 @@ class Desk:
         return text.cells
 
     def reserve(self, slot: int, cells: int) -> None:
-        """Pages for so many cells."""
+        """Give the slot pages for `cells` KV cells."""
         text = self.texts[slot]
         while len(text.pages) * self.page_size < cells:
             text.pages.append(self.free.pop())
@@ -159,8 +160,8 @@ class Desk:
         return len(self.texts[slot].pages) * self.page_size
 
     def prompts(self, chunks: dict[int, int]) -> None:
-        """One step in which slot s brings chunks[s] tokens of its prompt; who has brought all draws
-        a token."""
+        """Run one step that prefills chunks[s] tokens of each slot s; a prompt that is complete
+        samples a token."""
         rows = list(chunks.items())
         for slot, count in rows:
             self.reserve(slot, self.texts[slot].cells + count + self.random.randrange(2 * TOKENS))
@@ -193,8 +194,8 @@ class Desk:
         self.advance([rows[i][0] for i in done], batch, 1, ids, features, ends[done])
 
     def verify(self, accepted: dict[int, int]) -> None:
-        """One step in which of slot s the first accepted[s] proposals are right, as far as there
-        are pages."""
+        """Run one verification that accepts the first accepted[s] draft tokens of slot s, as far as
+        its pages reach."""
         width, slots, rows = TOKENS + 1, list(accepted), []
         ids, features, select = [], [], []
         for i, slot in enumerate(slots):
@@ -230,7 +231,7 @@ class Desk:
     def advance(
         self, slots: list[int], batch: ForwardBatch, width: int, ids: Any, features: Tensor, select: Any
     ) -> None:
-        """Have tokens proposed, and compare what each was drawn of."""
+        """Have tokens drafted, and compare the distribution of each with the oracle."""
         drawn: list[Tensor] = []
 
         def draw(logits: Tensor, depth: int) -> Tensor:
@@ -264,11 +265,11 @@ class Desk:
                 self.compare(slot, torch.stack([each[row] for each in drawn]))
 
     def planted(self, rows: DraftRows) -> DraftRows:
-        """What a drafter is given; a defect gives it something else."""
+        """The rows passed to the drafter; a defect changes them."""
         return rows
 
     def compare(self, slot: int, found: Tensor) -> None:
-        """Every proposal whose forwards all had cells."""
+        """Compare every draft token with KV cells for all of its forwards."""
         text = self.texts[slot]
         first = self.drafter.lookahead + 1
         within = min(len(found), max(self.limit(slot) - text.cells + first - 1, first - 1))
@@ -280,8 +281,8 @@ class Desk:
 
 
 def play(desk: Desk, rounds: int = 4) -> None:
-    """Prompts in pieces of 1 to 7 tokens, of which one begins as another does; verified steps with
-    every number of right proposals; a slot that is used again."""
+    """Prefill in chunks of 1 to 7 tokens, with one prompt that shares a prefix; verify with every
+    number of accepted draft tokens; reuse a slot."""
     rng = desk.random
     desk.admit(1, rng.randrange(8, 20))
     desk.admit(2, rng.randrange(1, 12))
@@ -310,7 +311,8 @@ def test_proposals_are_drawn_of_what_a_forward_from_scratch_gives(cases, kind: s
 
 
 class SkipsVerified(FeatureDrafter):
-    """What it wrote of its own proposals stays; only the row that it goes on from is written."""
+    """Keeps the KV that it wrote for its own draft tokens; only the row of the last accepted token
+    is rewritten."""
 
     def take_in(self, rows: DraftRows) -> Tensor:
         batch = rows.batch
@@ -323,7 +325,7 @@ class SkipsVerified(FeatureDrafter):
 
 
 class KeepsRejected(Desk):
-    """Lengths are not reduced by what was rejected."""
+    """Lengths still count a rejected token."""
 
     def planted(self, rows: DraftRows) -> DraftRows:
         if rows.width == 1:
@@ -332,7 +334,7 @@ class KeepsRejected(Desk):
 
 
 class ShiftedFeatures(Desk):
-    """Each token is joined with what was made of the token itself."""
+    """Each token is joined with the feature of the token itself instead of the one before."""
 
     def planted(self, rows: DraftRows) -> DraftRows:
         assert rows.features is not None
@@ -340,7 +342,8 @@ class ShiftedFeatures(Desk):
 
 
 class WrongTail(Desk):
-    """The last token of a chunk is followed by a drawn token, whether the prompt goes on or not."""
+    """The last token of a chunk is always followed by a drawn token, also when the prompt goes
+    on."""
 
     def planted(self, rows: DraftRows) -> DraftRows:
         if rows.width > 1 or len(rows.select):
@@ -351,7 +354,7 @@ class WrongTail(Desk):
 
 
 class StaleRoots(StandaloneDrafter):
-    """Cells of the target's rows are not rewritten: the last proposal, which is never run, has
+    """The KV of the verified rows is not rewritten: the last draft token was never run, so it has
     none."""
 
     def take_in(self, rows: DraftRows) -> Tensor:
@@ -388,8 +391,8 @@ def test_a_defect_of_a_model_without_features_shows(cases, defect: type) -> None
 
 
 class WritesOnce(StandaloneDrafter):
-    """No cell of a slot is written twice in one forward: which of the two stays is the device's to
-    choose."""
+    """Checks that no KV cell of a slot is written twice in one forward: which write stays would
+    depend on the device."""
 
     def run(self, batch: ForwardBatch) -> Tensor:
         if batch.forward_mode.is_decode:
@@ -401,7 +404,8 @@ class WritesOnce(StandaloneDrafter):
 
 
 class RunsRejected(WritesOnce):
-    """Rows behind what was accepted go to their cells, of which the root has one."""
+    """The rows after the accepted tokens write to their KV cells too, and so overwrite the
+    root's."""
 
     def _with_roots(self, rows: DraftRows, roots: Tensor) -> ForwardBatch:
         made, verified = super()._with_roots(rows, roots), rows.batch.num_tokens

@@ -1,5 +1,5 @@
-"""The buffer registry: what an input buffer holds when it is made, filled, padded and read, for
-every kind."""
+"""The buffer registry: the content of an input buffer when it is made, filled, padded and read, for
+every kind of buffer."""
 
 from __future__ import annotations
 
@@ -53,12 +53,12 @@ TOY: Any = Toy
 
 
 def count_both(view: Tensor, batch: Any, ctx: FillContext) -> None:
-    """Sees the copies of this fill, and its sizes."""
+    """Sees the copies of this fill and its sizes."""
     view.copy_(torch.tensor([ctx.raw_bs, ctx.padded_bs, ctx.raw_num_tokens, ctx.padded_num_tokens]))
 
 
 def toy_registry(shares: bool = True, extra: Sequence[InputBuffer] = (), without: Sequence[str] = ()) -> BufferRegistry:
-    """Four requests, eight tokens, every buffer of `Toy`."""
+    """A registry for four requests and eight tokens, with every buffer of `Toy`."""
     registry = BufferRegistry(TOY, "cpu", 4, 8, shares_host_memory=shares, pinned=False)
     for spec in specs(Toy):
         if spec.is_buffered and spec.name not in without:
@@ -72,7 +72,7 @@ def toy_registry(shares: bool = True, extra: Sequence[InputBuffer] = (), without
 
 
 def toy(bs: int, tokens: int, **values: Any) -> Any:
-    """A batch of this size whose tensors count upwards from 10."""
+    """A batch of this size; the values of its tensors count upwards from 10."""
     return Toy(
         batch_size=bs,
         num_tokens=tokens,
@@ -86,7 +86,7 @@ def toy(bs: int, tokens: int, **values: Any) -> Any:
 
 
 def contents(registry: BufferRegistry, name: str) -> list[Any]:
-    """The whole of a buffer."""
+    """The whole content of a buffer."""
     buffer = registry.input_buffer(name).tensor
     return buffer.tolist()
 
@@ -187,7 +187,7 @@ def test_a_plain_field_that_is_absent_this_step_stays_absent() -> None:
 
 
 def stale_extract(registry: BufferRegistry, batch: Any) -> Any:
-    """Mutant: every buffer is exposed."""
+    """Mutant: exposes every buffer."""
     return replace(batch, **{s: registry.input_buffer(s).head(2, 2) for s in registry.names if "." not in s})
 
 

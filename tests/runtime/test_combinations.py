@@ -1,5 +1,5 @@
-"""What may propose beside what: the page says it as the data do, and a start refuses that and
-nothing else."""
+"""Which drafters work together with which features: the document states the same as the data, and a
+start refuses exactly these combinations."""
 
 from __future__ import annotations
 
@@ -38,23 +38,24 @@ from sglcore.runtime.speculative.combinations import (
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "speculation.md"
 ELSEWHERE = (HOST_ROWS, TEXT)
-"""Of whole starts, which laws of their own try."""
+"""Features that need a whole start; their own tests try them."""
 KINDS = (*WITHOUT_MODEL, *MODELS)
 
 
 def layer(window: int | None = None, rows: bool = False, ring: bool = False) -> Any:
-    """What a choice sees of a layer."""
+    """A layer with the attributes that the choice reads."""
     kept = {"row": SimpleNamespace(ring=ring)} if rows or ring else {}
     return SimpleNamespace(sliding_window=window, rows=kept)
 
 
 def layers_of(beside: str) -> tuple[Any, ...]:
-    """Those of a model that keeps something."""
+    """The layers of a model with the feature `beside`."""
     return (layer(8 if beside == WINDOWS else None, rows=beside == ROWS),)
 
 
 def choose(folder: Path, kind: str, beside: str, is_tree: bool) -> Any:
-    """What a start comes to, with something beside."""
+    """The speculation that a start chooses for a model or configuration with the feature
+    `beside`."""
     taken_in = {STATE: ("numbers",), OTHER_STATE: ("numbers", None)}.get(beside, ())
     states = tuple(SimpleNamespace(taken_in=each) for each in taken_in)
     config = SimpleNamespace(is_encoder=beside == EMBEDS)
@@ -80,7 +81,8 @@ def choose(folder: Path, kind: str, beside: str, is_tree: bool) -> Any:
 
 
 def cases() -> Iterator[tuple[str, str, bool]]:
-    """Everything beside every kind that may be there, and beside its trees."""
+    """Every feature with every drafter kind that it can meet, and with trees for kinds that have
+    them."""
     for beside in COMBINATIONS:
         for kind in KINDS:
             if beside in ELSEWHERE or (beside in (DRAFT_STATE, DRAFT_RINGS) and kind in WITHOUT_MODEL):

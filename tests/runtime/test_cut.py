@@ -1,4 +1,4 @@
-"""Where a batch is cut: for any lengths, both halves together are the batch, and no half of a
+"""Cutting a batch in two: for any lengths, both halves together are the batch, and no half of a
 request is empty."""
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def batch_of(lengths: NDArray[np.int32]) -> ForwardBatch:
 
 
 def tokens_of(lengths: NDArray[np.int32], first: int, last: int) -> list[tuple[int, int, int]]:
-    """Each request with tokens in the child that `clip` describes: its number, its first token of
-    the step there, and how many."""
+    """(request, its first token of the step in this child, number of tokens) for each request in
+    the child that `clip` describes."""
     part = clip(batch_of(lengths), first, last)
     found = []
     for row in range(part.rows.start, part.rows.stop):

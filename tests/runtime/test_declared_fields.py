@@ -1,5 +1,5 @@
-"""A field that is declared, one line in each of the two batches, is carried everywhere; one that
-nobody carries is refused."""
+"""A field that is declared in one line in each of the two batches is carried everywhere; a field
+that cannot be filled is refused."""
 
 from __future__ import annotations
 
@@ -26,10 +26,11 @@ facts_of_both = pytest.mark.parametrize("facts", [SHARED, STAGED], ids=["shared"
 
 
 class WeighingModel(TinyModel):
-    """Right only if every real token comes with its own mark and weight."""
+    """Right only if every real token arrives with its own mark and weight."""
 
     def __call__(self, batch: ForwardBatch) -> Tensor:
-        """The embedding of each token counts as often as its mark and weight say: once."""
+        """Multiply each token's embedding by a factor of its mark and weight that is 1 if both are
+        right."""
         plain, self.embedding = self.embedding, (self.embedding[batch.input_ids].T * one_for_real_tokens(batch)).T
         hidden = super().__call__(replace(batch, input_ids=torch.arange(batch.num_tokens, dtype=torch.int32)))
         self.embedding = plain
@@ -37,12 +38,12 @@ class WeighingModel(TinyModel):
 
 
 def wider_site(facts: Any = SHARED, **options: Any) -> tuple[Site, Desk]:
-    """A site whose batches are the wider ones."""
+    """A site that uses the wider batches, and its host."""
     return make_site(WeighingModel(), facts=facts, batch_type=WiderBatch, **options), Desk()
 
 
 def staged(site: Site, batch: ScheduleBatch) -> WiderBatch:
-    """On the device."""
+    """The batch on the device."""
     made = site.runner.init_batch(batch)
     assert isinstance(made, WiderBatch)
     return made
@@ -129,8 +130,8 @@ def test_the_copy_for_a_forward_does_not_share_it() -> None:
 
 
 def replays(made: Any) -> list[tuple[Tensor, Tensor, str]]:
-    """Hidden states of decode steps of different sizes, what the dense oracle gives, and the
-    path."""
+    """(hidden states, hidden states of the dense oracle, path) of decode steps of different
+    sizes."""
     desk, runner, model = Desk(2), made.site.runner, made.site.model
     tokens = {slot: random_tokens(slot, slot + 1) for slot in (1, 2, 3)}
     with torch.inference_mode():
@@ -147,12 +148,12 @@ def replays(made: Any) -> list[tuple[Tensor, Tensor, str]]:
 
 
 def is_right(found: list[tuple[Tensor, Tensor, str]]) -> bool:
-    """Every replay gives what the oracle gives."""
+    """Whether every replay equals the oracle."""
     return all(path.startswith("full:") and torch.allclose(one, two, atol=2e-5) for one, two, path in found)
 
 
 def make_wider_graphs(facts: Any = SHARED) -> Any:
-    """Decode steps captured with the fields in them."""
+    """Decode steps captured with the added fields."""
     return make_graph_site(model=WeighingModel(), batch_type=WiderBatch, facts=facts, poison=True)
 
 
@@ -162,7 +163,7 @@ def test_a_graph_reads_what_each_step_brings(facts: Any) -> None:
 
 
 def forgotten(patch: pytest.MonkeyPatch) -> None:
-    """Mutant: the loop skips a field."""
+    """Mutant: staging skips the field `weights`."""
     real = BufferRegistry._compile_staging
 
     def compile_staging(self: BufferRegistry, is_decode: bool) -> Any:
@@ -175,7 +176,7 @@ def forgotten(patch: pytest.MonkeyPatch) -> None:
 
 
 def apart(patch: pytest.MonkeyPatch) -> None:
-    """Mutant: a graph is captured over other memory than what is staged."""
+    """Mutant: a graph is captured over a clone of a staged buffer."""
     real = BufferRegistry.extract_buffer
 
     def extract_buffer(self: BufferRegistry, template: Any, *sizes: int) -> Any:
@@ -197,7 +198,7 @@ def test_a_field_that_is_lost_on_the_way_is_caught(mutant: Any, monkeypatch: pyt
 
 @batch_record(WiderSchedule)
 class Sometimes(ForwardBatch):
-    """Fields that not every step has."""
+    """Fields that only some steps have."""
 
     marks: Tensor | None = batch_field(
         axis=Axis.REQUESTS, dtype="int32", padding=zero(), read="marks", when=When.EXTEND

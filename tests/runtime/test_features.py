@@ -1,5 +1,5 @@
-"""What a model gives a drafter of each token: the sums before some layers, as they were, however
-layers use up what they are given."""
+"""The features that a model gives a drafter for each token: the residual sums before some layers,
+unchanged even if later layers overwrite their input."""
 
 from __future__ import annotations
 
@@ -18,15 +18,14 @@ SIZE, TOKENS, LAYERS = 2, 3, 4
 
 
 class State(NamedTuple):
-    """What layers hand on."""
+    """The state that layers pass on."""
 
     hidden: Tensor
     residual: Tensor | None
 
 
 class UsesUp:
-    """Each layer doubles the sum that it is given, in place; all of it is in one part, or in
-    two."""
+    """Each layer doubles its input sum in place. `has_residual`: the sum has two parts."""
 
     layers: tuple[Any, ...] = (None,) * LAYERS
     attention_layers: tuple[Any, ...] = ()

@@ -1,5 +1,5 @@
-"""The declaration of batch fields: what is refused, and that retention and poison follow from it
-completely."""
+"""The declaration of batch fields: refused declarations, and retention and poison that follow from
+it completely."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_a_batch_carries_no_pool_backend_or_coordinator() -> None:
 
 
 def reachable(value: Any) -> set[int]:
-    """The ids of all tensors in a record and the records in it, found without its declarations."""
+    """The ids of all tensors in a record and its nested records, found without the declarations."""
     if isinstance(value, Tensor):
         return {id(value)}
     if dataclasses.is_dataclass(value):
@@ -110,7 +110,7 @@ def reachable(value: Any) -> set[int]:
 
 
 def full_outer() -> Outer:
-    """Every field is set."""
+    """A record with every field set."""
     tensors = {item.name: torch.zeros(2) for item in dataclasses.fields(Outer) if item.name not in ("inner", "host")}
     return Outer(**tensors, inner=Inner(torch.zeros(1)), host=np.zeros(2))  # pyright: ignore[reportArgumentType]
 
@@ -141,7 +141,7 @@ def test_a_hand_written_retention_list_is_caught() -> None:
 
 
 def registries(facts: Any) -> tuple[Any, ...]:
-    """A decode and a prefill registry with every buffer there is."""
+    """A decode and a prefill registry with every possible buffer."""
     table, *_ = make_attention(TinyModel())
     windows = WindowTable(SLOTS, 3, 9, PAGE, "cpu")
     decode = build_decode_registry(
@@ -161,7 +161,7 @@ def registries(facts: Any) -> tuple[Any, ...]:
 
 
 def unpoisoned(registry: Any) -> list[str]:
-    """Buffers of which some entry still holds something that a kernel could take for data."""
+    """Buffers with an entry that a kernel could take for data."""
     names = []
     for name in registry.names:
         buffer = registry.input_buffer(name)
@@ -203,7 +203,7 @@ def test_a_poison_that_forgets_computed_buffers_is_caught() -> None:
 def test_the_buffers_of_a_registry_are_the_declared_ones() -> None:
     decode, prefill = registries(SHARED)
     declared = {spec.name for spec in specs(ForwardBatch) if spec.is_buffered} | {"input_embeds"}
-    # Steps that verify trees, or proposals of a model with states, have them alone
+    # Only steps that verify trees, or draft tokens of a model with states, have these
     # (`visible_buffer`, `run_buffers`).
     declared -= {"visible", "run_slots", "run_targets", "run_lens", "run_rows"}
     nested = {f"ngram_embedding_info.{spec.name}" for spec in specs(NgramEmbeddingInfo)}

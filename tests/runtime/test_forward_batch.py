@@ -1,5 +1,5 @@
 """From a ScheduleBatch to a ForwardBatch: every mode, one-shot values, futures, and the isolation
-of what a forward sees."""
+of the data that a forward sees."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ def staged(site: Site, batch: ScheduleBatch) -> ForwardBatch:
 
 
 def values(*tensors: Tensor | None) -> list[Any]:
-    """As lists."""
+    """The tensors as lists."""
     return [None if tensor is None else tensor.tolist() for tensor in tensors]
 
 
 def cells(desk: Desk, slot: int, start: int, end: int) -> list[int]:
-    """Where the tokens start..end-1 of a slot live, worked out by hand."""
+    """The KV cells of the tokens start..end-1 of a slot, computed by hand."""
     return [desk.pages[slot][position // PAGE] * PAGE + position % PAGE for position in range(start, end)]
 
 
@@ -100,7 +100,7 @@ def test_positions_of_three_axes_and_ngram_inputs_are_staged_when_they_are_there
 
 
 def one_shots(site: Site, batch: ScheduleBatch) -> tuple[Any, ...]:
-    """What a forward batch made from `batch` sees of the values that are meant for one forward."""
+    """The one-shot values that a forward batch made from `batch` sees."""
     made = ForwardBatch.init_new(batch, site.runner.registry_for(batch))
     assert made.seq_lens_cpu is not None
     lengths = made.seq_lens.tolist()
@@ -140,10 +140,10 @@ def test_one_shot_values_are_seen_by_the_first_forward_only() -> None:
 
 
 class Peeking(OneShot):
-    """Mutant: reading does not take."""
+    """Mutant: reading does not take the value."""
 
     def take(self) -> Any:
-        """The value, which stays."""
+        """Return the value without removing it."""
         return self._value
 
 
@@ -178,7 +178,7 @@ class Sampling:
 
 
 def full_batch(kind: type[ScheduleBatch] = ScheduleBatch, **values: Any) -> ScheduleBatch:
-    """Every field is set to something."""
+    """A batch with a value in every field."""
     arrays = {
         item.name: ints([1, 2, 3])
         for item in fields(ScheduleBatch)
@@ -196,8 +196,8 @@ def full_batch(kind: type[ScheduleBatch] = ScheduleBatch, **values: Any) -> Sche
 
 
 def shared_fields(mine: ScheduleBatch, view: ScheduleBatch) -> list[str]:
-    """Fields of a copy that differ from the original, or that the original could change
-    afterwards."""
+    """Fields of a copy that differ from the original, or that a later change of the original would
+    change."""
     wrong = []
     for item in fields(mine):
         one, other = getattr(mine, item.name), getattr(view, item.name)

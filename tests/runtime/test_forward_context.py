@@ -1,4 +1,4 @@
-"""The forward context: nested, restored on every way out, one per thread, and never inherited by
+"""The forward context: nested, restored on every exit, one per thread, and never inherited by
 another runner."""
 
 from __future__ import annotations
@@ -110,23 +110,23 @@ def test_a_context_is_frozen_and_takes_no_other_attribute() -> None:
 
 
 class Draft(TinyModel):
-    """A draft that runs something else in the middle of its own forward."""
+    """A draft model that runs another forward in the middle of its own."""
 
     inside: Callable[[], Tensor] | None = None
     result: Tensor | None = None
 
     def __call__(self, batch: ForwardBatch) -> Tensor:
-        """Its hidden states; what ran inside is in `result`."""
+        """Return its hidden states; the result of the inner forward is in `result`."""
         if self.inside is not None:
             self.result = self.inside()
         return super().__call__(batch)
 
 
 class InheritingRunner(ModelRunner):
-    """Mutant: re-uses a context that is already active."""
+    """Mutant: reuses a context that is already active."""
 
     def run_eager(self, batch: ForwardBatch) -> Tensor:
-        """As the true one, but only the outermost runner publishes."""
+        """Publish a context only in the outermost runner."""
         if not has_forward_context():
             return super().run_eager(batch)
         view = self.prepared(batch)
@@ -135,7 +135,7 @@ class InheritingRunner(ModelRunner):
 
 
 def nested_forward(runner: type[ModelRunner]) -> tuple[Site, Site, Tensor, Tensor]:
-    """A target forward inside a draft's live scope: both sites, and both hidden states."""
+    """Run a target forward inside a draft's forward; return both sites and both hidden states."""
     target, draft = make_site(TinyModel(1), runner=runner), make_site(Draft(2), runner=runner)
     model = draft.model
     assert isinstance(model, Draft)
@@ -155,14 +155,14 @@ def test_a_target_forward_inside_a_drafts_scope_uses_its_own_backend_and_pool() 
 
 
 def test_a_runner_that_inherits_the_live_context_is_caught() -> None:
-    # This step's own numbers are right: only later steps would read cells of the target that were
-    # never written.
+    # The results of this step are right; only later steps would read the target's unwritten KV
+    # cells.
     target, *_ = nested_forward(InheritingRunner)
     assert written_cells(target) == 0
 
 
 def written_cells(site: Site) -> int:
-    """Cells of the site's pool, beyond page 0, that hold something."""
+    """The number of written KV cells of the site's pool, without page 0."""
     keys, _ = site.cells.kv(0)
     return int((keys[site.cells.page_size :] != 0).any(-1).any(-1).sum())
 

@@ -1,5 +1,5 @@
-"""Which graphs a start gets: the kind asked for or the device's own, the reason in the ledger, and
-what is refused."""
+"""The choice of graphs at a start: the requested kind or the device's default, its reason in the
+ledger, and refusals."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ NAME = __name__
 
 
 def full(facts: Facts, streams: Streams) -> FullGraphs:
-    """A factory of the present contract."""
+    """A factory with the current signature."""
     return FullGraphs(RecordingCapture(), streams)
 
 
 def breakable(facts: Facts, streams: Streams) -> FullGraphs:
-    """A factory whose graphs serve prompts too."""
+    """A factory of graphs that also serve prefill."""
     return mechanism("breakable", RecordingCapture(), streams)
 
 
@@ -68,7 +68,7 @@ def package(**graphs: str) -> DevicePackage:
 
 
 def choose(graph: str, facts: Facts = STREAMS, site: Site | None = None, strict: bool = False, **graphs: str):
-    """The mechanism, and the ledger's rows."""
+    """The chosen mechanism, and the ledger's rows."""
     ledger = DecisionLedger(strict=strict)
     site = site or make_site(attention=GatheredAttention)
     config = EngineConfig(graph=graph)
@@ -118,19 +118,19 @@ def test_a_device_without_streams_captures_any_attention() -> None:
 
 
 class Silent:
-    """A model that asks for no segments."""
+    """A model without segments."""
 
     def __init__(self, model: Any) -> None:
         self.embedding = model.embedding
         self.attention_layers = model.attention_layers
 
     def __call__(self, batch: Any) -> Any:
-        """No attention."""
+        """Return embeddings without attention."""
         return self.embedding[batch.input_ids]
 
 
 def capture_all(kind: str, site: Site, **config: Any) -> tuple[ModelRunner, tuple[Row, ...]]:
-    """The runner with its graphs, and the rows."""
+    """The runner with its graphs, and the ledger's rows."""
     ledger, streams = DecisionLedger(), make_streams()
     backend = mechanism(kind, RecordingCapture(), streams)
     settings = EngineConfig(graph=kind, graph_buckets=(1, 4), **config)
@@ -182,7 +182,7 @@ def test_buckets_larger_than_every_batch_are_refused() -> None:
 
 
 def attend(tmp_path: Path, graph: str, explicit: str | None = None, facts: Facts = STREAMS, only: str = "") -> Any:
-    """The attention that the bring-up step takes, and the ledger's rows."""
+    """The attention that the bring-up step chooses, and the ledger's rows."""
     model = load(save(llama(), tmp_path))
     site, ledger = make_site(), DecisionLedger()
     pools = bring_up.Pools(site.table, site.cells, site.tokens)

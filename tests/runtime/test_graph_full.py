@@ -1,5 +1,5 @@
-"""Full graphs over a stream capture: a replay equals the dense oracle, and every way to bake in too
-much is caught."""
+"""Full graphs over a stream capture: a replay equals the dense oracle, and values that must not be
+baked into a graph are caught."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def decode(made: GraphSite, sizes: Sequence[int]) -> list[tuple[Tensor, str]]:
 
 
 def expected(model: TinyModel, sizes: Sequence[int]) -> list[Tensor]:
-    """What the dense oracle gives for the same steps."""
+    """The dense oracle's results for the same steps."""
     tokens = {slot: random_tokens(slot, slot) for slot in range(1, 7)}
     results = []
     for step, size in enumerate(sizes):
@@ -84,43 +84,43 @@ def test_the_path_names_the_smallest_bucket_that_holds_the_batch() -> None:
 
 @dataclass(slots=True)
 class CopiedPlan(ReferencePlan):
-    """A plan that holds lengths of its own, as libraries with a planner do."""
+    """A plan with a copy of the lengths, as in attention libraries with a planner."""
 
     lengths: Tensor = field(default_factory=torch.Tensor)
 
 
 class PlannedLengths(GatheredAttention):
-    """Reads the lengths that its plan holds, which `refresh` brings up to date."""
+    """Reads the lengths in its plan, which `refresh` updates."""
 
     def capture_plan(self, bucket: Bucket) -> CopiedPlan:
-        """With a buffer for the lengths."""
+        """Make a plan with a buffer for the lengths."""
         plan = super().capture_plan(bucket)
         lengths = torch.ones(bucket.batch_size, dtype=torch.int32)
         return CopiedPlan(self, plan.generation, captured=plan.captured, lengths=lengths)
 
     def refresh(self, plan: ReferencePlan, batch: ForwardBatch) -> None:
-        """In place."""
+        """Copy the lengths into the plan's buffer."""
         assert isinstance(plan, CopiedPlan)
         plan.lengths.copy_(batch.seq_lens)
 
     def attend(self, q: Tensor, layer: Any, batch: ForwardBatch, plan: ReferencePlan) -> Tensor:
-        """Of the plan's lengths."""
+        """Attend with the lengths of the plan."""
         planned = replace(batch, seq_lens=plan.lengths) if isinstance(plan, CopiedPlan) else batch
         return super().attend(q, layer, planned, plan)
 
 
 class StalePlan(PlannedLengths):
-    """Mutant: what was planned at capture stays."""
+    """Mutant: the plan of the capture is never updated."""
 
     def refresh(self, plan: ReferencePlan, batch: ForwardBatch) -> None:
-        """Forgotten."""
+        """Do nothing."""
 
 
 class MovedPlan(PlannedLengths):
-    """Mutant: refreshes into new memory, which no graph knows."""
+    """Mutant: `refresh` puts the lengths into new memory, which no graph reads."""
 
     def refresh(self, plan: ReferencePlan, batch: ForwardBatch) -> None:
-        """Rebinds."""
+        """Rebind the lengths."""
         assert isinstance(plan, CopiedPlan)
         plan.lengths = batch.seq_lens.clone()
 
@@ -134,7 +134,7 @@ def test_a_plan_that_is_stale_or_moved_or_made_of_host_lengths_is_caught(attenti
 
 
 def rebind(made: GraphSite) -> None:
-    """Mutant: the input buffers are made anew after capture."""
+    """Mutant: the input buffers are reallocated after capture."""
     made.site.runner.decode_registry.make_buffers()
 
 
@@ -146,7 +146,7 @@ def smaller_bucket(made: GraphSite) -> None:
 
 
 def leftover(made: GraphSite) -> None:
-    """Mutant: inputs are not brought up to date before a replay."""
+    """Mutant: KV cell locations are not updated before a replay."""
     made.site.runner.decode_registry.input_buffer("out_cache_loc").post_fill = lambda view, batch, ctx: None
 
 
@@ -160,7 +160,8 @@ def test_a_broken_runner_is_caught(plant: Callable[[GraphSite], None]) -> None:
 
 @pytest.mark.parametrize("mutant", [pad_nothing, count_padding, compute_before])
 def test_a_broken_registry_is_caught(mutant: Any) -> None:
-    """Every token also sees the mean of the real ones, so that a wrong count shows."""
+    """Every token also sees the mean of the real tokens, so that a wrong count changes the
+    results."""
     sizes = (6, 1, 5, 3, 6)
     model = TinyModel(couples=True)
     plain, made = make_graph_site(model=model, poison=True), make_graph_site(model=model, poison=True)
@@ -195,7 +196,7 @@ def test_no_garbage_is_collected_inside_a_capture_and_the_collector_is_as_it_was
 
 
 class Garbage:
-    """It holds itself."""
+    """An object that refers to itself."""
 
     def __init__(self) -> None:
         self.own = self
@@ -209,10 +210,10 @@ def test_garbage_is_collected_before_a_capture() -> None:
 
 
 class Waiting(GatheredAttention):
-    """Mutant: looks at a length on the host inside the forward."""
+    """Mutant: reads a length on the host inside the forward, which waits for the device."""
 
     def attend(self, q: Tensor, layer: Any, batch: ForwardBatch, plan: Any) -> Tensor:
-        """Waits."""
+        """Wait for a length."""
         batch.seq_lens[0].item()
         return super().attend(q, layer, batch, plan)
 
@@ -278,15 +279,15 @@ def test_a_graph_keeps_alive_all_that_it_baked_in() -> None:
     assert all(ref() is not None for ref in [*alive, captured])
 
 
-# -- what a replay is told
+# -- host updates of a replay
 # ---------------------------------------------------------------------------------------------
 
 
 class Telling(GatheredAttention):
-    """Its graphs hold host values: refresh returns the lengths."""
+    """Its graphs hold host values: `refresh` returns the lengths."""
 
     def refresh(self, plan: ReferencePlan, batch: ForwardBatch) -> Any:
-        """What the segment must patch in."""
+        """The values that the segment must patch in."""
         return None if batch.seq_lens_cpu is None else tuple(batch.seq_lens_cpu.tolist())
 
 

@@ -1,5 +1,5 @@
-"""A captured decode that holds two halves gives what each request gives alone, and what it must not
-bake in is caught."""
+"""A captured decode in two micro-batches gives the tokens of each request alone; values that must
+not be baked into the graph are caught."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ SIZES = (6, 1, 5, 2, 4, 3, 6, 1)
 
 
 class Pausing(TinyModel):
-    """Lets the other half run before each layer; what stands behind the real rows of its half is
-    lost."""
+    """Yields to the other micro-batch before each layer, and overwrites the rows after its real
+    ones with NaN."""
 
     def __call__(self, batch: ForwardBatch) -> Tensor:
         self.seen.append(batch)
@@ -41,7 +41,7 @@ class Pausing(TinyModel):
 
 
 def halved(stagger: int = 1, least: int = 2) -> GraphSite:
-    """A site whose decodes of `least` rows or more are captured as halves."""
+    """A site that captures decodes of `least` rows or more as two micro-batches."""
     made = make_graph_site(model=Pausing(), attention=PlannedLengths)
     attention, runner = made.site.attention, made.site.runner
     pools = attention.req_to_token_pool, attention.token_to_kv_pool, attention.kernels
@@ -77,7 +77,7 @@ def test_each_half_of_a_bucket_is_a_part_of_it() -> None:
 
 
 def counts_baked_in(patch: pytest.MonkeyPatch) -> None:
-    """How many rows of a half are real is what it was at the capture."""
+    """The number of real rows in a micro-batch stays that of the capture."""
     own = Halves.parts
 
     def parts(self: Halves, batch: ForwardBatch, cut: int) -> tuple[ForwardBatch, ForwardBatch]:
@@ -90,7 +90,7 @@ def counts_baked_in(patch: pytest.MonkeyPatch) -> None:
 
 
 def second_plan_stale(patch: pytest.MonkeyPatch) -> None:
-    """Only the first half's plan is brought up to date."""
+    """Only the plan of the first micro-batch is updated."""
 
     def refresh(self: CapturedHalves, batch: ForwardBatch) -> None:
         self.halves.backends[0].refresh(self.plans[0], self.halves.parts(batch, self.cut)[0])
@@ -99,7 +99,7 @@ def second_plan_stale(patch: pytest.MonkeyPatch) -> None:
 
 
 def one_workspace_for_both(patch: pytest.MonkeyPatch) -> None:
-    """The second half's plan keeps its lengths where the first one's does."""
+    """The plans of both micro-batches keep their lengths in one buffer."""
     own = CapturedHalves.of
 
     def of(halves: Halves, size: int) -> CapturedHalves | None:
@@ -120,7 +120,7 @@ def test_what_is_baked_in_is_caught(
 
 
 class Updating(PlannedLengths):
-    """Its captured graphs must be told something."""
+    """A backend with captured graphs that need host updates."""
 
     def refresh(self, plan: Any, batch: ForwardBatch) -> Any:
         super().refresh(plan, batch)

@@ -1,4 +1,4 @@
-"""A forward in pieces: what happens before, within and between the captured segments."""
+"""A piecewise forward: work before, in and between the captured segments."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prompt graphs: captured pieces with attention between them give what the dense oracle gives, and
+"""Prefill graphs: captured pieces with eager attention in between equal the dense oracle, and
 padding is bounded."""
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ CHUNKS: tuple[Mapping[int, int], ...] = (
     {1: 2, 2: 2},
     {6: 32},
 )
-"""Tokens that each slot brings, step by step: 12, 4, 21, 31, 6, 4 and 32."""
+"""{slot: tokens} of each step; the steps have 12, 4, 21, 31, 6, 4 and 32 tokens."""
 
 
 def prompts(made: GraphSite, chunks: Sequence[Mapping[int, int]] = CHUNKS) -> list[tuple[Tensor, str]]:
-    """Prompts of several requests, in chunks."""
+    """Run the prefill of several requests in chunks."""
     desk = Desk(3)
     return [made.run(desk.extend(rows)) for rows in rows_of(chunks)]
 
@@ -59,7 +59,7 @@ def rows_of(chunks: Sequence[Mapping[int, int]]) -> list[Rows]:
 
 
 def expected(model: TinyModel, chunks: Sequence[Mapping[int, int]] = CHUNKS) -> list[Tensor]:
-    """Each request alone."""
+    """The hidden states of each request by the dense oracle, joined per step."""
     tokens: dict[int, list[int]] = {}
     results = []
     for rows in rows_of(chunks):
@@ -138,21 +138,21 @@ def test_padding_is_at_most_twice_the_real_tokens_and_gaps_are_small(most: int, 
 
 
 class Watching(GatheredAttention):
-    """Remembers how many rows it was given, and on which batch."""
+    """Records the rows of each call, the tokens of its batch, and its forward context."""
 
     seen: tuple[tuple[int, int], ...] = ()
     contexts: tuple[ForwardContext, ...] = ()
 
     def attend(self, q: Tensor, layer: Any, batch: ForwardBatch, plan: Any) -> Tensor:
-        """Watched."""
+        """Record the call and run it."""
         self.seen += ((q.shape[0], batch.num_tokens),)
         self.contexts += (get_forward_context(),)
         return super().attend(q, layer, batch, plan)
 
 
 class Observed:
-    """Segments that capture nothing: `calls` with the rows of their inputs, and how many of the
-    inputs of each were still there when the next one, or the end, came."""
+    """Segments that capture nothing. `calls`: the calls with the rows of their inputs; `kept`: for
+    each call, the number of its inputs that were still alive at the next call or at the end."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[Any, list[int]]] = []
@@ -161,11 +161,11 @@ class Observed:
 
     @property
     def kept(self) -> list[int]:
-        """Inputs of each call that outlived it."""
+        """The number of inputs of each call that were still alive afterwards."""
         return [*self._alive, self._left()]
 
     def run_between(self, call: Callable[..., Tensor], *inputs: Any) -> Tensor:
-        """Zeros."""
+        """Record the call; return zeros."""
         if self._inputs:
             self._alive.append(self._left())
         self.calls.append((call, [value.shape[0] for value in inputs]))
@@ -275,7 +275,7 @@ def test_more_sizes_than_torch_recompiles_one_function_are_traced() -> None:
 
 
 class Keeping(TinyModel):
-    """The same sums, each made anew of all that attention has given so far."""
+    """The same sums; each layer computes its input anew from all attention outputs so far."""
 
     def __call__(self, batch: ForwardBatch) -> Tensor:
         """Hidden states [T, HIDDEN]."""
@@ -293,7 +293,7 @@ def test_what_attention_gave_stays_when_the_next_one_runs(kind: str) -> None:
 
 
 def skips_calls(made: GraphSite) -> None:
-    """Mutant: the last attention call is left out, its output that of an older step."""
+    """Mutant: the last attention call is left out; its output is that of an older step."""
     for captured in made.graphs.prompts._captured.values():  # pyright: ignore[reportOptionalMemberAccess]
         parts = captured.step.parts  # pyright: ignore[reportAttributeAccessIssue]
         last = max(place for place, part in enumerate(parts) if isinstance(part, EagerCall))
@@ -301,14 +301,14 @@ def skips_calls(made: GraphSite) -> None:
 
 
 def next_bucket(made: GraphSite) -> None:
-    """Mutant: every bucket replays the smallest one's pieces."""
+    """Mutant: every bucket replays the pieces of the smallest one."""
     captured = made.graphs.prompts._captured  # pyright: ignore[reportOptionalMemberAccess]
     for size in captured:
         captured[size] = captured[4]
 
 
 def rebind(made: GraphSite) -> None:
-    """Mutant: the input buffers are made anew after capture."""
+    """Mutant: the input buffers are reallocated after capture."""
     made.site.runner.prefill_registry.make_buffers()
 
 
@@ -384,7 +384,7 @@ def test_a_mechanism_of_decode_steps_only_is_not_asked_for_prompts() -> None:
 
 
 class Lopsided(TinyModel):
-    """A model whose forward gives more than hidden states."""
+    """A model with a forward that returns more than hidden states."""
 
     def __call__(self, batch: ForwardBatch) -> Any:
         """Two results."""

@@ -1,5 +1,5 @@
-"""Graphs by bucket: a replay equals the eager forward whatever lies in the padding, and a stale
-graph never runs."""
+"""Graphs by bucket: a replay equals the eager forward whatever the padding holds, and a stale graph
+never runs."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def count_padding(registry: BufferRegistry) -> None:
 
 
 def compute_before(registry: BufferRegistry) -> None:
-    """Mutant: locations are those of the step before."""
+    """Mutant: KV cell locations stay those of the step before."""
     registry.input_buffer("out_cache_loc").post_fill = lambda view, batch, ctx: None
 
 
@@ -102,7 +102,7 @@ def test_a_broken_registry_is_caught(mutant: Prepare) -> None:
 
 
 def test_without_poison_a_registry_that_does_not_pad_may_go_unseen() -> None:
-    # Why the law above poisons: what an older batch left behind is usually harmless.
+    # The reason for poison in the test above: leftovers of an older batch are usually harmless.
     assert not differs((6, 6), poison=False, prepare=pad_nothing)
 
 
@@ -222,24 +222,24 @@ def test_a_plan_of_another_backend_is_not_silently_replaced_by_the_graphs_own(eq
 
 
 class TellingAttention(ReferenceAttention):
-    """Counts its calls, and tells each graph the lengths, as a device whose graphs hold host values
-    needs."""
+    """Records its calls, and passes the lengths to each graph, as a device with host values in its
+    graphs needs."""
 
     calls: tuple[str, ...] = ()
     plans: tuple[ReferencePlan, ...] = ()
 
     def plan(self, batch: ForwardBatch) -> ReferencePlan:
-        """Counted."""
+        """Record the call."""
         self.calls += ("plan",)
         return super().plan(batch)
 
     def capture_plan(self, bucket: Bucket) -> ReferencePlan:
-        """Counted."""
+        """Record the call."""
         self.calls += (f"capture {bucket.batch_size}",)
         return super().capture_plan(bucket)
 
     def refresh(self, plan: ReferencePlan, batch: ForwardBatch) -> Any:
-        """Returns what the graph must be told."""
+        """Record the call; return the host values for the graph."""
         self.calls += ("refresh",)
         self.plans += (plan,)
         super().refresh(plan, batch)

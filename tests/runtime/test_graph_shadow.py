@@ -1,5 +1,5 @@
-"""Shadow mode: replays are compared with eager forwards at the stated rate, and the comparison
-leaves no trace."""
+"""Shadow mode: replays are compared with eager forwards at the stated rate, and the comparison has
+no side effects."""
 
 from __future__ import annotations
 

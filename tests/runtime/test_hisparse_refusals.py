@@ -1,5 +1,5 @@
-"""What does not go with rows in host memory is refused by its name before anything is loaded; what
-is only not asked for is off."""
+"""A setting that hisparse does not support is refused by name before anything is loaded; a default
+that it does not support is turned off."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from sglcore.step.hisparse import HiSparseConfig
 SHARING = Facts(tensor_device="cpu", shares_host_memory=True)
 APART, REACHED = Facts(tensor_device="acme:0"), Facts(tensor_device="acme:0", reaches_pinned_memory=True)
 OWN = KernelTable().replace(**{name: lambda *given: None for name in REACHING})
-"""A table whose entries reach host memory."""
+"""A kernel table with device entries that reach host memory."""
 
 
 @pytest.mark.parametrize(("facts", "kernels"), [(SHARING, KernelTable()), (REACHED, OWN)])

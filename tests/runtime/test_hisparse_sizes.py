@@ -1,5 +1,5 @@
-"""Of rows in host memory there are as many pages as both memories hold, beside what each request
-and all prompts have on the device."""
+"""Number of pages with hisparse: limited by both memories, after the device buffers of each request
+and the staging rooms of prefill are subtracted."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ BESIDE = SHAPE.room_bytes + (REQUESTS + 1) * SHAPE.slot_bytes
 
 
 def sized(ratio: float, available: int, *, shares: bool) -> MemorySizes:
-    """With rows in host memory, on a device that has a memory of its own or shares the host's; of
-    which all is taken."""
+    """Sizes with hisparse on a device with its own memory or with shared host memory; all of
+    `available` is used."""
     facts = Facts(tensor_device="cpu", shares_host_memory=shares)
     kept, budget = Geometry(ON_DEVICE, host_page=ON_HOST), MemoryBudget(available, available, "all", 1.0)
     kept, budget = beside_buffers(HiSparseConfig(host_to_device_ratio=ratio), SHAPE, facts, kept, budget)
@@ -50,7 +50,7 @@ def test_the_host_has_so_many_times_the_pages_that_the_device_would_have(ratio: 
 
 
 def test_the_device_has_no_more_pages_than_it_holds_the_keys_of() -> None:
-    """Whatever the host holds."""
+    """The size of the host memory does not matter."""
     assert sized(100, 400_000 + BESIDE, shares=False).num_pages == 400
 
 
@@ -64,5 +64,5 @@ def test_one_memory_of_both_is_not_taken_twice(ratio: float) -> None:
 
 
 def test_staging_rooms_are_left_free_beside_pages() -> None:
-    """One byte less is a page less."""
+    """One byte less gives one page less."""
     assert sized(1, 400_000 + BESIDE - 1, shares=False).num_pages == 39

@@ -1,5 +1,5 @@
-"""Rows of a prompt's step go to the device one layer and some requests at a time, while others are
-read: nothing is read before it is there, and no room is filled again before it was read."""
+"""In prefill with hisparse, rows go to the device one layer and a few requests at a time while
+others are read: no room is read before it is filled, or refilled before it is read."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from sglcore.runtime.memory.pools import ReqToTokenPool
 
 PAGE, PER_PAGE, MOST, LAYERS = 8, 2, 4, 3
 BEFORE, LENGTHS, SLOTS = (9, 0, 16, 3), (7, 5, 1, 12), (3, 1, 4, 2)
-"""Tokens of each request before the step, of the step, and its slot."""
+"""Of each request: tokens before the step, tokens in the step, and slot."""
 
 
 @pytest.fixture
 def device(lane: Lane) -> Iterator[torch.device]:
-    """That of the lane; with a simulated one, a fault that nobody expected fails the test."""
+    """The device of the lane; with a simulated one, an unexpected fault fails the test."""
     module = sys.modules.get("sglcore_sim")
     found = None if module is None else module.current()
     if found is None:
@@ -39,7 +39,7 @@ def device(lane: Lane) -> Iterator[torch.device]:
 
 
 def table_of(device: torch.device) -> ReqToTokenPool:
-    """Pages of slots in any order."""
+    """A page table with the pages of slots in random order."""
     pool = ReqToTokenPool(4, (MOST - 1) * PAGE, PAGE, str(device))
     pages = torch.randperm(5 * MOST, generator=torch.Generator().manual_seed(1)).view(5, MOST).int()
     pool.page_table.copy_(pages)
@@ -47,7 +47,7 @@ def table_of(device: torch.device) -> ReqToTokenPool:
 
 
 def batch_of(device: torch.device) -> Any:
-    """A prompt's step, as far as it is looked at."""
+    """A prefill batch with the fields that staging reads."""
     ends, lengths = np.array(BEFORE, np.int32) + np.array(LENGTHS, np.int32), np.array(LENGTHS, np.int32)
     on_device = {
         "seq_lens": ends,
@@ -59,14 +59,14 @@ def batch_of(device: torch.device) -> Any:
 
 
 def stores_of(device: torch.device) -> dict[int, Tensor]:
-    """Rows of each layer, all different. On the device, so that plain torch copies them."""
+    """The rows of each layer, all different; on the device, so that plain torch can copy them."""
     rows = 5 * MOST * PER_PAGE
     return {layer: (torch.arange(rows * 3).view(rows, 3) + 1000.0 * layer).to(device) for layer in range(1, LAYERS + 1)}
 
 
 def read_all(device: torch.device, steps: int = 2) -> list[Tensor]:
-    """Of each step, layer and part: what all of its requests' rows are in the room that is read,
-    [tokens, entries, 3]."""
+    """For each step, layer and part: the rows of all its tokens' requests, read from the staging
+    room, [tokens, entries, 3]."""
     pool, stores, found = table_of(device), stores_of(device), []
     rooms = StagingRooms(stores, (MOST + 1) * PER_PAGE, device, KernelTable().copy_rows, device.type != "cpu")
     entries = torch.arange((MOST - 1) * PER_PAGE, device=device)
@@ -83,7 +83,7 @@ def read_all(device: torch.device, steps: int = 2) -> list[Tensor]:
 
 
 def wanted(steps: int = 2) -> list[Tensor]:
-    """The same from the stores; NaN behind a request's last page."""
+    """The same rows from the stores; NaN after a request's last page."""
     pool, stores = table_of(torch.device("cpu")), stores_of(torch.device("cpu"))
     entries, owners = torch.arange((MOST - 1) * PER_PAGE), np.repeat(np.arange(len(SLOTS)), LENGTHS)
     found = []
@@ -97,7 +97,7 @@ def wanted(steps: int = 2) -> list[Tensor]:
 
 
 def check(found: list[Tensor]) -> None:
-    """All that a request has is as it was stored."""
+    """Compare all rows of each request with the stored ones."""
     one_by_one = [row for part in found for row in part]
     for row, right in zip(one_by_one, wanted(), strict=True):
         is_there = ~right.isnan()
@@ -106,18 +106,18 @@ def check(found: list[Tensor]) -> None:
 
 @pytest.mark.needs("device")
 def test_each_part_is_whole_where_its_plan_says(device: torch.device) -> None:
-    """In two steps, of three layers, with requests that begin, go on within a page and behind
-    one."""
+    """Two steps, three layers, and requests that begin, that continue within a page and that
+    continue after one."""
     check(read_all(device))
 
 
 def reads_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody waits for the copies."""
+    """Reads do not wait for the copies."""
     monkeypatch.setattr(staging, "wait_for", lambda waiting, other: None)
 
 
 def fills_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Copies go to a room that is still read."""
+    """Copies go to a room that is still being read."""
     monkeypatch.setattr(staging, "follow", lambda copying, other: None)
 
 
@@ -134,7 +134,7 @@ def test_a_wait_that_is_missing_is_a_race(
 @pytest.mark.needs("streams", "simulator")
 @pytest.mark.parametrize("waits", [False, True], ids=["at once", "when the host has waited"])
 def test_a_host_row_that_is_freed_under_a_copy_is_a_fault(device: torch.device, waits: bool) -> None:
-    """Copies of rows are kernels, for which torch keeps no pinned memory."""
+    """Row copies are kernels; torch does not keep pinned memory alive for them."""
     sim = sys.modules["sglcore_sim"].current()
 
     def copy_rows(source: Tensor, target: Tensor, loads: Tensor, counts: Tensor) -> None:

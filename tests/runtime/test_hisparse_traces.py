@@ -1,5 +1,5 @@
-"""What slots keep of rows in host memory, over traces of choices, against a cache for each that is
-kept as a list by hand."""
+"""The rows that slots keep on the device with hisparse, over random traces of choices, against a
+cache for each slot kept as a list by hand."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ENTRIES = PAGES * PER_PAGE
 
 @pytest.mark.parametrize("seed", range(25))
 def test_ten_thousand_slots_keep_what_caches_kept_by_hand_keep(seed: int) -> None:
-    """Over all seeds; each chooses for itself in some of the steps."""
+    """Ten thousand slots over all seeds; each slot chooses in some of the steps."""
     rnd = random.Random(seed)
     count = rnd.randint(1, 7)
     places = count + rnd.choice((0, 1, 5))

@@ -1,5 +1,5 @@
-"""Plans of latent attention: in place, of several steps at once, and an indexer's choice in
-parts."""
+"""Plans of latent attention: refreshed in place, for several steps at once, and with the indexer's
+selection computed in parts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory):
 
 @pytest.fixture
 def steps(folder) -> Iterator[Steps]:
-    """Three requests that have run."""
+    """The steps of three prefilled requests."""
     made = Steps(load(folder, max_positions=128))
     made.logprobs({slot: [5] * length for slot, length in LENGTHS.items()})
     yield made

@@ -1,5 +1,5 @@
-"""The runner's eager path: staged batches run where they lie, others are copied in or aliased;
-results are the oracle's."""
+"""The runner's eager path: staged batches run in place, others are copied or aliased; results equal
+the oracle's."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ facts_of_both = pytest.mark.parametrize("facts", [SHARED, STAGED], ids=["shared"
 
 
 def on_the_device(batch: ForwardBatch) -> ForwardBatch:
-    """The same batch in tensors of its own, as a draft or another engine would bring it."""
+    """The same batch in tensors of its own, as from a draft or another engine."""
     values: dict[str, Any] = {spec.name: getattr(batch, spec.name) for spec in specs(ForwardBatch)}
     for name, value in values.items():
         if isinstance(value, Tensor):
@@ -41,7 +41,7 @@ def on_the_device(batch: ForwardBatch) -> ForwardBatch:
 
 
 def start(site: Site) -> tuple[Desk, ForwardBatch]:
-    """Two prompts, staged."""
+    """Two staged prompts and their host."""
     desk = Desk()
     return desk, site.runner.init_batch(desk.extend({1: FIRST, 3: SECOND}))
 

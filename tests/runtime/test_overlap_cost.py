@@ -1,4 +1,4 @@
-"""When halves are faster: the model of a layer, at its edges and by enumeration."""
+"""When micro-batches are faster: the cost model of a layer, at its edges and by enumeration."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_a_line_through_two_measurements_has_no_number_below_zero() -> None:
 
 
 class Played:
-    """Two halves that the driver runs, on a device and a link that only count."""
+    """Two micro-batches run by the driver, on a device and a link that only add up time."""
 
     def __init__(self, pieces: list[tuple[float, float]]) -> None:
         self.pieces, self.device, self.link = pieces, 0.0, 0.0
@@ -100,7 +100,7 @@ def test_the_model_of_turns_is_what_the_driver_does() -> None:
 
 
 def test_the_first_half_is_ahead_where_that_pairs_unlike_pieces() -> None:
-    """A long wait behind a short piece is hidden by the other half's long piece."""
+    """A long wait after a short piece is hidden by the other micro-batch's long piece."""
     unlike = LayerCost(Affine(0.0, 1 * US), Affine(0.0, 1 * US), ((0.3, 0.0), (0.6, 0.3), (0.1, 0.7)))
     times = [in_turns(unlike.pieces(50, 24), stagger) for stagger in STAGGERS]
     assert unlike.stagger(100, 24) == 1 and times[1] < 0.9 * times[0]
@@ -113,8 +113,8 @@ TABLE = {
     0.2: {0.25: 1.06, 0.5: 1.26, 1.0: 1.38, 2.0: 1.24},
     0.5: {0.25: 0.85, 0.5: 1.01, 1.0: 1.28, 2.0: 1.19},
 }
-"""By the share of computing that does not shrink with the rows, and by waits as parts of the
-computing: how much faster halves are, with pieces of other sizes, in 60 layers."""
+"""{share of computation that does not shrink with the rows: {waits relative to computation: speedup
+of micro-batches}}, in 60 layers with other piece sizes."""
 
 
 @pytest.mark.parametrize("share", TABLE)

@@ -1,5 +1,5 @@
-"""The plan marker: who plans attention ahead says so on the batch, and a plan that is not for this
-forward never passes."""
+"""The plan marker: code that plans attention ahead marks the batch, and a plan that does not fit
+this forward is never used."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ PROMPT, OTHER = random_tokens(1, 4), random_tokens(2, 4)
 
 
 class CountingAttention(ReferenceAttention):
-    """Counts what is planned."""
+    """Counts its plans."""
 
     plans = 0
 
     def plan(self, batch: ForwardBatch) -> ReferencePlan:
-        """One more."""
+        """Count and plan."""
         self.plans += 1
         return super().plan(batch)
 
@@ -56,7 +56,7 @@ def test_a_marked_batch_needs_none_and_records_what_was_true() -> None:
 
 
 def drift(site: Site, batch: ForwardBatch, kind: str) -> tuple[ForwardBatch, Any]:
-    """The batch, and the backend that is to run it, after something changed."""
+    """The batch and its backend, after a change of `kind`."""
     if kind == "planner":
         return batch, make_site(attention=CountingAttention).attention
     if kind == "generation":
@@ -156,8 +156,8 @@ def test_the_children_of_a_planned_batch_start_unmarked(equivalent: bool) -> Non
 
 
 def plans_of(runner: type[ModelRunner], kind: str | None = None) -> tuple[int, Tensor | None, Site]:
-    """How often a planned batch is planned again by a forward, after a drift; None if it was
-    refused."""
+    """Run a forward of a batch with a plan, after a change of `kind`; return the number of new
+    plans and the hidden states (None if the batch was refused)."""
     site, batch = ready(runner=runner)
     before = site.attention.plans  # pyright: ignore[reportAttributeAccessIssue]
     if kind is not None:
@@ -177,10 +177,10 @@ def test_the_runner_honours_a_plan_that_is_ready() -> None:
 
 
 class DistrustfulRunner(ModelRunner):
-    """Mutant: plans whatever the batch says."""
+    """Mutant: plans even if the batch is marked."""
 
     def run_eager(self, batch: ForwardBatch) -> Tensor:
-        """As the true one, without looking at the marker."""
+        """Run the batch without its marker."""
         batch.plan_record = None
         return super().run_eager(batch)
 
@@ -196,10 +196,10 @@ def test_the_runner_refuses_a_stale_plan(kind: str) -> None:
 
 
 class TrustingRunner(ModelRunner):
-    """Mutant: a mark is enough."""
+    """Mutant: accepts any marker."""
 
     def run_eager(self, batch: ForwardBatch) -> Tensor:
-        """As the true one, without looking at what the plan was made for."""
+        """Run the batch without checking what its plan was made for."""
         view = self.prepared(batch)
         if view.plan_record is None:
             view.mark_forward_metadata_ready(self.attn_backend.plan(view))

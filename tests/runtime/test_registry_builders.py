@@ -1,5 +1,5 @@
-"""The decode and prefill registries: their buffers, what they compute, and what they carry of a
-batch."""
+"""The decode and prefill registries: their buffers, the values that they compute, and the fields of
+a batch that they carry."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Verification that is exact in law: the rules by rational enumeration, the code by them, and by
-the counts of many draws."""
+"""Verification that keeps the distribution exactly: the rules by enumeration in rational numbers,
+the code against them, and the counts of many draws."""
 
 from __future__ import annotations
 
@@ -25,25 +25,25 @@ RULES = {"rejection": Rejection, "block": BlockRejection}
 
 
 def rest(target: Law, draft: Law, share: Fraction) -> Law:
-    """What the scaled target has more than the draft."""
+    """The residual: max(share * target - draft, 0), not normalised."""
     return tuple(max(share * p - q, Fraction(0)) for p, q in zip(target, draft, strict=True))
 
 
 def resampled(target: Law, draft: Law, share: Fraction) -> Law:
-    """A planted defect: the target's law as it is."""
+    """A planted defect: resamples from the target's distribution unchanged."""
     return target
 
 
 def unclamped(target: Law, draft: Law, share: Fraction) -> Law:
-    """A planted defect: how far the two are apart."""
+    """A planted defect: the absolute difference |share * target - draft|."""
     return tuple(abs(share * p - q) for p, q in zip(target, draft, strict=True))
 
 
 def chances(
     rule: str, targets: Sequence[Law], drafts: Sequence[Law], tokens: Context
 ) -> list[tuple[Fraction, Fraction]]:
-    """Of each number of proposals from 1 on: how likely its coin is to say yes, and by what the
-    target is scaled behind it."""
+    """For each number of draft tokens from 1 on: the acceptance probability of its coin, and the
+    factor that scales the target distribution after it."""
     share, found = Fraction(1), list[tuple[Fraction, Fraction]]()
     for place, token in enumerate(tokens):
         ratio = targets[place][token] / drafts[place][token]
@@ -61,8 +61,7 @@ def chances(
 def endings(
     rule: str, targets: Sequence[Law], drafts: Sequence[Law], tokens: Context, left: Callable[..., Law] = rest
 ) -> Iterator[tuple[int, Fraction, Law]]:
-    """How many of these proposals are accepted, how likely that is, and the law of the token after
-    them."""
+    """Yield (accepted draft tokens, their probability, distribution of the token after them)."""
     coins = chances(rule, targets, drafts, tokens)
     shares = [Fraction(1), *(share for _, share in coins)]
     for accepted in range(len(tokens) + 1):
@@ -86,7 +85,7 @@ def product_of(factors: Iterator[Fraction]) -> Fraction:
 
 
 def random_laws(rnd: Random, size: int) -> Callable[[Context], Law]:
-    """A law of the next token after each context, all different."""
+    """A random distribution of the next token for each context, all different."""
     known: dict[Context, Law] = {}
 
     def law(context: Context) -> Law:
@@ -105,7 +104,8 @@ def text_law(
     left: Callable[..., Law],
     tokens: int = 4,
 ) -> dict[Context, Fraction]:
-    """How likely each text of so many tokens of 3 is to come out, with two proposals a step."""
+    """The probability of each text of `tokens` tokens over a vocabulary of 3, with two draft tokens
+    per step."""
     found = dict[Context, Fraction]()
     open_texts: dict[Context, Fraction] = {(): Fraction(1)}
     while open_texts:
@@ -155,7 +155,7 @@ def test_the_code_accepts_and_replaces_by_the_rule(rule: str) -> None:
             coins = chances(rule, targets, drafts, tokens)
             logits = torch.tensor([[[float(p) for p in target] for target in targets]]).log().expand(9, -1, -1)
             laws = torch.tensor([[[float(q) for q in draft] for draft in drafts]]).expand(9, -1, -1)
-            # Each coin falls just before, well before and just behind where it says no.
+            # Each coin falls just below, far below and just above its acceptance probability.
             falls = [[float(coin) - 1e-3, float(coin) / 2, min(float(coin) + 1e-3, 1 - 1e-6)] for coin, _ in coins]
             given = torch.tensor(list(product(*falls)))
             chain = Chain(torch.tensor([tokens] * 9), torch.ones(9, 2, dtype=torch.bool), torch.zeros(9).int(), laws)
@@ -174,9 +174,9 @@ SIZE, TEXT = 8, 3
 
 
 def count_texts(rule: Rejection, count: int, proposals: int = 2, is_certain: bool = False) -> tuple[Tensor, Tensor]:
-    """Of so many texts of three tokens, how often each came out, and how often it was to; each
-    token depends on the one before. `is_certain`: the likeliest is proposed, without a law, and by
-    every third text only the first or none."""
+    """The observed and the expected number of each text of three tokens among `count` texts; each
+    token depends on the one before. `is_certain`: the likeliest token is drafted, without a
+    distribution; every third text has only the first draft token or none."""
     random = torch.Generator().manual_seed(3)
     target, draft = (torch.randn(2, SIZE, SIZE, generator=random) * 1.2).unbind()
     state, rows = make_state(count), torch.arange(count)
@@ -207,7 +207,8 @@ def count_texts(rule: Rejection, count: int, proposals: int = 2, is_certain: boo
 
 
 def p_value(counts: Tensor, wanted: Tensor) -> float:
-    """Of the chi-square test; texts that are expected less than five times count as one."""
+    """p-value of the chi-square test; texts with fewer than five expected occurrences are
+    pooled."""
     rare = wanted < 5
     counts, wanted = (torch.cat([each[~rare], each[rare].sum()[None]]) for each in (counts, wanted))
     statistic = ((counts - wanted) ** 2 / wanted).sum()
@@ -217,7 +218,7 @@ def p_value(counts: Tensor, wanted: Tensor) -> float:
 @pytest.mark.parametrize("rule", list(RULES))
 @pytest.mark.parametrize("is_certain", [False, True])
 def test_texts_are_drawn_by_the_law_of_the_target(rule: str, is_certain: bool) -> None:
-    """Of other noise as good, one in a million would fail."""
+    """A correct rule fails with a probability of one in a million."""
     assert p_value(*count_texts(RULES[rule](Sampler(SIZE, "cpu")), 200_000, is_certain=is_certain)) > 1e-6
 
 
@@ -233,7 +234,8 @@ def bonus_from_draft(rule: Rejection, patch: pytest.MonkeyPatch) -> None:
     rests = rule._rest
 
     def rest_or_draft(target: Tensor, draft: Tensor, share: Tensor) -> Tensor:
-        # Behind the last proposal there is no draft's law: that of another context stands for it.
+        # After the last draft token there is no draft distribution: a shifted target distribution
+        # stands for it.
         return torch.where(draft.sum(-1, keepdim=True) > 0, rests(target, draft, share), target.roll(1, -1))
 
     patch.setattr(rule, "_rest", rest_or_draft)
@@ -260,7 +262,7 @@ def noise_that_outlives_its_step(rule: Rejection, patch: pytest.MonkeyPatch) -> 
 
 MUTANTS = [
     *product(RULES, (resample_from_target, no_clamp, bonus_from_draft, noise_of_the_target, coins_of_the_proposals)),
-    # A block that was cut says something of the coins and proposals behind the cut.
+    # In block verification, the cut depends on the coins and draft tokens after it.
     ("block", noise_that_outlives_its_step),
 ]
 
@@ -274,8 +276,8 @@ def test_proposals_coins_and_draws_of_the_target_have_noise_of_their_own() -> No
 
 @pytest.mark.parametrize("rule", list(RULES))
 def test_certain_proposals_that_are_accepted_by_a_law_change_it(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The likeliest token is proposed, and tested as if it had been drawn from a law that has
-    others too."""
+    """The likeliest token is drafted, but tested as if it had been drawn from a distribution over
+    several tokens."""
     law = Chain.law
     monkeypatch.setattr(Chain, "law", lambda chain, place, size: law(chain, place, size) / 2)
     assert p_value(*count_texts(RULES[rule](Sampler(SIZE, "cpu")), 60_000, is_certain=True)) < 1e-9

@@ -1,5 +1,5 @@
-"""Rows of layers that keep them in forms of their own: how many bytes, where they lie, and which
-pages they fit."""
+"""Layers with their own row formats in the KV cache: bytes per row, location of rows, and page
+sizes that fit."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ PLACES = (Place.PAGES, Place.WINDOW_PAGES, Place.SLOTS)
 
 
 class Layer(Attention):
-    """Keeps rows."""
+    """A layer with its own rows."""
 
     def __init__(self, layer_id: int = 0, window: int | None = 16) -> None:
         super().__init__(layer_id, 4, 1, 8, sliding_window=window, cached=False)
@@ -125,7 +125,7 @@ KINDS = net_of([Compression(16, False)])
 
 
 class Kept(Layer):
-    """Keeps what DeepSeek-V4's attention keeps."""
+    """A layer with the rows of DeepSeek-V4's attention."""
 
     def __init__(self, net: CompressedConfig, compression: Compression | None, drafts: int, *asked: Any) -> None:
         super().__init__(window=net.window)
@@ -134,8 +134,8 @@ class Kept(Layer):
 
 @pytest.mark.parametrize("drafts", [1, 4])
 def test_deepseek_v4_takes_to_the_byte_what_its_layers_keep(drafts: int) -> None:
-    """Of the published size: rows of 512 and index keys of 128 elements in two bytes, states in
-    four."""
+    """At the published sizes: rows of 512 and index keys of 128 elements of two bytes, states of
+    four bytes."""
     sparse, heavy, size, index, page = Compression(4, True), Compression(128, False), 512, 128, 256
     kinds = [None, None, *(heavy, sparse) * 20, heavy]
     rings = (8, 128) if drafts == 1 else (16, 256)
@@ -153,8 +153,8 @@ def test_deepseek_v4_takes_to_the_byte_what_its_layers_keep(drafts: int) -> None
 
 
 def test_in_eight_bits_a_row_of_the_published_sizes_takes_its_bytes() -> None:
-    """Of 512 elements, 64 of them rotated: 448 bytes, 128 for those, 7 scales and one that aligns;
-    of an index key, 128 bytes, 2 scales and what aligns. States stay as they are."""
+    """A row of 512 elements, 64 of them rotary: 448 bytes, 128 for the rotary part, 7 scales and 1
+    byte of alignment. An index key: 128 bytes, 2 scales and alignment. States keep their dtype."""
     kinds, page = [None, Compression(4, True), Compression(128, False)], 256
     net = replace(net_of(kinds), head_dim=512, rope_dim=64, index_dim=128, window=128)
     plain, small = ([kept_rows(net, each, BF16, kv_cache_dtype=asked) for each in kinds] for asked in ("auto", "fp8"))
@@ -181,8 +181,8 @@ def test_a_start_says_which_pages_its_blocks_need_and_what_rows_take(asked: int 
 
 
 def test_the_scores_of_the_longest_step_are_kept_free() -> None:
-    """As wide as blocks of the longest text, as long as the step, no more than exist at a time;
-    none without an indexer."""
+    """Memory for the index scores: blocks of the longest text x tokens of the step, at most
+    `LOGITS` scores at a time; none without an indexer."""
     sparse, heavy = (Kept(net_of([each]), each, 1) for each in (Compression(4, True), Compression(16, False)))
     assert score_bytes([heavy], 64, 4096) == 0
     assert score_bytes([heavy, sparse], 64, 4096) == 64 * 1024 * 4

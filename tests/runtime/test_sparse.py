@@ -1,5 +1,5 @@
-"""Attention over windows and blocks: pages, chunks, batches, graphs and steps planned ahead change
-no number."""
+"""Attention over windows and compressed blocks: pages, chunks, batches, graphs and plans made ahead
+do not change the results."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_every_token_is_what_the_whole_text_gives(facts: Any, buckets: Any) -> N
 
 
 def running(site: Site, lengths: dict[int, int]) -> Any:
-    """The host of requests with texts of so many tokens, in cells."""
+    """The host of requests with prefilled texts of these lengths."""
     desk = desk_of(site)
     for slot, length in lengths.items():
         for first in range(0, length, 9):
@@ -85,8 +85,8 @@ def test_an_indexer_scores_as_many_tokens_at_a_time_as_fit(monkeypatch: pytest.M
 def test_tokens_of_several_requests_choose_by_parts_what_they_choose_at_once(
     most: int, is_named: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One token at a time, two, three, and all but the last; whose a token is differs from one to
-    the next."""
+    """Parts of one, two, three tokens, and all but the last; neighbouring tokens belong to
+    different requests."""
     torch.manual_seed(most)
     table = torch.randperm(12, dtype=torch.int32).view(3, 4)
     slots, lens = torch.tensor([0, 2, 1, 0, 2, 1, 1], dtype=torch.int32), torch.tensor([3, 8, 5, 7, 2, 8, 1]).int()
@@ -121,7 +121,8 @@ def test_an_indexer_of_no_tokens_chooses_nothing() -> None:
 
 
 def parts(plan: CompressedPlan) -> dict[str, Tensor]:
-    """All tensors of a plan, by name; those of events have one that begins with a dot."""
+    """All tensors of a plan by name. The names of tensors that do not have one entry per token
+    begin with a dot."""
     found = {"slots": plan.tokens.slots, "lens": plan.tokens.lens, "window": plan.window, "out": plan.window_out}
     found |= {f"blocks {ratio}": each for ratio, each in plan.blocks.items()}
     for key, each in plan.completed.items():
@@ -131,7 +132,8 @@ def parts(plan: CompressedPlan) -> dict[str, Tensor]:
 
 
 def assert_same(found: CompressedPlan, wanted: CompressedPlan, size: int) -> None:
-    """The first `size` tokens of a plan that has room for more; what is not there is nobody's."""
+    """Compare the first `size` tokens of a plan that has room for more; unused entries must hold
+    the padding value."""
     one, other = parts(found), parts(wanted)
     assert one.keys() == other.keys()
     for name, value in other.items():
@@ -146,7 +148,7 @@ def assert_same(found: CompressedPlan, wanted: CompressedPlan, size: int) -> Non
 @torch.inference_mode()
 @pytest.mark.parametrize("own_pages", [0, 24])
 def test_a_plan_that_is_refreshed_is_that_which_would_be_made_and_stays_where_it_is(own_pages: int) -> None:
-    """As batches shrink and grow, with rows of padding, up to the longest text."""
+    """Batches shrink and grow, have padding rows, and reach the longest text."""
     site = make_sparse(own_pages=own_pages)
     desk, backend = running(site, {1: 9, 2: CONTEXT - 4, 3: 3, 5: 12, 7: 7}), site.attention
     assert isinstance(backend, DeepseekV4AttnBackend)
@@ -163,8 +165,8 @@ def test_a_plan_that_is_refreshed_is_that_which_would_be_made_and_stays_where_it
 
 
 def after(view: ForwardBatch, step: int, pool: ReqToTokenPool, windows: ReqToTokenPool | None) -> ForwardBatch:
-    """The decode batch in which each row has `step` tokens more, its cells by the tables as they
-    are."""
+    """The decode batch `step` tokens later for each request; its KV cells come from the tables as
+    they are."""
 
     def cells(table: ReqToTokenPool, positions: list[int]) -> Tensor:
         slots, size = view.req_pool_indices.tolist(), table.page_size
@@ -192,7 +194,7 @@ def test_plans_of_several_steps_are_those_of_each(own_pages: int, count: int) ->
     site = make_sparse(own_pages=own_pages)
     desk, backend = running(site, {1: 9, 2: 13, 3: 3}), site.attention
     assert isinstance(backend, DeepseekV4AttnBackend)
-    # The pages of the steps to come.
+    # Reserve the pages of the steps that are planned ahead.
     ahead = site.runner.init_batch(desk.batch({slot: [1] * count for slot in (1, 2, 3)}, ForwardMode.EXTEND))
     assert ahead.extend_prefix_lens is not None
     before = ahead.extend_prefix_lens.clone()
@@ -228,7 +230,7 @@ def test_a_batch_that_is_not_planned_is_refused() -> None:
 
 
 def test_compared_replays_leave_rows_and_rings_as_they_were() -> None:
-    """Whatever the eager forward beside a replay writes."""
+    """The eager forward that is compared with a replay may write anything."""
     site = make_sparse(buckets=(2,))
     desk = running(site, {1: 9, 2: 17})
     assert site.runner.graphs is not None
@@ -236,7 +238,8 @@ def test_compared_replays_leave_rows_and_rings_as_they_were() -> None:
     pool, beside = site.attention.token_to_kv_pool, site.runner.graphs._forward
 
     def spoils(batch: ForwardBatch) -> Tensor:
-        """As exact as it is, and then all that it may write is no number."""
+        """Compute the right result, then overwrite everything that the forward may write with
+        NaN."""
         hidden = beside(batch)
         for tensor, places in site.attention.rows_of(batch):
             tensor[places] = torch.nan

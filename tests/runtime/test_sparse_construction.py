@@ -1,5 +1,5 @@
-"""What backends of rows are built of and in which order, whose context a forward has, and for how
-many slots pools are made."""
+"""Construction of the sparse attention backends: their parts and order, the forward context that
+each forward sees, and the number of slots that pools are made for."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_pools_come_before_the_coordinator_that_before_the_backend_and_that_befo
 
 
 def within(site: Any, ran: Any) -> None:
-    """Run something in the middle of each forward of a site's model."""
+    """Call `ran` in the middle of each forward of the site's model."""
     layer = site.model.layers[1]
     mix = layer.mix
 
@@ -58,7 +58,7 @@ def within(site: Any, ran: Any) -> None:
 
 
 def test_a_runner_within_another_leaves_that_its_own_backend_and_pools() -> None:
-    """Whether it ends or fails; each one's numbers are its own."""
+    """Whether the inner forward ends or fails; both give correct results."""
     outer, inner, text = make_sparse(), make_sparse((HEAVY,)), random_tokens(1, 9)
     desk, seen = desk_of(inner), []
 
@@ -83,7 +83,7 @@ def test_a_runner_within_another_leaves_that_its_own_backend_and_pools() -> None
 
 
 def in_last_slot(slots: int) -> None:
-    """A text in pieces, of which blocks go on, in the slot whose number is that of all slots."""
+    """Prefill a text in chunks that cut blocks, in the slot with the highest number."""
     site, tokens = make_sparse(LAYERS), random_tokens(2, 22)
     pool: Any = site.attention.token_to_kv_pool
     pool._counts = RowCounts(PAGES, pool._counts.window_pages, slots)
@@ -96,7 +96,8 @@ def in_last_slot(slots: int) -> None:
 
 
 def test_pools_have_rows_for_every_slot_and_not_only_for_those_that_run() -> None:
-    """As many as there are requests at once would be one too few: slot 0 is nobody's."""
+    """Slot 0 is not used by requests, so the pools need one slot more than there are concurrent
+    requests."""
     pool: Any = make_sparse().attention.token_to_kv_pool
     for layer_id, layer in enumerate(pool.layers):
         for name, kept in layer.items():

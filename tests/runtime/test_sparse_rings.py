@@ -1,5 +1,5 @@
-"""What blocks are made of is kept in a ring: as long as it must be where a step's last tokens are
-taken back, and no shorter."""
+"""The inputs of compressed blocks are kept in a ring, which is just long enough for steps that take
+back their last tokens."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ KINDS = (Compression(4, True), Compression(8, False))
 
 
 class Text:
-    """One request, whose tokens are fed step by step and may be taken back."""
+    """One request: its tokens are fed in steps, and a later step may overwrite the last ones."""
 
     def __init__(self, compression: Compression, ring: int) -> None:
         self.model = SparseModel((compression,))
@@ -44,7 +44,7 @@ class Text:
         self.backend = DeepseekV4AttnBackend(shape_of([layer], False), table, pool, KernelTable())
 
     def feed(self, first: int, tokens: list[int]) -> Tensor:
-        """Hidden states of tokens that stand at `first` and behind it."""
+        """Run tokens at the positions from `first` on; return their hidden states."""
         count, places = len(tokens), torch.arange(first, first + len(tokens), dtype=torch.int32)
         table = self.backend.req_to_token_pool.page_table[SLOT]
         one: Any = {name: torch.tensor([value], dtype=torch.int32) for name, value in _lengths(first, count).items()}
@@ -75,8 +75,9 @@ def _lengths(first: int, count: int) -> dict[str, int]:
 
 
 def verify(compression: Compression, ring: int, drafts: int, seed: int) -> None:
-    """Steps of `drafts` tokens, the first of which is of the text, and so many behind it as happen
-    to be; the others are taken back. What stays is what the text alone gives."""
+    """Run steps of `drafts` tokens; in each, a random number of tokens (at least 1) continues the
+    text, and the next step overwrites the rest. The kept hidden states must equal the oracle's for
+    the text alone."""
     rng, text = random.Random(seed), random_tokens(seed, LENGTH)
     site = Text(compression, ring)
     wanted, place = site.model.dense(text), rng.randrange(1, 12)

@@ -1,5 +1,5 @@
-"""How many proposals a step verifies, by what is right and what steps cost: in simulated runs, and
-while it changes at random."""
+"""How many draft tokens a step verifies, chosen by acceptance and by the cost of steps: in
+simulated runs, and with lengths that change at random."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ Cost = Callable[[int], float]
 def simulate(
     made: LengthController, steps: int, rate: float, cost: Cost, requests: int = 1, seed: int = 0
 ) -> list[int]:
-    """The lengths of steps of which each proposal behind right ones is right so often, and which
-    take so long."""
+    """The draft lengths chosen in a simulated run. A draft token after accepted ones is accepted
+    with probability `rate`; a step with n draft tokens takes cost(n) seconds."""
     rng, taken = np.random.default_rng(seed), []
     for _ in range(steps):
         tokens = made.tokens
@@ -74,7 +74,7 @@ def test_it_costs_little_where_nothing_is_right_and_comes_back_when_something_is
 
 def test_two_steps_in_64_try_what_looked_too_dear() -> None:
     made = LengthController(LENGTHS)
-    # By the guess alone that every second proposal is right, none would be tried again.
+    # With the prior alone (half of the draft tokens accepted), no draft would be tried again.
     simulate(made, 256, 0.0, lambda tokens: 1 + 0.45 * tokens)
     taken = simulate(made, 512, 1.0, lambda tokens: 1 + 0.45 * tokens)
     assert share(taken[256:], 4) > 0.9
@@ -148,7 +148,7 @@ def test_each_length_is_tried_before_one_is_chosen_the_longest_first() -> None:
 
 
 class Learning(LengthController):
-    """Remembers of which steps it was told."""
+    """Records the steps reported to it."""
 
     def __init__(self) -> None:
         super().__init__(LENGTHS)
@@ -169,7 +169,7 @@ def test_a_step_that_nobody_collected_is_passed_over() -> None:
 
 
 class AtRandom(LengthController):
-    """Another length whenever it likes."""
+    """Chooses a random length before each step."""
 
     def __init__(self) -> None:
         super().__init__(LENGTHS)
@@ -182,7 +182,7 @@ class AtRandom(LengthController):
 
 
 class StaleRows(SpeculativeWorker):
-    """Rows of a step are never more than those of the same requests in the step before."""
+    """Mutant: a step never has more rows than the previous step of the same requests."""
 
     def _widened(self, batch: ScheduleBatch, width: int) -> WideRows:
         before, wide = self._wide, super()._widened(batch, width)

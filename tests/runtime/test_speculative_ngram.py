@@ -1,5 +1,5 @@
-"""What follows the last tokens of a text is found where they occurred before, against a search by
-hand."""
+"""N-gram drafts: the tokens after an earlier occurrence of the text's last tokens, against a search
+by hand."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from sglcore.runtime.speculative.ngram import propose
 
 
 def by_hand(text: list[int], tokens: int, least: int, most: int) -> list[int]:
-    """The longest suffix first, then the latest place where it occurred; again and again where that
-    ends."""
+    """Continue the latest earlier occurrence of the longest suffix; repeat the continuation if it
+    is too short."""
     for length in range(min(most, len(text) - 1), least - 1, -1):
         suffix = text[len(text) - length :]
         for end in range(len(text) - 1, length - 1, -1):

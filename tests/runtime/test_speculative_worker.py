@@ -1,5 +1,5 @@
-"""What the worker that verifies proposals tells of them: to who chooses their number, to who counts
-them, and at its end."""
+"""What the verifying worker reports about draft tokens to the length controller and to the
+statistics, and how it closes its drafter."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ __all__ = ["engines", "folder", "plain"]
 
 
 class Told(LengthController):
-    """Another length whenever it likes; keeps what it is told."""
+    """Chooses a random length before each step; records what is reported to it."""
 
     def __init__(self) -> None:
         super().__init__((0, 1, 3, 4))
@@ -59,8 +59,7 @@ def test_who_chooses_their_number_and_who_counts_them_are_told_the_same(engines,
     check_same(run(engine), plain)
     counted = sums_of(engine.scheduler.drafts)
     assert counted.accepted == sum(told.accepted) > 0
-    # A step that made another number of proposals for the next says nothing of its own number's
-    # time.
+    # The time of a step that drafts another number of tokens for the next step is not reported.
     assert told.timed == [now == before for before, now in zip(told.chosen, told.chosen[1:], strict=False)]
     assert (counted.proposed == counted.accepted) == (drafter == "oracle")
     assert not engine.worker.drafter.closed
@@ -69,10 +68,10 @@ def test_who_chooses_their_number_and_who_counts_them_are_told_the_same(engines,
 
 
 class Choosing(Told):
-    """Hears nothing."""
+    """Ignores the reports."""
 
     def learn(self, requests: int, tokens: int, accepted: NDArray[np.int32], seconds: float | None) -> None:
-        """Nothing."""
+        """Do nothing."""
 
 
 @pytest.mark.needs("graphs.native")
@@ -90,7 +89,8 @@ def test_a_drafter_is_asked_for_as_many_as_the_next_step_verifies_and_told_how_l
         before.append((rows.slots, rows.wanted))
         assert rows.wanted == engine.worker.length.tokens
         wanted.add(rows.wanted)
-        # Of each step that the host has not collected, none or all of its proposals may be right.
+        # In each step that the host has not collected yet, between none and all draft tokens may be
+        # accepted.
         unknown = rows.most_lens - rows.lengths.cpu().numpy()
         assert unknown.min(initial=0) >= 0 and unknown.max(initial=0) <= (1 + overlap) * 5
         return own(rows)[:, : rows.wanted]
@@ -101,7 +101,7 @@ def test_a_drafter_is_asked_for_as_many_as_the_next_step_verifies_and_told_how_l
 
 
 class Timed(LengthController):
-    """Keeps what steps took."""
+    """Sums the reported step times."""
 
     def __init__(self) -> None:
         super().__init__((4,))
@@ -123,7 +123,7 @@ def test_no_second_is_that_of_two_steps(engines, plain: Ran, overlap: bool) -> N
 
 
 class Closing(ModelRunner):
-    """Remembers that it was closed."""
+    """Records that it was closed."""
 
     is_closed = False
 
@@ -151,7 +151,7 @@ def test_a_draft_takes_in_a_prompt_that_ends_beside_one_that_goes_on(
     settings: dict[str, Any] = {"speculative": "standalone", "draft_model": twin, "draft_tokens": 3, "graph": "off"}
     engine = engines("ngram", plain, overlap=overlap, max_batch_tokens=16, poison=True, **settings)
     check_same(run(engine), plain)
-    # The draft is the model itself, and knows nothing of penalties and of XTC.
+    # The draft model is the model itself, but does not apply penalties and XTC.
     counted = sums_of(engine.scheduler.drafts)
     assert counted.accepted > 0.6 * counted.proposed > TOKENS
 
@@ -176,7 +176,7 @@ def test_a_draft_reads_tokens_where_the_model_was_given_embeddings(
 def test_a_draft_that_is_the_model_itself_is_right_from_the_first_proposal_on(
     engines, plain: Ran, folder: Path, tmp_path: Path, verified: int
 ) -> None:
-    """It draws by the noise of the places that it proposes for, after a prompt and after a
+    """It draws with the noise of the positions that it drafts for, after a prompt and after a
     verification."""
     twin = str(copytree(folder, tmp_path / "draft"))
     settings: dict[str, Any] = {"speculative": "standalone", "draft_model": twin, "draft_tokens": 3, "graph": "off"}

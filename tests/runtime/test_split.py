@@ -1,5 +1,5 @@
-"""Children of a batch equal what counting tokens one by one gives, for every interval of every kind
-of batch."""
+"""The children of a split batch equal children found by counting tokens one by one, for every
+interval and every kind of batch."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.runtime.windows import WindowDesk, make_windowed
 
 Rows = list[tuple[int, int]]
 ROWS = st.lists(st.tuples(st.integers(0, 5), st.integers(1, 4)), min_size=1, max_size=4)
-"""Tokens before this step, and tokens of this step, of each row."""
+"""(tokens before this step, tokens in this step) of each request."""
 WINDOW = 2
 
 TENSORS = ("input_ids", "positions", "out_cache_loc", "window_cache_loc", "req_pool_indices", "seq_lens")
@@ -36,7 +36,7 @@ MIRRORS = ("seq_lens_cpu", "extend_prefix_lens_cpu", "extend_seq_lens_cpu")
 
 
 def parent(rows: Rows, decode: bool = False, facts: Any = SHARED) -> tuple[Site, ForwardBatch]:
-    """A staged batch of these rows, with every optional field; the prefixes have run."""
+    """A staged batch of these requests, with every optional field; their prefixes are prefilled."""
     site = make_windowed((None, WINDOW), facts=facts)
     desk = WindowDesk(site, WINDOW, seed=1)
     prefixes = {slot + 1: random_tokens(slot, prefix) for slot, (prefix, _) in enumerate(rows) if prefix}
@@ -133,7 +133,7 @@ def found(child: ForwardBatch) -> dict[str, Any]:
 
 
 def check_every_interval(batch: ForwardBatch, rows: Rows, split: Any = filter_batch) -> None:
-    """All children, against counting."""
+    """Compare all children with the counted ones."""
     before = found(batch)
     for first in range(batch.num_tokens + 1):
         for last in range(first, batch.num_tokens + 1):
@@ -154,7 +154,7 @@ def test_every_interval_of_a_decode_batch(rows: Rows) -> None:
 
 
 def split_without_prefix(batch: ForwardBatch, first: int, last: int) -> ForwardBatch:
-    """Mutant: a request that is cut starts anew in the second child."""
+    """Mutant: the second child restarts a request that was cut."""
     child = filter_batch(batch, first, last)
     if child.extend_prefix_lens is not None and batch.extend_prefix_lens is not None:
         child.extend_prefix_lens = batch.extend_prefix_lens[: child.batch_size]
@@ -162,7 +162,7 @@ def split_without_prefix(batch: ForwardBatch, first: int, last: int) -> ForwardB
 
 
 def split_sharing_the_plan(batch: ForwardBatch, first: int, last: int) -> ForwardBatch:
-    """Mutant: the marker goes along."""
+    """Mutant: the child keeps the parent's plan marker."""
     child = filter_batch(batch, first, last)
     child.plan_record = batch.plan_record
     return child
@@ -188,7 +188,8 @@ def test_children_that_run_one_after_the_other_give_what_the_whole_gives(cuts: t
 
 
 def run(site: Site, batch: ForwardBatch) -> Tensor:
-    """Hidden states of a batch as it is, as a driver of stages runs it."""
+    """Hidden states of the batch without further preparation, as a driver of pipeline stages runs
+    it."""
     batch.mark_forward_metadata_ready(site.attention.plan(batch))
     with forward_context(ForwardContext(site.attention, batch, site.model.attention_layers)):
         return site.model(batch)
@@ -262,7 +263,7 @@ def test_padding_tokens_of_a_long_batch_belong_to_no_row() -> None:
 
 @dataclass(slots=True)
 class Draft:
-    """What a draft adds to a batch."""
+    """Fields that a draft adds to a batch."""
 
     scores: Tensor | None = batch_field(axis=Axis.REQUESTS, owner="test")
     tree: Tensor | None = batch_field(axis=Axis.NONE, split=Split.REFUSE, owner="test")
@@ -302,8 +303,7 @@ def test_views_of_a_child_share_the_parents_memory_where_the_axis_is_only_cut() 
 
 
 def values_of_every_field(rows: Rows) -> tuple[ForwardBatch, dict[str, Any]]:
-    """A batch, and for each of its fields that may be absent a value by which its entries are told
-    apart."""
+    """A batch, and a value for each of its optional fields; the entries of each value differ."""
     _, batch = parent(rows)
     count = sum(length for _, length in rows)
     batch.features = torch.arange(3.0 * count).view(count, 3)
@@ -384,8 +384,7 @@ def test_rows_of_a_request_that_verifies_proposals_stay_together() -> None:
 
 
 def test_lengths_that_only_the_device_knows_are_cut_there() -> None:
-    """The host's mirrors may be absent, or say what is the most: a child has the device's own
-    numbers."""
+    """The host mirrors may be absent or upper bounds: a child takes the device's own numbers."""
     _, batch = parent([(4, 1), (2, 1), (5, 1)], decode=True)
     batch.seq_lens = batch.seq_lens - 1
     for mirror in (batch.seq_lens_cpu, None):

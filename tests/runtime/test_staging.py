@@ -1,5 +1,5 @@
-"""Host data reach the device in one copy, or none where memory is shared, and never mix with those
-of the step before."""
+"""Host data reach the device in one copy, or without a copy where memory is shared, and never mix
+with the data of the step before."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ COPY = torch.ops.aten.copy_.default
 
 
 class Copies(TorchDispatchMode):
-    """Counts copies; `late` ones happen only when `run` is called, as on a device that is
-    behind."""
+    """Counts copies. `late`: they happen only when `run` is called, as on a device that lags."""
 
     def __init__(self, late: bool = False) -> None:
         super().__init__()
@@ -29,7 +28,7 @@ class Copies(TorchDispatchMode):
         self.made: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Every operation passes here."""
+        """Record the copies; run every other operation."""
         if func is COPY:
             self.made.append((args[0], args[1]))
             if self.late:
@@ -37,7 +36,7 @@ class Copies(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def run(self) -> list[list[int]]:
-        """Perform the copies in order; what the destination held after each."""
+        """Perform the copies in order; return the content of the destination after each."""
         return [target.copy_(source).tolist() for target, source in self.made]
 
 
@@ -67,7 +66,8 @@ def test_where_memory_is_shared_the_parts_are_the_same_bytes_and_nothing_is_copi
 
 
 def two_late_commits(kind: type[HostBlock]) -> list[list[int]]:
-    """What the device sees of two steps if both copies run after the second was staged."""
+    """The values that the device sees in two steps if both copies run after the second step was
+    staged."""
     block = staged_block(kind)
     _, host = block.part(0, (3,))
     with Copies(late=True) as copies:
@@ -79,10 +79,10 @@ def two_late_commits(kind: type[HostBlock]) -> list[list[int]]:
 
 
 class OneMirror(HostBlock):
-    """Mutant: no ring."""
+    """Mutant: one mirror instead of a ring."""
 
     def commit(self) -> None:
-        """Always from the first mirror."""
+        """Always send the first mirror."""
         self._turn = 0
         super().commit()
 
@@ -97,17 +97,17 @@ def test_a_block_with_one_mirror_is_caught() -> None:
 
 
 class Overwritten(StagedArrays):
-    """Mutant: what later steps read stays in the words that the next step sends."""
+    """Mutant: a lasting array stays in the words that the next step overwrites."""
 
     def arrive(self, block: HostBlock) -> None:
-        """As if it were for this step alone."""
+        """Treat the arrays as arrays of this step alone."""
         self._lasting = False
         super().arrive(block)
 
 
 def carried(kind: type[StagedArrays] = StagedArrays) -> tuple[list[int], list[int], list[int]]:
-    """What is left of a lasting array after the next step brought its own; the spare words of three
-    commits, the last without arrays."""
+    """The lasting array of step 0 after step 1 brought its own, the array of step 1, and the number
+    of spare words in each of three commits (the last without arrays)."""
     block, ring = (
         HostBlock(3, "cpu", shares_memory=False, pinned=False, spare=64),
         PinnedRing(torch.device("cpu"), False),
@@ -134,7 +134,7 @@ def test_what_lasts_and_is_overwritten_is_caught() -> None:
 
 
 def step_copies(facts: Facts, mode: ForwardMode) -> int:
-    """Copies of one `init_new`."""
+    """The number of copies of one `init_new`."""
     site, desk = make_site(facts=facts), Desk()
     desk.extend({1: random_tokens(1, 3), 2: random_tokens(2, 2)})
     if mode is ForwardMode.DECODE:

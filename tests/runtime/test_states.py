@@ -1,5 +1,5 @@
-"""States beside pages: by slot and chunk, restored from snapshots, in graphs, and who shows a copy
-that is missing."""
+"""Recurrent states: by slot and chunk, restored from snapshots, in graphs; and each missing copy is
+caught."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ SNAPSHOTS = 3
 
 
 class Decay(StateLayer):
-    """Token by token: the sum becomes half of it, the token, and a quarter of the token before."""
+    """Each token halves the sum, then adds itself and a quarter of the token before."""
 
     def __init__(self, layer_id: int) -> None:
         kept = StateTensor((HIDDEN,), torch.float32)
         super().__init__(layer_id, {"sum": kept, "last": kept})
 
     def mix(self, hidden: Tensor, batch: ForwardBatch, states: Mapping[str, Tensor]) -> Tensor:
-        """Rows of one token side by side, others one token after the other."""
+        """In decode, all slots at once; in prefill, one token after the other."""
         slots = batch.req_pool_indices
         if batch.forward_mode.is_decode:
             return self.step(hidden, slots, states)
@@ -62,7 +62,7 @@ class Decay(StateLayer):
 
 
 class DecayModel(TinyModel):
-    """Two layers with a state before the tiny model's attention."""
+    """Two layers with a state, before the attention of the tiny model."""
 
     def __init__(self) -> None:
         super().__init__(windows=(None,))
@@ -77,7 +77,7 @@ class DecayModel(TinyModel):
         return hidden + attention(*self._split(hidden @ qkv)) @ out
 
     def dense(self, tokens: Sequence[int]) -> Tensor:
-        """The oracle, from the first token on."""
+        """The oracle, computed from the first token on."""
         hidden = self.embedding[torch.tensor(tokens)]
         for _ in self.state_layers:
             sums, last, out = torch.zeros(HIDDEN), torch.zeros(HIDDEN), []
@@ -90,22 +90,22 @@ class DecayModel(TinyModel):
 
 
 def make(pool: type[StatePool] = StatePool, poison: bool = True, **options: Any) -> Site:
-    """A site over the model, whose states are poisoned."""
+    """A site over the model, with poisoned states."""
     model = DecayModel()
     states = pool(model.state_layers, SLOTS, SNAPSHOTS, "cpu", poison)
     return make_site(model, state_pool=states, **options)
 
 
 def run(site: Site, batch: ScheduleBatch) -> list[list[int]]:
-    """Each row's tokens."""
+    """The tokens of each request."""
     result = site.worker.collect(site.worker.submit(batch))
     return [tokens_of(result, row) for row in range(batch.batch_size)]
 
 
 def script(site: Site, steps: int = 3) -> dict[str, tuple[list[int], list[int]]]:
-    """Every way in which states move, as prompts with what came: chunks, a snapshot taken and
-    restored into another slot while its first one goes on, a slot given to another request, decode
-    steps of all."""
+    """Return {name: (prompt, tokens)} after every movement of states: chunks, a snapshot taken and
+    restored into another slot while the first one goes on, a slot reused by another request, and
+    joint decode steps."""
     desk, long, other = Desk(3), random_tokens(5, 8), random_tokens(6, 3)
     found: dict[str, list[int]] = {"first": [], "hit": [], "next": []}
     run(site, desk.extend({2: long[:3]}, emits=[False], state_from=ints([0])))
@@ -114,8 +114,8 @@ def script(site: Site, steps: int = 3) -> dict[str, tuple[list[int], list[int]]]
     first, stale = run(site, desk.extend(rows, state_from=ints([-1, 0]), state_to=ints([0, 1])))
     found["first"] += first
     desk.leave(4)
-    # The hit shares no pages here: its cells are computed again, and only its last three tokens are
-    # fed.
+    # The prefix hit shares no pages here: it recomputes its KV cells and runs only its last three
+    # tokens.
     desk.lens[4], desk.pages[4] = 5, list(desk.pages[2][:2])
     batch = desk.extend({4: long[5:]}, state_from=ints([2]))
     batch.page_counts, batch.new_pages = ints([0]), ints(desk.pages[4])
@@ -130,7 +130,7 @@ def script(site: Site, steps: int = 3) -> dict[str, tuple[list[int], list[int]]]
 
 
 def is_right(site: Site, steps: int = 3) -> bool:
-    """Every token is what the model gives the whole text."""
+    """Whether every token equals what the model gives for the whole text."""
     return all(site.model.continuation(prompt, len(found)) == found for prompt, found in script(site, steps).values())
 
 
@@ -163,10 +163,10 @@ def test_moves_name_rows_of_snapshots_behind_those_of_slots() -> None:
 
 
 class NoZeroing(StatePool):
-    """Forgets that a slot had another request."""
+    """Does not zero the state of a slot that another request used."""
 
     def copy_in(self, arrived: Mapping[str, Tensor]) -> None:
-        """All but the zeros."""
+        """Copy everything except the zeros."""
         super().copy_in(
             {name: rows for name, rows in arrived.items() if name not in ("state_zeroed", "state_entering")}
         )
@@ -176,12 +176,12 @@ class EarlySnapshots(StatePool):
     """Takes snapshots before the forward."""
 
     def copy_in(self, arrived: Mapping[str, Tensor]) -> None:
-        """Both."""
+        """Copy in and out at once."""
         super().copy_in(arrived)
         super().copy_out(arrived)
 
     def copy_out(self, arrived: Mapping[str, Tensor]) -> None:
-        """Done."""
+        """Do nothing: the snapshots are already taken."""
 
 
 class LateSnapshots(StatePool):
@@ -192,16 +192,16 @@ class LateSnapshots(StatePool):
         self.late: Mapping[str, Tensor] = {}
 
     def copy_out(self, arrived: Mapping[str, Tensor]) -> None:
-        """Those of the step before."""
+        """Copy the snapshots of the step before."""
         late, self.late = self.late, {name: rows.clone() for name, rows in arrived.items()}
         super().copy_out(late)
 
 
 class WrongSlot(StatePool):
-    """Restores into the slot above."""
+    """Restores into the next higher slot."""
 
     def copy_in(self, arrived: Mapping[str, Tensor]) -> None:
-        """One too high."""
+        """Copy to a slot that is one too high."""
         shifted = {name: rows + 1 if name == "state_restored" else rows for name, rows in arrived.items()}
         super().copy_in(shifted)
 

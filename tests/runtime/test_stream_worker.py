@@ -1,5 +1,5 @@
-"""The worker on a device with streams: submit waits for nothing and copies little, and nothing is
-read before its time."""
+"""The worker on a device with streams: `submit` does not wait and makes few copies, and nothing is
+read too early."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ PROMPTS = {2: random_tokens(1, 5), 5: random_tokens(2, 2), 1: random_tokens(3, 7
 
 @pytest.fixture
 def sim(lane: Lane) -> Iterator[Any]:
-    """The simulated device of this process; a fault that nobody expected fails the test."""
+    """The simulated device of this process; an unexpected fault fails the test."""
     module = sys.modules.get("sglcore_sim")
     found = None if module is None else module.current()
     if found is None:
@@ -68,7 +68,7 @@ def sim(lane: Lane) -> Iterator[Any]:
 
 
 class WorkerSite:
-    """A tiny model on the simulated device, its worker, and the host that writes batches."""
+    """A tiny model on the simulated device, its worker, and the host that makes batches."""
 
     def __init__(self, sim: Any, worker: type[TpModelWorker] = TpModelWorker, streams: type[Streams] = Streams) -> None:
         device = str(sim.device())
@@ -97,19 +97,19 @@ class WorkerSite:
         return self.worker.collect(self.worker.submit(batch))
 
     def start(self, **values: Any) -> Ticket:
-        """The step that brings all prompts."""
+        """Submit the step that brings all prompts."""
         return self.worker.submit(self.desk.extend(PROMPTS, composition=0, **values))
 
     @property
     def waits(self) -> int:
-        """How often a pinned buffer was wanted before its copy had passed."""
+        """The number of times a pinned buffer was requested before its last copy had finished."""
         registries = (self.runner.decode_registry, self.runner.prefill_registry)
         rings = (self.runner.staging_ring, self.worker._readbacks.ring)
         return sum(registry.block.waits for registry in registries) + sum(ring.waits for ring in rings)
 
 
 def on_device(device: str) -> TinyModel:
-    """The tiny model with its weights there."""
+    """The tiny model with its weights on `device`."""
     model = TinyModel()
     model.embedding, model.places, model.head = (
         part.to(device) for part in (model.embedding, model.places, model.head)
@@ -137,7 +137,7 @@ def overlapped(site: WorkerSite, count: int, params: Any = None, **values: Any) 
 
 
 def wanted(site: WorkerSite, count: int) -> dict[int, list[int]]:
-    """What each prompt gives alone, on the host."""
+    """The tokens of each prompt alone, by the model on the host."""
     return {slot: site.oracle.continuation(prompt, count) for slot, prompt in PROMPTS.items()}
 
 
@@ -157,7 +157,8 @@ def test_two_steps_in_flight_give_the_tokens_of_each_request_alone(sim: Any) -> 
 
 
 def counted(sim: Any, site: WorkerSite, batch: ScheduleBatch) -> tuple[Ticket, int, int]:
-    """Submit where waiting is forbidden; the copies to the device, and those to the host."""
+    """Submit while waiting is forbidden; return the ticket and the numbers of copies to the device
+    and to the host."""
     before = dict(sim.stats())
     with sim.no_sync():
         ticket = site.worker.submit(batch)
@@ -296,7 +297,7 @@ def test_closing_waits_for_steps_under_way(sim: Any) -> None:
 
 
 class NoWait(ReadbackQueue):
-    """Results are copied out without waiting for the step."""
+    """Results are copied to the host without waiting for the step."""
 
     def post(self, tensors: Any) -> Readback:
         schedule = self._streams.schedule
@@ -318,7 +319,7 @@ class ReadsEarly(Readback):
 
 
 class Early(ReadbackQueue):
-    """Gives readbacks that are read too early."""
+    """Returns readbacks that are read too early."""
 
     def post(self, tensors: Any) -> Readback:
         readback = super().post(tensors)
@@ -342,14 +343,14 @@ class Unrecorded(ReadbackQueue):
 
 
 class OtherStream(Streams):
-    """Steps run on the schedule stream, whatever the worker was told."""
+    """Steps run on the schedule stream instead of the forward stream."""
 
     def running(self) -> Any:
         return nullcontext()
 
 
 class OneBuffer(PinnedRing):
-    """One pinned buffer for everybody, waited for by nobody."""
+    """One pinned buffer for all leases, without waiting for its copies."""
 
     def lease(self, size: int) -> Any:
         lease = super().lease(size)
@@ -359,7 +360,7 @@ class OneBuffer(PinnedRing):
 
 
 class TakesOver(TpModelWorker):
-    """Something is still being made on the schedule stream when the worker is."""
+    """Work is still in flight on the schedule stream when the worker is made."""
 
     def _take_over(self) -> None:
         self.runner.token_table.last.zero_()
@@ -367,14 +368,14 @@ class TakesOver(TpModelWorker):
 
 
 class NeverTakesOver(TpModelWorker):
-    """The forward stream starts without waiting for it."""
+    """The forward stream starts without waiting for the schedule stream."""
 
     def _take_over(self) -> None:
         self.runner.token_table.last.zero_()
 
 
 def break_readback(site: WorkerSite, kind: type[ReadbackQueue]) -> None:
-    """Post results in a broken way."""
+    """Install a broken readback queue."""
     site.worker._readbacks = kind(site.runner.streams, torch.device(site.facts.tensor_device), True)
 
 
@@ -438,8 +439,8 @@ def test_a_pinned_buffer_that_is_refilled_under_a_copy_is_caught(sim: Any) -> No
 
 
 def staged_arrays(sim: Any, kind: type[StagedArrays] = StagedArrays, ring: type[PinnedRing] = PinnedRing) -> None:
-    """More arrays than there are buffers, each too large to ride in the block; nobody waits for the
-    device in between."""
+    """Send more arrays than there are pinned buffers, each too large for the block, without waiting
+    for the device in between."""
     block, made = HostBlock(4, str(sim.device()), shares_memory=False, pinned=True), ring(sim.device(), True)
     arrived = []
     for step in range(RING + 2):
@@ -452,7 +453,7 @@ def staged_arrays(sim: Any, kind: type[StagedArrays] = StagedArrays, ring: type[
 
 
 class RecordsFirst(StagedArrays):
-    """The event of a copy is recorded before the copy."""
+    """Records the event of a copy before the copy."""
 
     def arrive(self, block: HostBlock) -> None:
         assert self._lease is not None
@@ -464,7 +465,7 @@ class RecordsFirst(StagedArrays):
 
 
 class LendsAtOnce(PinnedRing):
-    """A buffer is lent again though its last copy has not passed."""
+    """Lends a buffer again although its last copy has not finished."""
 
     def lease(self, size: int) -> Any:
         for buffer, _ in self._lent:

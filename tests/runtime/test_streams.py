@@ -1,4 +1,4 @@
-"""The context of a stream: entered once, whoever asks again."""
+"""The context of a stream is entered once, also when it is requested again inside itself."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sglcore.runtime.streams import entered
 
 
 class Narrow:
-    """A stream as older releases of torch have it: its context may not be entered inside itself."""
+    """A stream as in older releases of torch: its context must not be entered inside itself."""
 
     def __init__(self) -> None:
         self.device = torch.device("cpu")
@@ -31,15 +31,15 @@ class Graph:
     """A graph that records nothing."""
 
     def capture_begin(self, **_: Any) -> None:
-        """Begins."""
+        """Begin the capture."""
 
     def capture_end(self) -> None:
-        """Ends."""
+        """End the capture."""
 
 
 @pytest.fixture
 def stream(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A narrow stream, which is current while it is entered."""
+    """A `Narrow` stream, which is the current stream while it is entered."""
     made = Narrow()
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: made if made.is_entered else None)
     return made

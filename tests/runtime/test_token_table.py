@@ -1,4 +1,4 @@
-"""What the device remembers of each slot: futures are resolved from it, and history grows token by
+"""The token table of request slots: futures are resolved from it, and its history grows with each
 token."""
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ def test_a_negative_id_becomes_the_last_token_of_its_slot_and_others_stay(ids: l
 
 
 class OffByOne(TokenTable):
-    """Mutant: the future of slot s is at s - 1."""
+    """Mutant: the future of slot s is read at s - 1."""
 
     def resolve_future(self, input_ids: Tensor) -> None:
-        """As the true one, one row up."""
+        """Read one row below the right one."""
         futures = self.last[(-input_ids - 1).clamp_(min=0)]
         torch.where(input_ids < 0, futures, input_ids, out=input_ids)
 
@@ -71,7 +71,7 @@ def test_published_tokens_are_the_last_of_their_slots_only() -> None:
 
 
 def admitted(*rows: tuple[int, list[int]]) -> TokenTable:
-    """A table after a batch in which slot s brought its history."""
+    """A table after a batch in which slot s brought its history of tokens."""
     made = TokenTable(SLOTS, CONTEXT, "cpu")
     batch = Desk().extend({slot: [1] for slot, _ in rows})
     batch.history_offsets = offsets([len(tokens) for _, tokens in rows])

@@ -1,5 +1,5 @@
-"""Captures by torch's graph classes: begun as each class takes it, into one pool, and ended
-whatever happens; and planted defects, each of which one of these tests catches."""
+"""Captures by torch's graph classes: begun with the arguments that each class takes, into one pool,
+and ended on every way out; each planted defect is caught by one of these tests."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ DEVICE = pytest.mark.needs("simulator", "graphs.full")
 
 @pytest.fixture(params=["own", pytest.param("neutral", marks=pytest.mark.sim("neutral_graph"))])
 def make_capture(request: pytest.FixtureRequest, lane: Lane) -> Callable[[], StreamCapture]:
-    """The package's own capture, and that of torch's graph of an accelerator where the device has
+    """The capture of the device package, and torch's `accelerator.Graph` where the device has
     one."""
     if request.param == "neutral":
         return AcceleratorCapture
@@ -32,7 +32,7 @@ def make_capture(request: pytest.FixtureRequest, lane: Lane) -> Callable[[], Str
 
 
 def check_pool(sim: Any, capture: StreamCapture) -> None:
-    """Segments that need as much memory for a while take no more of it once there are a few."""
+    """Check that later segments with the same temporary memory reuse the pool."""
     stream, pool, x = torch.Stream(sim.device()), capture.make_pool(), torch.ones(BLOCK, device=sim.device())
     torch.accelerator.empty_cache()
     reserved, segments = [], []
@@ -51,8 +51,8 @@ def check_pool(sim: Any, capture: StreamCapture) -> None:
 
 
 def check_failure(sim: Any, capture: StreamCapture) -> None:
-    """What the block raises comes out, and the next capture on the stream, into a new pool, is as
-    if nothing had been."""
+    """Check that an exception in the block is raised, and that the next capture on the stream, into
+    a new pool, works."""
     stream, pool, x = torch.Stream(sim.device()), capture.make_pool(), torch.ones(4, device=sim.device())
     torch.accelerator.synchronize()
     with pytest.raises(LookupError, match="in the block"), capture.capture(stream, pool):

@@ -1,5 +1,5 @@
-"""The torch worker: tickets are collected once, rows keep to themselves, and overlap changes no
-token."""
+"""The torch worker: each ticket is collected once, requests do not affect each other, and overlap
+changes no token."""
 
 from __future__ import annotations
 
@@ -41,15 +41,15 @@ PROMPTS = {2: random_tokens(1, 5), 5: random_tokens(2, 2), 1: random_tokens(3, 7
 
 
 def collected(site: Site, batch: ScheduleBatch) -> BatchResult:
-    """Submit and collect."""
+    """Submit the batch and collect its result."""
     return site.worker.collect(site.worker.submit(batch))
 
 
 def generate(
     site: Site, count: int, overlap: bool, params: Sequence[tuple] | None = None, slots: Sequence[int] = tuple(PROMPTS)
 ) -> dict[int, list[int]]:
-    """The tokens of these prompts; the host never names one, and with overlap does not even know it
-    in time."""
+    """The tokens of these prompts. The host never sends generated tokens; with overlap it does not
+    even know them in time."""
     desk = Desk(4)
     tokens: dict[int, list[int]] = {slot: [] for slot in slots}
     prompts = {slot: PROMPTS[slot] for slot in slots}
@@ -78,7 +78,7 @@ def generate(
 
 
 def expected(model: TinyModel, count: int) -> dict[int, list[int]]:
-    """What each prompt gives alone."""
+    """The tokens of each prompt alone."""
     return {slot: model.continuation(prompt, count) for slot, prompt in PROMPTS.items()}
 
 
@@ -95,7 +95,7 @@ SAMPLED = {
     5: (SamplingParams(temperature=1.3, repetition_penalty=1.4), 8, 0, 2),
     1: (GREEDY, 9, 0, 7),
 }
-"""Sampled rows; the history of the penalised one comes with its prompt and never again."""
+"""Sampled requests; the history of the penalised one comes with its prompt only."""
 
 
 @pytest.mark.parametrize("buckets", [(), (1, 4)], ids=["eager", "graphs"])
@@ -112,8 +112,8 @@ def test_sampled_and_penalised_tokens_are_the_same_in_company_alone_and_overlapp
 
 
 def penalised(model: TinyModel, prompt: Sequence[int], count: int) -> list[int]:
-    """The oracle: greedy with a repetition penalty of 1.6 and a frequency penalty of 0.7, from
-    whole lists."""
+    """The oracle: greedy with a repetition penalty of 1.6 and a frequency penalty of 0.7, computed
+    from whole lists."""
     output: list[int] = []
     for _ in range(count):
         logits = model.logits(model.dense([*prompt, *output])[-1])
@@ -135,10 +135,10 @@ def test_penalties_see_every_token_drawn_so_far_once(overlap: bool) -> None:
 
 
 class LateReader(TpModelWorker):
-    """Mutant: results are what the device remembers at collect, not what the step gave."""
+    """Mutant: returns the device's last tokens at the time of collect instead of the step's."""
 
     def collect(self, ticket: Ticket) -> BatchResult:
-        """As the true one, but for the tokens."""
+        """Replace the tokens of the result."""
         pending = ticket.payload
         assert isinstance(pending, Pending)
         kept = pending.kept
@@ -179,8 +179,7 @@ def test_results_lie_row_for_row_and_a_chunk_that_is_not_the_last_gives_none() -
 
 
 def check_the_last_tokens_of_emitting_rows() -> None:
-    """Rows that emit stand behind one that does not, and bring their last token in another
-    order."""
+    """Rows that sample follow one that does not, and their last tokens come in another order."""
     site, desk = make_site(), Desk()
     first, second, third = (random_tokens(seed, 5) for seed in (1, 2, 3))
     result = collected(site, desk.extend({4: first[:2], 2: second, 1: third}, emits=[False, True, True]))
@@ -212,10 +211,10 @@ def test_a_step_in_which_no_row_emits_gives_no_token() -> None:
 
 
 class KeepsMasks(SampleStep):
-    """Mutant: a mask becomes part of what stays while a composition lasts."""
+    """Mutant: a mask is kept with the sampling state for the rest of the composition."""
 
     def run(self, *given: Any) -> Any:
-        """As the true one."""
+        """Run the step and keep its masks."""
         found, arrived = super().run(*given), given[-1]
         if "masks" in arrived:
             masks = Masks(arrived["mask_rows"].long(), arrived["masks"])
@@ -238,14 +237,14 @@ def test_a_mask_holds_for_its_own_step_alone(kind: type[SampleStep], is_free: bo
 
 
 def bad_model() -> TinyModel:
-    """Token 13 makes a request's numbers NaN for ever after."""
+    """A model in which token 13 makes all later results of a request NaN."""
     model = TinyModel()
     model.embedding[13] = torch.nan
     return model
 
 
 def clean(tokens: Sequence[int]) -> list[int]:
-    """Without token 13."""
+    """The tokens, with 12 in place of 13."""
     return [token if token != 13 else 12 for token in tokens]
 
 
@@ -323,7 +322,7 @@ class Hoarder(TpModelWorker):
     """Mutant: a ticket keeps its payload."""
 
     def collect(self, ticket: Ticket) -> BatchResult:
-        """As the true one."""
+        """Collect and put the payload back."""
         pending = ticket.payload
         result = super().collect(ticket)
         ticket.payload = pending
@@ -338,7 +337,7 @@ def test_a_worker_that_keeps_too_long_is_caught() -> None:
     site.worker.collect(ticket)
 
 
-# -- what else a step gives
+# -- other results of a step
 # --------------------------------------------------------------------------------------------
 
 

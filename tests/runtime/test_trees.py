@@ -1,5 +1,5 @@
-"""Trees of proposals by plain Python: what is kept of records, who sees whom, and which path is
-right."""
+"""Draft trees against plain Python: which records are kept, which nodes attend to which, and which
+path is accepted."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ ROWS = 40
 
 
 def random_parents(rng: np.random.Generator, nodes: int) -> list[int]:
-    """Of nodes 1 and on."""
+    """The random parent of each node from 1 on."""
     return [int(rng.integers(0, node)) for node in range(1, nodes)]
 
 
 def depths_of(parents: list[int]) -> list[int]:
-    """Of all nodes, the root first."""
+    """The depth of each node, the root first."""
     depths = [0]
     for parent in parents:
         depths.append(depths[parent] + 1)
@@ -50,7 +50,7 @@ def depths_of(parents: list[int]) -> list[int]:
 
 
 def trees_of(parents: list[list[int]]) -> Tensor:
-    """int32[4, R, N] as a worker has them."""
+    """The trees as a worker holds them: int32[4, R, N]."""
     tables = TreeTables(len(parents) + 1, len(parents[0]) + 1, torch.device("cpu"), KernelTable())
     depths = torch.tensor([depths_of(each)[1:] for each in parents], dtype=torch.int32)
     slots = torch.arange(1, len(parents) + 1, dtype=torch.int32)
@@ -89,8 +89,8 @@ def test_a_slot_that_nobody_gave_a_tree_has_a_chain() -> None:
 
 
 def walk(parents: Any, tokens: Any, drawn: Any, usable: Any, steps: int) -> tuple[Tensor, Tensor]:
-    """How deep the right path of each tree is, and its nodes, by the table; row n is of slot n +
-    1."""
+    """Run `tree_walk`; return the depth of each tree's accepted path and the nodes of the path. Row
+    n belongs to slot n + 1."""
     count = len(parents)
     slots, held = torch.arange(1, count + 1, dtype=torch.int32), torch.zeros(4, count + 1, len(drawn[0])).int()
     held[:, 1:] = trees_of(parents)
@@ -155,7 +155,7 @@ def test_a_walk_that_takes_another_path_shows(name: str, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("width", [1, 3, 6])
 def test_of_chains_all_is_as_the_table_of_kernels_has_it(width: int) -> None:
-    """Also of requests whose pages end within a step, or ended before it."""
+    """Includes requests with pages that end within the step, or ended before it."""
     generator = torch.Generator().manual_seed(width)
     slots = torch.randperm(ROWS, generator=generator).to(torch.int32) + 1
 
@@ -198,8 +198,8 @@ def test_all_that_is_told_of_a_draw_goes_along_its_path() -> None:
 
 
 def by_python(scores: list[list[list[float]]], width: int, nodes: int) -> list[tuple[float, int, int, int]]:
-    """(score, record of the parent, depth, record) of those that are kept, by plain sorting;
-    `scores` of each depth are those of its beams' leaders."""
+    """Return (score, record of the parent, depth, record) of the records that plain sorting keeps.
+    `scores`: for each depth, the scores of each beam's best tokens."""
     records = [(score, -1, 1) for score in scores[0][0]]
     beams = list(range(width))
     for depth, leaders in enumerate(scores[1:], 2):
@@ -219,8 +219,8 @@ def by_python(scores: list[list[list[float]]], width: int, nodes: int) -> list[t
 def test_what_is_kept_of_beams_is_what_sorting_keeps(
     values: tuple[float, ...], width: int, depth: int, nodes: int
 ) -> None:
-    """Also where scores are equal: a saturated softmax gives many such, of which no child may come
-    without its parent."""
+    """Includes equal scores, as a saturated softmax gives: no child may be kept without its
+    parent."""
     rng = np.random.default_rng(depth)
     shape, scored = TreeShape(width, depth, nodes), [[] for _ in range(ROWS)]
     records = TreeRecords(ROWS, shape, shape.depths_of_records("cpu"), KernelTable())
@@ -273,15 +273,15 @@ def test_the_first_of_a_race_is_what_is_drawn(is_greedy: tuple[bool, ...]) -> No
 
 
 def chances_of(nats: np.ndarray, own: np.ndarray, count: int) -> tuple[list[int], np.ndarray]:
-    """The first `count` by where they come in, float64[V] in nats, and logarithms of what `SPREAD`
-    and `OWN` make of that and of their own probabilities."""
+    """The `count` tokens with the highest race scores `nats` (float64[V]), and their log chances by
+    `SPREAD` and `OWN` from the score gaps and the tokens' own log-probabilities."""
     first = np.argsort(-nats, kind="stable")[:CONTENDERS]
     marks = OWN * (own - np.log(np.exp(own).sum()))[first] - SPREAD * np.sqrt(nats[first[0]] - nats[first])
     return first[:count].tolist(), (marks - np.log(np.exp(marks).sum()))[:count]
 
 
 def test_a_greedy_row_ranks_by_its_logits_alone() -> None:
-    """Whatever scale came with it, and however its neighbours draw."""
+    """The row's scale and the sampling of other rows in the batch do not matter."""
     generator = torch.Generator().manual_seed(2)
     logits = 2 * torch.randn(2, 50, generator=generator)
     row = logits[0].double().numpy()
@@ -298,7 +298,7 @@ def test_a_greedy_row_ranks_by_its_logits_alone() -> None:
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_chances_of_a_drawn_row_are_of_its_race_and_of_its_own_probabilities(temperature: float) -> None:
-    """By the reference's integers, whose noise and gaps are those of the row."""
+    """By the integer reference, with the noise and the score gaps of the row."""
     logits = 2 * torch.randn(1, 50, generator=torch.Generator().manual_seed(3))
     scale, words, positions = fixed_scale(temperature), torch.tensor([[7, 9]], dtype=torch.int32), torch.tensor([4])
     needs, sampler = SamplingNeeds(all_greedy=False, any_greedy=False), Sampler(50, "cpu")
@@ -353,7 +353,7 @@ def test_trees_on_a_device_without_masks_of_trees_are_chains_and_the_ledger_says
 
 
 def chosen(tmp_path: Path, **settings: Any) -> Speculation:
-    """Of a model and a draft that serve any tree."""
+    """The speculation chosen for a model and a draft that support any tree."""
     model: Any = SimpleNamespace(
         config=SimpleNamespace(is_encoder=False), state_layers=(), reads_history=False, attention_layers=()
     )
@@ -369,7 +369,8 @@ def chosen(tmp_path: Path, **settings: Any) -> Speculation:
 
 @pytest.mark.parametrize(("width", "depth", "tokens"), [(2, 1, 2), (2, 2, 6), (2, 4, 4), (8, 5, 31), (16, 3, 31)])
 def test_the_largest_trees_are_served(tmp_path: Path, width: int, depth: int, tokens: int) -> None:
-    """All records are kept, nodes follow one another, or a word's bits are all of use."""
+    """Trees that keep all records, trees that are one chain, and trees that use all bits of a
+    word."""
     found = chosen(tmp_path, draft_width=width, draft_depth=depth, draft_tokens=tokens)
     assert found.tree == TreeShape(width, depth, tokens + 1)
     assert found.lengths == (tokens,)
@@ -404,6 +405,6 @@ def test_attention_that_hides_no_cells_is_named() -> None:
 
 
 class Plain:
-    """Attention without features."""
+    """Attention that declares no features."""
 
     facts = SimpleNamespace(features=frozenset())

@@ -1,5 +1,5 @@
-"""Two functions take turns where they pause: the first begins and stays ahead, each has a context
-of its own, and an error of one ends the other."""
+"""Two functions alternate at their pauses: the first begins and stays ahead, each has its own
+context variables, and an error in one ends the other."""
 
 from __future__ import annotations
 

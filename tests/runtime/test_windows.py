@@ -1,5 +1,5 @@
-"""Layers with windows over a pool of their own: chunks, batches, graphs and halves of batches
-change nothing, and nothing that fell out of a window is read."""
+"""Sliding-window layers with a pool of their own: chunks, batches, graphs and micro-batches do not
+change the tokens, and no key or value outside the window is read."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ from tests.runtime.tiny import PAGE, SHARED, STAGED, Site, make_site, random_tok
 from tests.runtime.windows import WindowDesk, make_windowed
 
 KINDS = [((None, 3), 3), ((6, None, 3), 6), ((5, 5), 5)]
-"""Windows of the layers, and the longest."""
+"""The sliding window of each layer, and the longest one."""
 
 
 def run(site: Any, batch: ScheduleBatch) -> list[list[int]]:
-    """Each row's tokens."""
+    """The tokens of each request."""
     result = site.worker.collect(site.worker.submit(batch))
     return [tokens_of(result, row) for row in range(batch.batch_size)]
 
 
 def script(site: Any, window: int, desk: type[WindowDesk] = WindowDesk) -> WindowDesk:
-    """Chunks, mixed steps, decode, a slot given to another request; every token is what the oracle
-    says."""
+    """Chunked prefill, mixed steps, decode, and reuse of a slot; compare every token with the
+    oracle."""
     host, first, second = desk(site, window, seed=3), random_tokens(5, 15), random_tokens(6, 7)
     run(site, host.extend({2: first[:6]}, emits=[False]))
     run(site, host.extend({2: first[6:10], 5: second[:4]}, emits=[False, False]))
@@ -87,7 +87,7 @@ def test_compared_replays_leave_the_cells_of_both_pools() -> None:
 
 
 def test_layers_with_windows_see_a_batch_of_shorter_requests() -> None:
-    """In all that a backend may read, on the device and on the host."""
+    """Checks every length and location that a backend may read, on the device and on the host."""
     seen: list[ForwardBatch] = []
 
     class Watched(ReferenceAttention):
@@ -139,7 +139,7 @@ def test_the_longest_window_that_frees_something_in_time_is_what_such_layers_kee
 
 
 def pools_of(site: Site) -> list[MHATokenToKVPool]:
-    """That of layers that keep all, and that of windows."""
+    """The pool of the full-attention layers and the pool of the sliding-window layers."""
     return [part.token_to_kv_pool for part in site.attention.parts]  # pyright: ignore[reportReturnType]
 
 
@@ -181,7 +181,8 @@ def test_a_graph_or_a_plan_of_before_either_pool_moved_is_refused(place: int) ->
 
 def test_every_member_of_a_backend_is_forwarded() -> None:
     members = {name for name in vars(AttentionBackend) if not name.startswith("_")}
-    # What is final, what selection asks of the parts, and what has no cells at all.
+    # Excluded: final members, members that only the selection reads from the parts, and `encode`,
+    # which uses no KV cells.
     members -= {"forward", "planned", "unavailable", "encode"}
     assert members <= set(vars(WindowedAttention))
     attributes = vars(make_windowed().attention)
@@ -233,14 +234,14 @@ def test_a_graph_takes_one_update() -> None:
 
 
 class FreedEarly(WindowDesk):
-    """The last page that the window sees is given away."""
+    """Frees the last page that the window still sees."""
 
     def dead(self, length: int) -> int:
         return super().dead(length + 1)
 
 
 class OffByAPage(WindowDesk):
-    """Rows say that their list begins one page later."""
+    """Reports that each window page list begins one page later."""
 
     def batch(self, *given: Any, **values: Any) -> ScheduleBatch:
         made = super().batch(*given, **values)
@@ -250,7 +251,7 @@ class OffByAPage(WindowDesk):
 
 
 class ListNotSent(WindowDesk):
-    """The device is not told of a list that lost its first page and did not grow."""
+    """The device does not receive a list that lost its first page and did not grow."""
 
     def _advance(self, slot: int, before: int) -> list[int]:
         held = len(self.windows.get(slot, []))
@@ -259,14 +260,14 @@ class ListNotSent(WindowDesk):
 
 
 class Clipped(WindowedAttention):
-    """Layers with windows see lengths on the host as the others do."""
+    """Sliding-window layers get the host lengths of the full-attention layers."""
 
     def plan(self, batch: ForwardBatch) -> WindowedPlan:
         return super().plan(replace(batch, window_seq_lens_cpu=batch.seq_lens_cpu))
 
 
 class FirstViewKept(WindowedAttention):
-    """A captured plan goes on with the lengths that it was captured with."""
+    """A captured plan keeps the lengths of its capture."""
 
     def refresh(self, plan: WindowedPlan, batch: ForwardBatch) -> Any:
         view = plan.view
@@ -276,7 +277,7 @@ class FirstViewKept(WindowedAttention):
 
 
 class OtherCells(WindowedAttention):
-    """Keys and values of layers with windows go to the cells of the others."""
+    """Sliding-window layers write keys and values to the KV cells of the full-attention layers."""
 
     def cells_of(self, layer: Attention, batch: ForwardBatch) -> Any:
         pool, cells = super().cells_of(layer, batch)
@@ -285,7 +286,7 @@ class OtherCells(WindowedAttention):
 
 
 class WholeView(WindowedAttention):
-    """Layers with windows see their requests from the first token on."""
+    """Sliding-window layers see their requests from the first token on."""
 
     def attend(self, q: Tensor, layer: Attention, batch: ForwardBatch, plan: WindowedPlan) -> Tensor:
         if layer.sliding_window is None:
@@ -294,7 +295,7 @@ class WholeView(WindowedAttention):
 
 
 class StaleTable(WindowTable):
-    """A slot's second page and those after it stay what they were first."""
+    """The second and later pages of a slot are never overwritten."""
 
     def write(self, entries: Tensor, pages: Tensor) -> None:
         old = self.page_table.view(-1)[entries]

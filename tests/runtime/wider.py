@@ -1,5 +1,5 @@
-"""Batches with one more integer for each request and one more number for each token: a line in each
-of the two batches."""
+"""Batches with one more integer per request and one more number per token: one line in each of the
+two batches."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from sglcore.step.fields import Axis, batch_field, batch_record, sentinel
 
 @dataclass(slots=True)
 class WiderSchedule(ScheduleBatch):
-    """The host's."""
+    """The host's batch."""
 
     marks: NDArray[np.int32] | None = None
     weights: NDArray[np.float32] | None = None
@@ -26,15 +26,14 @@ class WiderSchedule(ScheduleBatch):
 
 @batch_record(WiderSchedule)
 class WiderBatch(ForwardBatch):
-    """The device's."""
+    """The device's batch."""
 
     marks: Tensor = batch_field(axis=Axis.REQUESTS, dtype="int32", padding=sentinel(-7), read="marks")
     weights: Tensor = batch_field(axis=Axis.TOKENS, dtype="float32", padding=sentinel(0.5), read="weights")
 
 
 def widened(batch: ScheduleBatch, **given: Any) -> WiderSchedule:
-    """The same step with marks 100 * slot + length, and weights of each token's position and a
-    half, unless given."""
+    """The same step with marks 100 * slot + length and weights position + 0.5, unless given."""
     counts = np.diff(batch.token_offsets)
     within = np.arange(batch.num_tokens, dtype=np.int32) - np.repeat(batch.token_offsets[:-1], counts)
     positions = np.repeat(batch.prefix_lens, counts) + within
@@ -43,8 +42,7 @@ def widened(batch: ScheduleBatch, **given: Any) -> WiderSchedule:
 
 
 def one_for_real_tokens(batch: ForwardBatch) -> Tensor:
-    """float32 [T]: 1 for each token whose mark and weight are those of its own request and
-    position."""
+    """float32 [T]: 1 for each token with the mark of its request and the weight of its position."""
     assert isinstance(batch, WiderBatch)
     marks = batch.marks - 100 * batch.req_pool_indices - batch.seq_lens + 1
     if batch.extend_seq_lens is not None:

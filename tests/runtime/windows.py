@@ -1,7 +1,7 @@
-"""A tiny model whose layers with windows have a pool of their own, and the host that hands out
-their pages.
+"""A tiny model with sliding-window layers in a pool of their own, and the host that hands out their
+pages.
 
-A window page that nobody needs any more holds no number at once, so that whoever reads it shows.
+Freed window pages are filled with NaN at once, so that any later read of them is seen.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from sglcore.runtime.memory.pools import MHATokenToKVPool, ReqToTokenPool, Windo
 from tests.runtime.tiny import HEAD_DIM, HEADS, KV_HEADS, PAGE, SLOTS, Desk, Site, TinyModel, ints, make_site, offsets
 
 STEP = 9
-"""Tokens of a step, at most."""
+"""The most tokens of a step."""
 
 Part = Callable[..., AttentionBackend]
 
@@ -34,8 +34,8 @@ def make_windowed(
     window: Part = ReferenceAttention,
     **options: Any,
 ) -> Site:
-    """A site over two pools of which that of windows has no number in it; `full` and `window` make
-    the backends."""
+    """A site with two pools; the pool of the sliding-window layers is filled with NaN. `full` and
+    `window` make the two backends."""
     model, longest = TinyModel(windows=windows), max(each for each in windows if each is not None)
     table = WindowTable(SLOTS, longest, STEP, PAGE, "cpu")
 
@@ -55,7 +55,7 @@ def make_windowed(
 
 
 def forget(pool: MHATokenToKVPool, pages: Sequence[int]) -> None:
-    """These pages hold no number in any layer."""
+    """Fill these pages with NaN in every layer."""
     cells = [page * pool.page_size + place for page in pages for place in range(pool.page_size)]
     for layer in range(pool.num_layers):
         for part in pool.kv(layer):
@@ -63,7 +63,8 @@ def forget(pool: MHATokenToKVPool, pages: Sequence[int]) -> None:
 
 
 class WindowDesk(Desk):
-    """Hands out window pages too, each to be used again as soon as nobody needs it."""
+    """A desk that also hands out window pages, and reuses each as soon as no later token sees
+    it."""
 
     def __init__(self, site: Site, window: int, seed: int = 0, num_pages: int = 24) -> None:
         super().__init__(seed)
@@ -75,13 +76,13 @@ class WindowDesk(Desk):
         self.drops = 0
 
     def leave(self, slot: int) -> None:
-        """A request ends."""
+        """Free the window pages of a request that ends."""
         super().leave(slot)
         self.starts.pop(slot)
         self._give(self.windows.pop(slot))
 
     def batch(self, rows: Mapping[int, Sequence[int]], mode: ForwardMode, **values: Any) -> ScheduleBatch:
-        """With the lists of window pages that changed."""
+        """The step, with the window page lists that changed."""
         before = {slot: self.lens.get(slot, 0) for slot in rows}
         made = super().batch(rows, mode, **values)
         lists = [self._advance(slot, before[slot]) for slot in rows]
@@ -92,11 +93,12 @@ class WindowDesk(Desk):
         return made
 
     def dead(self, length: int) -> int:
-        """How many pages of a request of so many tokens its next token does not see."""
+        """The number of pages that the next token of a request with `length` tokens does not
+        see."""
         return max(0, length - self.window + 1) // PAGE
 
     def _advance(self, slot: int, before: int) -> list[int]:
-        """The slot's new list; none if it is the old one."""
+        """The slot's new page list; empty if it did not change."""
         pages, start = self.windows.setdefault(slot, []), self.starts.setdefault(slot, 0)
         gone = self.dead(before) - start // PAGE
         self._give(pages[:gone])

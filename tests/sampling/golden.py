@@ -1,5 +1,5 @@
-"""What makes `sglcore/sampling/golden.json`; run it as a module after a change of the race, which
-every device then owes."""
+"""Makes `sglcore/sampling/golden.json`. Run this module after a change of the race; every device
+must then give the new draws."""
 
 import hashlib
 import json
@@ -17,7 +17,7 @@ def checksum(tables: NoiseTables) -> str:
 
 
 def make_golden() -> dict[str, Any]:
-    """The content of golden.json, computed anew by the reference."""
+    """The content of golden.json, recomputed by the reference."""
     keys = [(0, 0, 0), (1, 0, 17), (2**64 - 1, 3, 4095), (1234567890123456789, 1, 2**20)]
     hashes = []
     for seed, index, position in keys:

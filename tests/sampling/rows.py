@@ -1,4 +1,4 @@
-"""Short ways to draw in tests."""
+"""Helpers that draw tokens in tests."""
 
 from collections.abc import Sequence
 
@@ -24,8 +24,8 @@ def drawn(logits: torch.Tensor, rows: Sequence[tuple], positions: Sequence[int],
 
 
 def many_draws(logits: Sequence[float], params: SamplingParams, count: int, seed: int = 1) -> torch.Tensor:
-    """int64[count]: one row drawn at positions 0..count-1. The first 2000 are whole samples, all
-    are races on one row's gaps, and both must agree where they overlap."""
+    """int64[count]: one row drawn at positions 0..count-1. All draws are races over the row's gaps;
+    the first 2000 are also whole samples, which must be equal."""
     sampler, row = Sampler(len(logits), "cpu"), torch.tensor([list(logits)], dtype=torch.float32)
     state = staged([(params, seed)], [0])
     gaps = candidate_gaps(row, row.amax(-1), state, sampler.tables)
@@ -40,7 +40,7 @@ def many_draws(logits: Sequence[float], params: SamplingParams, count: int, seed
 
 
 def with_history(rows: Sequence[tuple], history: Sequence[Sequence[int]], vocab_size: int, all_rows: bool = True):
-    """Penalty state of rows whose tokens so far are `history` (prompt lengths come from the
+    """The penalty state of rows with the tokens `history` so far (prompt lengths come from the
     rows)."""
     batch = SamplingBatch.from_params(rows)
     width = max(len(tokens) for tokens in history)
@@ -53,15 +53,15 @@ def with_history(rows: Sequence[tuple], history: Sequence[Sequence[int]], vocab_
 
 
 def signed_zeros(block: int) -> tuple[torch.Tensor, SamplingState]:
-    """Greedy rows beside a drawn one: zeros of both signs are equally best, and the first counts;
-    the last stands alone in its block of the kernel's."""
+    """Two greedy rows and a sampled one. Zeros of both signs are equally good, and the first must
+    win; the last zero is alone in a kernel block."""
     logits = torch.full((3, block + 1), -1.0)
     logits[:, 5], logits[:, 9], logits[:, block] = -0.0, 0.0, 0.0
     return logits, staged([(SamplingParams(temperature=each), 4) for each in (0.0, 0.0, 1.0)], range(3))
 
 
 def at_min_p() -> tuple[torch.Tensor, SamplingState]:
-    """The second token's gap is the largest that min_p keeps; the third's is so after rounding."""
+    """The second token has the largest gap that min_p keeps; the third token's gap rounds to it."""
     edge = fixed_min_p(0.2)
     row = torch.tensor([0.0, -edge / 65536, -(edge + 0.375) / 65536, -30.0])
     return row.repeat(40, 1), staged([(SamplingParams(temperature=1.0, min_p=0.2), 5)] * 40, range(40))

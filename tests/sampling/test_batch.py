@@ -1,4 +1,4 @@
-"""SamplingBatch: one declaration gives selection, appending and the forward-only copy."""
+"""SamplingBatch: one declaration defines selection, appending and the copy for a forward."""
 
 import pickle
 from dataclasses import dataclass, fields

@@ -1,4 +1,5 @@
-"""Candidate sets: exact top-k with ties to the lowest id, and top-p against rational arithmetic."""
+"""Candidate sets: exact top-k with ties broken by the lowest id, and top-p against rational
+arithmetic."""
 
 import math
 import random
@@ -21,8 +22,7 @@ WHOLE = 1 << TOP_P_BITS
 
 
 def candidate_sets(logits, params_list):
-    """Sorted candidate ids of every row, from torch; without integers of 64 bits they are the
-    same."""
+    """The sorted candidate ids of every row by torch; the 32-bit path must give the same."""
     logits = torch.as_tensor(logits, dtype=torch.float32)
     state = staged([(params, 0) for params in params_list], [0] * len(params_list))
     tables = Sampler(logits.shape[1], "cpu").tables
@@ -175,8 +175,8 @@ def test_a_product_in_two_words_is_exact():
 
 
 def ties_are_exact() -> bool:
-    """The law: as many as reach what is wanted, however near to a multiple of one weight that
-    is."""
+    """The invariant: the number of ties is the smallest that reaches the rest, also if the rest is
+    near a multiple of the weight."""
     generator = torch.Generator().manual_seed(2)
     each = torch.randint(1, (1 << 30) + 1, (4000,), generator=generator, dtype=torch.int32)
     counts = torch.randint(1, narrow_sums.MOST_TIES - 4, (4000,), generator=generator) >> torch.arange(4000) % 22
@@ -189,8 +189,8 @@ def ties_are_exact() -> bool:
 
 
 def what_is_wanted_is_exact() -> bool:
-    """The law: what is wanted at the end of the prefix and what comes before it are the share,
-    rounded up."""
+    """The invariant: the rest at the end of the prefix plus the weights before it is the top-p
+    share of the total, rounded up."""
     generator, table = torch.Generator().manual_seed(3), torch.tensor(noise_tables().weight)
     gaps = torch.randint(0, 400_000, (64, 50), generator=generator, dtype=torch.int32)
     weights, top_p = token_weights(gaps, table), torch.randint(1, WHOLE, (64,), generator=generator, dtype=torch.int32)

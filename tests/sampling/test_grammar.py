@@ -1,4 +1,4 @@
-"""A grammar as a request carries it: what is refused before anybody compiles it."""
+"""A request's grammar specification: which ones are refused before compilation."""
 
 from __future__ import annotations
 

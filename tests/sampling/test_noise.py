@@ -1,5 +1,5 @@
-"""The shared integers: tables that no mathematics library can change, and a hash without visible
-structure."""
+"""The shared integers of the noise: tables that do not depend on a mathematics library, and a hash
+without visible structure."""
 
 import itertools
 import json

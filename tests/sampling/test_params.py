@@ -1,4 +1,4 @@
-"""SamplingParams refuses what cannot be honoured, in one line that names the remedy."""
+"""SamplingParams refuses values that cannot be honoured, in one line that names the remedy."""
 
 import copy
 import dataclasses

@@ -1,4 +1,4 @@
-"""Penalties, bias, early bans: against transformers and against the plain formula."""
+"""Penalties, bias and early bans, against transformers and against the plain formula."""
 
 import math
 import random
@@ -16,7 +16,7 @@ VOCAB = 40
 
 
 def processed(logits, rows, history, all_rows=True, positions=None):
-    """Processed logits of rows with these token histories."""
+    """The processed logits of rows with these token histories."""
     state = staged(
         rows, positions or [len(tokens) for tokens in history], penalties=with_history(rows, history, VOCAB, all_rows)
     )
@@ -45,8 +45,8 @@ def random_rows(count, seed):
 
 
 def plain(logits, row, tokens):
-    """The formula, one logit at a time in float64: repetition over all tokens, the other two over
-    the output."""
+    """The formula in float64, one logit at a time: the repetition penalty counts all tokens, the
+    other two count the output."""
     params, _, _, prompt_len = row
     output, result = tokens[prompt_len:], []
     for v, x in enumerate(logits.tolist()):

@@ -1,4 +1,4 @@
-"""The stored draws are what the reference draws, and what torch draws."""
+"""The stored draws equal those of the reference and those of torch."""
 
 import json
 
@@ -47,8 +47,8 @@ def test_the_golden_draws_catch_an_unstable_tie():
 
 
 def level_draws(table, shift=0):
-    """Tokens of the golden draws on level rows with this Gumbel table, at positions moved by
-    `shift`."""
+    """The tokens of the golden draws on level rows with this Gumbel table; `shift` is added to the
+    positions."""
     ids, hashed = torch.arange(32, dtype=torch.int32), torch.tensor(noise.hashed_ids(32))
     race = RaceTables(torch.tensor(table), torch.tensor(noise_tables().weight), ids, hashed)
     golden = [golden for golden in reference.golden_draws() if golden.name == "level"]

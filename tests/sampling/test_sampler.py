@@ -1,4 +1,4 @@
-"""The batched sampler equals the reference, row by row, in every company."""
+"""The batched sampler equals the reference row by row, whatever other rows are in the batch."""
 
 import math
 import random
@@ -63,7 +63,8 @@ def mixed_batch(count, vocab_size, seed):
 
 
 def draw_subset(batch, chosen, pad=0, sampler_kind=Sampler):
-    """Tokens of these rows of a mixed batch drawn together, followed by `pad` rows of garbage."""
+    """The tokens of these rows of a mixed batch drawn together, with `pad` rows of garbage at the
+    end."""
     logits, rows, positions, history = batch
     picked = [rows[i] for i in chosen]
     penalties = None
@@ -78,7 +79,7 @@ def draw_subset(batch, chosen, pad=0, sampler_kind=Sampler):
 
 
 def company_differs(sampler_kind=Sampler):
-    """Whether any row of a mixed batch draws another token in other company."""
+    """Whether any row of a mixed batch draws another token if the other rows change."""
     batch = mixed_batch(24, 90, seed=5)
     together = draw_subset(batch, list(range(24)), sampler_kind=sampler_kind)
     alone = [draw_subset(batch, [i], sampler_kind=sampler_kind)[0] for i in range(24)]

@@ -1,5 +1,5 @@
 """Patterns that end a text, against Python's own `re` on every part of the text; mutants of the
-matcher; its bounds."""
+matcher; and its bounds."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ LETTERS = "aabbcA1.é\n\n"
 
 
 def any_pattern(rnd: random.Random) -> str:
-    """One that `re` compiles and that does not match the empty text."""
+    """A random pattern that `re` compiles and that does not match the empty text."""
     while True:
         parts = [rnd.choice(PIECES) + rnd.choice(COUNTS) for _ in range(rnd.randint(1, 4))]
         body = (
@@ -58,8 +58,8 @@ def any_pattern(rnd: random.Random) -> str:
 
 
 def by_re(pattern: str, text: str, free: int = 0) -> Match | None:
-    """The match that is complete first, behind so many characters, and of those the one that begins
-    first."""
+    """The match that is complete first, after the first `free` characters; among equals the one
+    that begins first."""
     compiled = re.compile(pattern)
     for end in range(free + 1, len(text) + 1):
         for start in range(end):
@@ -69,8 +69,8 @@ def by_re(pattern: str, text: str, free: int = 0) -> Match | None:
 
 
 def law(seed: int, found_in: Any = module) -> None:
-    """In whatever pieces a text comes, the match is that of `re`, and nothing of it was let go
-    before."""
+    """However a text is cut into pieces, the match equals that of `re`, and no part of it was
+    released before."""
     rnd = random.Random(seed)
     pattern = any_pattern(rnd)
     shared = found_in.StopPattern(pattern)
@@ -79,7 +79,7 @@ def law(seed: int, found_in: Any = module) -> None:
 
 
 def law_of_one_text(rnd: random.Random, pattern: str, shared: Any, found_in: Any) -> None:
-    """A text by a pattern that others were looked for by before."""
+    """Check one text, with a pattern object that may have scanned other texts before."""
     text, free = "".join(rnd.choices(LETTERS, k=rnd.randint(1, 20))), rnd.choice([0, 0, 3])
     wanted = by_re(pattern, text, free)
     scan, place, let_go = found_in.PatternScan(shared), 0, 0
@@ -124,7 +124,7 @@ def test_the_law_catches_a_planted_defect(sound: str, defect: str) -> None:
 
 
 def test_what_may_follow_depends_on_where_a_line_begins() -> None:
-    """The same characters of a pattern are asked for inside of a line and behind its end, in either
+    """The same characters of a pattern are needed within a line and after a line's end, in either
     order."""
     shared = StopPattern("(?ms)a.^b")
     for text, wanted in (("aab", None), ("a\nb", Match(0, 3)), ("aab a\nb", Match(4, 7)), ("a\n\nb", None)):
@@ -175,7 +175,7 @@ def test_of_a_match_without_bounds_the_last_characters_are_held_back_and_cut() -
 
 
 def steps(pattern: str, found_in: Any = module) -> int:
-    """How often it asks what follows, in a text that goes on and on."""
+    """The number of calls of `after` for a long text without a match."""
     asked = 0
 
     class Counted(found_in.StopPattern):
@@ -190,7 +190,6 @@ def steps(pattern: str, found_in: Any = module) -> int:
 
 @pytest.mark.parametrize("pattern", ["(a*)*b", "(a|a)*b", "(a|b)*a(a|b){20}c{2}"])
 def test_a_character_takes_no_more_steps_than_the_pattern_has_places(pattern: str) -> None:
-    """Where an engine that tries one way after the other takes time that doubles with each
-    character."""
+    """A backtracking engine's time would double with each character."""
     assert steps(pattern) <= 502 * len(StopPattern(pattern))
     assert steps(pattern, planted(module, "& ~seen", "")) > 502 * len(StopPattern(pattern))

@@ -1,4 +1,5 @@
-"""XTC against plain numpy over floats, its coin, its company, and what must catch a defect."""
+"""XTC against plain numpy in floats: its result, its coin, and rows without XTC in the same batch;
+planted defects are caught."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ from tests.sampling.rows import drawn, staged
 
 
 def by_numpy(logits: np.ndarray, params: SamplingParams) -> np.ndarray:
-    """bool[V]: what a draw may bring where the coin says that the top is left out, in floats."""
+    """bool[V]: the tokens that may be drawn when the coin says that XTC applies, computed in
+    floats."""
     scaled = logits.astype(np.float64) / params.temperature
     order = sorted(range(len(scaled)), key=lambda token: (-scaled[token], token))
     weights = np.exp(scaled - scaled.max())
@@ -45,7 +47,8 @@ def some_params(rng: random.Random) -> SamplingParams:
 
 
 def law(module: object = sampler, seeds: int = 40) -> None:
-    """Rows beside others without XTC keep what numpy keeps; the others stay bit for bit."""
+    """Rows with XTC keep the same tokens as numpy; rows without XTC in the same batch stay equal
+    bit for bit."""
     for seed in range(seeds):
         rng = random.Random(seed)
         params = [some_params(rng) if place % 2 else SamplingParams(top_k=3) for place in range(6)]

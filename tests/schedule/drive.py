@@ -25,7 +25,8 @@ class Drive:
         self.outputs: list[EngineOutput] = []
 
     def make(self, rid: str, prompt: int | list[int], max_tokens: int | None = 8, **given: Any) -> Request:
-        """A request that is not added; an integer prompt means so many tokens of its own."""
+        """Make a request without adding it. An integer prompt gives that number of tokens,
+        different for each request."""
         first = 1 + sum(map(ord, rid)) % 7
         ids = (
             [(first + index) % self.limits.vocab_size for index in range(prompt)] if isinstance(prompt, int) else prompt
@@ -44,7 +45,7 @@ class Drive:
         return request
 
     def step(self, count: int = 1) -> list[EngineOutput]:
-        """So many steps of the loop; the outputs of the last."""
+        """Run `count` steps of the loop; return the outputs of the last one."""
         outputs: list[EngineOutput] = []
         for _ in range(count):
             outputs = self.loop.step()
@@ -53,7 +54,7 @@ class Drive:
         return outputs
 
     def run(self, most: int = 500) -> int:
-        """Step until all work is done; the number of steps."""
+        """Step until all work is done; return the number of steps."""
         for count in range(most):
             if not self.loop.has_work:
                 return count
@@ -61,11 +62,11 @@ class Drive:
         raise AssertionError(f"still working after {most} steps: {self.scheduler.stats()}")
 
     def alone(self, request: Request) -> list[int]:
-        """The request's output if it ran alone."""
+        """The request's output when it runs alone."""
         return self.worker.truth.output(request, self.limits.max_model_len)[0]
 
     def finishes(self) -> list[str]:
-        """Names in the order in which requests ended by themselves."""
+        """Names of the requests that finished by themselves, in order."""
         return [output.request_id for output in self.outputs if output.finished]
 
     def stop_after(self, request: Request, count: int) -> Request:

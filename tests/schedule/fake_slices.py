@@ -1,5 +1,5 @@
-"""The checking worker of prompts that come by slices of layers: until the last one, what they write
-is not there."""
+"""The checking worker for prefill in layer slices: KV cells and states appear with the last slice
+only."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from tests.schedule.fake_worker import NOTHING, FakeWorker, InFlightStep, Slot, 
 
 @dataclass
 class Open:
-    """A prompt of which `done` layers have run: its result, whose slots they are, and what appears
-    with the last layer."""
+    """A prefill with `done` layers run: its result, its slots, and the values that appear with the
+    last layer."""
 
     batch: ScheduleBatch
     result: BatchResult
@@ -30,7 +30,7 @@ class Open:
 
 
 class FakeSlicedWorker(FakeWorker):
-    """Pages and slots of an open prompt are in use from its first slice to its last."""
+    """The pages and slots of an open prompt are in use from its first slice to its last."""
 
     open: Open | None = None
     slices: list[tuple[int, int]]

@@ -1,9 +1,9 @@
-"""The checking worker with proposals: each decode row has its own length, which the host learns
-when it collects.
+"""The checking worker with draft tokens: each decode row advances by its own length, which the host
+learns when it collects.
 
-As the real one, it verifies up to `draft_tokens` proposals after each row's last token, takes in
-those that are right, and leaves garbage in the cells of the others and in those of the next
-proposals.
+Like the real worker, it verifies up to `draft_tokens` draft tokens after each row's last token,
+keeps the accepted ones, and leaves garbage in the KV cells of the rejected ones and of the next
+draft tokens.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from tests.schedule.fake_worker import (
 
 GARBAGE = -9
 Accepts = Literal["some", "all", "none"]
-"""How many proposals are right."""
+"""The share of draft tokens that are accepted."""
 
 
 @dataclass
 class Known:
-    """What the host can know of a slot: its cells after the last collected step, and the steps in
-    flight that verify; `most` cells have been asked for."""
+    """What the host can know of a slot: its KV cells after the last collected step, its
+    verifications in flight, and the most KV cells requested so far."""
 
     cells: int = 0
     verifying: int = 0
@@ -46,17 +46,17 @@ class Known:
 
 
 class FakeSpeculativeWorker(FakeWorker):
-    """`limits.draft_tokens` proposals a row. `lookahead` 1: what is kept for proposals depends on
-    the next token."""
+    """Proposes `limits.draft_tokens` tokens per row. With `lookahead` 1, the drafter's KV depends
+    on the next token."""
 
     def __init__(self, limits: Limits, truth: Truth | None = None, accepts: Accepts = "some") -> None:
         super().__init__(limits, truth)
         self.accepts = accepts
         self.known: dict[int, Known] = {}
         self.lengths: dict[int, dict[int, int]] = {}
-        """By step in flight that verifies, the cells of each of its slots after it."""
+        """{verifying step in flight: {slot: its KV cells after the step}}"""
         self.proposals: dict[int, list[int]] = {}
-        """By slot, what is proposed after its last token."""
+        """{slot: draft tokens after its last token}"""
         self.accepted: list[int] = []
 
     def submit(self, batch: ScheduleBatch) -> Ticket:
@@ -90,7 +90,8 @@ class FakeSpeculativeWorker(FakeWorker):
         return replace(result, proposed=np.array(list(self.verified.values()), dtype=np.int32))
 
     def _check_masks(self, batch: ScheduleBatch, requests: list[Request]) -> None:
-        """Those of decode rows go along what is proposed, as far as it is allowed."""
+        """Check that masks of decode rows follow the draft tokens, as far as the grammar allows
+        them."""
         if not batch.forward_mode.is_decode:
             want(batch.mask_nodes is None, "masks along proposals in a step that verifies none")
             super()._check_masks(batch, requests)
@@ -143,20 +144,19 @@ class FakeSpeculativeWorker(FakeWorker):
         want(known.cells + known.verifying < final, "a row runs whose last token is on its way")
         want(limit <= held, f"cells beyond the page table: cell_limits {limit}, pages hold {held}")
         want(limit <= final, f"cell_limits {limit}, no output needs more than {final}")
-        # What a step may write past its bound: what it verifies, and what it proposes after all of
-        # that.
+        # A step may write past its bound: the tokens that it verifies and the next draft tokens.
         most = prefix + 2 * drafts + 1 - self.limits.lookahead
         want(limit >= min(most, final), f"proposals without cells: cell_limits {limit}, wanted {most} or {final}")
         known.most = max(known.most, min(prefix + 1 + 2 * drafts, final))
         want(len(slot.pages) <= -(-known.most // size), "pages without cells")
 
     def _spare(self, batch: ScheduleBatch, row: int, request: Request) -> int:
-        """What is proposed with the last chunk."""
+        """KV cells for the draft tokens that follow the last chunk."""
         left = self._final(request) - int(batch.seq_lens[row])
         return max(0, min(self.limits.draft_tokens, left)) if batch.emits[row] else 0
 
     def _final(self, request: Request) -> int:
-        """Cells of the request when it has ended: its last token has none."""
+        """The KV cells of the request at its end: its last token has none."""
         most = request.params.max_tokens
         context = self.limits.max_model_len
         return (context if most is None else min(len(request.prompt_ids) + most, context)) - 1
@@ -204,7 +204,7 @@ class FakeSpeculativeWorker(FakeWorker):
         self._propose(batch, row, request, slot)
 
     def _keep_right(self, batch: ScheduleBatch, row: int, request: Request, cells: np.ndarray, right: int) -> None:
-        """Write the row's cells, of which so many are right."""
+        """Write the row's KV cells; the first `right` get the true values, the others garbage."""
         start, end = (int(cells[0]), int(cells[-1]) + 1) if len(cells) else (0, 0)
         contents = (self.truth.digests(request, end)[start:], self.truth.tokens(request, end + 1)[start + 1 :])
         is_bad = request.rid in self.bad_requests
@@ -213,18 +213,18 @@ class FakeSpeculativeWorker(FakeWorker):
             self._set(batch, row, cells, column, found)
 
     def _width(self, step: int) -> int:
-        """Tokens of each row that a step verifies: all, or now and then fewer."""
+        """The tokens that a step verifies per row: all, or sometimes fewer."""
         drafts, chance = self.limits.draft_tokens, mix(EMPTY, step) >> 9
         return 1 + (chance // 4 % drafts if self.accepts == "some" and chance % 4 == 0 else drafts)
 
     def _rightly(self, request: Request, start: int) -> int:
-        """How many proposals will be right."""
+        """The number of the next draft tokens that will be accepted."""
         if self.accepts != "some":
             return self.limits.draft_tokens if self.accepts == "all" else 0
         return (mix(mix(EMPTY, request.seed), start) >> 9) % (self.limits.draft_tokens + 1)
 
     def _propose(self, batch: ScheduleBatch, row: int, request: Request, slot: Slot) -> None:
-        """Right tokens, a wrong one, and none; and garbage in their own cells."""
+        """Propose accepted tokens, a wrong one, and none; write garbage into their KV cells."""
         drafts = self.limits.draft_tokens
         proposals = self.proposals[int(batch.slots[row])] = [-1] * drafts
         if not batch.emits[row]:
@@ -249,7 +249,7 @@ class FakeSpeculativeWorker(FakeWorker):
 
 
 def make_worker(limits: Limits, accepts: Accepts = "some") -> FakeWorker:
-    """The checking worker with these limits."""
+    """The checking worker for these limits."""
     if limits.draft_tokens:
         return FakeSpeculativeWorker(limits, accepts=accepts)
     return FakeSlicedWorker(limits) if limits.sliced_layers else FakeWorker(limits)

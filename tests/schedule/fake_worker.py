@@ -1,8 +1,8 @@
-"""A worker without a device: it keeps its own page tables and cells and raises Violation where a
-device would corrupt.
+"""A worker without a device: it keeps page tables and KV cells, and raises Violation where a device
+would corrupt data.
 
-It knows each row's true token sequence (through the fake sampling state) and checks every cell that
-a step reads.
+It knows each row's true tokens (through the fake sampling state) and checks every KV cell that a
+step reads.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ class Violation(AssertionError):
 
 
 def make_params(max_tokens: int | None = 8, *, needs_history: bool = False, **given: Any) -> SamplingParams:
-    """Sampling parameters with a penalty where the history is to be needed."""
+    """Sampling parameters, with a penalty if `needs_history`."""
     return SamplingParams(max_tokens=max_tokens, repetition_penalty=2.0 if needs_history else 1.0, **given)
 
 
 def make_limits(**values: object) -> Limits:
-    """Small limits; one request of max_model_len always fits."""
+    """Small limits; a request of max_model_len always fits."""
     defaults = {
         "max_model_len": 64,
         "max_requests": 4,
@@ -48,7 +48,7 @@ def make_limits(**values: object) -> Limits:
 
 
 class Truth:
-    """What a request's tokens are, as a function of its seed and prompt alone."""
+    """A request's tokens, as a function of its seed and prompt alone."""
 
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size
@@ -60,7 +60,8 @@ class Truth:
         return self._grow(request, length)[0][:length]
 
     def digests(self, request: Request, length: int) -> list[int]:
-        """A hash of all tokens up to each of the first `length`: what a cell really depends on."""
+        """A hash of all tokens up to each of the first `length`: the true content of its KV
+        cell."""
         return self._grow(request, length)[1][:length]
 
     def _grow(self, request: Request, length: int) -> tuple[list[int], list[int]]:
@@ -73,7 +74,7 @@ class Truth:
         return known
 
     def output(self, request: Request, max_model_len: int) -> tuple[list[int], str]:
-        """The whole output and why it ends, as if the request ran alone."""
+        """The whole output and the finish reason, as if the request ran alone."""
         prompt, most = len(request.prompt_ids), request.params.max_tokens
         end = max_model_len if most is None else min(prompt + most, max_model_len)
         output = self.tokens(request, end)[prompt:]
@@ -89,7 +90,7 @@ def mix(digest: int, value: int) -> int:
 
 @dataclass
 class FakeSampling:
-    """Sampling state that remembers whose rows these are."""
+    """A sampling state that remembers the requests of its rows."""
 
     requests: list[Request]
 
@@ -104,8 +105,8 @@ def compose(requests: Sequence[Request]) -> FakeSampling:
 
 @dataclass
 class Slot:
-    """The device's view of one slot: who is in it, page table, last token, cells written, history
-    received, window pages."""
+    """The device's view of one slot: its request, page table, last token, number of cells, state,
+    history received, window pages."""
 
     owner: Request | None = None
     pages: list[int] = field(default_factory=list)
@@ -119,7 +120,8 @@ class Slot:
 
 @dataclass
 class InFlightStep:
-    """A submitted step: its result, and for each row the slot and the pages it touches."""
+    """A submitted step: its result, the pages of each of its slots, and the cells that it
+    writes."""
 
     step: int
     result: BatchResult
@@ -131,8 +133,8 @@ class InFlightStep:
 
 
 def mask_word(request: Request, emitted: Sequence[int]) -> int:
-    """What a fake grammar's mask says: whose it is, and after which tokens. It allows most of what
-    may follow."""
+    """The mask of a fake grammar: a hash of the request and its tokens so far, with most bits
+    set."""
     digest = mix(request.seed, request.arrival)
     for token in emitted:
         digest = mix(digest, token)
@@ -141,8 +143,8 @@ def mask_word(request: Request, emitted: Sequence[int]) -> int:
 
 @dataclass
 class FakeMatcher:
-    """A grammar that allows what the fake worker emits, until it refuses the token after
-    `refuse_after` of them."""
+    """A grammar that accepts the fake worker's tokens, except the token after `refuse_after` of
+    them."""
 
     request: Request
     refuse_after: int | None = None
@@ -165,8 +167,8 @@ class FakeMatcher:
 
 
 class FakeWorker:
-    """Computes at submit, in order. `fail_submit` and `fail_collect`: steps that raise; `bad` rows:
-    (step, rid)."""
+    """Computes at submit, in order. `fail_submit` and `fail_collect`: numbers of the steps that
+    raise; `bad_requests`: requests with bad rows."""
 
     def __init__(self, limits: Limits, truth: Truth | None = None) -> None:
         self.limits = limits
@@ -227,8 +229,8 @@ class FakeWorker:
         self.closed = True
 
     def _check_room(self, batch: ScheduleBatch) -> None:
-        """As many steps may be in flight as are lent memory, and of slices that bring nothing one
-        more each: they need none."""
+        """Check the number of steps in flight: 2 with overlap, else 1; twice that for slices
+        without results, which need no result memory."""
         like = [each for each in self.in_flight if self._is_partial(each.batch) == self._is_partial(batch)]
         most = 2 if self.limits.can_overlap else 1
         want(len(like) < (2 * most if self._is_partial(batch) else most), "too many steps in flight")
@@ -280,8 +282,8 @@ class FakeWorker:
         return run
 
     def _check_masks(self, batch: ScheduleBatch, requests: list[Request]) -> None:
-        """Each constrained row that emits has a mask, made of all of its tokens; nobody else has
-        one."""
+        """Check that exactly the constrained rows that sample have a mask, made from all their
+        tokens."""
         rows = [row for row, request in enumerate(requests) if request.matcher is not None and batch.emits[row]]
         if batch.masks is None or batch.mask_rows is None:
             want(not rows, f"no masks for rows {rows}")
@@ -295,11 +297,11 @@ class FakeWorker:
             )
 
     def _known_tokens(self, batch: ScheduleBatch, row: int) -> int:
-        """Tokens after which the row draws the next."""
+        """The number of tokens before the one that the row samples."""
         return int(batch.seq_lens[row])
 
     def _enter(self, batch: ScheduleBatch, row: int, request: Request) -> None:
-        """Take in the row's page-table difference and check what is about to be read."""
+        """Apply the row's page-table changes and check what is about to be read."""
         number = int(batch.slots[row])
         slot = self.slots[number]
         new = batch.new_pages[batch.new_page_offsets[row] : batch.new_page_offsets[row + 1]].tolist()
@@ -331,7 +333,8 @@ class FakeWorker:
                 want(len(known) == request.num_tokens, f"history {slot.history} is not complete")
 
     def _check_lengths(self, batch: ScheduleBatch, row: int, slot: Slot, request: Request) -> None:
-        """What the row has is what the device has, and its pages hold what it brings."""
+        """Check that the row's length equals the device's, and that its pages hold its new
+        tokens."""
         prefix = int(batch.prefix_lens[row])
         want(prefix == slot.length, f"prefix {prefix}, the device has {slot.length} cells")
         needed, size = int(batch.seq_lens[row]), self.limits.page_size
@@ -339,11 +342,11 @@ class FakeWorker:
         want(len(slot.pages) <= -(-(needed + self._spare(batch, row, request)) // size), "pages without cells")
 
     def _spare(self, batch: ScheduleBatch, row: int, request: Request) -> int:
-        """Cells that the row may have beside those of its tokens."""
+        """KV cells that the row may have in addition to those of its tokens."""
         return 0
 
     def _load_states(self, batch: ScheduleBatch) -> None:
-        """Copy states in. A slot that nobody fills anew has what its last request left."""
+        """Copy states in. A slot without a new state keeps what its last request left."""
         if batch.state_from is None or batch.state_to is None:
             want(batch.state_from is batch.state_to, "states are moved in one direction")
             return
@@ -364,14 +367,15 @@ class FakeWorker:
             self.snapshots[batch.state_to[row]] = self.slots[batch.slots[row]].state
 
     def _spoil_states(self, batch: ScheduleBatch) -> None:
-        """A step that failed may have written anything."""
+        """Overwrite states: a failed step may have written anything."""
         for slot in batch.slots.tolist():
             self.slots[slot].state = NOTHING
         for place in [] if batch.state_to is None else batch.state_to[batch.state_to != 0].tolist():
             self.snapshots[place] = NOTHING
 
     def _continue_state(self, slot: Slot, request: Request, digests: list[int], start: int) -> None:
-        """The one law of states: what a forward continues is the state after exactly its prefix."""
+        """Check that the forward continues from the state after exactly its prefix, then advance
+        it."""
         is_bad = request.rid in self.bad_requests
         if self.limits.keeps_state and not is_bad:
             wanted = digests[start - 1] if start else EMPTY
@@ -384,7 +388,7 @@ class FakeWorker:
         self._check_found(request, self.cells[self._places(slot, np.arange(prefix))], prefix, "page")
 
     def _check_found(self, request: Request, found: np.ndarray, prefix: int, kind: str) -> None:
-        """Cells of the last tokens of a prefix."""
+        """Check the cells of the last tokens of a prefix."""
         start, ahead = prefix - len(found), self.limits.lookahead
         truth = np.array(self.truth.tokens(request, prefix + ahead))[start:]
         right = found[:, 0] == self.truth.digests(request, prefix)[start:]
@@ -395,8 +399,8 @@ class FakeWorker:
             want((found[: max(len(found) - step, 0), step] != NOTHING).all(), f"a {kind} is not complete")
 
     def _enter_windows(self, batch: ScheduleBatch, requests: list[Request]) -> None:
-        """Take in the lists of window pages, then check that each is right and holds all that its
-        row sees."""
+        """Apply the lists of window pages, then check that each list is right and holds all tokens
+        that its row sees."""
         given = (batch.window_starts, batch.window_offsets, batch.window_pages)
         if not self.limits.num_window_pages:
             want(given == (None, None, None), "window pages of a worker that keeps none")
@@ -478,7 +482,7 @@ class FakeWorker:
         slot.length = end
 
     def _set(self, batch: ScheduleBatch, row: int, positions: np.ndarray, column: int, values: list[int]) -> None:
-        """Write cells; a page that changes may not be in the table of another row in flight."""
+        """Write cells. A page that changes must not be in the table of another row in flight."""
         number = int(batch.slots[row])
         places = self._places(self.slots[number], positions)
         changed = self.cells[places, column] != values
@@ -536,7 +540,7 @@ class FakeWorker:
 
 
 def make_scores(tokens: list[int], alternatives: int) -> TokenLogprobs:
-    """Log-probabilities that say which token they are of: -token, alternatives token, token + 1,
+    """Log-probabilities that identify their token: -token, with alternatives token, token + 1,
     ..."""
     ids = np.array(tokens, dtype=np.int32)
     tops = ids[:, None] + np.arange(alternatives, dtype=np.int32)

@@ -1,5 +1,5 @@
-"""What shards of requests agree on depends on no order, no idle shard and no timing: a pure
-function, tried out at random."""
+"""The agreement of shards on a step depends on no order, idle shard or timing; it is a pure
+function, tested with random votes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ Case = tuple[list[StepVote], Terms, list[int]]
 
 
 def drawn(seed: int, count: int) -> list[Case]:
-    """Votes of up to six shards, what is so at every step, and an order of them."""
+    """Random votes of up to six shards, the terms that hold for every step, and an order of the
+    shards."""
     rng = np.random.default_rng(seed)
     sizes, numbers = rng.integers(1, 7, count).tolist(), iter(rng.random((count, 6, 3)).tolist())
     terms = [Terms(width, buckets) for width in (1, 2, 4) for buckets in ((), (2, 4, 8, 16), (8,))]
@@ -63,7 +64,7 @@ def order_is_nothing(agreed: Callable[..., StepPlan], case: Case) -> bool:
 
 
 def idle_is_neutral(agreed: Callable[..., StepPlan], case: Case) -> bool:
-    """But for padding, which is a matter of how many shards bring nothing."""
+    """An idle shard changes nothing but padding, which depends on the number of idle shards."""
     votes, terms, order = case
     place = order[0]
     plan, more = agreed(votes, terms), agreed([*votes[:place], StepVote(), *votes[place:]], terms)
@@ -77,8 +78,8 @@ def idle_is_neutral(agreed: Callable[..., StepPlan], case: Case) -> bool:
 
 
 def all_are_cut_or_none(agreed: Callable[..., StepPlan], case: Case) -> bool:
-    """Every busy shard has two halves with rows, an idle one two without, and together they are
-    what it has."""
+    """Each busy shard has two micro-batches with rows, an idle one has two empty ones; together
+    they have all its rows."""
     votes, terms, _ = case
     plan = agreed(votes, terms)
     busy = [vote for vote in votes if vote.rows != (0,)]
@@ -92,7 +93,7 @@ def all_are_cut_or_none(agreed: Callable[..., StepPlan], case: Case) -> bool:
 
 
 def all_or_none(agreed: Callable[..., StepPlan], case: Case) -> bool:
-    """A graph runs if everybody may, and holds all of them."""
+    """A graph runs if all shards can replay, and its bucket holds the rows of each."""
     votes, terms, _ = case
     plan = agreed(votes, terms)
     busy = [vote for vote in votes if vote.rows != (0,)]
@@ -126,19 +127,19 @@ def test_every_plan_holds(law: Callable[..., bool]) -> None:
 
 
 def by_the_first(votes: list[StepVote], terms: Terms) -> StepPlan:
-    """The first shard decides whether a graph runs."""
+    """The first shard alone decides whether a graph runs."""
     plan = agree(votes, terms)
     return replace(plan, bucket=agree(votes[:1], terms).bucket)
 
 
 def with_idle_votes(votes: list[StepVote], terms: Terms) -> StepPlan:
-    """An idle shard has no graph to run."""
+    """An idle shard cannot replay a graph."""
     given = [replace(vote, can_replay=vote.can_replay and vote.rows != (0,)) for vote in votes]
     return agree(given, terms)
 
 
 def without_rounding(votes: list[StepVote], terms: Terms) -> StepPlan:
-    """The bucket is that of the rows before they are divided."""
+    """The bucket is chosen by the rows before they are rounded up to a multiple of `width`."""
     plan = agree(votes, terms)
     is_decode = reduced(votes).mode.is_decode and reduced(votes).can_replay
     bucket = module._bucket(max(plan.global_num_tokens), terms.buckets) if is_decode else None
@@ -146,13 +147,13 @@ def without_rounding(votes: list[StepVote], terms: Terms) -> StepPlan:
 
 
 def cut_by_the_first(votes: list[StepVote], terms: Terms) -> StepPlan:
-    """The first shard decides whether all are cut."""
+    """The first shard alone decides whether all are cut."""
     plan = agree(votes, terms)
     return replace(plan, cuts=reduced(votes).cuts if votes[0].may_cut else None)
 
 
 def idle_is_not_cut(votes: list[StepVote], terms: Terms) -> StepPlan:
-    """An idle shard, which has nothing to cut, keeps the others from it."""
+    """An idle shard, which has nothing to cut, prevents the cut."""
     return agree([replace(vote, may_cut=vote.cuts != (0,)) for vote in votes], terms)
 
 
@@ -202,7 +203,7 @@ def test_a_shard_votes_as_its_step_is() -> None:
 
 
 def _decode() -> ScheduleBatch:
-    """A step of two requests that decode."""
+    """A decode step of two requests."""
     drive = Drive(overlap=False)
     for name in "ab":
         drive.add(name, 3)
@@ -226,8 +227,8 @@ def test_a_prompt_goes_on_where_it_has_pages_and_emits_where_it_ends() -> None:
 
 
 def test_the_other_forwards_of_a_step_have_rows_of_their_own() -> None:
-    """Two requests that verify three proposals beside two prompts, of which one ends here, beside
-    nobody."""
+    """Three shards: two requests that verify three draft tokens each, two prompts (one ends in this
+    step), and an idle shard."""
     counts: dict[str, Any] = {"emitting": (2, 1, 0), "verifying": (2, 0, 0), "going_on": (0, 2, 0)}
     plan = StepPlan((8, 11, 0), bucket=8, cuts=(4, 5, 0), **counts).of_shard(1)
     forwards = plan.of_emitting(), plan.with_emitting(), plan.from_before(2), plan.before_prompts(2)

@@ -1,4 +1,4 @@
-"""One choice of how many proposals all shards verify, by what came of all of them."""
+"""All shards verify the same number of draft tokens, chosen by the results of all of them."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ LENGTHS = (0, 1, 3, 4)
 
 
 def step(requests: int, mode: ForwardMode = ForwardMode.DECODE) -> Any:
-    """What is read of a shard's batch."""
+    """A shard's batch with the fields that the choice reads."""
     return SimpleNamespace(batch_size=requests, forward_mode=mode)
 
 
 def result(accepted: list[int]) -> BatchResult:
-    """Of a shard of whose proposals so many were right."""
+    """The result of a shard with these numbers of accepted draft tokens."""
     offsets = np.cumsum([0, *(each + 1 for each in accepted)]).astype(np.int32)
     return BatchResult(0, offsets, np.zeros(offsets[-1], np.int32), np.zeros(len(accepted), np.bool_))
 
 
 class Clock:
-    """Steps take as long as a test says."""
+    """A clock that the test advances."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -56,7 +56,8 @@ def test_a_start_with_one_length_keeps_it_and_one_without_proposals_has_none() -
 def test_it_is_chosen_by_what_came_of_every_shard(
     right: int, slope: float, best: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A step is as long as its slowest shard, whoever has the requests; idle shards have no say."""
+    """A step takes as long as its slowest shard, wherever the requests are; idle shards do not
+    count."""
     clock = Clock()
     for owner in (module.time,):
         monkeypatch.setattr(owner, "perf_counter", clock.perf_counter)
@@ -72,8 +73,8 @@ def test_it_is_chosen_by_what_came_of_every_shard(
 
 
 def test_requests_and_what_was_right_are_counted_in_all_shards() -> None:
-    """Of two requests in one shard all proposals are right, of one in another none, and of five in
-    the last one the first."""
+    """All draft tokens of two requests in one shard are accepted, none of one request in another,
+    and the first of five requests in the last."""
     agreed = made((2, 4))
     number, proposals = agreed.begin([step(2), step(1), None, step(5)])
     agreed.end(number, [result([4, 4]), result([0]), result([1] * 5)])

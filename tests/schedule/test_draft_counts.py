@@ -1,4 +1,5 @@
-"""What came of proposals, counted: sums, places, and by what it depends."""
+"""Statistics of draft tokens: sums, counts per draft position, and counts by a property of the
+request."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Nobody starves: under endless streams of newcomers the old finish within a bound that does not
-depend on them."""
+"""No request starves: under endless streams of new requests, old ones finish within a bound that
+does not depend on the stream."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ ENDLESS = 200
 
 
 def finish_under_a_stream(drive: Drive, watched: Request, *, prompt: int, max_tokens: int, most: int) -> int:
-    """Steps until `watched` ends while one new request arrives in every step; fails after
-    `most`."""
+    """Return the number of steps until `watched` ends while one new request arrives in every step;
+    fail after `most`."""
     for count in range(most):
         if watched.finish_reason is not None:
             return count
@@ -110,7 +110,7 @@ def test_retracting_the_oldest_to_the_back_of_the_queue_is_noticed() -> None:
 
 
 def order_of_ends(priorities: dict[str, int]) -> list[str]:
-    """The order in which requests end that have one place among them."""
+    """The order in which requests end when one runs at a time."""
     drive = Drive(max_requests=1, num_pages=18)
     requests = {name: drive.add(name, 4, 3, priority=priority) for name, priority in priorities.items()}
     ended: list[str] = []

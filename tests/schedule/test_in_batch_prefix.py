@@ -1,5 +1,5 @@
-"""A common prefix of prompts that come at once is computed once; nobody waits for little, or for
-who stopped computing."""
+"""A common prefix of prompts that arrive together is computed once. No request waits for a short
+prefix, or for a request that no longer computes one."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def wide(**given: Any) -> Drive:
 
 
 def add_alike(drive: Drive, count: int, common: list[int] = COMMON, own: int = 9) -> list[Request]:
-    """Requests of `common` and `own` tokens of their own."""
+    """Requests with the prefix `common` and `own` tokens of their own."""
     return [drive.add(f"r{index}", [*common, index % 5, *([index % 3] * (own - 1))], 3) for index in range(count)]
 
 
@@ -106,7 +106,8 @@ def test_who_waits_waits_for_every_common_page_and_for_none_besides(common: int,
 
 @pytest.mark.parametrize(("lookahead", "own", "pages"), [(0, 9, 17), (0, 0, 16), (1, 9, 16), (1, 0, 16)])
 def test_who_waits_does_not_wait_for_a_page_that_would_not_be_taken(lookahead: int, own: int, pages: int) -> None:
-    """Its last token is computed by itself, and a page's key has the tokens after it."""
+    """A request always computes its last token itself; with lookahead, a page's key includes the
+    tokens after it."""
     drive = wide(lookahead=lookahead)
     first = drive.add("a", COMMON[:68] + [6] * 30, 9)
     second = drive.add("b", COMMON[:68] + [0] * own, 2)
@@ -135,8 +136,8 @@ def test_a_request_of_one_token_is_waited_for_until_its_step_is_collected() -> N
 
 
 def test_nobody_waits_for_who_publishes_nothing_more() -> None:
-    """Two who share a page compute it both; the second one's pages are its own from there on, while
-    the first runs."""
+    """Two requests that share a page compute it twice. While the first runs, the second one's later
+    pages are not published."""
     drive = wide(max_batch_tokens=60, max_model_len=700, num_pages=800)
     page, alike = COMMON[:8], [2 + index % 3 for index in range(400)]
     for rid, rest, most in (("first", [1] * 20, 30), ("duplicate", alike, 1), ("third", [*alike, 0], 3)):
@@ -147,7 +148,7 @@ def test_nobody_waits_for_who_publishes_nothing_more() -> None:
 
 
 class KeepsAwaitedAtStart(RunningRequests):
-    """Mutant: who runs still names whom it waited for."""
+    """Mutant: a running request keeps naming the request that it waited for."""
 
     def _start(self, request: Request) -> None:
         awaited = request.awaited
@@ -156,7 +157,7 @@ class KeepsAwaitedAtStart(RunningRequests):
 
 
 class KeepsAwaitedAtEnd(Scheduler):
-    """Mutant: who ended does."""
+    """Mutant: so does an aborted request."""
 
     def abort(self, rid: str) -> EngineOutput | None:
         request = self._requests[rid]
@@ -266,7 +267,7 @@ def test_a_prompt_is_compared_once_for_each_admission(monkeypatch: pytest.Monkey
 
 
 def test_waiting_keeps_the_laws_of_random_traces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if every common page were worth a step."""
+    """With limits so low that every common page makes a request wait."""
     monkeypatch.setattr(in_batch_prefix, "LEAST_TOKENS", 1)
     monkeypatch.setattr(in_batch_prefix, "LEAST_SHARE", 0.0)
     waited: list[bool] = []

@@ -1,5 +1,5 @@
-"""How much of a prompt runs between two decode steps: total functions, and what follows from what
-was measured."""
+"""How much of a prompt runs between two decode steps: functions defined for all inputs, and
+estimates from measurements."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ SLOTS = np.array([1, 2], dtype=np.int32)
 
 
 def test_there_is_a_slice_whatever_the_numbers_are_as_long_as_a_layer_is_left() -> None:
-    """In the engine that multiplexed prompts first, no case of a chain of thresholds bound the
-    index below all of them."""
+    """The first engine with multiplexed prefill chose by a chain of thresholds, and an input below
+    all of them left the index unbound."""
     rnd = Random(7)
     for _ in range(20_000):
         tokens, budget = rnd.choice([0, 1, rnd.randint(1, 10**6)]), rnd.choice([0, 1, rnd.randint(-5, 10**8)])
@@ -40,7 +40,7 @@ def test_a_slice_has_what_its_budget_holds(tokens: int, budget: int, done: int, 
 
 
 def known(decode: float = 0.010, **layers: float) -> Pace:
-    """A pace that has seen these: `t64=0.001` is a second of a thousand layers over 64 tokens."""
+    """A pace with these measurements: `t64=0.001` is a layer over 64 tokens that takes 0.001 s."""
     pace = Pace()
     pace.saw_decode(decode)
     for name, seconds in layers.items():
@@ -104,8 +104,8 @@ def test_what_a_step_takes_alone_is_asked_again_after_some_slices() -> None:
 
 
 def test_what_can_not_be_is_forgotten_when_a_step_is_asked_again() -> None:
-    """Twice the tokens take twice as long at most, and some noise: what took longer still was a
-    compiler's time."""
+    """Twice the tokens take at most twice the time plus noise; a longer measurement included
+    compile time and is dropped."""
     pace = known(decode=0.010, s64=0.001, s128=0.0039, s256=0.300, s1024=9.0)
     pace.saw_decode(0.010)
     assert set(pace.layer_seconds) == {64, 128, 1024} and pace.tokens(2048) == 256, (
@@ -159,8 +159,8 @@ def test_where_the_worker_runs_ahead_a_slice_costs_what_its_decode_step_took_lon
 
 
 def test_the_pace_finds_what_hides_beside_a_step_whatever_a_layer_costs() -> None:
-    """Layers that cost a launch and a share for each token: after a few chunks a slice takes no
-    more than its share, and a chunk is as large as that allows."""
+    """With a launch cost and a cost per token: after a few chunks a slice stays within its share,
+    and chunks are as large as that allows."""
     for launch, token in ((0.0002, 1e-8), (0.00001, 2e-6), (0.0005, 1e-6), (0.00001, 1e-4)):
         pace, cost = known(decode=0.010), Cost(launch, token)
         for _ in range(12):
@@ -175,11 +175,11 @@ def test_the_pace_finds_what_hides_beside_a_step_whatever_a_layer_costs() -> Non
 
 @dataclass(frozen=True)
 class Cost:
-    """Seconds of a layer."""
+    """Seconds of a layer: a launch and a time per token."""
 
     launch: float
     token: float
 
     def of(self, tokens: int) -> float:
-        """Over so many tokens."""
+        """Seconds over `tokens` tokens."""
         return self.launch + self.token * tokens

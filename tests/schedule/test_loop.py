@@ -1,4 +1,4 @@
-"""The loop: depth of overlap, and what is left when a worker raises."""
+"""The loop: depth of overlap, and its state after a worker raises."""
 
 from __future__ import annotations
 

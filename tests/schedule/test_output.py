@@ -1,4 +1,4 @@
-"""What an output says of itself."""
+"""What an output reports about itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Isolation of what is submitted, and retention until exactly the collect."""
+"""Submitted batches are isolated from later changes, and are kept alive exactly until they are
+collected."""
 
 from __future__ import annotations
 
@@ -22,11 +23,11 @@ from tests.schedule.fake_worker import FakeWorker, Violation
 
 
 class Collectable:
-    """A ticket's payload that can be watched."""
+    """A ticket payload that a weak reference can watch."""
 
 
 class KeepingWorker(FakeWorker):
-    """Notes nothing but weak references to what it was given."""
+    """Keeps only weak references to its inputs."""
 
     def submit(self, batch: ScheduleBatch) -> Ticket:
         super().submit(batch)
@@ -38,7 +39,7 @@ class KeepingWorker(FakeWorker):
 
 
 def planned(drive: Drive) -> ScheduleBatch:
-    """The next batch, which must exist."""
+    """The next batch; None is an error."""
     batch = drive.scheduler.next_batch()
     assert batch is not None
     return batch
@@ -108,7 +109,7 @@ def test_a_step_is_recorded_once_and_only_as_the_newest() -> None:
 
 
 class LiveLoop(Loop):
-    """Submits the scheduler's own batch."""
+    """Submits the scheduler's own batch instead of a copy."""
 
     def _submit(self) -> BatchRecord | None:
         batch = self.scheduler.next_batch()

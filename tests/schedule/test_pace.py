@@ -1,6 +1,6 @@
-"""What running requests feel of a long prompt by slices, in a time of its own: at most twice what
-they feel without it, whatever a layer costs and whoever runs beside whom; and the prompt takes no
-longer than that forces."""
+"""Decode latency during a long prompt in layer slices, in simulated time: at most twice that
+without the prompt, for any layer cost and mix of requests; the prompt takes no longer than this
+forces."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ DEVICES = {
 
 
 class Load:
-    """Four chats that decode, and prompts that come beside them."""
+    """Four decoding chats, and prompts that arrive while they run."""
 
     def __init__(
         self, costs: Costs, patch: pytest.MonkeyPatch, sliced_layers: int = LAYERS, slice_budget: int = 0
@@ -60,14 +60,15 @@ class Load:
             self.loop.step()
 
     def add(self, length: int, tokens: int) -> Request:
-        """A request."""
+        """Queue a request."""
         prompt = np.arange(length, dtype=np.int32) % 50
         made = Request(f"{self.worker.now}-{self.scheduler._arrivals}", prompt, SamplingParams(max_tokens=tokens))
         self.scheduler.add(made)
         return made
 
     def gaps(self, until: int = 0, awaited: Request | None = None) -> np.ndarray:
-        """Seconds between tokens of a chat, so many or until a request has its first token."""
+        """Seconds between the tokens of one chat: `until` gaps, and until `awaited` has its first
+        token."""
         found, chat = list[float](), self.chats[0]
         last, had = self.worker.now, len(chat.output_ids)
         while len(found) < until or (awaited is not None and not awaited.output_ids):
@@ -92,7 +93,7 @@ def test_running_requests_wait_at_most_twice_as_long(name: str, monkeypatch: pyt
 
 
 class OneAtATime(Loop):
-    """The step behind a slice is submitted when the slice's turn is over."""
+    """Submits the step after a slice only when the slice's turn is over."""
 
     def _submit_step(self) -> list[BatchRecord]:
         first = self._submit()
@@ -101,7 +102,7 @@ class OneAtATime(Loop):
 
 @pytest.mark.parametrize("name", ["a small model of many chats", "a small model of many chats with a lane"])
 def test_a_device_that_waits_for_the_host_beside_slices_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a step brought is told while the next one runs, slice or not."""
+    """The results of a step must be processed while the next one runs, also if it is a slice."""
     load, costs = Load(DEVICES[name], monkeypatch), DEVICES[name]
     load.loop.__class__ = OneAtATime
     quiet = float(np.median(load.gaps(50)))
@@ -112,15 +113,15 @@ def test_a_device_that_waits_for_the_host_beside_slices_is_caught(name: str, mon
 
 
 def most_seconds(costs: Costs, quiet: float) -> float:
-    """The prompt's own time, of which SHARE of a decode step passes with each, and as much again as
-    whole layers leave of it; and a step for each chunk."""
+    """Upper bound in seconds for a long prompt: `SHARE` of each decode step's time is prompt work;
+    60 % more for whole layers; plus a step for each chunk."""
     device, host = LAYERS * costs.token * LONG, LAYERS * (costs.launch * LONG / 2048 + costs.slicing)
     work = max(device, host) if costs.is_ahead else device + host
     return 1.6 * work * (1 + 1 / Pace.SHARE) + quiet * (LONG / 2048 + 2)
 
 
 def test_whole_prompts_make_them_wait_many_times_as_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What slices are for."""
+    """Without slices, requests wait for the whole prompt."""
     load = Load(DEVICES["a large model"], monkeypatch, sliced_layers=0)
     quiet = float(np.median(load.gaps(50)))
     assert load.gaps(awaited=load.add(LONG, 1)).max() >= 5 * quiet
@@ -128,7 +129,8 @@ def test_whole_prompts_make_them_wait_many_times_as_long(monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("name", DEVICES)
 def test_under_prompts_without_end_both_go_on(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """There is no quiet time to measure by, but for steps that are made quiet."""
+    """There is no quiet time for measurements except steps that are kept free of slices on
+    purpose."""
     load = Load(DEVICES[name], monkeypatch)
     prompts = [load.add(LONG, 1) for _ in range(6)]
     gaps = load.gaps(awaited=prompts[-1])
@@ -138,8 +140,8 @@ def test_under_prompts_without_end_both_go_on(name: str, monkeypatch: pytest.Mon
 
 
 class LearnsBesideSlices(Slicing):
-    """A decode step takes no longer alone than the shortest that was seen, though the host was
-    elsewhere while it ran."""
+    """Takes the shortest observed step as the duration of a decode step alone, though the host was
+    busy while it ran."""
 
     def _observe_period(self, record: BatchRecord, is_decode: bool, has_launched: bool) -> None:
         if is_decode and self.pace.decode_seconds > (record.seconds or 0.0):
@@ -148,7 +150,7 @@ class LearnsBesideSlices(Slicing):
 
 
 class LearnsWhileItLaunches(Slicing):
-    """A step counts as quiet though a slice was launched before it was collected."""
+    """Counts a step as quiet though a slice was launched before it was collected."""
 
     def _observe_period(self, record: BatchRecord, is_decode: bool, has_launched: bool) -> None:
         super()._observe_period(record, is_decode, False)

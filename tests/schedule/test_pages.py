@@ -1,4 +1,4 @@
-"""The page pool alone."""
+"""The page pool on its own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The radix tree on pages alone: matching, locking, eviction order; compared with a plain set of
+"""The radix tree of pages: matching, locking and eviction order, compared with a plain set of
 prefixes."""
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from sglcore.schedule.prefix_cache import SLACK, Node, PrefixCache
 
 
 def tokens(*ids: int) -> np.ndarray:
-    """A sequence."""
+    """A sequence of tokens."""
     return np.array(ids, dtype=np.int32)
 
 
@@ -33,7 +33,7 @@ def publish(cache: PrefixCache, ids: np.ndarray, pages: list[int]) -> Node:
 
 
 def pages_of(path: list[Node]) -> list[int]:
-    """The pages of nodes."""
+    """The pages of the nodes."""
     return [node.page for node in path]
 
 
@@ -97,7 +97,8 @@ def test_many_uses_do_not_grow_the_eviction_order_without_bound() -> None:
 
 
 class KeepsStaleEntries(PrefixCache):
-    """Mutant: where the order is made anew, any entry of a page may stand for it."""
+    """Mutant: when the eviction queue is rebuilt, any entry of a node may be kept, not only its
+    newest."""
 
     def _offer(self, node: Node) -> None:
         if self._evictable(node):

@@ -1,5 +1,5 @@
-"""What is promised is kept: pages for who runs, pages that hold what they say, scores that are
-taken once."""
+"""Promises that are kept: pages for running requests, pages with the content that they claim, and
+prompt scores returned once."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_a_newcomer_that_leaves_a_page_for_who_runs_is_admitted() -> None:
 
 
 class GivesWay(RunningRequests):
-    """Somebody gives way to every chunk of the old one."""
+    """Counts a preemption for every chunk of the old request."""
 
     def take_chunk(self, request: Request, budget: int) -> int:
         self.retractions += request.rid == "old"
@@ -58,7 +58,7 @@ def test_nobody_is_admitted_in_a_step_in_which_somebody_gives_way(kind: type, to
 
 
 class NeverAsksAgain(Memory):
-    """Mutant: what is published changes nothing for who was refused."""
+    """Mutant: publishing pages does not make a refused request eligible again."""
 
     def publish(self, request: Request, cells: int) -> None:
         version = self.version
@@ -77,7 +77,7 @@ def test_who_was_refused_is_asked_again_when_pages_that_it_shares_are_there(kind
 
 
 class Impatient(RunningRequests):
-    """Mutant: pages that come back with a step in flight do not count."""
+    """Mutant: does not count pages that steps in flight will return."""
 
     def _comes_back(self, count: int) -> bool:
         return False
@@ -105,7 +105,7 @@ def test_nobody_is_retracted_for_pages_that_are_on_their_way_back(
 
 
 class CountsAnew(RunningRequests):
-    """Mutant: what the cache had is counted at each start."""
+    """Mutant: counts the cached tokens at each start anew."""
 
     def _start(self, request: Request) -> None:
         request.cached_tokens = -1
@@ -124,7 +124,7 @@ def test_cached_tokens_are_those_of_the_first_start_though_the_request_is_retrac
 
 
 def repeated(drive: Drive, prompt: list[int]) -> Request:
-    """A second request with the prompt, run to its end; its cells are checked as they are read."""
+    """Run a second request with the prompt to its end; the worker checks its cached KV cells."""
     request = drive.add("again", prompt, 2)
     drive.run()
     assert request.output_ids == drive.alone(request)
@@ -192,7 +192,7 @@ def test_scores_of_a_chunk_that_were_taken_are_not_taken_again() -> None:
 
 
 def test_a_step_s_tokens_are_those_of_the_slots_whose_rows_emit() -> None:
-    """A chunk that got too few pages stands before one that is whole."""
+    """A chunk that got too few pages precedes one that is complete."""
     builder, requests = BatchBuilder(make_limits(), compose, 0), [Drive().make("a", 9), Drive().make("b", 4)]
     for slot, request in enumerate(requests, start=2):
         request.slot, request.target, request.pages = slot, len(request.prompt_ids), [slot]

@@ -13,14 +13,14 @@ from sglcore.schedule.sampling_rows import SamplingRows
 
 
 def make_request(index: int) -> Request:
-    """A request whose sampling differs from all others."""
+    """A request with sampling parameters unlike all others."""
     params = SamplingParams(temperature=0.5 + index, logit_bias={index: 1.0}, min_tokens=index % 2, logprobs=index % 3)
     prompt = np.arange(index + 1, dtype=np.int32)
     return Request(f"r{index}", prompt, params, seed=index, sample_index=index, stop_ids=frozenset((index, 7)))
 
 
 def make_fresh(requests: list[Request]) -> SamplingBatch:
-    """The same rows made at once."""
+    """The same rows made from scratch."""
     rows = []
     for index in [int(request.rid[1:]) for request in requests]:
         request = make_request(index)

@@ -1,5 +1,5 @@
-"""Random traces on a worker that takes prompts by slices of layers, between decode steps; and
-schedulers with one planted bug, which the traces must catch."""
+"""Random traces on a worker that prefills in layer slices between decode steps. Schedulers with one
+planted bug must be caught."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SEEDS = range(3000, 3300)
 
 
 def by_slices(rnd: Random, trace: Trace) -> Trace:
-    """The trace on a worker whose model has some layers."""
+    """The trace on a worker that has some layers and slices."""
     for _, request in trace.arrivals:
         if request.task == "generate" and rnd.random() < 0.1:
             request.matcher = FakeMatcher(request)
@@ -38,7 +38,7 @@ def by_slices(rnd: Random, trace: Trace) -> Trace:
 
 
 def draw_crowd(rnd: Random) -> Trace:
-    """Prompts that come together while one request decodes, and of which some end soon."""
+    """A trace of prompts that arrive together while one request decodes; some end soon."""
     trace = draw_trace(rnd)
     small = {"max_model_len": 28, "max_requests": 5, "max_batch_tokens": 20, "num_pages": 28 + rnd.choice([0, 8, 60])}
     limits = replace(trace.limits, page_size=rnd.choice([1, 2]), window=0, num_window_pages=0, **small)
@@ -54,8 +54,8 @@ def draw_crowd(rnd: Random) -> Trace:
 
 
 def draw(seed: int) -> Trace:
-    """A trace by slices: of single prompts, of conversations with states and windows, or of a
-    crowd."""
+    """A trace with layer slices: of independent prompts, of conversations with states, or of a
+    crowd; some with sliding windows."""
     rnd = Random(seed)
     kind = rnd.random()
     trace = draw_conversations(seed) if kind < 0.3 else draw_crowd(rnd) if kind < 0.6 else draw_trace(rnd)
@@ -102,7 +102,7 @@ def test_the_traces_reach_what_they_are_meant_to_reach() -> None:
 
 
 def has_decode_between(steps: list[ScheduleBatch]) -> bool:
-    """A decode step ran between two slices of a prompt."""
+    """Whether a decode step ran between two slices of a prompt."""
     open_prompt = decoded = False
     for step in steps:
         if step.layers is None:
@@ -140,7 +140,7 @@ class GivesBackAtOnce(RunningRequests):
 
 
 class KeepsWhoLeft(RunningRequests):
-    """What left while a prompt was open is never given back."""
+    """Requests that left an open prompt are never released."""
 
     def end_sliced(self, record: BatchRecord, sliced: SlicedPrompt) -> list[tuple[Request, int]]:
         sliced.released, gone = [], sliced.released
@@ -162,7 +162,7 @@ class SkipsALayer(Slicing):
 
 
 class AdvancesAtTheFirstSlice(Scheduler):
-    """Its tokens count as computed when its first layers run."""
+    """The chunk counts as computed when its first layers run."""
 
     def _advance(self, decodes: bool, served: bool, chunks: list[tuple[Request, int]]) -> ScheduleBatch | None:
         batch = super()._advance(decodes, served, chunks)
@@ -172,7 +172,7 @@ class AdvancesAtTheFirstSlice(Scheduler):
 
 
 class ForgetsWindows(RunningRequests):
-    """The chunk of the last slice slides no window."""
+    """The chunk of the last slice does not advance its sliding window."""
 
     def end_sliced(self, record: BatchRecord, sliced: SlicedPrompt) -> list[tuple[Request, int]]:
         known = list(self._chunked)

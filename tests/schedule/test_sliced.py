@@ -1,5 +1,5 @@
-"""What an open prompt does to the plan of others: who waits for its tokens, and for the pages of
-those of it that left."""
+"""How an open prompt (prefill in layer slices) changes the plan of other requests: steps that wait
+for its tokens, and pages of requests that left it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from tests.schedule.fake_worker import FakeMatcher, compose, make_limits, make_p
 
 
 class Watched(FakeSlicedWorker):
-    """Keeps of each slice whether the scheduler can plan no step behind it."""
+    """Records for each slice its last layer and whether the scheduler must wait for its tokens
+    before it plans a step."""
 
     def __init__(self, limits: Limits) -> None:
         super().__init__(limits)
@@ -30,7 +31,7 @@ class Watched(FakeSlicedWorker):
 
 
 class Beside:
-    """A request that decodes, and a loop to which prompts are added."""
+    """A decoding request, and a loop that prompts are added to."""
 
     def __init__(self, layers: int, **other: int) -> None:
         sizes = {"page_size": 1, "num_pages": 28, "max_model_len": 28, "max_batch_tokens": 28, **other}
@@ -60,7 +61,7 @@ def test_steps_behind_a_slice_wait_for_its_tokens_where_it_brings_some_under_a_g
 
 
 def test_short_prompts_have_every_second_chunk_beside_a_long_one() -> None:
-    """And the long one has the others: it is not overtaken for ever."""
+    """The long prompt gets the other chunks, so it is not overtaken for ever."""
     found = Beside(2, num_pages=400, max_model_len=200, max_batch_tokens=8)
     long = found.add("long", 100, 1)
     while not found.worker.waits:
@@ -92,8 +93,8 @@ def test_pages_of_who_left_an_open_prompt_are_awaited_and_nobody_gives_way_for_t
 
 @pytest.mark.parametrize(("length", "room"), [(10, 28), (14, 18)])
 def test_who_gives_way_while_its_layers_run_has_computed_nothing_and_comes_back(length: int, room: int) -> None:
-    """With a prompt that is whole with its last slice, and one of which more chunks follow. Another
-    of the open prompt stays."""
+    """Once with a prompt that ends with its last slice, and once with one that has more chunks. The
+    other request of the open prompt stays."""
     found = Beside(14, max_batch_tokens=room)
     staying, gone = found.add("staying", 8, 2), found.add("gone", length, 2)
     while not found.worker.waits:

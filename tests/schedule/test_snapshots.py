@@ -1,8 +1,8 @@
-"""Requests that keep a state share prefixes by snapshots of it: where they are taken, who begins
-with them, who gives way.
+"""Requests with recurrent states share prefixes by snapshots: when a snapshot is taken, which
+requests restore it, and which snapshot is evicted.
 
-The fake worker keeps a state for each slot and fails where a forward continues another one than
-that of its prefix.
+The fake worker keeps a state for each slot and fails if a forward continues from another state than
+its prefix's.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ SYSTEM = [(3 * index) % 5 for index in range(96)]
 
 
 def make_drive(**given: Any) -> Drive:
-    """Pages of 4 tokens, room for everybody."""
+    """A drive with pages of 4 tokens and room for all requests."""
     room = {"max_model_len": 256, "num_pages": 200, "max_batch_tokens": 400, "max_requests": 8}
     return Drive(**{**room, "keeps_state": True, "num_snapshots": 16, **given})
 
@@ -34,7 +34,7 @@ def run_one(drive: Drive, rid: str, prompt: list[int], max_tokens: int = 1, **gi
 
 
 def conversation(drive: Drive, request: Request) -> list[int]:
-    """Its prompt and its output."""
+    """The request's prompt and output."""
     return [*request.prompt_ids.tolist(), *request.output_ids]
 
 
@@ -50,7 +50,7 @@ def test_a_prompt_that_comes_again_begins_at_its_last_page(length: int, cached: 
 
 
 def test_a_shared_beginning_is_a_hit_from_the_third_prompt_on() -> None:
-    """The second one finds its pages without a state, and leaves that."""
+    """The second request finds the pages without a state, and leaves one."""
     drive = make_drive()
     prompts = [[*SYSTEM[:40], *[own] * 9] for own in range(4)]
     assert [run_one(drive, f"r{own}", prompt).cached_tokens for own, prompt in enumerate(prompts)] == [0, 0, 40, 40]
@@ -59,7 +59,7 @@ def test_a_shared_beginning_is_a_hit_from_the_third_prompt_on() -> None:
 
 @pytest.mark.parametrize(("lookahead", "common"), [(0, 40), (1, 36), (2, 36)])
 def test_a_shared_beginning_is_a_hit_while_all_before_still_run(lookahead: int, common: int) -> None:
-    """The second one's snapshot belongs to the first one's pages."""
+    """The second request's snapshot belongs to the first one's pages."""
     drive = make_drive(lookahead=lookahead)
     requests = [drive.make(f"r{own}", [*SYSTEM[:40], *[own] * 9], 60) for own in range(4)]
     for request in requests:
@@ -132,7 +132,7 @@ def test_who_comes_when_the_state_at_the_common_end_is_planned_waits_and_asks_no
 
 @pytest.mark.parametrize(("budget", "steps"), [(90, 2), (80, 1)])
 def test_who_comes_after_the_common_end_was_passed_takes_the_deepest_state_or_none(budget: int, steps: int) -> None:
-    """The second one's chunk leaves a state there, which is the request's own."""
+    """The late request's chunk leaves a state at the common end, which only this request uses."""
     drive = make_drive(max_batch_tokens=budget)
     drive.add("first", [*SYSTEM[:80], *[1] * 150], 2)
     drive.step(steps)
@@ -200,8 +200,8 @@ def test_a_request_has_one_spare_however_long_it_runs() -> None:
 
 @pytest.mark.parametrize(("length", "most", "cached"), [(43, 1, 40), (43, 9, 48), (44, 1, 44), (44, 9, 52)])
 def test_what_no_node_can_have_yet_is_the_requests_own_until_it_ends(length: int, most: int, cached: int) -> None:
-    """The first prompt's pages are in use, so the second one's are published at its end only, with
-    the state of most tokens."""
+    """The first request's pages are in use, so the second one's are published only at its end, with
+    its longest state."""
     drive = make_drive()
     drive.add("first", [*SYSTEM[:20], *[9] * 9], 150)
     drive.step(8)

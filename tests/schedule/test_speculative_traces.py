@@ -1,5 +1,5 @@
-"""Random traces on the worker that verifies proposals, whatever share of them is right; and
-schedulers with one planted bug, which the traces must catch."""
+"""Random traces on the worker that verifies draft tokens, with any acceptance rate. Schedulers with
+one planted bug must be caught."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ SEEDS = range(3000, 3400)
 
 
 def draw(seed: int) -> Trace:
-    """A trace in which proposals are verified. Some who come late go on with what an earlier one
-    said; in every second trace the pages are too few for who runs."""
+    """A trace with draft tokens. Some late requests continue the text of an earlier one; every
+    second trace has too few pages for its running requests."""
     rnd = Random(seed)
     trace = with_proposals(rnd, draw_trace(rnd), rnd.choice([1, 3, 5]))
     truth, most = Truth(trace.limits.vocab_size), trace.limits.max_model_len - 2
@@ -76,7 +76,7 @@ WATCHED = (
 
 
 class Watched(Scheduler):
-    """Notes what happens to runs of several tokens."""
+    """Counts events of steps with several tokens per request."""
 
     def finish(self, record: BatchRecord, result: BatchResult) -> list[EngineOutput]:
         watched = self.__dict__.setdefault("watched", set())
@@ -106,8 +106,8 @@ def test_a_request_takes_as_many_steps_as_proposals_are_wrong(accepts: Accepts, 
     drive.worker.accepts = accepts
     request = drive.add("a", 6, 1 + 12)
     drive.run()
-    # The step that is planned before the last one is known runs for nothing, unless its number is
-    # known beforehand.
+    # The step that is planned before the last result is known runs for nothing, unless the number
+    # of steps is known in advance.
     late = overlap and accepts == "all"
     assert drive.scheduler.stats().steps == steps + late and request.output_ids == drive.alone(request)
 
@@ -127,7 +127,7 @@ def test_a_grammar_beside_free_rows_has_its_proposals_verified_as_far_as_it_allo
 
 
 class EmitsOneMore(FakeSpeculativeWorker):
-    """Ignores how many tokens the output of its only request can have."""
+    """Emits one more token than its only request may have."""
 
     def _run(self, batch: ScheduleBatch) -> BatchResult:
         result = super()._run(batch)
@@ -360,8 +360,7 @@ NEAREST = MappingProxyType(
         TakesTheProposalsOfOthers: 3011,
     }
 )
-"""Seeds that have caught what most others pass by. They are tried first, and all the others after
-them."""
+"""Seeds that caught bugs which most seeds miss. They are tried first, then all others."""
 
 
 @pytest.mark.parametrize(("kind", "path", "message"), MUTANTS)
@@ -370,7 +369,7 @@ def test_a_planted_bug_is_caught_by_some_trace(kind: type, path: str, message: s
 
 
 def test_what_is_proposed_after_a_prompt_has_cells_of_its_own() -> None:
-    """As many as there are proposals, but none that the output can not need."""
+    """One KV cell per draft token, but none that the output cannot need."""
     limits = Limits(64, 2, 1, 64, 64, 97, allows_mixed_batches=False, draft_tokens=3)
     for most, wanted in ((20, 8), (2, 6)):
         scheduler = Scheduler(limits)

@@ -1,6 +1,5 @@
-"""Random traces of requests that keep a state, on the worker that fails where a forward continues
-another one than that of its prefix; and schedulers with one planted bug, which the traces must
-catch."""
+"""Random traces of requests with recurrent states; the worker fails if a forward continues from
+another state than its prefix's. Schedulers with one planted bug must be caught."""
 
 from __future__ import annotations
 
@@ -27,8 +26,8 @@ SEEDS = range(1000, 1300)
 
 
 def draw(seed: int) -> Trace:
-    """A trace in which requests keep a state and share what they can: most of those that come late
-    go on with what an earlier one said."""
+    """A trace in which requests keep a state and share prefixes: most late requests continue the
+    text of an earlier one."""
     rnd = Random(seed)
     trace = draw_trace(rnd)
     truth = Truth(trace.limits.vocab_size)
@@ -60,7 +59,7 @@ def test_the_traces_reach_what_they_are_meant_to_reach() -> None:
 
 
 class LeavesTheSlotAsItIs(BatchBuilder):
-    """A request begins with what the slot's last one left."""
+    """A new request starts with the state that the last request left in the slot."""
 
     def build(self, step: int, rows, chosen, chunks: list[Chunk], collected: int, saves=None) -> ScheduleBatch:
         batch = super().build(step, rows, chosen, chunks, collected, saves)
@@ -70,7 +69,7 @@ class LeavesTheSlotAsItIs(BatchBuilder):
 
 
 class RestoresAtEachChunk(BatchBuilder):
-    """A chunk that goes on begins as the first one did."""
+    """A later chunk restores the state of the first chunk again."""
 
     def build(self, step: int, rows, chosen, chunks: list[Chunk], collected: int, saves=None) -> ScheduleBatch:
         batch = super().build(step, rows, chosen, chunks, collected, saves)
@@ -80,8 +79,8 @@ class RestoresAtEachChunk(BatchBuilder):
 
 
 class SavesAgainInTheNextStep(BatchBuilder):
-    """A steady batch keeps what an earlier step said of states: the snapshot is one of more
-    tokens."""
+    """A steady batch repeats the state arrays of an earlier step, so that the snapshot includes
+    more tokens."""
 
     def build_decode(self, step: int, rows, collected: int, saves: Ints | None = None) -> ScheduleBatch:
         before = self._steady
@@ -93,7 +92,7 @@ class SavesAgainInTheNextStep(BatchBuilder):
 
 
 class SavesATokenLate(RunningRequests):
-    """The state goes out with the first token of the next page."""
+    """Saves a state one token late, with the first token of the next page."""
 
     def save_states(self, chosen: np.ndarray | None) -> Ints | None:
         rows, size = self.rows, self._limits.page_size
@@ -106,7 +105,7 @@ class SavesATokenLate(RunningRequests):
 
 
 class PublishesSnapshotsBeforeCollect(Scheduler):
-    """A snapshot is a node's as soon as its copy is planned."""
+    """A snapshot is published as soon as its copy is planned."""
 
     def _advance_chunks(self, record: BatchRecord, chunks: list[tuple[Request, int]]) -> None:
         super()._advance_chunks(record, chunks)
@@ -115,7 +114,7 @@ class PublishesSnapshotsBeforeCollect(Scheduler):
 
 
 class SharesPagesWithoutAState(Memory):
-    """A prefix ends where the pages end."""
+    """A shared prefix ends with the last shared page, whether it has a state or not."""
 
     def _shareable(self, path: list[Node]) -> int:
         return len(path)
@@ -125,7 +124,7 @@ class SharesPagesWithoutAState(Memory):
 
 
 class PublishesWhatFailed(Memory):
-    """Snapshots of a step that failed stay."""
+    """Snapshots of a failed step stay."""
 
     def release(self, request: Request, cells: int) -> None:
         if not cells:
@@ -134,14 +133,14 @@ class PublishesWhatFailed(Memory):
 
 
 class PublishesOneNodeUp(Memory):
-    """A snapshot is taken for that of the page before."""
+    """A snapshot is published at the node one page earlier."""
 
     def _path(self, request: Request, first: int, end: int) -> list[Node | None]:
         return super()._path(request, max(first - 1, 0), max(end - 1, 1))
 
 
 class KeepsWhatWasEvicted(Snapshots):
-    """A node goes on naming the place that was taken from it."""
+    """A node keeps naming an evicted snapshot."""
 
     def _take(self) -> int:
         node = next(iter(self._nodes.values()), None)
@@ -151,12 +150,11 @@ class KeepsWhatWasEvicted(Snapshots):
         return place
 
     def audit(self, holders, nodes) -> None:
-        """The worker is to notice it."""
+        """Do nothing: the worker must notice the bug."""
 
 
 class RenewsWhatItPublished(Snapshots):
-    """The place of a published snapshot is the request's spare besides, and is given away once
-    more."""
+    """A published snapshot also stays the request's spare, and is handed out again."""
 
     def publish(self, request: Request, end: int, node: Node) -> None:
         place = request.snapshots[end]
@@ -166,11 +164,11 @@ class RenewsWhatItPublished(Snapshots):
             request.spare = end
 
     def audit(self, holders, nodes) -> None:
-        """The worker is to notice it."""
+        """Do nothing: the worker must notice the bug."""
 
 
 class GivesTheSpareAwayEarly(Snapshots):
-    """The spare's place is free as soon as it is written."""
+    """The spare's snapshot is free as soon as it is written."""
 
     def save(self, request: Request, end: int) -> int:
         place = super().save(request, end)
@@ -179,7 +177,7 @@ class GivesTheSpareAwayEarly(Snapshots):
         return place
 
     def audit(self, holders, nodes) -> None:
-        """The worker is to notice it."""
+        """Do nothing: the worker must notice the bug."""
 
 
 class LosesPlacesOfEvictedPages(Snapshots):
@@ -195,7 +193,7 @@ class LosesPlacesOfWhoLeaves(Snapshots):
 
 
 class ForgetsTheCutsOfBefore(Snapshots):
-    """Chunks end before a snapshot for which there is no place, again and again."""
+    """Chunks are shortened again and again to end at a snapshot for which there is no room."""
 
     def shorten(self, request: Request, count: int) -> int:
         ends = [end for end in request.cuts if end <= request.num_cells + count]
@@ -240,8 +238,7 @@ NEAREST = MappingProxyType(
         PublishesWhatFailed: 1164,
     }
 )
-"""Seeds that have caught what most others pass by. They are tried first, and all the others after
-them."""
+"""Seeds that caught bugs which most seeds miss. They are tried first, then all others."""
 
 
 @pytest.mark.parametrize(("kind", "path", "message"), MUTANTS)

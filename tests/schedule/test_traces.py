@@ -1,7 +1,7 @@
-"""Laws over random traces: pages and slots are conserved, everybody ends once, outputs equal those
-of a run alone.
+"""Invariants over random traces: pages and slots are conserved, each request ends once, and outputs
+equal those of the request alone.
 
-Every law has mutants: schedulers with one planted bug, which the same traces must catch.
+Each invariant has mutants: schedulers with one planted bug, which the same traces must catch.
 """
 
 from __future__ import annotations
@@ -313,8 +313,7 @@ NEAREST = MappingProxyType(
         PublishesBeforeLookahead: 18,
     }
 )
-"""Seeds that have caught what most others pass by. They are tried first, and all the others after
-them."""
+"""Seeds that caught bugs which most seeds miss. They are tried first, then all others."""
 
 
 @pytest.mark.parametrize(("kind", "path", "message"), MUTANTS)

@@ -1,6 +1,5 @@
-"""Random traces on a worker that keeps window pages, which fails where a row's list does not hold
-what the window sees of exactly its prefix; and schedulers with one planted bug, which the traces
-must catch."""
+"""Random traces on a worker with window pages, which fails where a list does not hold exactly the
+prefix tokens that the window sees. Schedulers with one planted bug must be caught."""
 
 from __future__ import annotations
 
@@ -23,13 +22,13 @@ from tests.schedule.test_state_traces import draw as draw_conversations
 from tests.schedule.trace import Trace, check_caught, plant, play, with_windows
 
 RARE = (2019, 2025, 2050, 2079, 2131, 2236, 3398)
-"""Seeds of what seldom happens: pages of who donates them, kept ones that are never published."""
+"""Seeds of rare events: donated pages, and kept window pages that are never published."""
 SEEDS = (*RARE, *range(2000, 2300))
 
 
 def draw(seed: int) -> Trace:
-    """A trace with a window; most of those that come late go on with what an earlier one said, some
-    keep a state too."""
+    """A trace with a sliding window; most late requests continue the text of an earlier one, and
+    some keep a state too."""
     trace, rnd = draw_conversations(seed), Random(seed)
     limits = trace.limits if rnd.random() < 0.2 else replace(trace.limits, keeps_state=False, num_snapshots=0)
     return replace(trace, limits=with_windows(rnd, limits))
@@ -58,10 +57,10 @@ def test_what_is_rare_ends_as_if_every_request_had_run_alone(seed: int) -> None:
 
 
 class Silent(Windows):
-    """The worker is to notice it."""
+    """Without an audit: the worker must notice the bug."""
 
     def audit(self, holders, nodes) -> None:
-        """Nothing."""
+        """Do nothing."""
 
 
 class FreesAPageEarly(Silent):
@@ -70,7 +69,7 @@ class FreesAPageEarly(Silent):
 
 
 class SeesATokenLess(Silent):
-    """The window without the token that it sees last."""
+    """The window is one token too short: it misses its oldest token."""
 
     def first_seen(self, pages: int) -> int:
         return max(0, pages * self._page_size - self._seen + 1) // self._page_size
@@ -85,11 +84,11 @@ class NeverSlidesRows(RunningRequests):
     """Decode rows keep all window pages."""
 
     def _slide_rows(self, rows: list[int]) -> None:
-        """Nothing."""
+        """Do nothing."""
 
 
 class KeepsTheEntry(Silent):
-    """A node goes on naming the window page that was taken from it."""
+    """A node keeps naming an evicted window page."""
 
     def _evict(self) -> None:
         node = self._nodes[next(iter(self._unused))]
@@ -104,7 +103,7 @@ class KeepsTheEntry(Silent):
 
 
 class SharesWithAHole(Silent):
-    """The last page alone is looked at; what is missing before it may be anything."""
+    """Checks the last window page only; earlier ones may be missing."""
 
     def reachable(self, path: Sequence[Node]) -> int:
         return next((depth for depth in range(len(path), 0, -1) if path[depth - 1].window_page), 0)
@@ -115,7 +114,7 @@ class SharesWithAHole(Silent):
 
 
 class GivesAUsedPageAway(Silent):
-    """A node's page is unused as soon as one of its users drops it."""
+    """A node's window page counts as unused as soon as one of its users drops it."""
 
     def _drop(self, page: int) -> None:
         super()._drop(page)
@@ -124,7 +123,7 @@ class GivesAUsedPageAway(Silent):
 
 
 class ForgetsUsers(Silent):
-    """A hit does not keep its window pages."""
+    """A prefix hit does not lock its window pages."""
 
     def restore(self, request: Request, path: Sequence[Node]) -> None:
         super().restore(request, path)
@@ -174,7 +173,7 @@ class LosesPagesOfEvictedNodes(Windows):
 
 
 class FreesPagesOfDuplicates(Silent):
-    """A node that leaves the cache takes the window page with it, whoever has it in a list."""
+    """A node that leaves the cache frees its window page, even if a request has it in its list."""
 
     def withdraw(self, nodes) -> None:
         for node in nodes:
@@ -216,7 +215,7 @@ class StartsAPageOff(BatchBuilder):
 
 
 class SendsNoListAfterADrop(BatchBuilder):
-    """Only a row that grew brings its list."""
+    """Sends a list only if the row's list grew."""
 
     def build(self, step: int, rows, chosen, chunks: list[Chunk], collected: int, saves=None) -> ScheduleBatch:
         rows.sent_window_starts[chosen] = rows.window_starts[chosen]

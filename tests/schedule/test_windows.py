@@ -1,8 +1,8 @@
-"""Window pages: how many a request holds, when they go back, and which prefixes are shared by what
-the cache has of them.
+"""Window pages: how many a request holds, when they are returned, and which prefixes are shared
+given the window pages in the cache.
 
-The fake worker keeps their cells and fails where a list does not hold what the window sees of
-exactly the row's prefix.
+The fake worker keeps their KV cells and fails where a list does not hold exactly the prefix tokens
+that the window sees.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SYSTEM = [(3 * index) % 5 for index in range(96)]
 
 
 def make_drive(**given: Any) -> Drive:
-    """Pages of 4 tokens, a window of 9, room for everybody."""
+    """A drive with pages of 4 tokens, a window of 9, and room for all requests."""
     room = {"max_model_len": 256, "num_pages": 200, "max_batch_tokens": 400, "max_requests": 8}
     return Drive(**{**room, "window": 9, "num_window_pages": 160, **given})
 
@@ -40,18 +40,18 @@ def run_one(drive: Drive, rid: str, prompt: list[int], max_tokens: int = 1, **gi
 
 
 def conversation(drive: Drive, request: Request) -> list[int]:
-    """Its prompt and its output."""
+    """The request's prompt and output."""
     return [*request.prompt_ids.tolist(), *request.output_ids]
 
 
 def in_use(drive: Drive) -> int:
-    """Window pages that requests hold."""
+    """Number of window pages held by requests."""
     stats = drive.scheduler.stats()
     return stats.num_window_pages - stats.free_window_pages - stats.cached_window_pages
 
 
 def starts(batch: ScheduleBatch) -> list[int]:
-    """The tokens before each row's first window page."""
+    """For each row, the number of tokens before its first window page."""
     assert batch.window_starts is not None
     return batch.window_starts.tolist()
 
@@ -61,7 +61,7 @@ def starts(batch: ScheduleBatch) -> list[int]:
 def test_a_request_that_decodes_holds_the_window_and_the_page_that_it_writes(
     window: int, most: int, lookahead: int
 ) -> None:
-    """And what others could go on from, where that is a page before."""
+    """Plus the pages that another request could continue from, if they lie before the window."""
     drive = make_drive(window=window, prefix_cache=False, lookahead=lookahead)
     most += -(-lookahead // 4)
     assert drive.scheduler._running.memory.windows.span == most
@@ -85,8 +85,8 @@ def test_a_list_is_sent_when_a_page_is_begun_and_at_no_other_time() -> None:
 
 
 def test_a_long_prompt_s_pages_go_back_before_the_next_step_takes_any() -> None:
-    """Two prompts in chunks of 16 tokens, with the window pages of one window each and of one
-    step's tokens."""
+    """Two prompts in chunks of 16 tokens; the pool has the window pages of one window for each and
+    of one step's tokens."""
     drive = make_drive(window=5, max_batch_tokens=16, num_window_pages=9, prefix_cache=False)
     requests = [drive.add(rid, 150, 3) for rid in "ab"]
     drive.run()
@@ -118,8 +118,8 @@ def test_a_prompt_that_comes_again_begins_at_its_last_page(length: int, cached: 
 
 @pytest.mark.parametrize("suffix", [2, 9, 60])
 def test_a_shared_beginning_is_a_hit_from_the_third_prompt_on(suffix: int) -> None:
-    """Where the first one's suffix is longer than the window, the second finds pages without
-    windows, and leaves those."""
+    """If the first suffix is longer than the window, the second request finds KV pages without
+    window pages, and leaves window pages for later ones."""
     drive = make_drive()
     prompts = [[*SYSTEM[:40], *[own] * suffix] for own in range(4)]
     cached = [run_one(drive, f"r{own}", prompt, 3).cached_tokens for own, prompt in enumerate(prompts)]
@@ -129,7 +129,7 @@ def test_a_shared_beginning_is_a_hit_from_the_third_prompt_on(suffix: int) -> No
 @pytest.mark.parametrize(("lookahead", "common"), [(0, 40), (1, 36), (2, 36)])
 @pytest.mark.parametrize("suffix", [9, 60])
 def test_a_shared_beginning_is_a_hit_while_all_before_still_run(lookahead: int, common: int, suffix: int) -> None:
-    """The second one's window pages belong to the first one's pages."""
+    """The second request's window pages belong to the first one's KV pages."""
     drive = make_drive(lookahead=lookahead, num_pages=300)
     requests = [drive.make(f"r{own}", [*SYSTEM[:40], *[own] * suffix], 60) for own in range(4)]
     for request in requests:
@@ -141,7 +141,8 @@ def test_a_shared_beginning_is_a_hit_while_all_before_still_run(lookahead: int, 
 
 
 def test_a_short_suffix_leaves_the_common_window_while_its_request_runs() -> None:
-    """The second one still has it in its list, though the pages are the first one's."""
+    """The second request still has the window pages in its list, though the KV pages are the first
+    one's."""
     drive = make_drive(window=30)
     prompts = [[*SYSTEM[:40], *[1] * 60], [*SYSTEM[:40], 2, 2], [*SYSTEM[:40], 3, 3]]
     requests = [drive.make(f"r{own}", prompt, 60) for own, prompt in enumerate(prompts)]
@@ -229,8 +230,8 @@ def test_a_retracted_request_goes_on_from_its_last_full_page(lookahead: int) -> 
 
 
 def test_kept_window_pages_are_on_their_way_back() -> None:
-    """The second prompt keeps two for whoever branches off where it does, and one for whoever has
-    the same tokens, until its step was collected."""
+    """Until its step is collected, the second prompt keeps two window pages for a request that
+    branches off at the same token, and one for a request with the same tokens."""
     drive = make_drive()
     run_one(drive, "first", [*SYSTEM[:40], *[1] * 60], 3)
     drive.add("second", [*SYSTEM[:40], *[2] * 60], 9)
@@ -280,7 +281,8 @@ def test_a_pool_that_holds_no_window_and_step_is_refused() -> None:
 
 @pytest.mark.parametrize("users", [0, 1, 2])
 def test_who_begins_with_cached_window_pages_needs_room_for_those_that_it_is_the_first_to_use(users: int) -> None:
-    """Of 8 pages 3 are a node's; two are seen after the third, and a list is 3 long at most."""
+    """Of 8 window pages a node holds 3; a hit after the third KV page sees two of them, and a list
+    has at most 3."""
     drive = make_drive(num_window_pages=8, max_batch_tokens=12)
     memory = drive.scheduler._running.memory
     run_one(drive, "a", SYSTEM[:12])
@@ -305,7 +307,7 @@ def test_nobody_is_admitted_to_the_window_page_that_a_running_request_needs_next
 
 @pytest.mark.parametrize(("siblings", "is_admitted"), [(1, True), (2, False)])
 def test_who_passes_others_over_leaves_them_a_window_page_each(siblings: int, is_admitted: bool) -> None:
-    """Of 8 window pages the leader has 3 and is promised one; who comes last wants 3."""
+    """Of 8 window pages the leader holds 3 and is promised one more; the last request needs 3."""
     drive = make_drive(num_window_pages=8, max_batch_tokens=12)
     leader = drive.add("s0", SYSTEM[:14], 5)
     for seed in range(1, siblings + 1):
@@ -354,8 +356,8 @@ def test_a_state_and_a_window_are_shared_where_both_are() -> None:
 
 
 def test_the_deepest_state_that_has_its_window_is_gone_on_from() -> None:
-    """After the fourth page a window is missing, which is there after the sixth, where no state
-    is."""
+    """There is a state after page 4 but its window is missing; after page 6 there is a window but
+    no state."""
     memory = make_drive(keeps_state=True, num_snapshots=16).scheduler._running.memory
     path = [Node(None, b"", page) for page in range(1, 7)]
     for index in (0, 1, 4, 5):

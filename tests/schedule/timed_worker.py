@@ -1,5 +1,5 @@
-"""A worker in time of its own: what it is given takes so long on the host, and so long on a device,
-which it waits for at collect."""
+"""A worker in simulated time: each step takes a given time on the host and on a device, which
+`collect` waits for."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ LAYERS = 32
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds: of a decode step on the device; of a layer over a chunk, by its launch on the host
-    and by each token on the device; of planning a step on the host, of a slice beside that, and of
-    telling what a step brought. `is_ahead`: the device runs beside the host. `has_lane`: prompts
-    run beside decode steps, each at this share of its speed while both run."""
+    """Costs in seconds. On the device: `decode` per step, `token` per layer and token. On the host:
+    `launch` per layer, `host` per step, `slicing` per slice, `telling` per collected result.
+    `is_ahead`: the device runs asynchronously. `has_lane`: prefill runs concurrently with decode,
+    each at `share` of its speed while both run."""
 
     decode: float
     launch: float
@@ -33,7 +33,7 @@ class Costs:
 
 @dataclass
 class TimedWorker:
-    """Emits token 5 for each row that emits."""
+    """Emits token 5 for each row that samples."""
 
     limits: Limits
     costs: Costs
@@ -44,11 +44,11 @@ class TimedWorker:
     ends: dict[int, float] = field(default_factory=dict)
 
     def clock(self) -> float:
-        """Seconds so far."""
+        """The simulated time in seconds."""
         return self.now
 
     def submit(self, batch: ScheduleBatch) -> Ticket:
-        """Queue it; wait where the device does not run beside the host."""
+        """Queue the step; wait for it if the device is not asynchronous."""
         costs, total = self.costs, LAYERS
         first, last = (0, total) if batch.layers is None else batch.layers.tolist()
         is_decode = batch.forward_mode.is_decode
@@ -71,14 +71,14 @@ class TimedWorker:
         return Ticket(batch.step, self._result(batch, first, last, total))
 
     def collect(self, ticket: Ticket) -> BatchResult:
-        """Wait for its end."""
+        """Wait until the step ends."""
         self.now = max(self.now, self.ends.pop(ticket.step))
         assert isinstance(ticket.payload, BatchResult)
         self.now += self.costs.telling if len(ticket.payload.token_ids) else 0.0
         return ticket.payload
 
     def close(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def _result(self, batch: ScheduleBatch, first: int, last: int, total: int) -> BatchResult:
         if batch.layers is not None and first == 0:

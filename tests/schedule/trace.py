@@ -1,7 +1,7 @@
 """Random traces of a scheduler: arrivals, aborts, stops, failures and tiny pools, played against
 the checking worker.
 
-A trace is drawn from anything that has `randint`, `choice` and `random`: a seeded generator or
+A trace is drawn from any object with `randint`, `choice` and `random`: a seeded generator or
 hypothesis.
 """
 
@@ -29,7 +29,7 @@ VOCABULARY = 30
 
 @dataclass
 class Trace:
-    """What happens when: `arrivals` are (tick, request); `ends` are (tick, request, how)."""
+    """The events of a run: `arrivals` are (tick, request); `ends` are (tick, request, how)."""
 
     limits: Limits
     prefix_cache: bool
@@ -44,7 +44,7 @@ class Trace:
 
 @dataclass
 class Outcome:
-    """What was seen: every output, and how many ticks had work."""
+    """The results of a run: every output, and the number of ticks with work."""
 
     trace: Trace
     worker: FakeWorker
@@ -54,7 +54,7 @@ class Outcome:
     finishes: dict[str, int] = field(default_factory=dict)
 
     def take(self, outputs: list[EngineOutput]) -> None:
-        """Note outputs; tokens after the end are an error."""
+        """Record outputs; tokens after the end of a request are an error."""
         for output in outputs:
             rid = output.request_id
             assert not self.finishes.get(rid), f"{rid} has outputs after its end"
@@ -66,7 +66,7 @@ class Outcome:
 
 
 def draw_trace(rnd: Random) -> Trace:
-    """A small trace; everything that could interact is small enough to collide."""
+    """A small random trace; its sizes are small so that events collide."""
     context = rnd.choice([12, 20, 28])
     page_size = rnd.choice([1, 2, 4])
     limits = make_limits(
@@ -102,14 +102,14 @@ def draw_trace(rnd: Random) -> Trace:
 
 
 def with_windows(rnd: Random, limits: Limits) -> Limits:
-    """The limits of a worker that keeps window pages, not many more than one request wants."""
+    """The limits of a worker with window pages, with few more than one request needs."""
     limits = replace(limits, window=rnd.choice([1, 2, 3, 5, 9, 14]))
     return replace(limits, num_window_pages=least_window_pages(limits) + rnd.choice([0, 0, 1, 3, 10, 40]))
 
 
 def with_proposals(rnd: Random, trace: Trace, draft_tokens: int, *, grammars: float = 0.1) -> Trace:
-    """The trace on a worker that verifies so many proposals a row (0: the trace as it is), with
-    this share of grammars."""
+    """The trace on a worker with `draft_tokens` draft tokens per request (0: the trace unchanged);
+    `grammars` is the share of requests with a grammar."""
     if not draft_tokens:
         return trace
     for _, request in trace.arrivals:
@@ -160,7 +160,7 @@ def _draw_request(rnd: Random, rid: str, prompt: np.ndarray, leader: Request | N
 
 
 def play(trace: Trace, plant: Callable[[Scheduler], None] | None = None) -> Outcome:
-    """Run a trace to its end, checking at every step. `plant` puts a bug into the scheduler."""
+    """Run a trace to its end and check every step. `plant` puts a bug into the scheduler."""
     worker = make_worker(trace.limits, trace.accepts)
     worker.fail_submit, worker.fail_collect = trace.fail_submit, trace.fail_collect
     worker.bad_requests = trace.bad_requests
@@ -183,7 +183,8 @@ def play(trace: Trace, plant: Callable[[Scheduler], None] | None = None) -> Outc
 
 
 def plant(kind: type, path: str) -> Callable[[Scheduler], None]:
-    """Makes a part of a scheduler, named by its path ("": all of it), one of `kind`."""
+    """Make a function that turns a part of a scheduler, named by its path ("": the scheduler), into
+    one of class `kind`."""
 
     def plant_in(scheduler: Scheduler) -> None:
         part: object = scheduler
@@ -201,8 +202,8 @@ def check_caught(
     message: str,
     nearest: int | None = None,
 ) -> None:
-    """Fail unless the trace of some seed ends in an error that says `message`. `nearest`: one that
-    did before, tried first."""
+    """Fail unless the trace of some seed ends in an error that contains `message`. `nearest`: a
+    seed known to do so, tried first."""
     for seed in (*(() if nearest is None else (nearest,)), *seeds):
         try:
             play(draw(seed), planted)
@@ -214,8 +215,8 @@ def check_caught(
 
 
 def most_ticks(trace: Trace) -> int:
-    """More steps than the worst trace should need: each request alone, token by token, recomputed
-    now and then."""
+    """More steps than the worst trace should need: each request alone, token by token, with some
+    recomputation."""
     return 40 + 2 * trace.limits.max_model_len * len(trace.arrivals)
 
 
@@ -254,7 +255,8 @@ def _computing(outcome: Outcome) -> set[Request]:
 
 
 def _check_promises(outcome: Outcome) -> None:
-    """Who joined left everybody who ran the pages of what is known of it, and those of a step."""
+    """After an admission, the free pages cover the known tokens of all prompts and one step of each
+    other running request."""
     memory, running = outcome.scheduler._running.memory, outcome.scheduler._running
     owed = sum(memory.pages_for(request.num_tokens) - len(request.pages) for request in running.extending)
     step = memory.pages_for(1 + 2 * outcome.trace.limits.draft_tokens)
@@ -272,7 +274,8 @@ def _loop_step(outcome: Outcome, loop: Loop) -> None:
 
 
 def check(outcome: Outcome) -> None:
-    """Everybody ended once, with the tokens of a run alone, and nothing is held any more."""
+    """Check that each request ended once with the tokens of the request alone, and that nothing is
+    held any more."""
     stats = outcome.scheduler.stats()
     held = stats.num_pages - stats.free_pages - stats.cached_pages
     assert (held, stats.running, stats.waiting, stats.in_flight) == (0, 0, 0, 0), stats
@@ -320,7 +323,7 @@ def _check_scores(request: Request) -> None:
 
 def _join_logprobs(parts: list[TokenLogprobs]) -> TokenLogprobs | None:
     """One record for all tokens of `parts` (all with the same number of alternatives); None if
-    there is nothing."""
+    there are no tokens."""
     if not parts:
         return None
     return TokenLogprobs(

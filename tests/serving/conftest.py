@@ -1,4 +1,4 @@
-"""The servers that tests share: one of the embedded model, one whose template has tools, one of an
+"""Servers shared by tests: one of the embedded model, one with a template for tools, and one of an
 encoder."""
 
 from __future__ import annotations
@@ -54,17 +54,18 @@ Answer with <tool_call>
 {%- endfor %}
 {%- if add_generation_prompt %}<|assistant|>{% if enable_thinking %}<think>
 {% endif %}{% endif %}"""
-"""A chat template for the embedded model that knows tools in the manner of Hermes, and thinking
-when asked for it."""
+"""A chat template for the embedded model with tools in the Hermes format, and with thinking on
+request."""
 
 
 SAME_TEXT = ("--dtype", "float32")
-"""So that a request's text depends neither on what runs beside it nor on what is cached."""
+"""Float32, so that a request's text does not depend on the other rows in its batch or on what is
+cached."""
 SHARED = ("tool_server", "encoder_server", "server")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that share a server run in one process, so that it is started once."""
+    """Run tests that share a server in one process, so that it is started once."""
     for item in items:
         used = next((name for name in SHARED if isinstance(item, pytest.Function) and name in item.fixturenames), None)
         if used is not None:
@@ -80,7 +81,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.fixture(scope="session")
 def tool_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server of the embedded model by a template that knows tools."""
+    """A server of the embedded model with a template for tools."""
     folder = tmp_path_factory.mktemp("tool-server")
     template = folder / "template.jinja"
     template.write_text(TOOL_TEMPLATE)

@@ -1,5 +1,5 @@
-"""An event loop whose clock runs only while it waits: a machine that is slow to run it uses up
-nobody's time limit."""
+"""An event loop with a clock that runs only while the loop waits: a slow machine does not use up
+time limits."""
 
 from __future__ import annotations
 
@@ -9,18 +9,19 @@ from collections.abc import Coroutine
 from typing import Any
 
 TICK = 0.005
-"""Seconds that are waited for an event before as many have passed."""
+"""Longest wait in seconds for events before the clock advances."""
 
 
 class _Selector(selectors.DefaultSelector):
-    """Counts what it waits."""
+    """A selector that sums its waiting time."""
 
     def __init__(self) -> None:
         super().__init__()
         self.now = 0.0
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        """Events that are there; else a wait of at most a tick, which counts if nothing came."""
+        """Return pending events; otherwise wait for at most a tick, which counts if no event
+        came."""
         events = super().select(0)
         if events or (timeout is not None and timeout <= 0):
             return events
@@ -36,11 +37,11 @@ class _Loop(asyncio.SelectorEventLoop):
         super().__init__(self._waited)
 
     def time(self) -> float:
-        """Seconds that this loop has waited."""
+        """The seconds that this loop has waited."""
         return self._waited.now
 
 
 def run(work: Coroutine[Any, Any, None], limit: float) -> None:
-    """Run it to its end on such a loop; an error after `limit` seconds of waiting."""
+    """Run `work` on such a loop; raise an error after `limit` seconds of waiting."""
     with asyncio.Runner(loop_factory=_Loop) as runner:
         runner.run(asyncio.wait_for(work, limit))

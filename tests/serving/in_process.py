@@ -1,5 +1,5 @@
-"""A whole server in the test's own process: the frontend on an event loop in one thread, its engine
-in another."""
+"""A whole server in the test's own process: the frontend's event loop in one thread, its engine in
+another."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LONGEST_START_S = 60.0
 
 
 class ThreadedEngine:
-    """What an engine process does, in a thread; the real channel between it and the frontend."""
+    """An engine in a thread instead of a process, with the real channel to the frontend."""
 
     last_words = name = "thread"
 
@@ -35,11 +35,11 @@ class ThreadedEngine:
         self._task = asyncio.get_running_loop().run_in_executor(None, _run, spec)
 
     async def wait(self) -> int:
-        """As a process' exit code."""
+        """Wait for its end; return the exit code of a process."""
         return await asyncio.shield(self._task)
 
     def kill(self) -> None:
-        """It ends when the frontend says so."""
+        """Do nothing: the engine ends when the frontend tells it to."""
 
 
 def _run(spec: EngineSpec) -> int:
@@ -54,26 +54,26 @@ def _run(spec: EngineSpec) -> int:
 
 
 class ThreadLauncher:
-    """Starts threads of this process."""
+    """Launches engines as threads of this process."""
 
     is_remote = False
 
     async def frontend_host(self) -> str:
-        """Nobody asks."""
+        """Return "": not used."""
         return ""
 
     async def launch(self, spec: EngineSpec, variables: Mapping[str, str]) -> ThreadedEngine:
-        """Start one."""
+        """Start an engine."""
         return ThreadedEngine(spec)
 
     async def close(self) -> None:
-        """Nothing was taken."""
+        """Do nothing."""
 
 
 @contextmanager
 def served_here(folder: Path | None, server: ServerConfig | None = None, **settings: Any) -> Iterator[str]:
-    """Serve a checkpoint (None: the embedded one) with these settings of EngineConfig; gives the
-    address once its engine answers."""
+    """Serve a checkpoint (None: the embedded one) with these settings of EngineConfig; yield the
+    address once the engine answers."""
     config = EngineConfig(model=None if folder is None else str(folder), **settings)
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))

@@ -1,5 +1,4 @@
-"""A server with the page and scripted answers: what it will say is set by the test, what it was
-asked is kept."""
+"""A server with the web page and scripted answers, which records the page's requests."""
 
 from __future__ import annotations
 
@@ -30,8 +29,8 @@ INFO = {
 
 @dataclass
 class Script:
-    """What the server says, and what it was asked. `chunks` end with [DONE] unless `is_cut`; `hold`
-    keeps a stream open."""
+    """The server's answers, and the requests that it got. `chunks` end with [DONE] unless `is_cut`;
+    `hold` keeps a stream open."""
 
     chunks: list[dict[str, Any]] = field(default_factory=list)
     is_cut: bool = False
@@ -49,7 +48,7 @@ class Script:
     seconds: int = 0
 
     def stats(self) -> dict[str, Any]:
-        """Counters that grow by the same amount with every look."""
+        """Counters that grow by the same amount at each call."""
         self.seconds += 1
         n = self.seconds
         one = {"time": 1000.0 + n, "prompt_tokens": 100 * n, "generation_tokens": 250 * n, "running": 3, "waiting": 2,
@@ -77,7 +76,7 @@ def usage(prompt: int, completion: int, cached: int = 0) -> dict[str, Any]:
 
 
 def make_app(script: Script) -> FastAPI:
-    """The page, and the endpoints that it uses, by the script."""
+    """The page and the endpoints that it uses, driven by the script."""
     app = FastAPI()
     router = Routes()
     page.add_routes(router, None)

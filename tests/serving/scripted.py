@@ -1,5 +1,5 @@
-"""A server whose model says what a test wrote down, delta by delta: reasoning and calls in any
-order, ends of any kind."""
+"""A server with a scripted model, delta by delta: reasoning and calls in any order, and every kind
+of end."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ from tests.serving.threaded import in_thread
 MODEL = "scripted"
 DEMO = Path(__file__).parents[2] / "sglcore" / "assets" / "demo"
 PROMPT = (5, 6, 7, 8, 9)
-"""Token ids of every prompt, of which `CACHED` came from the cache."""
+"""Token ids of every prompt; `CACHED` of them come from the cache."""
 CACHED = 2
 
 
 @dataclass
 class Script:
-    """What the model says next, one list of deltas a token (for a server with a format of its own:
-    a token's text), and how it ends; `rendered`, `prompts` and `params` are what it was asked.
+    """The model's next answer: one list of deltas per token (with a chat format: one text per
+    token), and its end. `rendered`, `prompts` and `params` record the requests.
 
-    `fault` is raised after the last delta instead of an end; `ignored` are the variables that the
-    template does not read. `turns`: what the requests that follow say one after the other, until
-    the last. `fingerprint` of the engine that says it.
+    `fault` is raised after the last delta instead of an end; `ignored` are variables that the
+    template does not read; `turns` are the answers to the following requests in order;
+    `fingerprint` is that of the answering engine.
     """
 
     says: Sequence[Sequence[Delta] | str] = ()
@@ -55,26 +55,26 @@ class Script:
 
 
 class Stage:
-    """A served script. `speak` sets what the model says to the requests that follow."""
+    """A served script. `speak` sets the answer to the following requests."""
 
     def __init__(self, url: str, script: Script) -> None:
         self.url, self.script = url, script
 
     def speak(self, *says: Sequence[Delta] | str, **ending: Any) -> Script:
-        """Each of `says` is a token's deltas; `ending` are fields of Script. Returns what keeps the
-        questions."""
+        """Set the answer: each of `says` is a token's deltas; `ending` are fields of Script.
+        Returns the script, which records the requests."""
         fresh = Script(says=says, **ending)
         for item in fields(Script):
             setattr(self.script, item.name, getattr(fresh, item.name))
         return self.script
 
     def converse(self, *turns: Sequence[Sequence[Delta] | str]) -> Script:
-        """Each of `turns` is what one request is told, in their order."""
+        """Set one answer per request: each of `turns` is the answer to one request, in order."""
         return self.speak(turns=list(turns))
 
 
 def content(text: str) -> list[Delta]:
-    """A token of text."""
+    """A token of content."""
     return [Delta("content", text)]
 
 
@@ -84,13 +84,13 @@ def reasoning(text: str) -> list[Delta]:
 
 
 def call(name: str, *arguments: str, index: int = 0) -> list[list[Delta]]:
-    """The tokens of a call, whose id is `call_` and its name."""
+    """The tokens of a call with the id `call_NAME`."""
     start = Delta("tool_start", index=index, name=name, call_id=f"call_{name}")
     return [[start], *([Delta("tool_arguments", text, index=index)] for text in arguments)]
 
 
 class ScriptedGeneration:
-    """The script as a generation: one delta a token, whose text is its place."""
+    """The script as a generation: one token per list of deltas; its text is its index."""
 
     def __init__(self, script: Script, params: SamplingParams) -> None:
         self._script, self._says, self._shown = script, script.says, params.logprobs is not None
@@ -99,17 +99,17 @@ class ScriptedGeneration:
 
     first_token_at: float | None = None
     fingerprint = ""
-    """An engine is found for it when it is read."""
+    """Set by `ended`."""
 
     def abort(self) -> None:
-        """Nothing holds anything."""
+        """Do nothing."""
 
     async def ended(self) -> None:
-        """It has all been written down."""
+        """Set the fingerprint; there is nothing to wait for."""
         self.fingerprint = self._script.fingerprint
 
     async def wait(self) -> RequestOutput:
-        """The whole output."""
+        """Return the whole output."""
         async for _ in self:
             pass
         return self.output
@@ -140,24 +140,24 @@ class ScriptedGeneration:
 
 
 class ScriptedParser:
-    """Reads a token's place as its deltas."""
+    """Reads a token's text as the index of its deltas."""
 
     def __init__(self, script: Script) -> None:
         self._script = script
 
     def push(self, text: str) -> list[Delta]:
-        """The deltas of that token."""
+        """Return the deltas of that token."""
         said = self._script.says[int(text)]
         assert not isinstance(said, str)
         return list(said)
 
     def finish(self) -> list[Delta]:
-        """Nothing was held back."""
+        """Return nothing: no text is held back."""
         return []
 
 
 class ScriptedFormat:
-    """Keeps what it was asked to render."""
+    """Records the arguments of `render`."""
 
     skip_special_tokens = True
     stop_token_ids = ()
@@ -166,23 +166,23 @@ class ScriptedFormat:
         self._script = script
 
     def render(self, messages: Sequence[Mapping[str, Any]], **given: Any) -> Rendered:
-        """Any conversation is the same prompt."""
+        """Record the conversation; every one gives the same prompt."""
         self._script.rendered.append({"messages": [dict(message) for message in messages], **given})
         return Rendered("prompt", ignored=self._script.ignored)
 
     def stream(self, **given: Any) -> ScriptedParser:
-        """A parser of the script."""
+        """Return a parser of the script."""
         return ScriptedParser(self._script)
 
     def tool_grammar(self, *given: Any, **more: Any) -> None:
-        """The script needs no force."""
+        """Return None: the script needs no grammar."""
 
     def thinking(self, *given: Any, **more: Any) -> None:
-        """The script says itself what is reasoning."""
+        """Return None: the script marks reasoning itself."""
 
 
 class ScriptedFrontend:
-    """What the dialects use of a frontend."""
+    """The parts of a frontend that the protocols use."""
 
     def __init__(
         self,
@@ -204,7 +204,7 @@ class ScriptedFrontend:
         )
 
     async def generate(self, prompt: Any, params: SamplingParams, **given: Any) -> ScriptedGeneration:
-        """The script as a generation."""
+        """Return the script as a generation."""
         self._script.prompts.append(prompt)
         self._script.params.append(params)
         if self._script.turns:
@@ -212,7 +212,7 @@ class ScriptedFrontend:
         return ScriptedGeneration(self._script, params)
 
     async def tokenize(self, prompt: Any, *, special: bool = True, most: int | None = None) -> list[int]:
-        """Every prompt has these."""
+        """Return the same tokens for every prompt."""
         return list(PROMPT)
 
 
@@ -220,8 +220,8 @@ class ScriptedFrontend:
 def staged(
     config: ServerConfig, form: ChatFormat | None = None, checks: AnswerChecks | None = None, **sampling: float
 ) -> Iterator[Stage]:
-    """The server in a thread; with a format, texts are said and read by that. `sampling` is what
-    the checkpoint says of it; `checks` are those of answers."""
+    """Run the server in a thread. With `form`, texts are written and parsed in that format.
+    `sampling`: the checkpoint's defaults; `checks`: the answer checks."""
     script = Script()
     frontend = ScriptedFrontend(script, config, form, sampling, checks)
     try:

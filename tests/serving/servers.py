@@ -1,4 +1,4 @@
-"""Servers as people start them: a process of `sglcore serve` on a free port, with its log in a
+"""Servers as users start them: a process of `sglcore serve` on a free port, with its log in a
 file."""
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ LONGEST_END_S = 60.0
 
 @dataclass(frozen=True)
 class Server:
-    """A server that is ready. `stderr` is the file that has its log."""
+    """A running server. `stderr` is the file with its log."""
 
     url: str
     process: subprocess.Popen[str]
@@ -30,7 +30,7 @@ class Server:
 
     @property
     def port(self) -> int:
-        """Where it listens."""
+        """The port on which it listens."""
         return int(self.url.rpartition(":")[2])
 
     def send(self, path: str, body: Any, headers: Mapping[str, str] | None = None) -> httpx.Response:
@@ -38,19 +38,19 @@ class Server:
         return self.client.post(path, json=body, headers=headers)
 
     def post(self, path: str, body: Any) -> Any:
-        """The JSON answer of a POST that has to succeed."""
+        """The JSON answer of a POST that must succeed."""
         answer = self.send(path, body)
         assert answer.status_code == 200, answer.text
         return answer.json()
 
     def get(self, path: str) -> Any:
-        """The JSON answer of a GET that has to succeed."""
+        """The JSON answer of a GET that must succeed."""
         answer = self.client.get(path)
         assert answer.status_code == 200, answer.text
         return answer.json()
 
     def refusal(self, path: str, body: Any, status: int = 400) -> dict[str, Any]:
-        """The error of a POST that has to be refused."""
+        """The error of a POST that must be refused."""
         answer = self.send(path, body)
         assert answer.status_code == status, answer.text
         return answer.json()["error"]
@@ -65,8 +65,8 @@ class Server:
 
 
 def start_server(folder: Path, *flags: str, environ: Mapping[str, str] | None = None) -> Server:
-    """Start `sglcore serve` with the flags, and wait until it says that it serves; fails with its
-    log if it ends."""
+    """Start `sglcore serve` with the flags, and wait until it serves; fails with its log if it
+    ends."""
     stderr = folder / "stderr.txt"
     with stderr.open("w") as log:
         process = subprocess.Popen(
@@ -87,8 +87,8 @@ def start_server(folder: Path, *flags: str, environ: Mapping[str, str] | None = 
 
 
 def nearly(found: Any, wanted: Any) -> bool:
-    """Whether two values of JSON are the same but for the last bits of numbers: where tokens are
-    proposed, how many rows a step has goes by how long steps take."""
+    """Whether two JSON values are equal up to small differences of floats: with speculation, the
+    rows of a step depend on timing."""
     if isinstance(wanted, float):
         return isinstance(found, float) and abs(found - wanted) < 1e-3
     if isinstance(wanted, dict):
@@ -100,7 +100,7 @@ def nearly(found: Any, wanted: Any) -> bool:
 
 @contextmanager
 def running(folder: Path, *flags: str, environ: Mapping[str, str] | None = None) -> Iterator[Server]:
-    """A server for a while; then it is told to stop, and has to end well."""
+    """A running server; at the end it is told to stop and must exit with code 0."""
     server = start_server(folder, *flags, environ=environ)
     try:
         yield server

@@ -1,5 +1,5 @@
-"""A supervisor whose engines are played by the test: they say what they are told to, over the real
-channel, and end when told."""
+"""A supervisor with engines played by the test: they send what the test says over the real channel,
+and end when told to."""
 
 from __future__ import annotations
 
@@ -42,17 +42,17 @@ from sglcore.serving.replicas.supervisor import Supervisor
 
 DEMO = Path(__file__).parents[2] / "sglcore" / "assets" / "demo"
 PATIENCE = 120.0
-"""Seconds after which something that must happen has not."""
+"""Seconds after which a test gives up."""
 
 
 def info(*, generates: bool = True, fingerprint: str = "fp_0") -> ModelInfo:
-    """What a played engine says of itself."""
+    """A played engine's information about its model."""
     limits = asdict(Limits(1024, 8, 16, 64, 1024, 2000, generates=generates))
     return ModelInfo("played", "", "", "0", (), limits, 1024, generates, (), {}, fingerprint)
 
 
 class PlayedEngine:
-    """An engine process that is none."""
+    """An engine without a process."""
 
     last_words = ""
 
@@ -60,7 +60,7 @@ class PlayedEngine:
         self.spec, self.variables = spec, variables
         self.name = f"played {spec.replica}"
         self.is_deaf = False
-        """It does not end when it is told to."""
+        """Whether it ignores the order to end."""
         self.requests: asyncio.Queue[EngineRequest] = asyncio.Queue()
         self._ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._socket = context.socket(zmq.PAIR)
@@ -72,7 +72,7 @@ class PlayedEngine:
         self._listener = asyncio.create_task(self._listen())
 
     def beat(self, rounds: int) -> None:
-        """Give a sign of life."""
+        """Send a heartbeat."""
         self._beats.send(msgspec.msgpack.encode(Beat(rounds)))
 
     def say(self, reply: EngineReply) -> None:
@@ -80,31 +80,31 @@ class PlayedEngine:
         self._socket.send(msgspec.msgpack.encode(reply))
 
     def become_ready(self, **known: object) -> None:
-        """The start has ended well."""
+        """Report that the start succeeded."""
         self.say(Ready(info(**known)))  # pyright: ignore[reportArgumentType]
 
     def say_bytes(self, content: bytes) -> None:
-        """Send what may be no reply."""
+        """Send bytes that may not be a valid reply."""
         self._socket.send(content)
 
     def emit(self, request_id: str, *token_ids: int, reason: FinishReason | None = None) -> None:
-        """Tokens of a request."""
+        """Send tokens of a request."""
         self.say(EngineOutputs([EngineOutput(request_id, 0, list(token_ids), reason)]))
 
     def die(self, code: int = -9, *, failed: Failed | None = None) -> None:
-        """End without being told to, perhaps with a word."""
+        """End without being told to, perhaps after a message."""
         if failed is not None:
             self.say(failed)
         self.kill(code)
 
     async def next_request(self) -> GenerateRequest:
-        """The next request that it is given."""
+        """The next request that it receives."""
         request = await asyncio.wait_for(self.requests.get(), PATIENCE)
         assert isinstance(request, GenerateRequest), request
         return request
 
     async def wait(self) -> int:
-        """Its exit code."""
+        """Wait for its end; return the exit code."""
         return await asyncio.shield(self._ended)
 
     def kill(self, code: int = -9) -> None:
@@ -117,7 +117,7 @@ class PlayedEngine:
 
     @property
     def has_ended(self) -> bool:
-        """It is no more."""
+        """Whether it has ended."""
         return self._ended.done()
 
     async def _listen(self) -> None:
@@ -130,7 +130,7 @@ class PlayedEngine:
 
 
 class Stage:
-    """The launcher of played engines, and the supervisor that has them."""
+    """The launcher of played engines, and their supervisor."""
 
     def __init__(self, is_remote: bool) -> None:
         self.is_remote = is_remote
@@ -143,12 +143,12 @@ class Stage:
         self.supervisor: Supervisor
 
     async def frontend_host(self) -> str:
-        """Where remote engines reach the supervisor."""
+        """The address at which remote engines reach the supervisor."""
         assert self.is_remote
         return "127.0.0.1"
 
     async def launch(self, spec: EngineSpec, variables: Mapping[str, str]) -> PlayedEngine:
-        """An engine that says nothing yet."""
+        """Make an engine that has not sent anything yet."""
         if self.refusal is not None:
             raise self.refusal
         engine = PlayedEngine(spec, variables, self._context)
@@ -157,7 +157,7 @@ class Stage:
         return engine
 
     async def close(self) -> None:
-        """The played ones hold nothing."""
+        """Do nothing: played engines hold no resources."""
         self.closed = True
         self._context.destroy(linger=0)
 
@@ -166,7 +166,7 @@ class Stage:
         return await asyncio.wait_for(self._launched.get(), PATIENCE)
 
     async def ready_engine(self, **known: object) -> PlayedEngine:
-        """The next engine, ready, and the supervisor knows it."""
+        """The next engine, after it became ready and the supervisor noticed."""
         engine = await self.launched()
         count = len(self.supervisor.ready)
         engine.become_ready(**known)
@@ -174,7 +174,7 @@ class Stage:
         return engine
 
     def submit(self, name: str, *token_ids: int) -> Generation:
-        """A request that the supervisor has given to a replica."""
+        """A request that the supervisor has assigned to a replica."""
         params = SamplingParams(max_tokens=8)
         ids = list(token_ids or (5, 6, 7))
         processor = OutputProcessor(self._codec, name, None, ids, params, 3)
@@ -186,29 +186,29 @@ class Stage:
 
 
 class NoClock:
-    """Nobody counts."""
+    """A request clock that counts nothing."""
 
     def on_prompt(self, tokens: int, cached: int) -> None:
-        """Not counted."""
+        """Do nothing."""
 
     def on_first_token(self) -> None:
-        """Not counted."""
+        """Do nothing."""
 
     def on_tokens(self, count: int, seconds: float) -> None:
-        """Not counted."""
+        """Do nothing."""
 
     def on_restart(self) -> None:
-        """Not counted."""
+        """Do nothing."""
 
     def on_end(self, reason: str) -> None:
-        """Not counted."""
+        """Do nothing."""
 
 
 @asynccontextmanager
 async def staged(
     *, is_remote: bool = False, chosen: Sequence[str] = (), config: EngineConfig = EngineConfig(), **settings: object
 ) -> AsyncIterator[Stage]:
-    """A supervisor of played engines, started; afterwards all of them have ended."""
+    """A started supervisor of played engines; at the end all of them have ended."""
     stage = Stage(is_remote)
     server = ServerConfig(**settings)  # pyright: ignore[reportArgumentType]
     stage.supervisor = Supervisor(config, server, Health(), chosen=chosen, launcher=stage, longest_wait=0.0)
@@ -221,7 +221,7 @@ async def staged(
 
 
 async def until(condition: Callable[[], bool], patience: float = PATIENCE) -> None:
-    """Let the loop run until something is so."""
+    """Let the loop run until the condition holds."""
     async with asyncio.timeout(patience):
         while not condition():
             await asyncio.sleep(0.001)

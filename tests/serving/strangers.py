@@ -1,4 +1,4 @@
-"""Libraries that would call home are kept from it, and told on if they try."""
+"""Keeps libraries from contacting other hosts, and reports it if they try."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import pytest
 
 @contextmanager
 def kept_at_home(environ: Mapping[str, str]) -> Iterator[list[str]]:
-    """Set these variables, and refuse to look up other hosts; gives their names, and fails if there
-    are any at the end."""
+    """Set these variables and refuse to look up other hosts; yield the names that were looked up,
+    and fail if there are any at the end."""
     found: list[str] = []
     lookup = socket.getaddrinfo
 

@@ -1,5 +1,4 @@
-"""A frontend without an engine: one generation that says what a test wrote down, or the error that
-it wants."""
+"""A frontend without an engine: one scripted generation, or a scripted error."""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ Generate = Callable[..., Awaitable[Any]]
 
 
 class StubGeneration:
-    """Gives these deltas, and then a fault if there is one."""
+    """Yields these deltas, then raises the fault if there is one."""
 
     def __init__(self, deltas: list[TextDelta], fault: Exception | None = None) -> None:
         self._deltas, self._fault = deltas, fault
@@ -44,7 +43,7 @@ class StubGeneration:
             raise self._fault
 
     async def ended(self) -> None:
-        """All of it is there from the first."""
+        """Do nothing: the output is complete from the start."""
 
     async def wait(self) -> RequestOutput:
         async for _ in self:
@@ -66,7 +65,8 @@ class StubGeneration:
 
 
 def make_frontend(generate: Generate | None = None, *, health: Health | None = None) -> ChatFrontend:
-    """A frontend of the embedded checkpoint without an engine: `generate` is all that it can do."""
+    """A frontend of the embedded checkpoint without an engine; `generate` replaces its
+    generation."""
     codec = TextCodec(DEMO)
     if health is None:
         health = Health()
@@ -110,7 +110,7 @@ def raises(error: Exception) -> Generate:
 
 
 def call(frontend: ChatFrontend, method: str, path: str, body: Any = None) -> httpx.Response:
-    """One request to an application over the frontend, without a socket."""
+    """Send one request to an app over the frontend, without a socket."""
 
     async def send() -> httpx.Response:
         transport = httpx.ASGITransport(make_app(frontend))

@@ -1,5 +1,5 @@
-"""OpenAI's agents, Pydantic AI and Instructor work with this server as they are: tools, handoffs,
-forms, retries, streams."""
+"""OpenAI's agents, Pydantic AI and Instructor work with this server unmodified: tools, handoffs,
+response formats, retries, streams."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.serving.strangers import kept_at_home
 pytestmark = pytest.mark.needs("clients")
 
 ALONE = {"OPENAI_AGENTS_DISABLE_TRACING": "1", "OPENAI_API_KEY": "unused"}
-"""What keeps these libraries at home."""
+"""Variables that keep these libraries from contacting other hosts."""
 FORM = '{"mm": 1.5, "places": ["Rome", "Oslo"]}'
 QUESTION = "Rain?"
 
@@ -42,7 +42,7 @@ def weather(city: str) -> str:
 
 
 def pieces(text: str, size: int = 7) -> list[str]:
-    """A text as the tokens of a model."""
+    """A text, cut into tokens of a model."""
     return [text[at : at + size] for at in range(0, len(text), size)]
 
 
@@ -57,14 +57,14 @@ UNREADABLE = calls("weather", '{"city": Rome}')
 
 @pytest.fixture(scope="module", autouse=True)
 def strangers() -> Iterator[list[str]]:
-    """Names of other hosts that somebody looked for; there must be none."""
+    """Names of other hosts that were looked up; there must be none."""
     with kept_at_home(ALONE) as found:
         yield found
 
 
 @pytest.fixture(scope="module")
 def stage(strangers: list[str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
-    """A server whose model takes the turns that a test wrote down."""
+    """A server with a model that takes scripted turns."""
     form = ChatFormat.detect(codec_of("hermes", tmp_path_factory.mktemp("agents")))
     with staged(ServerConfig(), form) as found:
         yield found
@@ -83,7 +83,7 @@ def agent(stage: Stage, protocol: str, name: str = "A", **given: Any) -> Any:
 
 
 def ran(first: Any, *, streams: bool) -> Any:
-    """What an agent's run came to."""
+    """The result of an agent's run."""
     from agents import Runner  # pyright: ignore[reportMissingImports]
 
     async def run() -> Any:
@@ -147,7 +147,7 @@ def test_pydantic_ai_gets_an_object_in_each_mode(stage: Stage, protocol: str, mo
 
 
 def say(mode: str, text: str) -> list[str]:
-    """The form as a model gives it in a mode."""
+    """The model's output for a form in this mode."""
     if "TOOLS" in mode:
         return calls("Rain", text)
     return pieces(f"Here:\n```json\n{text}\n```" if mode == "MD_JSON" else text)

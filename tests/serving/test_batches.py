@@ -1,4 +1,4 @@
-"""Files and batches: by OpenAI's own client, and over the death of the process that runs them."""
+"""Files and batches: by OpenAI's own client, and across the death of the server process."""
 
 from __future__ import annotations
 
@@ -179,8 +179,7 @@ def test_a_form_that_is_none_is_refused(kind: str, body: bytes, said: str) -> No
 
 
 def upload(folder: Path, size: int, **settings: Any) -> tuple[int, dict[str, Any]]:
-    """Status and JSON of the answer to a form with a file of so many bytes, behind all that stands
-    before the app."""
+    """The status and JSON answer of an upload of a file of `size` bytes, through all middleware."""
 
     async def play() -> tuple[int, dict[str, Any]]:
         frontend: Any = make_frontend()
@@ -249,8 +248,8 @@ def test_what_a_killed_server_had_answered_is_kept_and_the_rest_is_run_by_the_ne
     async def call(path: str, body: bytes, request_id: str) -> tuple[int, bytes]:
         asked.append(body)
         deaths = sum(each == body for each in asked)
-        # An engine that died once is asked again; one that dies of a request each time is not asked
-        # for ever.
+        # After the engine died once, a request is retried; one at which it dies each time is not
+        # retried for ever.
         if deaths == 1 and body == b'{"n":7}':
             return 429, b"{}"
         if deaths == 1 or body == b'{"n":8}':
@@ -281,7 +280,7 @@ def test_what_a_killed_server_had_answered_is_kept_and_the_rest_is_run_by_the_ne
 def test_a_batch_that_was_cancelled_before_its_turn_asks_nothing_and_keeps_what_it_has(
     state: str, tmp_path: Path
 ) -> None:
-    """While another one ran, or before the server that ran it was started again."""
+    """While another batch ran, or before the server that ran it was restarted."""
     store = BatchStore(tmp_path)
     name, other = begun(store), begun(store)
     if state == "in_progress":
@@ -320,7 +319,7 @@ def test_a_batch_whose_time_is_over_expires(tmp_path: Path) -> None:
 
 
 async def finished(store: BatchStore, call: Any) -> None:
-    """Run the batches of a store, two requests at once."""
+    """Run the batches of a store, two requests at a time."""
     runner = asyncio.create_task(BatchRunner(store, call, 2, wait=0.0).run())
     while store.active():
         await asyncio.sleep(0.005)
@@ -406,6 +405,6 @@ def test_a_server_that_drains_waits_for_no_batch_and_the_next_one_runs_it(tmp_pa
             await asyncio.wait_for(left.wait(), PATIENCE)
 
     asyncio.run(serve())
-    store = BatchStore(tmp_path)  # which the first has let go of
+    store = BatchStore(tmp_path)  # the first server has released it
     assert [each["status"] for each in store.active()] == ["in_progress"]
     store.close()

@@ -1,4 +1,4 @@
-"""GuideLLM measures this server as it is, with its own made-up texts."""
+"""GuideLLM measures this server unmodified, with its own synthetic texts."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ pytestmark = pytest.mark.needs("clients")
 
 MODEL = Path(__file__).parents[2] / "sglcore" / "assets" / "demo"
 PROMPT, ANSWER, REQUESTS = 24, 8, 4
-"""Tokens of each request, and how many requests."""
+"""Tokens of each request, and number of requests."""
 ENVIRON = {"HF_HUB_OFFLINE": "1", "GUIDELLM__MAX_WORKER_PROCESSES": "1"}
 
 
 @pytest.fixture(scope="module")
 def benchmarks(server: Server, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What GuideLLM found at one rate."""
+    """GuideLLM's results at one rate."""
     report = tmp_path_factory.mktemp("guidellm") / "report.json"
     words = {
         "--backend": f"kind=openai_http,target={server.url}",

@@ -1,5 +1,5 @@
-"""What one request may cost: wrong bodies are not read to their end, and amounts have limits that
-say their number."""
+"""Bounds on the cost of a request: wrong bodies are not read to their end, and limits on amounts
+are named in the error."""
 
 from __future__ import annotations
 

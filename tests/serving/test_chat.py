@@ -1,4 +1,4 @@
-"""/v1/chat/completions: messages, streams, forms, tools, reasoning."""
+"""/v1/chat/completions: messages, streams, response formats, tools, reasoning."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ GREEDY: Any = {"messages": MESSAGES, "temperature": 0.0, "max_tokens": 12}
 
 
 class ScriptedParser:
-    """A parser that reads a piece's text as the place of its deltas."""
+    """A parser that reads a piece's text as the index of its deltas."""
 
     def __init__(self, says: list[list[Delta]]) -> None:
         self._says = says
@@ -39,7 +39,7 @@ class ScriptedParser:
 
 
 def chunks_of(server: Server, body: dict[str, Any]) -> list[dict[str, Any]]:
-    """The parsed chunks of a stream that ends well; each is what the document says."""
+    """The parsed chunks of a stream that ends well, each checked against the OpenAPI document."""
     events = server.events(PATH, body)
     assert events[-1] == "[DONE]"
     chunks = [json.loads(event) for event in events[:-1]]

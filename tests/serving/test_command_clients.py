@@ -15,8 +15,8 @@ from tests.serving.servers import Server
 
 
 def settled(server: Server) -> Any:
-    """The counters once nothing runs, of reports that came from now on: an engine that does nothing
-    sends some too."""
+    """The counters once no request runs, from reports that arrive from now on (an idle engine sends
+    reports too)."""
     asked = time.time()
     while True:
         found = server.get("/server_info/stats")

@@ -1,4 +1,4 @@
-"""/v1/completions: what it takes, what it gives, whole and streamed."""
+"""/v1/completions: its parameters and answers, whole and streamed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def ids_of(server: Server, text: str) -> list[int]:
 
 
 def chunks_of(server: Server, body: dict[str, Any]) -> list[dict[str, Any]]:
-    """The parsed chunks of a stream that ends well; each is what the document says."""
+    """The parsed chunks of a stream that ends well, each checked against the OpenAPI document."""
     events = server.events(PATH, body)
     assert events[-1] == "[DONE]"
     chunks = [json.loads(event) for event in events[:-1]]
@@ -46,7 +46,7 @@ def texts_of(chunks: list[dict[str, Any]]) -> dict[int, str]:
 
 
 def wait_for_idle(server: Server) -> dict[str, Any]:
-    """The counters once nothing runs; fails after a minute."""
+    """The counters once no request runs; fails after a minute."""
     limit = time.monotonic() + 60
     while time.monotonic() < limit:
         stats = server.get("/server_info/stats")

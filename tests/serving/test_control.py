@@ -1,5 +1,4 @@
-"""What an operator does to the requests of others: ends them, holds them up, empties the prefix
-cache."""
+"""Operator actions on requests of others: abort, pause, and flush of the prefix cache."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ TOLD = {"status": "paused", "message": "Generation paused"}
 
 
 async def follow(engine: PlayedEngine, wanted: type[Pause | Flush], pages: int = 0) -> Any:
-    """The engine's next order of a kind, followed."""
+    """Wait for the engine's next order of a kind, answer it, and return it."""
     while not isinstance(order := await asyncio.wait_for(engine.requests.get(), 60), wanted):
         assert isinstance(order, Abort), order
     engine.say(Done(order.request_id, pages))

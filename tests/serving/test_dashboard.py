@@ -1,4 +1,4 @@
-"""The dashboard in docs/ asks for nothing that /metrics does not have."""
+"""The dashboard in docs/ queries only metrics that /metrics has."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def questions(document: Any) -> Iterator[str]:
 
 
 def known() -> dict[str, set[str]]:
-    """Every name on the page, and its labels."""
+    """{metric name: its labels} of the /metrics page."""
     metrics = Metrics("tiny", "1", lambda: [("0", "ready", STATS)])
     metrics.responded("GET", "/", 200)
     metrics.refused("overloaded")

@@ -1,5 +1,5 @@
-"""Real engine processes that are killed, can not start, or lose their parent, on the loop that the
-server runs on."""
+"""Real engine processes that are killed, cannot start, or lose their parent, on the server's event
+loop."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ WHOLE = SamplingParams(max_tokens=300, ignore_eos=True, seed=11)
 
 @asynccontextmanager
 async def running_frontend(**settings: object) -> AsyncIterator[Frontend]:
-    """A frontend whose engines are ready, each with two places; afterwards none of its processes is
+    """A frontend with ready engines of two request slots each; at the end none of its processes is
     left."""
     config = EngineConfig(dtype="float32", max_requests=2, threads=1, kv_cache_memory=64 << 20)
     frontend = Frontend(config, ServerConfig(**settings))  # pyright: ignore[reportArgumentType]
@@ -50,14 +50,14 @@ async def running_frontend(**settings: object) -> AsyncIterator[Frontend]:
 
 
 async def ready(frontend: Frontend) -> None:
-    """Wait until it answers."""
+    """Wait until the frontend answers."""
     while not frontend.health.ready:
         assert not frontend.supervisor.stopped.is_set(), frontend.health.reason
         await asyncio.sleep(0.01)
 
 
 def processes(frontend: Frontend) -> dict[int, int]:
-    """The engines' process numbers by replica."""
+    """The engines' process ids by replica."""
     found = {replica.number: replica.process for replica in frontend.supervisor.replicas.values()}
     return {number: process.pid for number, process in found.items() if isinstance(process, LocalProcess)}
 
@@ -197,8 +197,8 @@ def test_an_engine_whose_frontend_is_killed_ends_by_itself() -> None:
 
 
 async def ended(pid: int) -> None:
-    """Wait until a process has ended that is no child; raises ProcessLookupError if it is gone
-    already."""
+    """Wait until a process that is not a child has ended; raises ProcessLookupError if it is
+    already gone."""
     descriptor, seen = os.pidfd_open(pid), asyncio.Event()
     asyncio.get_running_loop().add_reader(descriptor, seen.set)
     await asyncio.wait_for(seen.wait(), PATIENCE)

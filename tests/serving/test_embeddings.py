@@ -1,4 +1,4 @@
-"""/v1/embeddings of an encoder, and what each kind of checkpoint refuses."""
+"""/v1/embeddings of an encoder, and the refusals for other kinds of checkpoint."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What is told at an end: what has happened, whether the server comes back, and what to do, as it
-then is."""
+"""The report when a server ends: what happened, whether it comes back, and what to do, true at that
+time."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ ENDS: MappingProxyType[str, tuple[End, dict[str, Any]]] = MappingProxyType(
 
 
 async def comes_back(frontend: Frontend, stage: Stage) -> bool:
-    """Whether /readyz answers 200 once more, when what is started again has become ready."""
+    """Whether /readyz answers 200 again, once a restarted engine has become ready."""
     ends = frontend.supervisor.stopped
     await until(lambda: ends.is_set() or frontend.health.phase == "draining" or not stage._launched.empty())
     if not stage._launched.empty() and not frontend.supervisor._ending.is_set():
@@ -90,7 +90,7 @@ def test_at_every_end_it_is_told_whether_the_server_comes_back(name: str) -> Non
             streamed = await begin(frontend)
             (replica,) = (each for each in frontend.supervisor.replicas.values() if each.generations)
             (engine,) = (each for each in stage.engines if each.spec.replica == replica.number)
-            embedder: Replica | Supervisor = frontend.supervisor  # which tries again
+            embedder: Replica | Supervisor = frontend.supervisor  # the supervisor tries again
             if ends is not can_not_be_started:
                 engine.emit(streamed.request_id, 9)
                 await streamed.__anext__()

@@ -1,4 +1,4 @@
-"""The loop of an engine process, over a real channel and a device that does what a test wants."""
+"""The loop of an engine process, over a real channel and a scripted device."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ LIMITS = Limits(64, 4, 4, 32, 16, 50, takes_masks=True)
 
 
 class Counting:
-    """A device whose tokens are 7, and whose steps fail when `fails` says so, and take
-    `seconds`."""
+    """A device that always samples token 7. `fails`: numbers of the steps that fail; `seconds`:
+    duration of a step."""
 
     def __init__(self) -> None:
         self.limits = LIMITS
@@ -84,7 +84,7 @@ class Counting:
 
 
 class Encoder(Counting):
-    """A device that embeds, and tells of each step."""
+    """A device that embeds and reports each step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -100,7 +100,7 @@ class Encoder(Counting):
 
 
 class Wanting(TokenEngine):
-    """An engine that lacks what a test says."""
+    """An engine that reports the lack that a test sets."""
 
     wants = ""
 
@@ -110,7 +110,7 @@ class Wanting(TokenEngine):
 
 
 class Slow:
-    """A compiler that is not done before it is told, and then refuses."""
+    """A grammar compiler that waits until the test releases it, then refuses."""
 
     name = "slow"
     vocabulary: Vocabulary
@@ -124,7 +124,7 @@ class Slow:
 
 
 class Line:
-    """The frontend's end: `say` a request, `hear` the next reply of a kind."""
+    """The frontend's end: `say` sends a request, `hear` waits for the next reply of a kind."""
 
     def __init__(self, socket: zmq.Socket[bytes]) -> None:
         self._socket = socket
@@ -134,12 +134,13 @@ class Line:
         self._socket.send(msgspec.msgpack.encode(order))
 
     def generate(self, name: str, *, tokens: int = 3, grammar: Grammar | None = None, progress: bool = False) -> None:
-        """A request with a prompt of three tokens."""
+        """Send a request with a prompt of three tokens."""
         params = SamplingParams(max_tokens=tokens, grammar=grammar)
         self.say(GenerateRequest(name, pack_ids([1, 2, 3]), pack_params(params), 0, progress))
 
     def hear(self, *kinds: type[Any]) -> Any:
-        """The next of these; its counters an engine tells for ever."""
+        """Wait for the next reply of these kinds and skip others: an engine never stops sending its
+        counters."""
         end = time.monotonic() + PATIENCE_MS / 1000
         while True:
             assert self._socket.poll(PATIENCE_MS) and time.monotonic() < end, f"no {kinds} came"
@@ -156,7 +157,7 @@ class Line:
         return found
 
     def numbers(self, name: str, value: int) -> EngineStats:
-        """The counters once one of them has a value."""
+        """The engine's counters, once `name` has this value."""
         while True:
             stats: EngineStats = self.hear(EngineStats)
             if getattr(stats, name) == value:
@@ -164,7 +165,7 @@ class Line:
 
 
 class Served:
-    """A service in a thread. `end` has its exit code once it has ended."""
+    """A service in a thread. `end` waits for its exit code."""
 
     def __init__(self, folder: Path, device: Counting, compiler: Slow, engine: type[TokenEngine] = TokenEngine) -> None:
         self.device, self.compiler = device, compiler
@@ -183,7 +184,7 @@ class Served:
         self._thread.start()
 
     def end(self) -> int:
-        """Its exit code; waits."""
+        """Wait for the end; return the exit code."""
         self._thread.join(PATIENCE_MS / 1000)
         return self.codes[0]
 
@@ -224,7 +225,7 @@ def test_what_came_of_rows_in_host_memory_is_summed_over_steps(served: Served) -
 
 
 def test_a_paused_engine_runs_no_step_and_an_abort_ends_what_it_holds(served: Served) -> None:
-    # What ends before the pause is heard of by nobody here.
+    # Outputs before the pause are skipped by `hear`.
     served.device.seconds = 0.02
     served.line.generate("runs", tokens=50)
     served.line.hear(EngineOutputs)
@@ -284,7 +285,7 @@ def test_an_embedding_that_is_in_flight_when_the_engine_is_paused_is_told_before
     served = Served(tmp_path, device, Slow())
 
     def hold() -> None:
-        """The step goes on when the next order is there."""
+        """Hold the step until the next order has arrived."""
         begun.set()
         served.channel._socket.poll(PATIENCE_MS)
 
@@ -327,7 +328,7 @@ def test_what_an_engine_lacks_is_told_once_as_often_as_it_changes_and_so_is_that
         for lacks in ("no prompt engine", "another", "", "no prompt engine", ""):
             served.engine.wants = lacks
             told = list[str]()
-            for _ in range(3):  # a round of the loop at least lies between two answers
+            for _ in range(3):  # at least one round of the loop between two answers
                 served.line.say(Audit("a"))
                 while isinstance(reply := served.line.hear(Able, Done), Able):
                     told.append(reply.lacks)

@@ -1,5 +1,5 @@
-"""Text that becomes a part of a regular expression stands for itself and for nothing else, whatever
-letters it has."""
+"""Text that becomes part of a regular expression matches itself and nothing else, whatever
+characters it has."""
 
 from __future__ import annotations
 

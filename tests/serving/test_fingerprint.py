@@ -1,4 +1,4 @@
-"""The fingerprint changes with what may change a number, and with nothing else."""
+"""The fingerprint changes with everything that may change a result, and with nothing else."""
 
 from __future__ import annotations
 

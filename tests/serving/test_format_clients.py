@@ -1,5 +1,5 @@
-"""Whole ways from a model's text to the `openai` client and back, for formats whose answers are no
-plain text."""
+"""From a model's text to the `openai` client and back, for formats with answers that are not plain
+text."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TOOLS: Any = [{"type": "function", "function": {"name": "weather", "parameters":
 
 @contextmanager
 def served(family: str, folder: Path) -> Iterator[tuple[Stage, openai.OpenAI]]:
-    """A server whose model says what a test wrote down, in a format, and a client of it."""
+    """A server with a scripted model in a chat format, and a client of it."""
     with (
         staged(ServerConfig(), ChatFormat.detect(codec_of(family, folder))) as stage,
         openai.OpenAI(base_url=f"{stage.url}/v1", api_key="unused", max_retries=0) as client,
@@ -38,7 +38,8 @@ def harmony(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Stage, o
 
 
 def called(client: openai.OpenAI, **given: Any) -> Any:
-    """The choice of a whole answer and its only call, which are those of a streamed one."""
+    """The choice and the only call of a whole answer, after a check that the streamed answer has
+    the same."""
     whole = client.chat.completions.create(messages=[QUESTION], **given).choices[0]
     with client.chat.completions.stream(messages=[QUESTION], **given) as stream:
         streamed = stream.get_final_completion().choices[0]

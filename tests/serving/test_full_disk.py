@@ -1,5 +1,4 @@
-"""A disk that is full: what was to be written is told as not written, with the reason, and
-everything else goes on."""
+"""A full disk: failed writes are reported with the reason, and everything else goes on."""
 
 from __future__ import annotations
 
@@ -39,14 +38,14 @@ Disk = Callable[[bool], None]
 
 
 def full_database() -> sqlite3.OperationalError:
-    """As SQLite raises it."""
+    """The error that SQLite raises."""
     error = sqlite3.OperationalError("database or disk is full")
     error.sqlite_errorcode = sqlite3.SQLITE_FULL
     return error
 
 
 class Database:
-    """SQLite's, of which the disk can become full."""
+    """A SQLite connection with a disk that can become full."""
 
     def __init__(self, real: sqlite3.Connection) -> None:
         self.real, self.is_full, self.is_lost = real, False, False
@@ -70,8 +69,8 @@ class Database:
 
 @contextmanager
 def opened(folder: Path, monkeypatch: pytest.MonkeyPatch, *, where: str) -> Iterator[tuple[BatchStore, Disk]]:
-    """A store, and what fills its disk, or makes room again: `where` it is full for files, for the
-    database, or for both."""
+    """A store, and a function that fills its disk or frees it again. `where`: full for files, for
+    the database, or for both."""
     store = BatchStore(folder)
     database = Database(store._database)
     store._database = cast(sqlite3.Connection, database)
@@ -94,7 +93,7 @@ def opened(folder: Path, monkeypatch: pytest.MonkeyPatch, *, where: str) -> Iter
 
 
 async def asked(store: BatchStore, *requests: tuple[str, str, dict[str, Any]]) -> list[httpx.Response]:
-    """Requests to the routes of files and batches, none of which runs."""
+    """Send requests to the routes of files and batches; no batch runs."""
     app = make_app(make_frontend(), BatchRunner(store, cast(Any, None), 1))
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://here") as client:
         return [await client.request(method, path, **given) for method, path, given in requests]
@@ -154,7 +153,7 @@ def test_what_sqlite_says_of_a_full_disk_is_known_by_its_code(tmp_path: Path) ->
 
 
 async def until_over(store: BatchStore, call: Any, at_once: int = 1) -> None:
-    """Run what there is."""
+    """Run all active batches to their end."""
     runner = asyncio.create_task(BatchRunner(store, call, at_once, wait=0.0).run())
     async with asyncio.timeout(PATIENCE):
         while store.active():
@@ -326,7 +325,7 @@ def test_a_server_runs_though_nobody_can_read_its_address(
     with open("/dev/full", "w") as full:
         monkeypatch.setattr(sys, "stdout", full)
         asyncio.run(_show(frontend, "http://here", quiet=True))
-        full.flush()  # which is what the interpreter does at its end
+        full.flush()  # the interpreter does this at its end
         monkeypatch.undo()
     (said,) = caplog.records
     assert "http://here" in said.message and "No space left" in said.message and said.exc_info is None
@@ -364,7 +363,7 @@ WRITERS = MappingProxyType(
         "devices/cpu/sglcore_cpu/compile.py": KERNELS,
     }
 )
-"""Files of ours that write files, and the test of what they do where there is no room."""
+"""Our files that write files, with the test of their behaviour on a full disk."""
 OPENS = re.compile(r"^[rbt]*[wax+]")
 WRITES = (
     "write_text",
@@ -376,11 +375,11 @@ WRITES = (
     "save_file",
     "ftruncate",
 )
-"""Calls that write, besides those of `open`."""
+"""Calls that write, in addition to `open`."""
 
 
 def writes(tree: ast.AST) -> bool:
-    """Whether code opens a file to write, or makes one."""
+    """Whether code opens or makes a file for writing."""
     for node in ast.walk(tree):
         if not isinstance(node, ast.Call):
             continue

@@ -1,5 +1,5 @@
-"""Whatever is sent that our own OpenAPI document allows, or nearly allows, is answered as that
-document says."""
+"""Any request that our OpenAPI document allows, or nearly allows, is answered as the document
+says."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ GOOD: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "/detokenize": {"tokens": [5, 6]},
     }
 )
-"""A request of each kind that is answered."""
+"""A valid request of each kind."""
 LENGTHS = ("max_tokens", "max_completion_tokens", "max_output_tokens", "n")
 NASTY = (
     b"",
@@ -61,19 +61,19 @@ CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance,
 
 @pytest.fixture(scope="module")
 def document(server: Server) -> Any:
-    """The server's document as schemathesis reads it."""
+    """The server's OpenAPI document, read by schemathesis."""
     return schemathesis.openapi.from_dict(server.get("/openapi.json"))
 
 
 def operations(document: Any) -> Iterator[Any]:
-    """Every endpoint and method but those that hold up or end what others have asked."""
+    """Every endpoint and method, except those that pause or abort requests of others."""
     for found in document.get_all_operations():
         if not found.ok().path.startswith(("/pause", "/abort_request")):
             yield found.ok()
 
 
 def tried(strategy: Any, examples: int, check: Callable[[Any], None]) -> None:
-    """`check` on what the strategy draws, the same in every run."""
+    """Run `check` on examples of the strategy, the same ones in every run."""
     quiet = settings(
         max_examples=examples,
         deadline=None,
@@ -86,7 +86,7 @@ def tried(strategy: Any, examples: int, check: Callable[[Any], None]) -> None:
 
 
 def shortened(body: Any, path: str) -> Any:
-    """The body, with what would make a long answer made short."""
+    """The body, with limits on parameters that would make a long answer."""
     if not isinstance(body, dict):
         return body
     long = (name for name in LENGTHS if isinstance(body.get(name), int) and body[name] > 16)
@@ -98,8 +98,8 @@ def shortened(body: Any, path: str) -> Any:
 
 
 def check_answer(server: Server, case: Case, statuses: list[int] | None = None) -> None:
-    """Send it and note the status; the answer is one that the document has, and an error has the
-    schema of the endpoint's clients."""
+    """Send it and record the status; check that the document has this answer, and that an error has
+    the schema of the endpoint's protocol."""
     case.body = shortened(case.body, case.path)
     answer = case.call(base_url=server.url, timeout=60)
     kind = answer.headers["content-type"][0].partition(";")[0]
@@ -113,15 +113,14 @@ def check_answer(server: Server, case: Case, statuses: list[int] | None = None) 
 
 
 def check_events(text: str) -> None:
-    """Events of JSON, or the mark of the end; the document says no more of a stream than that it is
-    text."""
+    """Check that events are JSON or the end mark; the document says only that a stream is text."""
     assert text.endswith("\n\n")
     data = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: ")]
     assert data and all(each == "[DONE]" or isinstance(json.loads(each), dict) for each in data)
 
 
 def check_lines(text: str) -> None:
-    """Objects, of which the last one is the end or an error."""
+    """Check that lines are objects, and that the last one is the end or an error."""
     found = [json.loads(each) for each in text.splitlines()]
     assert text.endswith("\n") and (found[-1].get("done") or "error" in found[-1])
     assert not any(each["done"] for each in found[:-1])

@@ -1,5 +1,4 @@
-"""A generation on its way: what it counts, and that replies of an engine leave the loop to
-others."""
+"""A running generation: its counts, and that an engine's replies do not block the event loop."""
 
 from __future__ import annotations
 
@@ -36,7 +35,7 @@ REPORTS = 200
 
 @dataclass
 class KeptClock:
-    """Keeps what it is told."""
+    """Records its calls."""
 
     firsts: int = 0
     restarts: int = 0
@@ -61,7 +60,7 @@ class KeptClock:
 
 
 def make(clock: KeptClock, params: SamplingParams) -> Generation:
-    """A request with a prompt of two tokens that no engine has."""
+    """A request with a prompt of two tokens, not assigned to an engine."""
     processor = OutputProcessor(TextCodec(embedded_model()), "r", None, [5, 6], params, 0)
     return Generation(GenerateRequest("r", pack_ids([5, 6]), pack_params(params), 0), processor, cast(Any, clock))
 

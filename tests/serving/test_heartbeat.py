@@ -1,5 +1,5 @@
-"""Replicas that hang: no sign of life, or one step that never ends. Others take their place, and
-nobody waits for ever."""
+"""Replicas that hang, without heartbeats or in a step that never ends: others take over, and no
+request waits for ever."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from tests.serving import idle_clock
 from tests.serving.staged_replicas import PATIENCE, PlayedEngine, Stage, staged, until
 
 SILENCE, STEP = 8, 30
-"""Seconds, of one look each, after which an engine is killed."""
+"""Limits in seconds (one look per second) after which an engine is killed."""
 
 
 def run(play: Coroutine[None, None, None]) -> None:
@@ -44,8 +44,8 @@ def run(play: Coroutine[None, None, None]) -> None:
 
 @asynccontextmanager
 async def beating(count: int = 2, **settings: Any) -> AsyncIterator[tuple[Stage, list[PlayedEngine]]]:
-    """A supervisor whose played engines are ready and have beaten once; only the test looks at
-    them."""
+    """A supervisor of played engines that are ready and have sent one heartbeat; only the test
+    makes it look at them."""
     settings = {"heartbeat_timeout": float(SILENCE), "step_timeout": float(STEP), **settings}
     async with staged(replicas=count, **settings) as stage:
         assert stage.supervisor._looks is not None
@@ -57,28 +57,29 @@ async def beating(count: int = 2, **settings: Any) -> AsyncIterator[tuple[Stage,
 
 
 async def beat(stage: Stage, engine: PlayedEngine, rounds: int) -> None:
-    """A heartbeat that has come."""
+    """Send a heartbeat and wait until it has arrived."""
     pulse = stage.supervisor.replicas[engine.spec.replica]._pulse
     engine.beat(rounds)
     await until(lambda: pulse._rounds == rounds and pulse.silence == 0)
 
 
 async def next_prompt(engine: PlayedEngine) -> str:
-    """The id of the next prompt that it is given; whether it is paused, one that is heard again is
-    told as well."""
+    """The id of the engine's next prompt; skips the pause state that is sent again to an engine
+    that recovers."""
     while not isinstance(request := await asyncio.wait_for(engine.requests.get(), PATIENCE), GenerateRequest):
         assert request == Pause(request.request_id, False) if isinstance(request, Pause) else False, request
     return request.request_id
 
 
 def silence(stage: Stage, ticks: int) -> None:
-    """So many looks without a heartbeat of any."""
+    """Make the supervisor look `ticks` times without any heartbeat."""
     for _ in range(ticks):
         stage.supervisor.tick()
 
 
 async def looks(stage: Stage, ticks: int, *engines: PlayedEngine, first: int = 100, goes_on: bool = True) -> None:
-    """Looks between which these engines beat, and make rounds if they go on."""
+    """Make the supervisor look while these engines send heartbeats; their rounds advance if
+    `goes_on`."""
     for number in range(ticks):
         stage.supervisor.tick()
         for engine in engines:
@@ -294,7 +295,7 @@ def test_a_process_that_can_not_be_killed_is_given_up(monkeypatch: pytest.Monkey
 
 
 def orders(supervisor: Any) -> dict[str, Any]:
-    """What waits for all replicas."""
+    """Orders that wait for all replicas."""
     return {"audit": supervisor.audit, "flush": supervisor.flush, "pause": lambda: supervisor.pause(True)}
 
 

@@ -1,5 +1,5 @@
-"""The `openai` client of a server whose rows lie in host memory sees what it sees of one that has
-them on the device, by whomever it is asked meanwhile; prompts find what others have computed."""
+"""With hisparse, the `openai` client sees the same as without, also under concurrent requests;
+prompts hit the prefix cache of others."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SIZES: Any = {
 }
 NAMED = ServerConfig(served_model_name=("v4",))
 FEW_ROWS = f'{{"device_buffer_size": {TOP_K}}}'
-"""As many as a token reads: what another one chooses takes their places."""
+"""The number of rows that a token reads: each token's choice evicts that of another."""
 
 
 @pytest.fixture(scope="module")
@@ -46,8 +46,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def prompts() -> list[list[int]]:
-    """Of a few beginnings of some pages and what follows, by length far below, at and beyond what a
-    token reads."""
+    """Prompts with a few shared beginnings of some pages; their lengths are far below, at and above
+    the number of rows that a token reads."""
     beginnings = random_prompts(4, (LONG, 33, 48, 7))
     return [beginnings[place % 4] + tail for place, tail in enumerate(random_prompts(5, range(1, AT_ONCE + 1)))]
 
@@ -57,8 +57,7 @@ def client_of(url: str) -> openai.OpenAI:
 
 
 def asked(client: openai.OpenAI, prompt: list[int]) -> tuple[str, list[float], int]:
-    """Text and log-probabilities of some greedy tokens, and the tokens of the prompt that were
-    there already."""
+    """Text and log-probabilities of some greedy tokens, and the number of cached prompt tokens."""
     given: Any = {"model": "v4", "prompt": prompt, "max_tokens": 6, "temperature": 0.0, "logprobs": 1}
     answer = client.completions.create(**given, extra_body={"ignore_eos": True})
     (choice,), usage = answer.choices, answer.usage
@@ -69,7 +68,7 @@ def asked(client: openai.OpenAI, prompt: list[int]) -> tuple[str, list[float], i
 
 
 def counters(url: str) -> dict[str, float]:
-    """Sums over labels, by name."""
+    """Metrics by name, summed over labels."""
     found: dict[str, float] = {}
     for family in text_string_to_metric_families(httpx.get(f"{url}/metrics").text):
         for each in family.samples:
@@ -79,7 +78,7 @@ def counters(url: str) -> dict[str, float]:
 
 @contextmanager
 def asked_by_all(folder: Path, **settings: Any) -> Iterator[tuple[list[tuple[str, list[float], int]], str]]:
-    """What as many clients are told at once, and the server."""
+    """The answers to `AT_ONCE` concurrent clients, and the server's address."""
     with served_here(folder, NAMED, **SIZES, **settings) as url, client_of(url) as client:
         with ThreadPoolExecutor(AT_ONCE) as pool:
             found = list(pool.map(partial(asked, client), prompts()))
@@ -87,7 +86,7 @@ def asked_by_all(folder: Path, **settings: Any) -> Iterator[tuple[list[tuple[str
 
 
 def test_as_many_at_once_are_told_the_same_and_find_whole_pages_of_each_other(folder: Path) -> None:
-    """And of what was asked before; the last token of a prompt is computed in any case."""
+    """Including pages of earlier requests; the last token of a prompt is always computed."""
     with asked_by_all(folder, prefix_cache=False) as (wanted, url):
         assert not counters(url)["sglcore_hisparse_rows_total"]
     with asked_by_all(folder, hisparse=FEW_ROWS) as (found, url):

@@ -1,5 +1,5 @@
-"""JavaScript's clients, from npm, work with this server as they are: each runs a script that tells
-what it got."""
+"""JavaScript clients from npm work with this server unmodified: each runs a script that prints its
+results."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.needs("clients")
 SCRIPTS = Path(__file__).parent / "javascript"
 BUILT = Path(__file__).parents[2] / "build" / "javascript"
 PATIENCE = 300.0
-"""Seconds after which something that must happen has not."""
+"""Seconds after which a test gives up."""
 
 TEXT = [content("A"), content("B")]
 CALL = call("weather", '{"at"', ': "Rome"}')
@@ -32,7 +32,7 @@ OBJECT = ['{"sky": ', '"clear"}']
 
 
 def run(*command: str, folder: Path) -> str:
-    """What a program prints; fails with what it says of an error."""
+    """The output of a program; fails with its error messages."""
     ran = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, timeout=PATIENCE)
     assert ran.returncode == 0, f"{' '.join(command)}: {ran.stderr[-2000:]}\n{ran.stdout[-500:]}"
     return ran.stdout
@@ -40,8 +40,8 @@ def run(*command: str, folder: Path) -> str:
 
 @pytest.fixture(scope="module")
 def folder() -> Path:
-    """The scripts beside the packages that package-lock.json names, which the first process that
-    asks installs."""
+    """The scripts with the packages of package-lock.json, which the first process that needs them
+    installs."""
     found = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(SCRIPTS.iterdir()))).hexdigest()[:16]
     made, begun = BUILT / found, BUILT / "begun"
     BUILT.mkdir(parents=True, exist_ok=True)
@@ -71,7 +71,7 @@ def stage() -> Iterator[Stage]:
 
 
 def told(stage: Stage, folder: Path, script: str, *words: str) -> Any:
-    """What a script got from the server, and that every turn of the conversation was asked for."""
+    """The output of a script, after a check that it requested every turn of the conversation."""
     found = json.loads(run(program("node"), f"{script}.mjs", stage.url, MODEL, *words, folder=folder))
     assert not stage.script.turns
     return found

@@ -1,5 +1,4 @@
-"""Limits that stand one behind the other, each by itself: where one hides the other, neither would
-be missed."""
+"""Consecutive limits, each tested alone: if one hid another, a missing one would go unnoticed."""
 
 from __future__ import annotations
 
@@ -52,7 +51,7 @@ def test_failed_starts_count_in_a_row() -> None:
 
 
 class Replica:
-    """One that is idle."""
+    """An idle replica."""
 
     load, page_size = 0, 4
 

@@ -1,5 +1,5 @@
-"""Lists that come in pages: whoever follows them to the last one has everything once, and the last
-one says that it is."""
+"""Paged lists: a client that follows them gets every item once, and the last page says that it is
+the last."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ COUNTS = (0, 1, 2, 3, 4, 6)
 
 
 def follow(page: Page, limit: int, wanted: list[str]) -> None:
-    """Every page but the last is full, and no page but the first is empty."""
+    """Follow all pages; check that every page but the last is full, and that no page is empty
+    unless all are."""
     found, after = list[str](), None
     while True:
         answer = page(limit, after)

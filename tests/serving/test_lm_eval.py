@@ -1,4 +1,4 @@
-"""lm-eval scores a task through the server as the engine does without one."""
+"""lm-eval scores a task through the server with the results of the offline engine."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ DOCS = (
     {"context": "She lived in a small", "endings": ["city near the market", "moon"], "label": 0},
     {"context": "é ü 漢字", "endings": ["rain", "ü 🙂"], "label": 1},
 )
-"""The first ending of the second one ends a story, so that the token drawn after it is the one that
-ends texts."""
+"""The first ending of the second document ends a story, so the token sampled after it is the
+end-of-text token."""
 
 TASK = """\
 task: endings
@@ -41,7 +41,7 @@ metric_list:
 
 @pytest.fixture(scope="module")
 def expected() -> list[list[float]]:
-    """For each document the log-likelihood of each ending, by the offline engine."""
+    """The log-likelihood of each ending of each document, by the offline engine."""
     with LLM(dtype="float32") as llm:
         return [[_score(llm, doc["context"], f" {ending}") for ending in doc["endings"]] for doc in DOCS]
 

@@ -1,4 +1,4 @@
-"""The records of log-probabilities that answers carry, to the last field."""
+"""The records of log-probabilities in answers, in all their fields."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from sglcore.schedule.output import TokenLogprob
 from sglcore.serving.apis.logprobs import CompletionLogprobs, chat_logprobs, prompt_scores
 
 HELD = {1: b"a", 2: b" b", 3: "é".encode(), 4: b"\xe2\x80", 5: b"<end>"}
-"""The tokens of these tests: 4 is a part of a character, 5 is special."""
+"""The tokens of these tests: 4 is part of a character, 5 is special."""
 LIKELY = TokenLogprob(1, -0.5, 1, ((1, -0.5), (2, -1.5), (3, -2.5)))
 UNLIKELY = TokenLogprob(4, -7.0, 9, ((2, -0.25), (1, -1.25), (3, -float("inf"))))
 

@@ -1,4 +1,4 @@
-"""The log: one line a request, nothing of what was asked, and no harm from a disk that is full."""
+"""The log: one line per request, nothing of its content, and no failure from a full disk."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SECRET = "tell nobody of the treasure"
 
 @pytest.fixture(autouse=True)
 def levels() -> Iterator[None]:
-    """Leaves the loggers as they were."""
+    """Restore the levels of the loggers."""
     loggers = [logging.getLogger(name) for name in ("sglcore", "uvicorn")]
     before = [(logger, logger.level, logger.handlers[:], logger.propagate) for logger in loggers]
     yield
@@ -36,7 +36,7 @@ def levels() -> Iterator[None]:
 
 
 def written(tmp_path: Path, *paths: str, level: str = "info", **headers: str) -> list[str]:
-    """The log of requests to a wrapped echo."""
+    """The log lines of requests to a wrapped echo."""
     path = tmp_path / "log"
     logs = Logs(ServerConfig(log_file=str(path), log_level=level))
     app, _ = wrapped(echo, ServerConfig(api_key=("key-of-the-house",)))
@@ -74,7 +74,7 @@ def test_the_line_has_the_tokens_and_times_of_every_prompt() -> None:
         clock.on_tokens(2, 0.1)
         clock.on_end(reason)
         exchange.clocks.append(clock)
-    refused = metrics.clock()  # it never came to an engine
+    refused = metrics.clock()  # it never reached an engine
     refused.on_prompt(99, 0)
     exchange.clocks.append(refused)
     exchange.clocks[0].first_token_seconds, exchange.clocks[1].first_token_seconds = 0.5, 0.25

@@ -1,4 +1,5 @@
-"""Prompts that no context holds, to every endpoint that takes one: refused from their beginning."""
+"""Prompts longer than any context, for every endpoint that takes one: refused after reading only
+their beginning."""
 
 from __future__ import annotations
 
@@ -40,9 +41,9 @@ SCORES: dict[str, dict[str, Any]] = {
 }
 LABELS: dict[str, dict[str, Any]] = {"/v1/classify": {"input": LONG}}
 NO_CODES = {"/v1/messages", "/api/chat", "/api/generate", "/api/embed"}
-"""Protocols whose errors have none."""
+"""Protocols with errors that have no code."""
 CUTS = {"/api/embeddings"}
-"""What is too long is cut there, whoever asks."""
+"""Endpoints that truncate long prompts."""
 RUNS_NO_PROMPT = {
     "/tokenize",
     "/detokenize",
@@ -91,8 +92,8 @@ class Counted:
 async def refusals(
     bodies: dict[str, dict[str, Any]], labels: int | None = None
 ) -> dict[str, tuple[int, Any, int, str]]:
-    """Status, code and characters read of each answer, by a model that generates, or one that has
-    so many labels (0: embeds)."""
+    """(status, code, characters read, message) of each answer. The model generates (`labels` None),
+    classifies with this number of labels, or embeds (0)."""
     stage = Stage(is_remote=False)
     frontend = ChatFrontend(EngineConfig(), ServerConfig(), launcher=stage)
     stage.supervisor = frontend.supervisor

@@ -1,4 +1,4 @@
-"""/v1/messages: blocks to a conversation and back, events in their order, errors in their schema.
+"""/v1/messages: blocks to a conversation and back, the order of events, and the schema of errors.
 By Anthropic's client."""
 
 from __future__ import annotations
@@ -489,7 +489,7 @@ def test_answers_and_errors_have_the_id_where_this_client_looks_for_it(real: ant
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_no_block_has_a_field_of_null(server: Server, stream: bool) -> None:
-    """The AI SDK's reader of this API takes a list or nothing for `citations`."""
+    """The AI SDK's reader of this API accepts a list or no field for `citations`, but not null."""
     body = {"model": "sglcore-demo", "max_tokens": 5, "messages": [{"role": "user", "content": "Hello"}]}
     if stream:
         events = [json.loads(line) for line in server.events("/v1/messages", body) if line.startswith("{")]

@@ -1,4 +1,4 @@
-"""Metrics: what engines and requests report is what Prometheus reads."""
+"""Metrics: Prometheus reads what engines and requests report."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ STATS = EngineStats(
 
 
 def samples(metrics: Metrics) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
-    """Every sample of the page, as somebody else's parser reads it."""
+    """Every sample of the page, read by an independent parser."""
     families = text_string_to_metric_families(metrics.page().decode())
     return {
         (each.name, tuple(sorted(each.labels.items()))): each.value for family in families for each in family.samples
@@ -270,8 +270,8 @@ def test_the_same_numbers_stand_under_the_names_of_vllm_where_that_is_asked_for(
 
 
 def test_connections_and_requests_in_flight_are_those_of_now(server: Server) -> None:
-    """One more connection while another client keeps one open; the one request in flight is that
-    which asks."""
+    """One connection is this request's and one is kept open by another client; the only request in
+    flight is this one."""
 
     def asked(client: httpx.Client) -> tuple[float, float]:
         page = client.get("/metrics").raise_for_status().text

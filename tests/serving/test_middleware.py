@@ -1,4 +1,5 @@
-"""Each middleware lets through what is fine, says why it refuses, and lets answers stream."""
+"""Each middleware passes valid requests, gives reasons for its refusals, and lets answers
+stream."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ def run(work: Coroutine[Any, Any, T]) -> T:
 
 
 def answer_of(config: ServerConfig, *given: Any, numbers: EngineStats | None = None, **named: Any) -> Answered:
-    """One request to a fresh wrapped echo."""
+    """The answer of a fresh wrapped echo to one request."""
     return run(call(wrapped(echo, config, numbers)[0], *given, **named))
 
 
@@ -298,7 +299,7 @@ class TestExchanges:
     def test_an_error_after_the_whole_body_is_answered_without_waiting_for_more(
         self, chunks: tuple[bytes, ...]
     ) -> None:
-        """The connection says nothing more before the client has its answer."""
+        """The connection sends nothing more until the client has its answer."""
 
         async def fails(scope: Scope, receive: Receive, send: Send) -> None:
             await echo(scope, receive, none_sent)

@@ -1,5 +1,5 @@
-"""Every family of models behind the server, by the `openai` client: numbers, streams, forms, and
-calls where it has them."""
+"""Every model family through the server, by the `openai` client: log-probabilities, streams,
+response formats, and calls if the family has them."""
 
 from __future__ import annotations
 
@@ -31,24 +31,24 @@ IDS = [5, 77, 130, 9, 64, 200, 31, 8, 5, 77, 111, 90, 14, 33, 250, 71, 2, 19]
 
 
 def olmoe(**changes: Any) -> Any:
-    """An OLMoE, which has no file of ours."""
+    """An OLMoE, which runs by transformers' class."""
     sizes = {**models.SIZES, "num_experts": 5, "num_experts_per_tok": 2, **changes}
     return models.make_oracle(transformers.OlmoeConfig(**sizes), "OlmoeForCausalLM")
 
 
 def published_gpt_oss(**changes: Any) -> Any:
-    """Sizes that experts in MXFP4 have."""
+    """A gpt-oss with sizes that MXFP4 experts need."""
     return models.gpt_oss(hidden_size=64, intermediate_size=64, **changes)
 
 
 @dataclass(frozen=True)
 class Served:
-    """A model, the format of its chats, and how its checkpoint is written."""
+    """A model, its chat format, and the function that writes its checkpoint."""
 
     make: Callable[..., Any]
     chat: str = "plain"
     thinks: bool = False
-    """The template opens reasoning."""
+    """Whether the template opens reasoning."""
     save: Callable[[Any, Path], Path] = models.save
 
 
@@ -81,12 +81,11 @@ MODELS = {
     "olmoe": Served(olmoe),
     "mamba2": Served(models.mamba2),
 }
-"""Those with a file of ours, and three that run by transformers' classes."""
+"""The families with native models, and three that run by transformers' classes."""
 
 
 def write(folder: Path, served: Served) -> tuple[Any, Any]:
-    """A tiny checkpoint with a tokenizer and a chat template; the model that it was made of, and
-    its codec."""
+    """Write a tiny checkpoint with a tokenizer and a chat template; return its model and codec."""
     family = FAMILIES[served.chat]
     codec = make_codec(folder, family.template, family.special, family.added)
     start, end = (codec.tokenizer.token_to_id(text) for text in ("<s>", family.special[-1]))
@@ -98,13 +97,13 @@ def write(folder: Path, served: Served) -> tuple[Any, Any]:
 
 
 def accepts(make: Callable[..., Any], name: str) -> bool:
-    """Models without attention have no longest context."""
+    """Models without attention have no context limit."""
     return make is not models.mamba2 or name != "max_position_embeddings"
 
 
 @pytest.fixture(scope="module")
 def client() -> Iterator[openai.OpenAI]:
-    """Of any server: what stands on top of its connections is cheap."""
+    """A client to copy for each server: a copy with another address is cheap."""
     with openai.OpenAI(base_url="http://nowhere", api_key="unused", max_retries=0) as found:
         yield found
 
@@ -120,7 +119,7 @@ def test_a_family_is_served(name: str, client: openai.OpenAI, tmp_path: Path) ->
 
 
 def check_numbers(client: openai.OpenAI, name: str, model: Any) -> None:
-    """A prompt's log-probabilities are transformers'."""
+    """Check a prompt's log-probabilities against transformers'."""
     found = client.completions.create(model=name, prompt=IDS, echo=True, logprobs=1, max_tokens=1, temperature=0)
     logprobs = found.choices[0].logprobs
     assert logprobs is not None and logprobs.token_logprobs is not None
@@ -129,7 +128,7 @@ def check_numbers(client: openai.OpenAI, name: str, model: Any) -> None:
 
 
 def check_chats(client: openai.OpenAI, name: str, served: Served, codec: Any) -> None:
-    """All at once: an answer whole and streamed, in a form, and a call."""
+    """Check concurrently: an answer whole and streamed, a response format, and a call."""
     create: Any = client.chat.completions.create
     with ThreadPoolExecutor() as pool:
         answer = pool.submit(create, model=name, logprobs=True, **GREEDY)
@@ -157,8 +156,7 @@ def told(client: openai.OpenAI, name: str) -> tuple[str, str]:
 
 
 def forced(codec: Any) -> dict[str, Any]:
-    """Reasoning that the prompt has opened ends at once: nothing else bounds what a random model
-    thinks."""
+    """Sampling parameters that end open reasoning at once; a random model would not end it."""
     mark = codec.tokenizer.token_to_id("</think>")
     return {"max_tokens": 300, "seed": 5, "logit_bias": {} if mark is None else {str(mark): 100}}
 
@@ -172,8 +170,8 @@ def check_form(create: Any, name: str, served: Served, codec: Any) -> None:
 
 
 def check_call(create: Any, name: str, served: Served, codec: Any) -> None:
-    """A call of the named tool, whose result goes back; a family without a place for tools says
-    so."""
+    """Check a call of the named tool and the return of its result; a family without tools must
+    refuse."""
     given = {"model": name, "tools": TOOLS, **forced(codec)}
     choice = {"type": "function", "function": {"name": "weather"}}
     if FAMILIES[served.chat].tools is None:

@@ -1,4 +1,4 @@
-"""Clients that speak HTTP/1.0, or HTTP wrongly, as bytes on a socket: each gets an answer that it
+"""Clients that speak HTTP/1.0 or malformed HTTP, as bytes on a socket: each gets an answer that it
 can read."""
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ BODY = {"prompt": "Once", "max_tokens": 6, "temperature": 0}
 
 
 def asked(server: Server, *parts: bytes) -> tuple[list[str], bytes]:
-    """The lines of the head, and the body, of all that a server says until it closes."""
+    """Send the bytes; return the header lines and the body of everything sent until the server
+    closes."""
     with socket.create_connection(("127.0.0.1", server.port), timeout=60) as link:
         link.sendall(b"".join(parts))
         found = b""
@@ -26,8 +27,8 @@ def asked(server: Server, *parts: bytes) -> tuple[list[str], bytes]:
 
 
 def post(version: str, body: Any, *headers: str) -> bytes:
-    """A request of an HTTP version, without its length where `headers` say how its body is
-    coded."""
+    """A POST request of an HTTP version. Its length is left out if `headers` give a transfer
+    encoding."""
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
     length = () if any("encoding" in each.lower() for each in headers) else (f"content-length: {len(data)}",)
     lines = (

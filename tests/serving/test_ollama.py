@@ -1,5 +1,5 @@
-"""Ollama's protocol below /api: by its own client, by the shapes of its documentation, and by the
-endpoints that say the same."""
+"""Ollama's protocol under /api: by its own client, by the shapes in its documentation, and against
+equivalent endpoints."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ COUNTS = {
     "eval_count",
     "eval_duration",
 }
-"""What the last object of every answer has, by the documentation: whole numbers, times in
+"""Fields of the last object of every answer, by the documentation: integers, times in
 nanoseconds."""
 OURS = {"seed_used", "system_fingerprint"}
-"""What answers of this server say in every protocol."""
+"""Fields that this server adds in every protocol."""
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +69,7 @@ def post(stage: Stage | Server, path: str, body: Any) -> httpx.Response:
 
 
 def lines(stage: Stage | Server, path: str, body: Any) -> list[Any]:
-    """The objects of a stream, which is one unless the request says otherwise."""
+    """The objects of a streamed answer (the default)."""
     answer = post(stage, path, body)
     assert answer.status_code == 200, answer.text
     assert answer.headers["content-type"] == "application/x-ndjson" and answer.text.endswith("\n")
@@ -358,7 +358,7 @@ def test_what_is_refused_before_the_first_word_has_a_status_of_its_own(stage: St
 
 
 class Endless(StubGeneration):
-    """Says something, and then nothing for ever."""
+    """Sends one delta, then nothing for ever."""
 
     async def __aiter__(self) -> Any:
         yield TextDelta("r", 0, "Once", (5,))
@@ -381,7 +381,7 @@ def test_who_leaves_ends_the_request_and_silence_is_a_line_that_says_nothing() -
     app = make_app(frontend)
 
     async def left(stream: bool) -> list[bytes]:
-        """What is heard before the client leaves."""
+        """The data received before the client leaves."""
         heard = list[bytes]()
 
         async def receive() -> Any:
@@ -413,7 +413,7 @@ def test_who_leaves_ends_the_request_and_silence_is_a_line_that_says_nothing() -
 
 @pytest.fixture(scope="module")
 def guarded() -> Any:
-    """The app behind all middleware, of a model that is not ready."""
+    """The app inside all middleware, with a model that is not ready."""
     frontend = make_frontend(health=Health())
     frontend.config = replace(frontend.config, api_key=("secret",), max_request_bytes=65_536)
     frontend.model_path = DEMO

@@ -1,5 +1,4 @@
-"""The `openai` client, as people install it, runs what it knows: whole and streamed, blocking and
-not."""
+"""The `openai` client as users install it: whole and streamed answers, blocking and async."""
 
 from __future__ import annotations
 
@@ -69,7 +68,7 @@ def test_chats_whole_and_streamed(client: openai.OpenAI, model: str) -> None:
     streamed = parts[-1].usage
     assert whole.usage is not None and whole.usage.prompt_tokens_details is not None
     assert streamed is not None and streamed.prompt_tokens_details == whole.usage.prompt_tokens_details
-    assert streamed.total_tokens == whole.usage.total_tokens  # accepted proposals hang on the clock
+    assert streamed.total_tokens == whole.usage.total_tokens  # accepted tokens depend on timing
     assert whole.model_extra == {} and (whole.choices[0].model_extra or {})["seed_used"] >= 0
 
 

@@ -1,4 +1,4 @@
-"""LiteLLM and LangChain's OpenAI classes work with this server as they are, and reach no other
+"""LiteLLM and LangChain's OpenAI classes work with this server unmodified, and contact no other
 host."""
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ALONE = {
     "LANGSMITH_TRACING": "false",
     "OPENAI_API_KEY": "unused",
 }
-"""What keeps these libraries at home."""
+"""Variables that keep these libraries from contacting other hosts."""
 MESSAGES = [{"role": "user", "content": "Tell me a story about a seed."}]
 ASKED: Any = {"max_tokens": 12, "temperature": 0.0}
 
@@ -36,14 +36,14 @@ class Weather(BaseModel):
 
 @pytest.fixture(scope="module", autouse=True)
 def strangers() -> Iterator[list[str]]:
-    """Names of other hosts that somebody looked for; there must be none."""
+    """Names of other hosts that were looked up; there must be none."""
     with kept_at_home(ALONE) as found:
         yield found
 
 
 @pytest.fixture(scope="module")
 def litellm(strangers: list[str]) -> Any:
-    """LiteLLM, imported when its settings stand."""
+    """LiteLLM, imported after its variables are set."""
     assert os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] == "True"
     import litellm  # pyright: ignore[reportMissingImports]
 
@@ -53,7 +53,7 @@ def litellm(strangers: list[str]) -> Any:
 
 @pytest.fixture(scope="module")
 def story(server: Server) -> str:
-    """What the model answers to MESSAGES, by the plain endpoint."""
+    """The model's answer to MESSAGES by the plain endpoint."""
     return server.post("/v1/chat/completions", {"messages": MESSAGES, **ASKED})["choices"][0]["message"]["content"]
 
 

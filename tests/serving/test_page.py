@@ -1,5 +1,5 @@
 """The page at `/` in Chromium, against a scripted server: streams, the stop button, charts, errors,
-and what must not run."""
+and scripts that must not run."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ def browser():
 
 @pytest.fixture
 def tab(browser, address: str, script: Script):
-    """A fresh tab on the page, ready, with a server that has forgotten everything. What it did must
-    have been without a fault of a script, and have asked nobody but that server."""
+    """A fresh, ready tab on the page, with a reset server. At the end, check that no script failed
+    and that the page contacted only that server."""
     fresh = Script()
     for item in fields(Script):
         setattr(script, item.name, getattr(fresh, item.name))

@@ -1,5 +1,5 @@
-"""Engines in the actors of a Ray cluster that is this machine alone: the same promises as for
-children."""
+"""Engines in actors of a Ray cluster on this machine alone: the same guarantees as for child
+processes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.needs("clients")
 
 
 def engines(frontend: Frontend) -> dict[int, RayProcess]:
-    """The engines by replica."""
+    """The engines by replica number."""
     found = {replica.number: replica.process for replica in frontend.supervisor.replicas.values()}
     return {number: process for number, process in found.items() if isinstance(process, RayProcess)}
 

@@ -1,4 +1,4 @@
-"""What one replica decides by a measurement, all have."""
+"""A decision that one replica makes by measurement applies to all."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def row(effective: str) -> dict[str, object]:
 
 
 async def become_ready(stage: Stage, engine: PlayedEngine, effective: str) -> None:
-    """It has measured, and says what came of it."""
+    """Report the result of the measurement, and become ready."""
     count = len(stage.supervisor.ready)
     engine.say(Ready(msgspec.structs.replace(info(), ledger=(row(effective),))))
     await until(lambda: len(stage.supervisor.ready) > count)

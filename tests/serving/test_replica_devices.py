@@ -1,4 +1,4 @@
-"""Each replica has devices of its own."""
+"""Each replica has its own devices."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.serving.staged_replicas import PATIENCE, staged
 
 
 def choice(count: int, index: int = 0, *, is_host: bool = False) -> Any:
-    """Of a package with so many devices, of which one was asked for; 0: nobody knows how many."""
+    """The choice of device `index` in a package with `count` devices (0: unknown)."""
     return SimpleNamespace(
         chosen=ChosenDevice("acme", "sglcore-acme", "1", 1, "", index),
         package=SimpleNamespace(name="acme", is_host=is_host),

@@ -1,4 +1,4 @@
-"""The store of responses is bounded in number and in size, and keeps bytes alone."""
+"""The store of responses is bounded in number and in bytes, and keeps only bytes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from sglcore.serving.replicas.errors import InvalidRequest
 
 
 def stored(name: str, size: int) -> Stored:
-    """A response of so many bytes."""
+    """A response of `size` bytes."""
     kept = msgspec.json.encode(({"id": name, "x": ""}, [], []))
     return Stored({"id": name, "x": "x" * (size - len(kept))}, [], [])
 

@@ -1,5 +1,5 @@
-"""/v1/responses: items to a conversation and back, events in their order, and what the server
-keeps. By OpenAI's client."""
+"""/v1/responses: items to a conversation and back, the order of events, and stored responses. By
+OpenAI's client."""
 
 from __future__ import annotations
 

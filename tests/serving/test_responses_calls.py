@@ -1,5 +1,5 @@
-"""Outputs of calls that the model made at once: they may come in one request or in several, in any
-order, each to its own call."""
+"""Outputs of calls that the model made together: they may come in one request or in several, in any
+order, each matched to its own call."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NAMES = ("one", "two", "three")
 
 
 def messages(items: list[dict[str, Any]], earlier: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The whole conversation behind a request with these items, as the next one finds it."""
+    """The whole conversation after a request with these items, as the next request finds it."""
     body = ResponsesRequest.model_validate({"model": "m", "input": items})
     return [dict(each) for each in chat_request(body, earlier, SamplingParams()).messages]
 

@@ -1,5 +1,5 @@
-"""/v1/responses of real models, by OpenAI's client: every way of asking gives the same, and
-conversations go on."""
+"""/v1/responses of real models by OpenAI's client: every form of a request gives the same answer,
+and conversations continue."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Where prompts are sent: never to a replica that is not ready or too busy, and else to where their
-beginning is cached."""
+"""Routing of prompts: never to a replica that is not ready or too busy; otherwise to one that has
+their prefix cached."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PAGES = 256
 
 @dataclass
 class Played:
-    """A replica with a prefix cache of its own, and requests that last some turns."""
+    """A replica with its own prefix cache, and requests that last some turns."""
 
     number: int
     page_size: int = PAGE
@@ -30,11 +30,11 @@ class Played:
 
     @property
     def load(self) -> int:
-        """Requests that have not ended."""
+        """The number of unfinished requests."""
         return len(self.ends)
 
     def serve(self, prompt: bytes, end: int) -> None:
-        """Compute what is not cached, and forget what was used least recently."""
+        """Compute the uncached pages, and evict the least recently used ones."""
         pages = [prompt[:stop] for stop in range(4 * PAGE, len(prompt) + 1, 4 * PAGE)]
         self.hit_pages += next((count for count, page in enumerate(pages) if page not in self.cached), len(pages))
         for page in reversed(pages):
@@ -49,13 +49,13 @@ Choose = Callable[[Sequence[Played], bytes], Played]
 
 
 def in_turn() -> Choose:
-    """A router that knows no prefixes."""
+    """A round-robin router, which ignores prefixes."""
     turn = iter(range(1 << 30))
     return lambda ready, prompt: ready[next(turn) % len(ready)]
 
 
 def prompts(groups: int, count: int, seed: int, shared: int = 12 * PAGE) -> list[bytes]:
-    """Prompts of which each begins as others of its group do and ends like none."""
+    """Prompts with a beginning shared in their group and an ending of their own."""
     rng = np.random.default_rng(seed)
     begins = rng.integers(0, 1000, (groups, shared), dtype=np.int32)
     ends = rng.integers(0, 1000, (count, 2 * PAGE), dtype=np.int32)
@@ -63,8 +63,8 @@ def prompts(groups: int, count: int, seed: int, shared: int = 12 * PAGE) -> list
 
 
 def hit_share(choose: Choose, replicas: int, sent_prompts: Sequence[bytes], *, lasts: int = 8) -> float:
-    """Pages that were cached where their prompt was sent, of all; a request ends after `lasts` more
-    have come."""
+    """The share of all pages that were cached on the chosen replica. A request ends after `lasts`
+    more have arrived."""
     targets = [Played(number) for number in range(replicas)]
     for now, prompt in enumerate(sent_prompts):
         for target in targets:
@@ -74,8 +74,7 @@ def hit_share(choose: Choose, replicas: int, sent_prompts: Sequence[bytes], *, l
 
 
 def holds_prefixes_together(make: Callable[[], Choose]) -> bool:
-    """The law: with groups of shared prefixes, several replicas find nearly as much cached as one
-    does."""
+    """The invariant: with groups of shared prefixes, four replicas hit nearly as often as one."""
     sent_prompts = prompts(groups=24, count=400, seed=1)
     return hit_share(make(), 4, sent_prompts) > 0.9 * hit_share(make(), 1, sent_prompts)
 

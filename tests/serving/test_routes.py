@@ -1,4 +1,5 @@
-"""Between FastAPI and the endpoints, which give an answer or a stream and know no connection."""
+"""The layer between FastAPI and the endpoints, which return an answer or a stream and do not know
+the connection."""
 
 from __future__ import annotations
 
@@ -110,7 +111,7 @@ def test_the_work_for_a_client_that_leaves_is_cancelled_and_counted() -> None:
 
     @routes.get("/")
     async def wait() -> Response:
-        answering.pop().cancel()  # as a connection that has ended does
+        answering.pop().cancel()  # as when the connection has ended
         try:
             await asyncio.Event().wait()
         finally:

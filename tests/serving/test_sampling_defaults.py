@@ -1,5 +1,4 @@
-"""What a checkpoint says of sampling holds for requests of every protocol that say nothing of
-it."""
+"""A checkpoint's sampling defaults apply to requests of every protocol that do not set them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Scores of pairs, documents in order, labels: over models that transformers computes as well."""
+"""Scores of pairs, rankings of documents, and labels, with models that transformers computes
+too."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ def published() -> Path:
 
 @contextmanager
 def classifier(folder: Path, **config: Any) -> Iterator[tuple[httpx.Client, Any, Any]]:
-    """A server of a tiny classifier with a published tokenizer, transformers' model of it, and its
+    """A server of a tiny classifier with a published tokenizer, transformers' model of it, and the
     tokenizer."""
     from transformers import AutoTokenizer
 

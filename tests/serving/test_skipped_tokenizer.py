@@ -1,5 +1,5 @@
-"""A server without a tokenizer: token ids in, token ids out; what needs text is refused with the
-reason and the remedy."""
+"""A server without a tokenizer: token ids in, token ids out; requests that need text are refused
+with the reason and the remedy."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ TOLD = (SKIPPED, "start without --skip-tokenizer")
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The embedded model's weights and configuration alone."""
+    """The embedded model's weights and configuration only."""
     made = tmp_path_factory.mktemp("ids")
     for name in ("config.json", "generation_config.json", "model.safetensors"):
         shutil.copy(embedded_model() / name, made / name)
@@ -61,7 +61,7 @@ def client(folder: Path) -> Iterator[httpx.Client]:
 
 @pytest.fixture(scope="module")
 def wanted(llm: LLM) -> list[int]:
-    """What an engine with its tokenizer makes of the same ids."""
+    """The tokens of an engine with a tokenizer for the same ids."""
     return llm.generate([IDS], DRAWN)[0].outputs[0].token_ids
 
 
@@ -72,7 +72,7 @@ def llm() -> Iterator[LLM]:
 
 
 def data_of(lines: str) -> list[Any]:
-    """The events of a stream."""
+    """The data of a stream's events."""
     texts = [line.removeprefix("data: ") for line in lines.splitlines() if line.startswith("data: ")]
     return [json.loads(text) for text in texts if text != "[DONE]"]
 
@@ -223,7 +223,7 @@ OF_TOKENS: dict[str, Any] = {
     **{"min_tokens": 2, "logprobs": 3, "prompt_logprobs": 3, "skip_special_tokens": False},
     **{"include_stop_str_in_output": True, "token_rules": TokenRules((7,), ())},
 }
-"""`dry_sequence_breakers` ask for nothing where `dry_multiplier` is 0."""
+"""Without `dry_multiplier`, `dry_sequence_breakers` have no effect."""
 
 
 def test_every_parameter_is_followed_without_text_or_refused_for_want_of_it(tmp_path: Path) -> None:

@@ -1,5 +1,5 @@
-"""Clients that are slow, too many, too large or gone cost what the bounds say, and others do not
-notice them."""
+"""Clients that are slow, too many, too large or gone cost no more than the bounds, and do not
+affect others."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from tests.serving.wrapped import echo, wrapped
 SHORT = 0.15
 GET = b"GET /livez HTTP/1.1\r\nhost: localhost\r\n\r\n"
 END = b"\r\n0\r\n\r\n"
-"""Of an answer in chunks."""
+"""The end of a chunked body."""
 PATIENCE = 20.0
-"""Seconds after which a test gives up; nothing waits for them to pass."""
+"""Seconds after which a test gives up; no test waits for them to pass."""
 
 
 @dataclass
@@ -49,7 +49,7 @@ class Served:
         return await asyncio.open_connection("127.0.0.1", self.port, limit=1 << 24, ssl=tls, server_hostname=name)
 
     async def exchange(self, data: bytes) -> bytes:
-        """Everything that comes back until the server closes."""
+        """Send the data; return everything that the server sends until it closes."""
         reader, writer = await self.connect()
         writer.write(data)
         answer = await reader.read()
@@ -73,7 +73,7 @@ async def served(
     on_overdue: Callable[[], None] | None = None,
     **settings: Any,
 ) -> AsyncIterator[Served]:
-    """The wrapped app behind real sockets."""
+    """The wrapped app on real sockets."""
     config = ServerConfig(**{"port": 0, **settings})
     whole, frontend = wrapped(app, config)
     listening: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -106,8 +106,7 @@ def run(work: Coroutine[Any, Any, None]) -> None:
 
 
 async def whole(reader: asyncio.StreamReader) -> bytes:
-    """An answer of the length that it announces; what happens to the connection afterwards does not
-    matter."""
+    """Read an answer of the announced length; the later state of the connection does not matter."""
     head = await reader.readuntil(b"\r\n\r\n")
     length = next(line for line in head.split(b"\r\n") if line.lower().startswith(b"content-length:"))
     return head + await reader.readexactly(int(length.partition(b":")[2]))
@@ -203,7 +202,7 @@ class TestHeads:
         run(work())
 
     def test_who_is_refused_and_does_not_leave_is_cut_off(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """However it was refused, and though it never closes its own half."""
+        """Whatever the reason for the refusal, and though the client never closes its own half."""
         lost = asyncio.Queue[None]()
 
         class Watched(Connection):
@@ -318,7 +317,7 @@ class TestBodies:
 
 
 class Fountain:
-    """An app that streams for as long as it is let, and counts."""
+    """An app that streams until it is stopped, and counts chunks."""
 
     def __init__(self) -> None:
         self.chunks = 0
@@ -366,8 +365,8 @@ class TestReaders:
     def test_the_rest_of_a_last_answer_is_not_kept_for_ever_for_who_does_not_take_it(
         self, keeps: bool, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """However little it is: too little for the server to stop writing. The connection closes
-        behind it, or would be kept."""
+        """Even if it is too little for the server to pause writing. `keeps`: whether the connection
+        would be kept alive afterwards."""
         lost = asyncio.Event()
 
         class Roomy(Connection):
@@ -494,7 +493,7 @@ class TestStopping:
         run(work())
 
     def test_draining_ends_when_the_engine_has_ended(self) -> None:
-        """However much time there were: nobody answers what is in flight."""
+        """Whatever time is left: without an engine, requests in flight are never answered."""
 
         async def work() -> None:
             async with served(self.app, drain_timeout=100 * PATIENCE) as server:

@@ -1,5 +1,5 @@
-"""The folder of a server's sockets: short enough, and not left for ever by a server that was
-killed."""
+"""The folder of a server's sockets: its path is short enough, and it is removed even if the server
+was killed."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ sys.stdin.read()
 def test_a_channel_opens_however_long_the_path_for_temporary_files_is(
     length: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Builds and continuous integration set TMPDIR to a folder deep below theirs."""
+    """Builds and continuous integration set TMPDIR to a deeply nested folder."""
     short = tempfile.TemporaryDirectory(dir="/tmp")
     folder = Path(short.name, "x" * length) if length < 200 else tmp_path / ("x" * length)
     folder.mkdir()
@@ -49,7 +49,7 @@ def test_a_channel_opens_however_long_the_path_for_temporary_files_is(
 
 @pytest.fixture
 def brief() -> Iterator[Path]:
-    """A folder whose path leaves room for a socket's, wherever pytest has its own."""
+    """A folder with a path short enough for a socket, wherever pytest has its own."""
     with tempfile.TemporaryDirectory() as name:
         yield Path(name)
 
@@ -58,7 +58,7 @@ def brief() -> Iterator[Path]:
 def test_the_folder_of_a_server_that_was_killed_is_swept_at_the_next_start_and_that_of_a_living_one_is_not(
     is_long: bool, brief: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Both below TMPDIR and where TMPDIR is too long for sockets."""
+    """In TMPDIR, and where TMPDIR is too long for sockets."""
     short, usual = brief / "short", brief / ("x" * 100 if is_long else "t")
     for each in (short, usual):
         each.mkdir()
@@ -70,7 +70,7 @@ def test_the_folder_of_a_server_that_was_killed_is_swept_at_the_next_start_and_t
     assert killed._lock is not None
     kept = killed._folder
     kept._finalizer.detach()  # pyright: ignore[reportAttributeAccessIssue]
-    os.close(killed._lock)  # as the system does
+    os.close(killed._lock)  # as the system does for a killed process
     killed._lock = None
     new = SocketFolder()
     assert not Path(killed.name).exists()

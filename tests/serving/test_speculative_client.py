@@ -1,5 +1,5 @@
-"""The `openai` client of a server that verifies proposals sees what it sees of one that does not;
-who leaves early leaves nothing."""
+"""With speculation, the `openai` client sees the same as without; a client that leaves early leaves
+nothing behind on the server."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ ASKED: list[dict[str, Any]] = [
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    """A server that verifies what followed before."""
+    """A server with n-gram drafts."""
     with served_here(embedded_model(), speculative="ngram", draft_tokens=4, **MODEL) as found:
         yield found
 
@@ -46,7 +46,7 @@ def client_of(url: str) -> openai.OpenAI:
 
 
 def asked(client: openai.OpenAI, body: dict[str, Any], stream: bool) -> list[Any]:
-    """By choice: text, reason, and tokens with their log-probabilities."""
+    """(text, reason, tokens with log-probabilities) of each choice."""
     endpoint: Any = client.chat.completions if "messages" in body else client.completions
     answer = endpoint.create(model=client.models.list().data[0].id, stream=stream, **body)
     found: dict[int, list[Any]] = {}
@@ -59,7 +59,7 @@ def asked(client: openai.OpenAI, body: dict[str, Any], stream: bool) -> list[Any
 
 
 def scored(choice: Any) -> list[tuple[str, float]]:
-    """Tokens and their log-probabilities, if they are there."""
+    """Tokens and log-probabilities, if present."""
     if choice.logprobs is None:
         return []
     if choice.logprobs.model_dump().get("content") is not None:
@@ -78,7 +78,7 @@ def same(one: list[Any], other: list[Any]) -> None:
 
 
 def counters(url: str) -> dict[str, float]:
-    """Sums over labels, by name."""
+    """Metrics by name, summed over labels."""
     found: dict[str, float] = {}
     for family in text_string_to_metric_families(httpx.get(f"{url}/metrics").text):
         for each in family.samples:
@@ -88,7 +88,7 @@ def counters(url: str) -> dict[str, float]:
 
 @pytest.fixture(scope="module")
 def wanted() -> list[list[Any]]:
-    """What a server answers that verifies nothing."""
+    """The answers of a server without speculation."""
     with served_here(embedded_model(), speculative="off", **MODEL) as plain, client_of(plain) as client:
         found = [asked(client, body, stream=False) for body in ASKED]
         assert "sglcore_draft_tokens_total" not in counters(plain)
@@ -97,7 +97,7 @@ def wanted() -> list[list[Any]]:
 
 
 def check_answers(url: str, wanted: list[list[Any]]) -> None:
-    """All at once, whole and in pieces."""
+    """Ask everything concurrently, whole and streamed, and compare."""
     with client_of(url) as client, ThreadPoolExecutor(8) as pool:
         for stream in (False, True):
             found = list(pool.map(lambda body, how=stream: asked(client, body, how), ASKED))
@@ -106,7 +106,7 @@ def check_answers(url: str, wanted: list[list[Any]]) -> None:
 
 
 def test_nothing_is_told_before_the_first_request() -> None:
-    """What the start proposed to warm up is nobody's."""
+    """Draft tokens of the warm-up are not counted."""
     with served_here(embedded_model(), speculative="ngram", draft_tokens=4, **MODEL) as fresh:
         deadline = time.monotonic() + 10
         while not counters(fresh).get("sglcore_steps_total"):
@@ -160,7 +160,7 @@ def test_what_came_of_proposals_is_told(url: str) -> None:
 
 
 def wait_until_idle(url: str) -> None:
-    """Nothing of an earlier request is still counted: none runs, and the counts stand still."""
+    """Wait until no request runs and the draft counters stand still."""
     deadline, seen = time.monotonic() + 10, None
     while True:
         stats = httpx.get(f"{url}/server_info/stats").json()

@@ -1,5 +1,4 @@
-"""Replicas that start, die, come back and are given up, and what becomes of the requests that they
-had."""
+"""Replicas that start, die, restart and are given up, and the fate of their requests."""
 
 from __future__ import annotations
 
@@ -87,7 +86,7 @@ def test_a_single_engine_that_dies_fails_what_it_had_and_ends_the_server() -> No
 
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_what_is_known_of_the_engines_is_what_one_that_runs_says(replicas: int) -> None:
-    """One that was started again may have less memory, or other files."""
+    """A restarted engine may have less memory or other files."""
 
     async def play() -> None:
         async with staged(restart=True, replicas=replicas) as stage:

@@ -1,4 +1,4 @@
-"""A server that speaks TLS, and certificates that it can not use."""
+"""A server with TLS, and certificates that it cannot use."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from tests.serving.test_slow_clients import GET, Served, run, served
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str, str]:
-    """A certificate of this machine, its key, and the same key encrypted with the word `secret`."""
+    """A certificate of this machine, its key, and the same key encrypted with the password
+    `secret`."""
     folder = tmp_path_factory.mktemp("tls")
     cert, key, locked = (str(folder / name) for name in ("cert.pem", "key.pem", "locked.pem"))
     made = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]

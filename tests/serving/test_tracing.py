@@ -1,4 +1,4 @@
-"""Spans: what a collector on loopback is told of requests."""
+"""Spans of requests as a collector on loopback receives them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 
 
 class Collector:
-    """Keeps what it is sent."""
+    """A collector that keeps everything sent to it."""
 
     def __init__(self) -> None:
         self.spans: list[dict[str, Any]] = []
@@ -39,7 +39,7 @@ class Collector:
                 self.end_headers()
 
             def log_message(self, format: str, *args: Any) -> None:
-                """Said to nobody."""
+                """Log nothing."""
 
         self._server = HTTPServer(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self._server.server_port}"
@@ -60,7 +60,7 @@ def collector() -> Iterator[Collector]:
 
 
 def ask(traces: Traces, path: str = "/v1/completions", status: int = 200, **headers: str) -> None:
-    """One request with a prompt of five tokens and an answer of three, through the outermost
+    """Run one request with a prompt of five tokens and an answer of three, through the outermost
     middleware."""
     metrics = Metrics("demo", "0", lambda: [])
 

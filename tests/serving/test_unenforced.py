@@ -1,5 +1,5 @@
-"""What of a schema is not enforced is looked at when an answer has ended: in every protocol, whole
-and streamed, and no answer fails or waits for another's check."""
+"""Schema keywords that grammars do not enforce are checked when an answer has ended: in every
+protocol, whole and streamed. No answer fails, or waits for another's check."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ CHAT, TEXTS = "/v1/chat/completions", "/v1/completions"
 
 
 def form(schema: Any) -> dict[str, Any]:
-    """As OpenAI writes it."""
+    """The response format as in OpenAI's API."""
     return {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}}
 
 
@@ -70,8 +70,8 @@ def stage(checks: AnswerChecks) -> Iterator[Stage]:
 
 
 def ask(stage: Stage, path: str, body: Any, *, streams: bool = False) -> tuple[str, list[Any]]:
-    """What the header says of ignored fields, and every field `warnings` in the body or the events,
-    in order."""
+    """The header of ignored fields, and every field `warnings` in the body or the events, in
+    order."""
     own = {} if path == "/generate" else {"model": MODEL}
     answer = httpx.post(stage.url + path, json={**own, **body, "stream": streams}, trust_env=False, timeout=PATIENCE)
     assert answer.status_code == 200, answer.text
@@ -82,7 +82,7 @@ def ask(stage: Stage, path: str, body: Any, *, streams: bool = False) -> tuple[s
 
 
 def told(value: Any) -> Iterator[Any]:
-    """All that is said under the name `warnings`."""
+    """All values under the key `warnings`."""
     if isinstance(value, dict):
         yield from (each for name, each in value.items() if name == "warnings")
     for each in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
@@ -172,7 +172,7 @@ def test_the_values_of_each_structural_tag_are_held_to_its_own_schema(stage: Sta
 
 
 class Noted(AnswerChecks):
-    """Notes of each call whether an event loop runs in its thread."""
+    """Records for each call whether an event loop runs in its thread."""
 
     def __init__(self) -> None:
         super().__init__()

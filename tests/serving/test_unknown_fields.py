@@ -1,5 +1,4 @@
-"""Fields that nobody knows break no client; those that mean something elsewhere are refused by
-their names."""
+"""Unknown fields break no client; fields with a meaning in other servers are refused by name."""
 
 from __future__ import annotations
 

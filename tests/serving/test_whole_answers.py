@@ -18,7 +18,7 @@ CASES = [(protocol, name, script, body) for protocol in ASKS for name, script, b
 
 @cache
 def written(protocol: str) -> dict[str, Any]:
-    """What is known to be right."""
+    """The stored answers."""
     return json.loads((FOLDER / f"{protocol}.json").read_text(encoding="utf-8"))
 
 

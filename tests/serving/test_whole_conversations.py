@@ -1,5 +1,5 @@
-"""A conversation reaches the template whole, each part of it once and in its order, whatever
-protocol it came in and whatever form the template wants."""
+"""A conversation reaches the template complete, each part once and in order, in every protocol and
+for every form of template."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FRONTEND = make_frontend()
 
 
 class Said(NamedTuple):
-    """A part of a conversation: what it is (`user`, `result`, `thought`, `text` or `call`), its
+    """A part of a conversation: its kind (`user`, `result`, `thought`, `text` or `call`), its
     words, and the id of its call."""
 
     kind: str
@@ -36,11 +36,12 @@ class Said(NamedTuple):
 
 
 Talk = list[list[Said]]
-"""Turns of the user and of the model, one after the other; a user's turn may hold results."""
+"""Alternating turns of the user and the model; a user's turn may hold results."""
 
 
 def talk_of(seed: int) -> Talk:
-    """Every call has its result in the next turn, in any order and with any text around it."""
+    """A random talk: every call has its result in the next turn, in any order and with any text
+    around it."""
     draw = Random(seed)
     words = (f"word{number}" for number in range(10_000))
     found: Talk = []
@@ -58,7 +59,7 @@ def talk_of(seed: int) -> Talk:
 
 
 def pieces(turn: Sequence[Said], draw: Random) -> Iterator[list[Said]]:
-    """A turn as several messages of one side."""
+    """The turn, split into several messages."""
     cuts = sorted(draw.sample(range(1, len(turn)), draw.randint(0, len(turn) - 1)))
     for begin, end in zip([0, *cuts], [*cuts, len(turn)], strict=True):
         yield list(turn[begin:end])
@@ -109,7 +110,7 @@ def by_responses(talk: Talk, draw: Random) -> Sequence[Mapping[str, Any]]:
 
 
 def chat_messages(turn: list[Said], draw: Random, kind_of: Callable[[str], dict[str, Any]]) -> list[dict[str, Any]]:
-    """The messages of a turn as OpenAI and Ollama have them, by `kind_of` for a text."""
+    """The messages of a turn in OpenAI's and Ollama's form; `kind_of` writes a text."""
     if turn[0].kind in ("user", "result"):
         return [
             {"role": "user", **kind_of(said.words)}
@@ -164,7 +165,7 @@ PROTOCOLS = {"anthropic": by_anthropic, "responses": by_responses, "openai": by_
 
 
 def told(messages: Sequence[Mapping[str, Any]], thoughts: str = "reasoning_content") -> list[Said]:
-    """What messages say, part by part; the model's texts beside each other are one."""
+    """The parts of the messages in order; adjacent texts of the model are joined."""
     found: list[Said] = []
     for message in messages:
         content = message.get("content")

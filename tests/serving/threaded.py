@@ -13,8 +13,8 @@ from fastapi import FastAPI
 
 @contextmanager
 def in_thread(app: FastAPI) -> Iterator[str]:
-    """Serve on a free port of this machine; gives the address. Connections can be made as soon as
-    it is entered."""
+    """Serve on a free port of this machine and yield the address; connections are possible at
+    once."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen(128)

@@ -1,7 +1,7 @@
-"""Whole answers of every protocol to scripted models, as they go over the wire.
+"""Whole answers of every protocol to scripted models, as they are sent.
 
-`python -m tests.serving.whole_answers` writes them anew after a change that is meant; the
-difference is read like code.
+`python -m tests.serving.whole_answers` rewrites them after an intended change; review the
+difference like code.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ SAYS: dict[str, dict[str, Any]] = {
     },
     "failed": {"says": [content("It")], "reason": "error", "error": "the model gave no finite number"},
 }
-"""What the model says: fields of a script."""
+"""The model's answers: fields of a `Script`."""
 
 ASKS: dict[str, tuple[str, dict[str, Any]]] = {
     "chat": ("/v1/chat/completions", {"messages": [USER]}),
@@ -53,7 +53,7 @@ ASKS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("/completion", {"prompt": "How is it?"}),
     "sglang": ("/generate", {"text": "How is it?"}),
 }
-"""Protocol -> path and body."""
+"""{protocol: (path, body)}"""
 TOOLS: dict[str, Any] = {
     "chat": {"tools": [{"type": "function", "function": each} for each in (FUNCTION, CLOCK)]},
     "responses": {"tools": [{"type": "function", **each} for each in (FUNCTION, CLOCK)]},
@@ -62,7 +62,7 @@ TOOLS: dict[str, Any] = {
     },
     "ollama_chat": {"tools": [{"type": "function", "function": each} for each in (FUNCTION, CLOCK)]},
 }
-"""What a body has where the model may call."""
+"""{protocol: fields of a body that allows calls}"""
 SCORES: dict[str, Any] = {
     "chat": {"logprobs": True, "top_logprobs": 2},
     "completions": {"logprobs": 2},
@@ -72,17 +72,17 @@ SCORES: dict[str, Any] = {
     "llama": {"n_probs": 2},
     "sglang": {"return_logprob": True, "top_logprobs_num": 2},
 }
-"""What a body has that asks for log-probabilities."""
+"""{protocol: fields of a body that requests log-probabilities}"""
 USAGE: dict[str, Any] = {"stream_options": {"include_usage": True}}
 TEXTS = ("completions", "llama", "sglang")
-"""Protocols without messages: what the model says is text alone."""
+"""Protocols without messages: the answer is plain text."""
 
 _CLOCK = re.compile(r"(?:created|_at|_duration|_ms|_per_second|_latency|_time)(?:$|_)")
 _NAME = re.compile(r"\b([a-z]{2,9}[-_])(?=[0-9a-f]*[0-9])[0-9a-f]{12,}\b|\b[0-9a-f]{32}\b")
 
 
 def cases(protocol: str) -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
-    """Name, script and body of each question."""
+    """(name, script, body) of each case."""
     body = ASKS[protocol][1]
     for name, script in SAYS.items():
         kinds = {delta.kind for token in script["says"] for delta in token}
@@ -96,8 +96,8 @@ def cases(protocol: str) -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]
 
 
 def answer(stage: Stage, protocol: str, script: Mapping[str, Any], body: Mapping[str, Any], streams: bool) -> Any:
-    """The status, and the answer as a reader of JSON, of server-sent events or of lines sees it;
-    waits for its end."""
+    """The status and the decoded answer (JSON, server-sent events or lines); waits for the end of
+    the answer."""
     says = script["says"]
     if protocol in TEXTS:
         says = ["".join(delta.text for delta in token) for token in says]
@@ -108,7 +108,7 @@ def answer(stage: Stage, protocol: str, script: Mapping[str, Any], body: Mapping
 
 
 def _events(found: httpx.Response) -> list[Any]:
-    """Each event's name, where it has one, and its data; each line, of an answer in lines."""
+    """The name (if any) and data of each event; or each line of an answer in lines."""
     if "event-stream" not in found.headers["content-type"]:
         return [json.loads(line) for line in found.text.splitlines()]
     events: list[Any] = []
@@ -121,8 +121,8 @@ def _events(found: httpx.Response) -> list[Any]:
 
 
 def steady(value: Any) -> Any:
-    """The same answer with what differs from one run to the next named by its kind: times, and ids
-    by the order of their first mention."""
+    """The answer with values that change between runs replaced: times by their kind, ids by the
+    order of their first use."""
     return _steady(value, {})
 
 
@@ -146,7 +146,7 @@ def _moment(value: Any) -> str:
 
 
 def answers(stage: Stage, protocol: str) -> dict[str, Any]:
-    """Case -> the answer, whole and as a stream."""
+    """{case: the answer, whole and as a stream}"""
     return {
         name: {
             "whole": answer(stage, protocol, script, body, streams=False),
@@ -157,14 +157,14 @@ def answers(stage: Stage, protocol: str) -> dict[str, Any]:
 
 
 def write(protocols: Sequence[str]) -> None:
-    """Write the answers of today, a file a protocol."""
+    """Write the current answers, one file per protocol."""
     with staged(ServerConfig()) as stage:
         for protocol in protocols:
             (FOLDER / f"{protocol}.json").write_text(_text(answers(stage, protocol)), encoding="utf-8")
 
 
 def _text(found: Mapping[str, Any]) -> str:
-    """JSON with an event a line, so that a difference names the events that changed."""
+    """JSON with one event per line, so that a difference shows the changed events."""
     lines = []
     for name, forms in found.items():
         whole, stream = forms["whole"], forms["stream"]

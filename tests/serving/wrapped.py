@@ -1,4 +1,4 @@
-"""An app without a model behind the middleware: what tests of it and of connections use."""
+"""An app without a model inside the middleware, for tests of the middleware and of connections."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from sglcore.serving.replicas.metrics import Metrics
 
 @dataclass
 class StillFrontend:
-    """What middleware needs of a frontend."""
+    """The parts of a frontend that the middleware uses."""
 
     config: ServerConfig
     numbers: EngineStats = field(default_factory=EngineStats)
@@ -32,14 +32,14 @@ class StillFrontend:
 
 
 def wrapped(app: ASGIApp, config: ServerConfig, numbers: EngineStats | None = None) -> tuple[ASGIApp, StillFrontend]:
-    """The app behind all middleware."""
+    """The app inside all middleware."""
     frontend = StillFrontend(config, numbers or EngineStats())
     return with_middleware(app, cast(Any, frontend)), frontend
 
 
 @dataclass
 class Answered:
-    """What an app sent."""
+    """The messages that an app sent."""
 
     status: int = 0
     headers: dict[str, str] = field(default_factory=dict)
@@ -52,7 +52,7 @@ class Answered:
 
 
 async def echo(scope: Scope, receive: Receive, send: Send) -> None:
-    """Answers with the length of the body."""
+    """Answer with the length of the body."""
     length = 0
     while True:
         message = await receive()
@@ -75,9 +75,9 @@ async def call(
     asked_again: Exception | None = None,
     pause: float = 0.0,
 ) -> Answered:
-    """One request; without `ends` the body goes on for ever, in silence. `asked_again` is raised
-    where somebody waits for what comes after its end. `pause`: seconds before each part of the
-    body."""
+    """Send one request. `ends` False: the body never ends, and no more of it arrives.
+    `asked_again`: raised if the app receives again after the body's end. `pause`: seconds before
+    each part of the body."""
     named = {"host": "localhost", **(headers or {})}
     if chunks and "content-length" not in named:
         named["transfer-encoding"] = "chunked"

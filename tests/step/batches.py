@@ -32,8 +32,8 @@ def make_batch(
     emits: Sequence[bool] | None = None,
     **values: Any,
 ) -> ScheduleBatch:
-    """A step in which slot s brings rows[s] and has no token before; one page each, for those that
-    bring prompts."""
+    """A step in which slot s brings rows[s] and has no earlier tokens; each row gets one page in
+    prefill and none in decode."""
     lengths = [len(tokens) for tokens in rows.values()]
     pages = [0 if mode is ForwardMode.DECODE else 1] * len(rows)
     made = ScheduleBatch(

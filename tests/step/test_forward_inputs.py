@@ -1,4 +1,4 @@
-"""What the declared inputs of a forward promise together."""
+"""Consistency of the declared inputs of a forward."""
 
 from __future__ import annotations
 

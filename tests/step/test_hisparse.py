@@ -1,4 +1,4 @@
-"""What may be asked of rows in host memory, and what is wrong with anything else."""
+"""Valid `--hisparse` settings, and the errors for all others."""
 
 from __future__ import annotations
 

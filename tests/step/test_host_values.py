@@ -1,5 +1,5 @@
-"""What is read of a host batch: values that are there, one-shot values once, and mirrors of
-whatever is read."""
+"""Values that are read from a host batch: optional values if present, one-shot values once, and
+mirrors of both."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _starts(batch: ScheduleBatch, values: Mapping[str, Any]) -> Any:
 
 @batch_record(ScheduleBatch)
 class Inputs:
-    """One field for each way to be read."""
+    """One field for each way to read a value."""
 
     starts: Any = batch_field(axis=Axis.REQUESTS, read="ngram_starts", when=When.IF_GIVEN)
     after: Any = batch_field(axis=Axis.REQUESTS, read=_starts, when=When.IF_GIVEN)

@@ -1,4 +1,4 @@
-"""What the host reads of a step."""
+"""The host's view of a step's results."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.step.batches import ints, make_batch
 
 
 def scores(first: float, count: int) -> Logprobs[np.ndarray]:
-    """Of `count` tokens, no two numbers alike."""
+    """Log-probabilities of `count` tokens, with all numbers different."""
     values = np.arange(first, first + count, dtype=np.float32)
     ids = ints(values)
     return Logprobs(values, ids + 1, ids[:, None] + 2, values[:, None] + 3)

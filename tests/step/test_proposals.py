@@ -1,4 +1,5 @@
-"""Of the rows of a verification, what the host knows before and what is kept after."""
+"""The rows of a verification: lengths that the host knows before it, and the tokens kept after
+it."""
 
 from __future__ import annotations
 
@@ -28,6 +29,6 @@ def test_only_what_was_accepted_is_kept_with_all_that_is_known_of_it(bad: int, w
 
 
 def test_a_token_to_verify_sees_itself_and_what_its_row_has_at_most() -> None:
-    """Up to the row's limit; a row without cells is as one of a single cell."""
+    """Up to the row's limit; a row without KV cells counts as having one."""
     batch: Any = SimpleNamespace(prefix_lens=np.array([4, 7, 0], np.int32), cell_limits=np.array([40, 9, 0], np.int32))
     assert most_lens(batch, 3).tolist() == [5, 6, 7, 8, 9, 9, 1, 1, 1]

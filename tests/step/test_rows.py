@@ -1,4 +1,4 @@
-"""Which rows emit, where their tokens are, and whose each token is."""
+"""Which rows sample, the index of their tokens, and the row of each token."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What sampling needs of a batch: nothing where it is known, the new state where it is not,
-targets, masks and history."""
+"""The sampling inputs of a batch: none if the composition is known, else the new state; targets,
+masks and history."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PENALISED = SamplingParams(temperature=1.0, frequency_penalty=0.5)
 
 
 def lists(arrays: Any) -> dict[str, list]:
-    """As lists, by name."""
+    """The arrays as lists, by name."""
     return {name: array.tolist() for name, array in arrays.items()}
 
 
@@ -59,8 +59,8 @@ PROMPT = [3, 1, 4, 1, 5, 9, 2]
 
 
 def scored(last: int, chunks: bool = False) -> dict[int, Logprobs[Any]]:
-    """Scores of a row beside one that asks for none; each hidden state is its token, each score
-    says what it was made of."""
+    """Prompt scores of a batch with a row that requests none. Each hidden state is its token, and
+    each score shows its inputs."""
     batch = make_batch(
         {6: [7, 7], 4: PROMPT, 3: [8, 8]}, prompt_logprobs=ints([-1, 2, 0]), next_ids=ints([-1, last, 6])
     )
@@ -77,8 +77,8 @@ def scored(last: int, chunks: bool = False) -> dict[int, Logprobs[Any]]:
 @pytest.mark.parametrize("chunks", [False, True])
 @pytest.mark.parametrize("last", [6, -1])
 def test_each_token_of_an_asking_row_predicts_the_next_however_it_is_cut(last: int, chunks: bool) -> None:
-    """A chunk in the middle of a prompt knows the token after it; that after the prompt is sampled,
-    and not scored."""
+    """A chunk in the middle of a prompt knows the token after it; the token after the prompt is
+    sampled, not scored."""
     found = scored(last, chunks)
     after = [*PROMPT[1:], last] if last >= 0 else PROMPT[1:]
     assert found[1].ranks.tolist() == after

@@ -1,4 +1,4 @@
-"""Shares of a device's compute units, for every device that there could be."""
+"""Division of a device's compute units, for every possible device."""
 
 from __future__ import annotations
 

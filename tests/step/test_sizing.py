@@ -1,5 +1,4 @@
-"""How many pages and how long a context: from what is free, what a token costs, and what was asked
-for."""
+"""Number of pages and context length, from free memory, the cost of a token, and the settings."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ PAGE_BYTES = CELL * PAGE
 
 
 def budget(pages: float, share: float = 1.0) -> MemoryBudget:
-    """What holds so many pages."""
+    """A budget that holds `pages` pages."""
     return MemoryBudget(100 * GIB, int(pages * PAGE_BYTES), "as the test says", share)
 
 
@@ -87,7 +86,7 @@ def test_an_explicit_context_is_never_shortened() -> None:
 
 
 def shortening_anyway(available: float, asked: int) -> int:
-    """Mutant: gives what fits."""
+    """Mutant: shortens the context to what fits."""
     return min(asked, int(available) * PAGE)
 
 
@@ -107,7 +106,8 @@ def test_an_explicit_cache_is_taken_whole_whatever_the_share() -> None:
 
 
 def with_fraction(fraction: float, **wanted: Any) -> tuple[int, str]:
-    """Pages, and what the ledger says was asked for, where 60 of 100 pages' memory are taken."""
+    """The number of pages and the ledger's requested value, when 60 of 100 pages' memory are
+    used."""
     ledger = DecisionLedger()
     config = EngineConfig(max_requests=8, memory_fraction=fraction, **wanted)
     given = MemoryBudget(100 * PAGE_BYTES, 40 * PAGE_BYTES, "as the test says", 0.1)
@@ -245,7 +245,7 @@ def test_page_table_differences_are_appended_row_by_row() -> None:
 
 
 def last_page_fits(kind: type[ReqToTokenPool]) -> bool:
-    """The law: a slot takes the pages of a whole context and of the token that is drawn after it,
+    """The invariant: a slot holds the pages of a whole context and of the token sampled after it,
     and no more."""
     for pages in (4, 5):
         table, desk = kind(2, 12, 4, "cpu"), Desk()
@@ -271,11 +271,11 @@ def test_the_page_of_the_last_token_fits_and_a_table_without_it_is_caught() -> N
 
 
 STATE = 10 * PAGE_BYTES
-"""A request's state takes as much as ten pages."""
+"""Bytes of a request's state: ten pages."""
 
 
 def with_states(pages: float, strict: bool = False, **wanted: Any) -> tuple[MemorySizes, Any]:
-    """The same of a model whose requests have a state."""
+    """The same for a model with recurrent states."""
     asked = MappingProxyType(dict.fromkeys(wanted, "argument"))
     ledger = DecisionLedger(strict=strict)
     found = size_pools(
@@ -322,8 +322,8 @@ RING = 5 * PAGE_BYTES
 
 
 def with_rings(pages: float, state: int = 0, **wanted: Any) -> tuple[MemorySizes, Any]:
-    """The same of a model whose requests have rings, of which there are no snapshots, and maybe
-    states beside them."""
+    """The same for a model with rings per request, which have no snapshots; `state` adds recurrent
+    states."""
     ledger = DecisionLedger()
     found = size_pools(
         EngineConfig(**{"max_requests": 4, **wanted}),
@@ -394,12 +394,12 @@ def test_a_model_without_attention_has_as_many_pages_as_its_requests_can_use() -
 
 WINDOW, STEP = 20, 24
 LEAST = 5
-"""Window pages with which one request goes on: those of 44 tokens, and two more."""
+"""The least window pages of one request: pages for 44 tokens, and two more."""
 
 
 def with_windows(pages: float, cell: int = CELL, **wanted: Any) -> tuple[MemorySizes, Any]:
-    """The same of a model that keeps a `cell` of every token, and another CELL of each of the last
-    20."""
+    """The same for a model that keeps `cell` bytes of every token and CELL bytes of each of the
+    last 20."""
     ledger = DecisionLedger()
     found = size_pools(
         EngineConfig(**{"max_requests": 4, "max_batch_tokens": STEP, **wanted}),

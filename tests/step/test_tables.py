@@ -1,4 +1,4 @@
-"""What a batch adds to the tables of its slots."""
+"""A batch's changes to the tables of its slots."""
 
 from __future__ import annotations
 

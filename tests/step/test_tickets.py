@@ -1,4 +1,4 @@
-"""Tickets are bounded, their payload is taken once, and what nobody hands back is refused."""
+"""Tickets are bounded, a payload is taken once, and a ticket that is not outstanding is refused."""
 
 from __future__ import annotations
 

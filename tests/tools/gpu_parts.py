@@ -1,4 +1,4 @@
-"""Parts that measure nothing, for tests of how parts run: `python -m tests.tools.gpu_parts FILE
+"""Parts that measure nothing, for tests of how parts run. `python -m tests.tools.gpu_parts FILE
 NAME,... SECONDS` runs them."""
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ PARTS = {
 
 
 def quick(report: Report, earlier: Mapping[str, Any]) -> None:
-    """Two rows, something skipped, a note, and words on the stream that is not for words."""
+    """Two rows, a skip, a note, and text on standard output, which libraries must not disturb."""
     print("a library prints this")
-    os.close(0)  # as pytest takes the standard input
+    os.close(0)  # pytest closes the standard input too
     assert os.open(os.devnull, os.O_RDONLY) == 0
     time.sleep(0.05)
     report.row(value=1)
@@ -42,7 +42,7 @@ def quick(report: Report, earlier: Mapping[str, Any]) -> None:
 
 
 def second(report: Report, earlier: Mapping[str, Any]) -> None:
-    """What the first found."""
+    """Report what the first part found."""
     report.row(seen=[row["value"] for row in earlier["quick"]["rows"]])
 
 
@@ -53,24 +53,24 @@ def raises(report: Report, earlier: Mapping[str, Any]) -> None:
 
 
 def wrong(report: Report, earlier: Mapping[str, Any]) -> None:
-    """What it looked at is not right."""
+    """Fail because a check does not hold."""
     raise PartFailed("two laws do not hold")
 
 
 def dies(report: Report, earlier: Mapping[str, Any]) -> None:
-    """As a driver ends a process."""
+    """End the process as a failing driver does."""
     print("the driver gave up", file=sys.stderr, flush=True)
     os.abort()
 
 
 def hangs(report: Report, earlier: Mapping[str, Any]) -> None:
-    """A row, and no end; with a process of its own."""
+    """Report a row and never end; starts a child process."""
     report.row(pid=os.getpid(), child=os.spawnlp(os.P_NOWAIT, "sleep", "sleep", "300"))
     time.sleep(300)
 
 
 def main(file: str, names: str, seconds: str, *more: str) -> int:
-    """Supervise parts, or be one of them."""
+    """Supervise parts, or run as one of them."""
     if more[:1] == ("--child",):
         serve(PARTS[more[1]], (), lambda part, report, earlier: call(part, report, earlier))
     parts = [PARTS[name] for name in names.split(",")]

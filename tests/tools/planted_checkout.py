@@ -1,5 +1,5 @@
-"""Checkouts with made-up devices, and an environment whose pip does what a test says, for the tests
-of the installer."""
+"""Checkouts with made-up devices, and an environment with a scripted pip, for the tests of the
+installer."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ name = "the plain build"
 systems = ["Linux", "Darwin"]
 megabytes = [3, 4]
 """
-"""Two builds, as the processor has: one of an index of its own, and the public one after it."""
+"""Two builds, as for the CPU: one from its own index, then the public one."""
 BESIDE = """[tool.sglcore.torch]
 versions = ["1.1.0"]
 beside = ["extension=={{torch}}"]
@@ -99,7 +99,8 @@ else:
 def checkout(
     root: Path, name: str, *, is_host: bool = False, hardware: bool = True, body: str = "pass", torch: str = PLAIN
 ) -> Path:
-    """Plant a device package in a checkout whose core is this one; the folder of the package."""
+    """Plant a device package in a checkout with this repository's core; return the package's
+    folder."""
     if not (root / "sglcore").exists():
         (root / "sglcore").symlink_to(ROOT / "sglcore")
         (root / "constraints.txt").write_text("# pins\ntorch==1.2.3\nnumpy==2\n")
@@ -115,7 +116,7 @@ def checkout(
 
 
 def seen(root: Path, name: str, *, is_host: bool = False, hardware: bool = True, torch: str = PLAIN) -> Found:
-    """Plant a package, as its probe in this process would tell it."""
+    """Plant a package; return it with its probe's report, made in this process."""
     folder = checkout(root, name, is_host=is_host, hardware=hardware, torch=torch)
     words = dict.fromkeys(("probe", "facts", "worker", "bring_up"), "a:b")
     package = DevicePackage(
@@ -127,19 +128,19 @@ def seen(root: Path, name: str, *, is_host: bool = False, hardware: bool = True,
 
 
 def refuse(index: str, version: str, machine: Machine) -> str:
-    """An index that is not there."""
+    """An index that does not exist."""
     return "does not answer (planted)"
 
 
 def offer(index: str, version: str, machine: Machine) -> str:
-    """An index that has everything."""
+    """An index that has every version."""
     return ""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What the installer would do: the choice of torch, and the words of each command after the
-    options that all have."""
+    """The installer's plan: the choice of torch, and the arguments of each command after the common
+    options."""
 
     choice: Choice
     commands: list[str]
@@ -155,7 +156,7 @@ def plan(
     machine: Machine = LINUX,
     may_fail: bool = True,
 ) -> Plan:
-    """In this process, without pip and network."""
+    """Make the plan in this process, without pip and network."""
     options = install_devices.parse(["--root", str(root), *words])
     shown = install_devices.wanted_packages(found, options)
     wanted = install_devices.wanted_torch(found, options, machine)
@@ -172,17 +173,17 @@ def dry_run(root: Path, *words: str) -> subprocess.CompletedProcess[str]:
 
 
 def commands(ran: subprocess.CompletedProcess[str], constraints: str = "constraints.txt") -> list[str]:
-    """The pip commands, without the options that all have."""
+    """The pip commands, without the common options."""
     lines = (line for line in ran.stdout.splitlines() if line.startswith("+ "))
     return [line.partition(f"-c {constraints} ")[2] for line in lines]
 
 
 @dataclass
 class Environment:
-    """An environment of its own with a pip that is told what to do.
+    """An environment of its own with a scripted pip.
 
-    `answers`: for the first of these words that a command has, its exit status, what it prints, and
-    a program that it runs.
+    `answers`: (word, exit status, output, program to run); the first one with a word of the command
+    applies.
     """
 
     folder: Path
@@ -192,19 +193,19 @@ class Environment:
 
     @property
     def packages(self) -> Path:
-        """Where packages are installed."""
+        """The folder of installed packages."""
         return next(self.folder.glob("lib/python*/site-packages"))
 
     @property
     def ran(self) -> list[list[str]]:
-        """The words of pip's commands that install or download."""
+        """The arguments of pip's commands that install or download."""
         path = self.root / "ran.txt"
         return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
 
     def start(
         self, *words: str, variables: Mapping[str, str] | None = None, python: Sequence[str] = ()
     ) -> subprocess.Popen[str]:
-        """The installer, begun in a session of its own."""
+        """Start the installer in a session of its own."""
         told = {"config": self.config, "cache": str(self.root / "cache"), "ran": str(self.root / "ran.txt")}
         (self.root / "fake-pip.json").write_text(json.dumps({**told, "answers": self.answers}))
         command = (str(self.folder / "bin" / "python"), *python, str(INSTALLER), "--root", str(self.root), *words)
@@ -221,7 +222,7 @@ class Environment:
 
 
 def environment(folder: Path, root: Path) -> Environment:
-    """Make one, without the real pip."""
+    """Make an environment without the real pip."""
     venv.create(folder, symlinks=True)
     made = Environment(folder, root)
     (made.packages / "pip").mkdir()

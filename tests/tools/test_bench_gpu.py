@@ -1,5 +1,5 @@
-"""The benchmark of an accelerator: parts that end alone, results that are kept as they come, and
-every path on a simulated device, so that minutes on a real one are not lost to a typo."""
+"""The accelerator benchmark: parts end independently, results are saved as they arrive, and every
+path runs on a simulated device, so that a typo does not waste time on a real one."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FIGURES = ("value", "us", "share", "bound_us", "tokens_a_second")
 
 
 def supervised(tmp_path: Path, names: str, *words: str, seconds: float = 60) -> tuple[dict[str, Any], list[str], int]:
-    """What made-up parts left in their file, what was printed, and the exit code."""
+    """The content of the result file of made-up parts, the printed lines, and the exit code."""
     file = tmp_path / "found.json"
     command = (*MADE_UP, str(file), names, str(seconds), *words)
     ran = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, cwd=ROOT)
@@ -35,7 +35,7 @@ def supervised(tmp_path: Path, names: str, *words: str, seconds: float = 60) -> 
 
 
 def until(condition: Callable[[], bool], seconds: float = 60) -> None:
-    """Wait for something that another process does."""
+    """Wait for a condition that another process makes true."""
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "it never came"
@@ -43,7 +43,7 @@ def until(condition: Callable[[], bool], seconds: float = 60) -> None:
 
 
 def is_running(pid: int) -> bool:
-    """Whether a process is there and has not ended."""
+    """Whether a process exists and has not ended."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
@@ -124,7 +124,7 @@ def test_all_limits_together_are_ten_minutes() -> None:
 def test_a_geometry_counts_the_bytes_and_operations_of_a_step() -> None:
     eight = REAL.geometries["8B"]
     assert eight.weights == 36 * (4096 * 6144 + 4096 * 4096 + 4096 * 24576 + 12288 * 4096) + 151_936 * 4096
-    assert eight.kv_bytes == 147_456  # 144 KiB a token
+    assert eight.kv_bytes == 147_456  # 144 KiB per token
     assert eight.step_bytes(32, 192) == 2 * eight.weights + 32 * 192 * 147_456
     small = Geometry(2, 3, 1, 1, 1, head_dim=2, vocab=10)
     products = 2 * 6 + 2 * 2 + 2 * 6 + 3 * 2
@@ -154,12 +154,12 @@ def test_the_table_shows_what_ran_and_says_what_did_not() -> None:
 
 
 def words(*names: str) -> list[str]:
-    """The options that ask for these parts."""
+    """The options that select these parts."""
     return [word for name in names for word in ("--part", name)]
 
 
 def dry_run(folder: Path, *words: str, root: Path = ROOT) -> tuple[dict[str, Any], str, int]:
-    """The benchmark on the simulated device of a machine: its file, what it printed, its exit
+    """Run the benchmark on the simulated device of this machine; return its file, output and exit
     code."""
     file = folder / "gpu.json"
     command = (sys.executable, "-m", "sglcore_sim", "cuda", sys.executable, str(root / "benchmarks" / "gpu.py"))
@@ -175,7 +175,7 @@ def dry_run(folder: Path, *words: str, root: Path = ROOT) -> tuple[dict[str, Any
 
 
 def check(found: dict[str, Any], printed: str, code: int) -> dict[str, Any]:
-    """All that ran passed, with rows and without figures; gives the parts."""
+    """Check that all parts that ran passed, with rows but without figures; return the parts."""
     parts = found["parts"]
     assert code == 0, printed
     assert {entry["verdict"] for entry in parts.values()} == {"passed"}
@@ -202,8 +202,7 @@ def test_a_model_its_kernels_and_its_peer_go_through_on_a_simulated_device(model
     assert set(parts) == {"bounds", *names}
     whose = {entry for row in parts[f"profile-{model}"]["rows"] for entry in row["entries"]}
     assert {"linear", "attention", "rms_norm", "embedding"} <= whose
-    # transformers draws the same weights by their names: what the engine computes is the same
-    # model.
+    # transformers' model gets the same random weights by name, so the engine runs the same model.
     assert parts[f"peer-{model}"]["rows"][0]["first_tokens_alike"] == "6 of 6"
 
 

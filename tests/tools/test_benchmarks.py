@@ -1,4 +1,4 @@
-"""docs/benchmarks.md names every benchmark and every result, and none that is not there."""
+"""docs/benchmarks.md names every benchmark and every result, and none that does not exist."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The pure parts of the comparison with other engines: ratios, shares, tables, bounds, and what is
-said of a missing peer."""
+"""The pure parts of the comparison with other engines: ratios, shares, tables, bounds, and the
+report of a missing peer."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ B1_INT8 = next(case for case in CASES if case.name == "b1-int8")
 
 @pytest.fixture
 def results() -> Results:
-    """Ours and one peer over three rounds; the peer has none in the second."""
+    """Results of ours and of one peer over three rounds; the peer has none in the second."""
     made = Results()
     for number, value in enumerate((20.0, 24.0, 22.0)):
         made.add("b1", "sglcore", number, value)
@@ -238,7 +238,7 @@ for line in sys.stdin:
 
 
 def scripted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str = SCRIPT) -> Engine:
-    """An engine whose runner is this script, in this interpreter."""
+    """An engine with this script as its runner, in this interpreter."""
     (tmp_path / "run_fake.py").write_text(script)
     for name in ("benchmarks.peers.child.HERE", "benchmarks.peers.engines.FILES", "benchmarks.peers.measure.FILES"):
         monkeypatch.setattr(name, tmp_path)
@@ -248,7 +248,7 @@ def scripted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str = SCRI
 
 
 def becomes_stopped(process: int) -> bool:
-    """Whether it is in the state T before long; a signal takes effect when the process next has a
+    """Whether the process soon is in state T; a signal takes effect when the process next gets a
     core."""
     file = Path(f"/proc/{process}/stat")
     for _ in range(2000 if file.exists() else 0):
@@ -291,8 +291,8 @@ def test_one_case_that_kills_an_engine_leaves_the_others(tmp_path: Path, monkeyp
 
 
 def answered(monkeypatch: pytest.MonkeyPatch, asked: str) -> dict[str, float]:
-    """What a runner says to one question whose engine makes `new` tokens of each prompt; nothing of
-    it stays imported."""
+    """A runner's answer to one question, with an engine that makes `new` tokens of each prompt; its
+    modules are unloaded afterwards."""
     monkeypatch.syspath_prepend(str(HERE))
     runner = importlib.import_module("runner")
 

@@ -1,5 +1,5 @@
-"""The shipped draft heads have the published names, the size of a wheel, and the acceptance that
-their record tells."""
+"""The shipped draft heads have the published names, fit in a wheel, and have the recorded
+acceptance."""
 
 import json
 import shutil
@@ -56,9 +56,9 @@ LEAST = 0.95
 UNROLLED: dict[str, Callable[[Path], Head]] = {"eagle3": load_eagle3, "mtp": load_next_token}
 LOADERS = UNROLLED | {"dflash": load_dflash, LAYERS: load_layers}
 SETTINGS: dict[str, dict[str, str]] = {LAYERS: {"speculative": "mtp", "draft_model": LAYERS}}
-"""How the engine is asked for those that are not called as their kind."""
+"""The settings for heads that do not have their kind's name."""
 MEASURED = [*((kind, DRAFTS) for kind in LOADERS), ("dflash", BLOCK_DRAFTS)]
-"""What the record has: kinds, and of how many drafts."""
+"""(kind, number of draft tokens) of each recorded measurement."""
 LAYER = {
     "input_layernorm.weight": (256,),
     "self_attn.o_proj.weight": (256, 256),
@@ -68,7 +68,7 @@ LAYER = {
 
 @pytest.fixture(scope="module")
 def texts() -> dict[float, list[Text]]:
-    """What the model writes after the first prompts of the record, by temperature."""
+    """The model's texts after the first prompts of the record, by temperature."""
     prompts = held_out(Tokenizer.from_file(str(FOLDER / "tokenizer.json")), PROMPTS)
     assert list(prompts) == recorded()["prompts"]["documents"][:PROMPTS]
     with LLM(device="cpu", threads=1, max_requests=PROMPTS) as llm:
@@ -80,18 +80,18 @@ def recorded() -> dict:
 
 
 def recorded_steps(kind: str, temperature: float, count: int, drafts: int = DRAFTS) -> int:
-    """Of the first `count` prompts."""
+    """The recorded number of steps for the first `count` prompts."""
     found = recorded()["heads"][kind][str(temperature)]
     return sum((found if drafts == DRAFTS else found["longer"][str(drafts)])["steps"][:count])
 
 
 def recorded_tau(kind: str, temperature: float, count: int, drafts: int = DRAFTS) -> float:
-    """Over the first `count` prompts."""
+    """The recorded tokens per step over the first `count` prompts."""
     return count * (recorded()["written"] - 1) / recorded_steps(kind, temperature, count, drafts)
 
 
 def layer(width: int, inner: int) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of a layer whose attention reads `width` numbers."""
+    """Names and shapes of a layer with attention inputs of size `width`."""
     projections = {"q": 256, "k": 128, "v": 128}
     attention = {f"self_attn.{name}_proj.weight": (rows, width) for name, rows in projections.items()}
     mlp = {f"mlp.{name}_proj.weight": (inner, 256) for name in ("gate", "up")} | {"mlp.down_proj.weight": (256, inner)}
@@ -171,8 +171,8 @@ def test_attention_of_the_first_depth_is_causal_attention() -> None:
 
 @pytest.mark.parametrize("kind", UNROLLED)
 def test_unrolled_depths_are_what_drafting_step_by_step_gives(kind: str) -> None:
-    """A draft's cells hold true features up to the root and the head's own behind it, in one causal
-    pass each."""
+    """The head's KV holds the target's features up to the root and the head's own after it, in one
+    causal pass each."""
     head, target = UNROLLED[kind](FOLDER), load_target(FOLDER)
     ids = torch.randint(7, 2000, (1, 12), generator=torch.Generator().manual_seed(2))
     features, _ = read(head, target, ids)
@@ -189,7 +189,7 @@ def test_unrolled_depths_are_what_drafting_step_by_step_gives(kind: str) -> None
 
 
 def test_a_layer_reads_the_tokens_up_to_the_last_proposal_and_no_feature_behind_the_root() -> None:
-    """And all of them: each one that is another changes what is proposed."""
+    """And it reads all of them: changing any one changes the draft."""
     head, target = load_layers(FOLDER), load_target(FOLDER)
     ids = torch.randint(7, 2000, (1, 14), generator=torch.Generator().manual_seed(2))
     features, _ = read(head, target, ids)
@@ -245,7 +245,7 @@ def test_the_head_reaches_its_recorded_acceptance(
 
 
 def engine_share(kind: str, texts: dict[float, list[Text]], drafts: int = DRAFTS, **settings: Any) -> float:
-    """The engine's tokens a step over the recorded ones, of both temperatures together."""
+    """The engine's tokens per step relative to the recorded ones, over both temperatures."""
     tokens = steps = known = 0
     prompts = [text.ids[: text.prompt] for text in texts[0.0]]
     given: dict[str, Any] = {"device": "cpu", "threads": 1, "draft_tokens": drafts, "max_requests": PROMPTS}

@@ -1,4 +1,4 @@
-"""The generated text keeps its promises, and the shipped tokenizer and folder keep theirs."""
+"""The generated text keeps its promises, as do the shipped tokenizer and folder."""
 
 import ast
 import json
@@ -19,7 +19,7 @@ from tools.demo.text.words import TOYS
 FOLDER = Path(__file__).resolve().parents[2] / "sglcore" / "assets" / "demo"
 SEED = 20240
 COMPRESSED = 15_000_000
-"""Bytes of the folder in a wheel: the model, three heads beside it and one in its file."""
+"""Bytes of the folder in a wheel: the model, three heads next to it and one in its file."""
 EQUATION = re.compile(r"\b(\d+) ?([-+*]|plus|minus|times) ?(\d+) ?(?:=|is) ?(\d+)\b")
 SIGNS = {"+": "plus", "-": "minus", "*": "times"}
 
@@ -52,7 +52,7 @@ def wrong_equations(text: str) -> list[str]:
 
 
 def lost_things_that_stay_lost(text: str) -> list[str]:
-    """The coloured things that a story of loss names before the loss but does not find again."""
+    """The coloured things that a story of loss mentions but does not find again."""
     loss = re.search(r"I lost my (\w+ \w+)|I cannot find my (\w+ \w+)", text)
     if loss is None:
         return []

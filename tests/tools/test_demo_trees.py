@@ -1,5 +1,5 @@
-"""Trees of the shipped heads bring at least the tokens of a step that chains of as many forwards
-do."""
+"""Draft trees of the shipped heads give at least the tokens per step of chains with the same number
+of forwards."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,7 +20,7 @@ TREE: Mapping[str, Any] = {"draft_tokens": 15, "draft_width": 4, "draft_depth": 
 
 
 def steps(kind: str, shape: Mapping[str, Any]) -> int:
-    """Verifications that greedy texts took."""
+    """The number of verifications that greedy texts took."""
     prompts = [*held_out(Tokenizer.from_file(str(FOLDER / "tokenizer.json")), PROMPTS).values()]
     with LLM(device="cpu", threads=1, speculative=kind, max_requests=PROMPTS, **shape) as llm:
         return sum(each.outputs[0].verified_steps for each in llm.generate(prompts, asked(PROMPTS, 0.0, WRITTEN)))

@@ -1,4 +1,4 @@
-"""The installer reads a checkout in which nothing is installed, and prints what it would do and
+"""The installer reads a checkout without installed packages, and prints what it would do and
 why."""
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""The environment is made by the Python that is given, kept while it works, and made again where it
-was left half made."""
+"""The environment is made by the given Python, kept while it works, and remade if it is
+incomplete."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ RUN = "import sys; sys.path.insert(0, sys.argv[1]); from tools import make_envir
 
 @pytest.fixture
 def python(tmp_path: Path) -> str:
-    """An interpreter that makes environments quickly."""
+    """A stub interpreter that makes environments quickly."""
     path = tmp_path / "bin" / "python3"
     path.parent.mkdir()
     path.write_text(STUB)
@@ -42,14 +42,14 @@ def python(tmp_path: Path) -> str:
 
 
 def made(folder: Path, python: str, packages: str) -> str:
-    """What is printed where an interpreter with these packages makes one."""
+    """The output of making an environment with an interpreter that has these packages."""
     command = (sys.executable, "-c", RUN, str(ROOT), python, str(folder))
     environ = {**os.environ, "PYTHONPATH": packages}
     return subprocess.run(command, env=environ, capture_output=True, text=True, check=True).stdout
 
 
 def plant_pip(folder: Path, is_whole: bool = True) -> Path:
-    """An environment with a pip that nobody runs, made as the real one is: INSTALLER is written
+    """Make an environment with a fake pip, in the order of the real one: INSTALLER is written
     last."""
     venv.create(folder, symlinks=True)
     info = next(folder.glob("lib/python*/site-packages")) / "pip-99.dist-info"
@@ -61,7 +61,7 @@ def plant_pip(folder: Path, is_whole: bool = True) -> Path:
 
 
 def plant_torch(folder: Path, version: str, *others: str) -> str:
-    """Packages of an interpreter, of which only the metadata are there."""
+    """Write the metadata, without the files, of packages of an interpreter."""
     for name, number in (("torch", version), *((other, "1") for other in others)):
         info = folder / f"{name}-{number}.dist-info"
         info.mkdir(parents=True)
@@ -211,7 +211,7 @@ def test_an_old_python_reads_what_refuses_it(name: str, tmp_path: Path) -> None:
     assert ran.stderr.count("\n") == 1
 
 
-# The Makefile, in a checkout whose installer only notes that it was run.
+# The Makefile, in a checkout with an installer that only records its calls.
 
 
 @pytest.fixture
@@ -241,7 +241,7 @@ echo "$@" >> mended.txt
 
 
 def make(root: Path, *words: str) -> list[str]:
-    """What the installer was given, each time that it ran."""
+    """The arguments of each call of the installer."""
     environ = {name: value for name, value in os.environ.items() if name not in ("PYTHON", "MAKEFLAGS", "MFLAGS")}
     command = ("make", "-s", ".venv/installed", *words)
     ran = subprocess.run(command, cwd=root, env=environ, capture_output=True, text=True, check=False)

@@ -1,8 +1,7 @@
-"""Whatever goes wrong while something is installed is one line that says what to do, and the second
-try succeeds.
+"""Each failure during an installation is one line that says what to do, and a second try succeeds.
 
-Pip's own words come from the real pip where it says them without a network, and from what it was
-seen to say elsewhere.
+Pip's messages come from the real pip where it can produce them without a network, and otherwise
+from recorded ones.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ LINES = {
 
 
 def refused(address: str, sources: Sources) -> str:
-    """A page that cannot be had."""
+    """A page that cannot be fetched."""
     raise OSError("[Errno -2] Name or service not known")
 
 
@@ -104,7 +103,7 @@ def test_packages_that_pip_was_interrupted_at_are_forgotten(tmp_path: Path) -> N
     assert sorted(path.name for path in tmp_path.iterdir()) == ["whole-1.dist-info"]
 
 
-# The whole installer, in an environment whose pip does what a test says.
+# The whole installer, in an environment with a scripted pip.
 
 
 @pytest.fixture
@@ -116,7 +115,7 @@ def planted(tmp_path: Path) -> Environment:
 
 
 def lines(text: str) -> list[str]:
-    """What a person reads."""
+    """The lines that a user reads."""
     return [line for line in text.splitlines() if line]
 
 
@@ -168,7 +167,7 @@ folder.mkdir()
 (folder / "METADATA").write_text("Name: torch\\nVersion: 1.2.3\\n")
 time.sleep(60)
 """
-"""What pip leaves where it is interrupted: a package with metadata, but not all of its files."""
+"""The remains of an interrupted pip: a package with metadata, but without all of its files."""
 COMPILE = """
 import os, pathlib, subprocess, sys, time
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
@@ -213,7 +212,7 @@ def test_what_a_killed_installation_left_is_removed(planted: Environment) -> Non
 
 
 def wait_until(holds: Callable[[], bool], seconds: float = 30.0) -> None:
-    """Until something holds that another process makes true."""
+    """Wait until another process makes `holds()` true."""
     end = time.monotonic() + seconds
     while not holds():
         assert time.monotonic() < end, "it did not come true"
@@ -221,7 +220,7 @@ def wait_until(holds: Callable[[], bool], seconds: float = 30.0) -> None:
 
 
 def is_alive(pid: int) -> bool:
-    """A process that has not ended; one that nobody has waited for has."""
+    """Whether the process lives; a zombie counts as dead."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
@@ -232,7 +231,7 @@ def is_alive(pid: int) -> bool:
 
 
 def real_pip(where: str, tmp_path: Path) -> str:
-    """What pip says when this is its index."""
+    """Pip's output with this index."""
     options = (
         "--retries",
         "0",

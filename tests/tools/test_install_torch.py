@@ -1,5 +1,5 @@
-"""Which torch is taken: by what an index has, what pip is told, what is installed already, and what
-a vendor has put there."""
+"""Which torch is chosen: by the index's versions, pip's settings, the installed version, and a
+vendor's build."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def test_pips_configuration_is_read_and_a_variable_counts_first(tmp_path: Path) 
 
 @contextmanager
 def index(body: bytes, status: int = 200, wait: float = 0.0) -> Iterator[str]:
-    """A server that gives every page this body, in two parts; its address."""
+    """Serve this body for every page, in two parts; yield the address."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -164,7 +164,7 @@ def index(body: bytes, status: int = 200, wait: float = 0.0) -> Iterator[str]:
             self.wfile.write(body[1:])
 
         def log_message(self, format: str, *args: object) -> None:
-            """Say nothing."""
+            """Log nothing."""
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()

@@ -1,4 +1,4 @@
-"""Which tests a mutant meets."""
+"""The selection of tests to run against a mutant."""
 
 from __future__ import annotations
 

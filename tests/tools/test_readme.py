@@ -1,4 +1,4 @@
-"""The figures of the README are those of the stored results."""
+"""The README's figures equal the stored results."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CASES = (
     ("start to the first token (s)", "start", "median", False),
     ("peak memory, batch 1 (GB)", "b1", "peak_gb", False),
 )
-"""A row of the table, the case of the results, what is compared, and whether more is better."""
+"""(row of the table, case of the results, compared field, whether more is better)"""
 ENGINES = ("sglcore", "vllm", "llama_cpp", "openvino", "transformers")
 
 
@@ -31,8 +31,8 @@ def results(name: str) -> dict[str, Any]:
 
 
 def cells(label: str) -> list[str]:
-    """The cells of a row of the README's tables, after the first; the best as it stands, between
-    stars."""
+    """The cells of a row of the README's tables, without the first; the best one keeps its
+    asterisks."""
     (row,) = [line for line in README.splitlines() if line.startswith(f"| {label} |")]
     return [cell.strip() for cell in row.strip("|").split("|")[1:]]
 
@@ -43,7 +43,7 @@ def measured(case: str, key: str) -> list[float | None]:
 
 
 def agree(texts: Iterable[str], values: Iterable[float | None]) -> bool:
-    """Whether each text is its value, rounded to the digits that it shows."""
+    """Whether each text is its value, rounded to the shown digits."""
     for text, value in zip(texts, values, strict=True):
         plain = text.strip("*").replace(",", "")
         if (value is None) != (plain == ""):

@@ -1,1 +1,1 @@
-"""How the embedded model was made: its texts, tokenizer, training, drafts, and their acceptance."""
+"""Programs that made the embedded model: texts, tokenizer, training, draft heads, acceptance."""

@@ -1,9 +1,9 @@
-"""How many drafts of a head the demo model accepts: a walk over what the model writes after
+"""Measures how many draft tokens of a head the demo model accepts, on text that it writes after
 held-out prompts.
 
-A draft is accepted where it equals the token that the model draws, so one pass over a written text,
-with the draws of the engine's sampler and its noise, gives the steps that the engine would make.
-`acceptance.json` beside the model holds them.
+A draft token is accepted if it equals the token that the model draws. One pass over a written text,
+with the engine's sampler and noise, therefore gives the steps that the engine would make.
+`acceptance.json` in the model's folder holds the results.
 """
 
 import json
@@ -26,7 +26,7 @@ from tools.demo.text import document
 RECORD = "acceptance.json"
 DRAFTS = 4
 BLOCK_DRAFTS = 7
-"""Of heads that propose a block at once, which are also measured with all of one."""
+"""Draft tokens of heads that draft a block at once; these are also measured with full blocks."""
 SPLIT, SEED, PROMPTS = "test", 1001, 64
 PROMPT, WRITTEN = 32, 128
 TEMPERATURES = (0.0, 1.0)
@@ -34,7 +34,7 @@ TEMPERATURES = (0.0, 1.0)
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """A prompt of `prompt` tokens and what the model wrote after it at `temperature` with
+    """A prompt of `prompt` tokens, and its continuation by the model at `temperature` with
     `seed`."""
 
     ids: list[int]
@@ -45,8 +45,8 @@ class Text:
 
 @dataclass(frozen=True, slots=True)
 class Walk:
-    """The verify steps over one text, and by depth how many drafts were reached and how many were
-    right."""
+    """The verification steps over one text, and by depth how many draft tokens were reached and how
+    many were accepted (`right`)."""
 
     tokens: int
     steps: int
@@ -55,13 +55,13 @@ class Walk:
 
 
 def encoded(tokenizer: Tokenizer, text: str) -> list[int]:
-    """The ids of a document, which brings its special tokens along."""
+    """Return the token ids of a document; its text includes the special tokens."""
     return tokenizer.encode(text, add_special_tokens=False).ids
 
 
 def held_out(tokenizer: Tokenizer, count: int = PROMPTS) -> dict[int, list[int]]:
-    """By the number of the document, the beginnings of the first ones of the test split that are at
-    least twice as long."""
+    """Return, by document number, the first PROMPT tokens of the first `count` documents of the
+    test split that have at least 2 * PROMPT tokens."""
     found: dict[int, list[int]] = {}
     index = 0
     while len(found) < count:
@@ -73,8 +73,8 @@ def held_out(tokenizer: Tokenizer, count: int = PROMPTS) -> dict[int, list[int]]
 
 
 def asked(count: int, temperature: float, most: int = WRITTEN, to_the_end: bool = True) -> list[SamplingParams]:
-    """How each of `count` prompts is continued: by `most` tokens always, or not beyond the end
-    token. Its place is its seed."""
+    """Return sampling parameters for `count` prompts: exactly `most` tokens, or with `to_the_end`
+    false at most until the end token. The seed is the index."""
     return [
         SamplingParams(temperature=temperature, seed=seed, max_tokens=most, ignore_eos=to_the_end)
         for seed in range(count)
@@ -82,7 +82,7 @@ def asked(count: int, temperature: float, most: int = WRITTEN, to_the_end: bool 
 
 
 def written(llm: LLM, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> list[Text]:
-    """What the model writes after the prompts."""
+    """Let the model continue the prompts. Waits."""
     outputs = llm.generate(prompts, params)
     return [
         Text([*prompt, *output.outputs[0].token_ids], len(prompt), each.temperature, output.outputs[0].seed)
@@ -91,8 +91,8 @@ def written(llm: LLM, prompts: Sequence[list[int]], params: Sequence[SamplingPar
 
 
 def drawn(logits: Tensor, text: Text, tables: RaceTables) -> Tensor:
-    """The engine's draws, int[cells], from logits float32[cells, V] of the tokens from the text's
-    third on."""
+    """Return the tokens that the engine would draw, int[cells], from logits float32[cells, V] of
+    the text's third and later tokens."""
     if not text.temperature:
         return logits.argmax(-1)
     cells = len(logits)
@@ -104,8 +104,8 @@ def drawn(logits: Tensor, text: Text, tables: RaceTables) -> Tensor:
 
 @torch.no_grad()
 def hits(head: Head, target: Decoder, text: Text, drafts: int = DRAFTS) -> np.ndarray:
-    """bool[drafts, cells]: whether the draft of a cell, at each depth, is the token that the text
-    has there."""
+    """Return bool[drafts, cells]: whether the draft token for a position, at each depth, is the
+    text's token."""
     ids = torch.tensor([text.ids])
     vocab_size = target.embed_tokens.num_embeddings
     tables = make_race_tables(vocab_size, ids.device)
@@ -119,8 +119,8 @@ def hits(head: Head, target: Decoder, text: Text, drafts: int = DRAFTS) -> np.nd
 
 
 def walk(hit: np.ndarray, prompt: int) -> Walk:
-    """Over one text, of bool[drafts, cells]: the first written token is the prompt's own, and the
-    last step ends where the text does."""
+    """Simulate verification over one text, given bool[drafts, cells]. The first written token comes
+    from the prefill; the last step ends with the text."""
     drafts, last = hit.shape[0], hit.shape[1] + 1
     reached, right = [0] * drafts, [0] * drafts
     root, steps = prompt, 0
@@ -137,26 +137,26 @@ def walk(hit: np.ndarray, prompt: int) -> Walk:
 
 
 def walks(head: Head, target: Decoder, texts: Sequence[Text], drafts: int = DRAFTS) -> list[Walk]:
-    """Of each text."""
+    """Return the walk of each text."""
     return [walk(hits(head, target, text, drafts), text.prompt) for text in texts]
 
 
 def tau(found: Sequence[Walk]) -> float:
-    """Tokens that a verify step emits, its own one included."""
+    """Return tokens per verification step, including the model's own."""
     return sum(one.tokens for one in found) / sum(one.steps for one in found)
 
 
 def measured(found: Sequence[Walk]) -> dict[str, object]:
-    """What the record has of a head at one temperature: `tau`, the share of right drafts among
-    those reached `by_depth`, and the `steps` of each prompt."""
+    """Return the record of a head at one temperature: `tau`, the accepted share of reached draft
+    tokens `by_depth`, and the `steps` of each prompt."""
     reached, right = (np.sum([getattr(one, name) for one in found], axis=0) for name in ("reached", "right"))
     shares = [round(float(share), 4) for share in right / np.maximum(reached, 1)]
     return {"tau": round(tau(found), 3), "by_depth": shares, "steps": [one.steps for one in found]}
 
 
 def measured_head(kind: str, head: Head, target: Decoder, texts: Sequence[Text]) -> dict[str, object]:
-    """The same, and beside it that of whole blocks, by their number of drafts, where the head
-    proposes such."""
+    """Return `measured` of a head; for DFlash also `longer`: that with full blocks, by number of
+    draft tokens."""
     found = measured(walks(head, target, texts))
     if kind != "dflash":
         return found
@@ -166,7 +166,7 @@ def measured_head(kind: str, head: Head, target: Decoder, texts: Sequence[Text])
 def record(
     folder: Path, kind: str, head: Head, target: Decoder, documents: Sequence[int], texts: Sequence[Sequence[Text]]
 ) -> None:
-    """Write a head's part of the record; `texts` are of each of `TEMPERATURES`."""
+    """Write a head's part of the record; `texts` has one list for each of `TEMPERATURES`."""
     path = folder / RECORD
     known = json.loads(path.read_text()) if path.exists() else {"heads": {}}
     own = {

@@ -1,8 +1,8 @@
-"""The DFlash head of the demo model (arXiv 2602.06036): masks behind a root, filled in at once from
-the target's features before it. Parameter names as published.
+"""The DFlash head of the demo model (arXiv 2602.06036): one forward fills in the mask tokens after
+a root token, from the target's features before the root. Parameter names as published.
 
-A block's rows attend to what is injected in the cells before its root, and to each other. Row j
-predicts the token j places behind the root.
+A block's rows attend to each other and to keys and values injected for the positions before its
+root. Row j predicts the token j positions after the root.
 """
 
 import json
@@ -18,21 +18,21 @@ from tools.demo.heads import Head, delayed, published
 from tools.demo.model import Decoder, DemoConfig, Layer, RMSNorm, rotate, save_weights
 
 FOLDER = "dflash"
-"""The folder of the head, in the model's: that of its kind."""
+"""The folder of the head within the model's folder."""
 SIZE = 8
-"""Tokens of a block, the root included."""
+"""Tokens of a block, including the root."""
 MASK = "<|pad|>"
-"""The token that stands for one to be found: no text has it."""
+"""The mask token; it does not occur in texts."""
 READ_LAYERS = (2, 4, 6)
-"""The layers whose input the head reads, the last being none; files name the layers whose output it
-is, 1, 3 and 5."""
+"""The head reads the residual stream before these layers (6: after the last layer). Files name the
+layers before: the outputs of 1, 3 and 5."""
 
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """Blocks of `SIZE` rows: `roots` int64[rows, blocks] is the cell of each one's first token.
-    Turns are cosines and sines, of the blocks' rows [rows, 1, blocks * SIZE, head_dim / 2] and of
-    the injected cells [length, head_dim / 2]."""
+    """Blocks of `SIZE` rows. `roots` int64[rows, blocks]: position of each block's first token.
+    Rotary cosines and sines: `own_turns` [rows, 1, blocks * SIZE, head_dim / 2] of the blocks'
+    rows, `turns` [length, head_dim / 2] of the injected positions."""
 
     roots: Tensor
     own_turns: tuple[Tensor, Tensor]
@@ -40,7 +40,8 @@ class Blocks:
 
 
 class BlockAttention(nn.Module):
-    """Queries of blocks over injected cells and the blocks' own rows, with a norm of each head."""
+    """Attention of the blocks' queries over injected keys and values and the blocks' own rows, with
+    q and k norms per head."""
 
     def __init__(self, config: DemoConfig) -> None:
         super().__init__()
@@ -53,11 +54,11 @@ class BlockAttention(nn.Module):
         self.k_norm = RMSNorm(config.head_dim, config.eps)
 
     def heads(self, x: Tensor) -> Tensor:
-        """[rows, T, n * head_dim] as [rows, n, T, head_dim]."""
+        """Reshape [rows, T, n * head_dim] to [rows, n, T, head_dim]."""
         return x.unflatten(2, (-1, self.config.head_dim)).transpose(1, 2)
 
     def keys_and_values(self, x: Tensor, turns: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """Of x [rows, T, hidden], [rows, heads, T, head_dim] each."""
+        """Return keys and values, each [rows, heads, T, head_dim], of x [rows, T, hidden]."""
         group = self.config.heads // self.config.kv_heads
         k = rotate(self.k_norm(self.heads(self.k_proj(x))), *turns)
         return k.repeat_interleave(group, 1), self.heads(self.v_proj(x)).repeat_interleave(group, 1)
@@ -77,7 +78,7 @@ class BlockAttention(nn.Module):
 
 
 class DFlash(Head):
-    """The head, with the target's embedding and output layer."""
+    """The DFlash head; it uses the target's embedding and output layer."""
 
     def __init__(self, config: DemoConfig, mask: int) -> None:
         """`config` has the head's own layers and feed-forward width; `mask`: the id of `MASK`."""
@@ -99,8 +100,8 @@ class DFlash(Head):
         return F.linear(self.norm(recurrent), target.embed_tokens.weight)
 
     def blocks(self, target: Decoder, ids: Tensor, features: Tensor, roots: Tensor) -> Tensor:
-        """Logits [rows, blocks, SIZE - 1, V] of what follows roots int64[rows, blocks], each 1 at
-        least, in ids int64[rows, length] with the target's features [rows, length, F]."""
+        """Return logits [rows, blocks, SIZE - 1, V] of the tokens after roots int64[rows, blocks]
+        (at least 1) in ids int64[rows, length], given the target's features [rows, length, F]."""
         dtype, (rows, count) = features.dtype, roots.shape
         places = (roots[..., None] + torch.arange(SIZE)).flatten(1)
         own_turns = target.cosine[places][:, None].to(dtype), target.sine[places][:, None].to(dtype)
@@ -119,7 +120,7 @@ class DFlash(Head):
 
     @torch.no_grad()
     def begin(self, target: Decoder) -> None:
-        """Start from noise: masks have nothing of what the target's layers read."""
+        """Initialise with noise: mask tokens differ from the inputs of the target's layers."""
         for name, parameter in self.named_parameters():
             if parameter.ndim == 2:
                 is_last = name.endswith(("o_proj.weight", "down_proj.weight"))
@@ -128,7 +129,7 @@ class DFlash(Head):
 
 
 def save_dflash(head: DFlash, folder: Path) -> None:
-    """Write config.json and model.safetensors, as published ones are, into the model's folder."""
+    """Write config.json and model.safetensors in the published format below the model's folder."""
     base = json.loads((folder / "config.json").read_text())
     taken = ("vocab_size", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_act")
     taken += ("max_position_embeddings", "rms_norm_eps", "rope_theta", "attention_bias")
@@ -149,8 +150,8 @@ def save_dflash(head: DFlash, folder: Path) -> None:
 
 
 def load_dflash(folder: Path) -> DFlash:
-    """The shipped head of the model in `folder`, in float32. Raises RuntimeError if names or shapes
-    are not as published."""
+    """Load the shipped head of the model in `folder`, in float32. Raises RuntimeError if names or
+    shapes are not as published."""
     config = json.loads((folder / FOLDER / "config.json").read_text())
     shape = DemoConfig(
         config["vocab_size"], layers=config["num_hidden_layers"], intermediate=config["intermediate_size"]

@@ -1,7 +1,7 @@
-"""Measure the demo model on text it has not seen: loss and next-token accuracy by category, exact
-answers by task.
+"""Measures the demo model on unseen text: loss and next-token accuracy by category, exact answers
+by task.
 
-Runs the shipped folder through transformers in greedy mode, and prints two tables for the model
+Runs the shipped model in transformers with greedy sampling, and prints two tables for the model
 card.
 """
 
@@ -29,8 +29,8 @@ BATCH = 50
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A prompt with its special tokens, and the text that must follow; `kind` says how the two are
-    compared."""
+    """A prompt with its special tokens, and the text that must follow; `kind` says how the answer
+    is compared with it: "text", "line", "json" or "python"."""
 
     prompt: str
     wanted: str
@@ -38,7 +38,7 @@ class Question:
 
 
 def asked(*turns: tuple[str, str], question: str, system: str = "") -> str:
-    """The prompt of a dialogue that ends with `question`."""
+    """Return the prompt of a dialogue that ends with `question`."""
     found = chat.Dialogue(system, (*turns, (question, "")))
     return chat.render(found.messages()).removesuffix(chat.END)
 
@@ -57,7 +57,7 @@ def sums_as_text(rng: random.Random) -> Question:
 
 
 def products(rng: random.Random) -> Question:
-    """A product up to 12 times 12 (all of them were taught)."""
+    """A product up to 12 times 12 (all are in the training text)."""
     left, right = rng.randint(0, 12), rng.randint(0, 12)
     return Question(asked(question=f"What is {left} * {right}?"), f"{left} * {right} = {left * right}.")
 
@@ -119,7 +119,7 @@ TASKS = (
 
 
 def is_right(question: Question, answer: str) -> bool:
-    """Whether the greedy continuation is what was wanted."""
+    """Return whether the greedy continuation is the wanted one."""
     if question.kind == "json":
         return is_right_record(question, answer)
     if question.kind == "python":
@@ -128,8 +128,8 @@ def is_right(question: Question, answer: str) -> bool:
 
 
 def is_right_record(question: Question, answer: str) -> bool:
-    """Whether the answer parses, has the wanted keys, and agrees in the values that the request
-    mentions."""
+    """Return whether the answer parses, has the wanted keys, and agrees in the values that the
+    request mentions."""
     try:
         found = json.loads(answer)
     except json.JSONDecodeError:
@@ -142,8 +142,8 @@ def is_right_record(question: Question, answer: str) -> bool:
 
 
 def same_function(wanted: str, answer: str) -> bool:
-    """Whether both blocks hold the same function up to its docstring and the names of its
-    parameters."""
+    """Return whether both blocks hold the same function, except for its docstring and the names of
+    its parameters."""
     try:
         return shape_of(wanted) == shape_of(answer)
     except SyntaxError:
@@ -151,7 +151,8 @@ def same_function(wanted: str, answer: str) -> bool:
 
 
 def shape_of(block: str) -> str:
-    """The syntax tree of a fenced function, without docstring, parameters renamed in order."""
+    """Return the syntax tree of a fenced function as text, without docstring and with parameters
+    renamed in order. Raises SyntaxError."""
     body = ast.parse(block.removeprefix("```python\n").removesuffix("```")).body
     if len(body) != 1 or not isinstance(body[0], ast.FunctionDef):
         raise SyntaxError(f"found {len(body)} statements, wanted one function")
@@ -175,7 +176,8 @@ class Referee:
 
     @torch.no_grad()
     def score(self, text: str) -> tuple[float, int, int]:
-        """Summed loss in nats, right next tokens, and tokens of one document."""
+        """Return the summed loss in nats, the number of correctly predicted tokens, and the number
+        of predicted tokens of one document."""
         ids: Tensor = self.tokenizer(text, add_special_tokens=False, return_tensors="pt").input_ids
         logits = self.model(ids).logits[0, :-1]
         loss = torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="sum")
@@ -183,7 +185,7 @@ class Referee:
 
     @torch.no_grad()
     def answers(self, prompts: list[str], length: int = 160) -> list[str]:
-        """Greedy continuations up to <|end|>."""
+        """Return greedy continuations up to <|end|>."""
         batch = self.tokenizer(prompts, add_special_tokens=False, return_tensors="pt", padding=True)
         batch.pop("token_type_ids", None)
         made = self.model.generate(**batch, do_sample=False, max_new_tokens=length)
@@ -191,7 +193,7 @@ class Referee:
 
 
 def category_rows(referee: Referee, count: int) -> Iterator[str]:
-    """Loss (nats per token), next-token accuracy and tokens for every category."""
+    """Yield loss (nats per token), next-token accuracy and tokens for every category."""
     for category in CATEGORIES:
         scores = [referee.score(document(SEED, index, "test", category).text) for index in range(count)]
         loss, right, tokens = (sum(column) for column in zip(*scores, strict=True))
@@ -199,7 +201,7 @@ def category_rows(referee: Referee, count: int) -> Iterator[str]:
 
 
 def task_rows(referee: Referee, count: int, is_verbose: bool) -> Iterator[str]:
-    """The share of exact answers for every task."""
+    """Yield the share of exact answers for every task."""
     for task in TASKS:
         rng = random.Random(f"{task.__name__}:{SEED}")
         asked_here = [task(rng) for _ in range(count)]

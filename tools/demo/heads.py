@@ -1,8 +1,8 @@
-"""The draft heads of the demo model, EAGLE-3 and one next-token layer (MTP): parameter names as
-published, unrolled for training as drafting runs them.
+"""The draft heads of the demo model, EAGLE-3 and one MTP layer: parameter names as published;
+training unrolls them as drafting runs them.
 
-Cell i of a head holds the pair (token i + 1, feature of cell i) at position i and predicts token i
-+ 2. At depth 0 the feature is the target's; at depth j it is what depth j - 1 gave for cell i - 1
+Position i of a head takes the pair (token i + 1, feature of position i) and predicts token i + 2.
+At depth 0 the feature is the target's; at depth j it is the output of depth j - 1 at position i - 1
 (EAGLE-3, arXiv 2503.01840, section 3.2).
 """
 
@@ -17,30 +17,30 @@ from torch import Tensor, nn
 from tools.demo.model import MLP, Decoder, DemoConfig, DemoModel, RMSNorm, rotate, save_weights
 
 AUX_LAYERS = (1, 3, 5)
-"""The layers whose input EAGLE-3 reads; published files name the layers whose output it is, 0, 2
-and 4."""
+"""EAGLE-3 reads the residual stream before these layers; published files name the layers before:
+the outputs of 0, 2 and 4."""
 DRAFT = "draft"
-"""The folder of the EAGLE-3 head, in the model's."""
+"""The folder of the EAGLE-3 head within the model's folder."""
 KEPT_BITS = 4
-"""Significant bits of the shipped weights of a head: the rest of bfloat16's eight is zero, which a
-wheel compresses."""
+"""Significant bits of a head's shipped weights; the others of bfloat16's eight are zero, so that a
+wheel compresses well."""
 
 Memory = list[tuple[Tensor, Tensor]]
-"""Keys and values [rows, heads, length, head_dim] of the depths so far, the first depth first."""
+"""Keys and values [rows, heads, length, head_dim] of the depths so far, depth 0 first."""
 Turns = tuple[Tensor, Tensor]
 """Cosines and sines [length, head_dim / 2] of the positions."""
 
 
 def delayed(x: Tensor, cells: int, dim: int = -2) -> Tensor:
-    """x with every cell's value moved to the cell `cells` later; the first ones are zero."""
+    """Shift x by `cells` positions to later positions along `dim`; the first ones become zero."""
     length = x.shape[dim]
     return torch.cat((torch.zeros_like(x.narrow(dim, 0, cells)), x.narrow(dim, 0, length - cells)), dim)
 
 
 def unrolled_attention(q: Tensor, memory: Memory) -> Tensor:
-    """What depth j = len(memory) - 1 attends to from cell i: depth 0 up to cell i - j, then depth m
-    at cell i - j + m for m = 1..j, as the cells of a draft lie. q and the result: [rows, heads,
-    length, head_dim]; cells before j hold garbage."""
+    """Attention at depth j = len(memory) - 1. Position i attends to depth 0 up to position i - j,
+    then to depth m at position i - j + m for m = 1..j, as drafting does. q and the result: [rows,
+    heads, length, head_dim]; positions before j are undefined."""
     depth, length = len(memory) - 1, q.shape[2]
     (first_k, first_v), *later = memory
     late = [(delayed(k, depth - m), delayed(v, depth - m)) for m, (k, v) in enumerate(later, 1)]
@@ -55,7 +55,7 @@ def unrolled_attention(q: Tensor, memory: Memory) -> Tensor:
 
 
 class UnrolledAttention(nn.Module):
-    """Attention of one layer over the depths, from an input of any width."""
+    """Attention of one layer over all depths, with an input of any width."""
 
     def __init__(self, config: DemoConfig, width: int) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class UnrolledAttention(nn.Module):
         self.o_proj = nn.Linear(config.heads * config.head_dim, config.hidden, bias=False)
 
     def forward(self, x: Tensor, turns: Turns, memory: Memory) -> Tensor:
-        """x: [rows, length, width]; the keys and values of this depth are appended to `memory`."""
+        """x: [rows, length, width]; appends this depth's keys and values to `memory`."""
         rows, length, _ = x.shape
         group = self.config.heads // self.config.kv_heads
         q, k, v = (
@@ -80,7 +80,7 @@ class UnrolledAttention(nn.Module):
 
 
 class HeadLayer(nn.Module):
-    """A decoder layer whose attention is unrolled and reads an input of its own."""
+    """A decoder layer with unrolled attention, which reads a separate input."""
 
     def __init__(self, config: DemoConfig, width: int) -> None:
         super().__init__()
@@ -90,19 +90,20 @@ class HeadLayer(nn.Module):
         self.mlp = MLP(config)
 
     def take(self, weights: dict[str, Tensor]) -> None:
-        """A layer's weights, as many of its feed-forward rows as there are here."""
+        """Load a decoder layer's weights; MLP matrices are cut to this layer's sizes."""
         own = self.mlp.state_dict(prefix="mlp.")
         cut = {name: weights[name][: each.shape[0], : each.shape[1]] for name, each in own.items()}
         self.load_state_dict(weights | cut, strict=False)
 
     def decode(self, x: Tensor, attended: Tensor, turns: Turns, memory: Memory) -> Tensor:
-        """x: [rows, length, hidden], the residual stream; attended: [rows, length, width]."""
+        """Run the layer. x: residual stream [rows, length, hidden]; attended: input of attention
+        [rows, length, width]."""
         x = x + self.self_attn(attended, turns, memory)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
 class Eagle3Layer(HeadLayer):
-    """EAGLE-3's layer: attention reads token and feature side by side."""
+    """EAGLE-3's layer: attention reads the concatenation of token embedding and feature."""
 
     def __init__(self, config: DemoConfig) -> None:
         super().__init__(config, 2 * config.hidden)
@@ -110,38 +111,38 @@ class Eagle3Layer(HeadLayer):
 
 
 class Head(nn.Module):
-    """What heads are to the training: `ids` int64[V_d] are the target's ids of the draft
+    """The interface of heads in training. `ids` int64[V_d]: the target's token ids of the draft
     vocabulary."""
 
     ids: Tensor
 
     def features(self, target: Decoder, streams: list[Tensor]) -> Tensor:
-        """What the head reads of the target: [rows, length, F]."""
+        """Return the features that the head reads from the target: [rows, length, F]."""
         raise NotImplementedError
 
     def project(self, features: Tensor) -> Tensor:
-        """The target's features as recurrent ones: [rows, length, hidden]."""
+        """Project the target's features to recurrent ones: [rows, length, hidden]."""
         raise NotImplementedError
 
     def forward(self, embedded: Tensor, feature: Tensor, turns: Turns, memory: Memory) -> Tensor:
-        """The recurrent feature of the next depth, all [rows, length, hidden]."""
+        """Return the recurrent feature of the next depth; all are [rows, length, hidden]."""
         raise NotImplementedError
 
     def logits(self, recurrent: Tensor, target: Decoder) -> Tensor:
-        """[rows, length, V_d] of the draft vocabulary."""
+        """Return logits [rows, length, V_d] over the draft vocabulary."""
         raise NotImplementedError
 
     def begin(self, target: Decoder) -> None:
-        """Start as the target's last layer."""
+        """Initialise the weights, as a rule from the target's last layer."""
         raise NotImplementedError
 
     def drafts(self, target: Decoder, ids: Tensor, features: Tensor, depths: int) -> list[Tensor]:
-        """What `unroll` gives."""
+        """Return draft logits of each depth, as `unroll` does."""
         return unroll(self, target, ids, features, depths)
 
 
 class Eagle3(Head):
-    """The EAGLE-3 head with a draft vocabulary of its own."""
+    """The EAGLE-3 head with its own draft vocabulary."""
 
     d2t: Tensor
     t2d: Tensor
@@ -185,7 +186,7 @@ class Eagle3(Head):
 
 
 class SharedHead(nn.Module):
-    """The norm before the target's head."""
+    """The norm before the target's output layer."""
 
     def __init__(self, config: DemoConfig) -> None:
         super().__init__()
@@ -193,8 +194,8 @@ class SharedHead(nn.Module):
 
 
 class NextToken(HeadLayer, Head):
-    """One next-token layer as DeepSeek-V3 has it (arXiv 2412.19437, section 2.2), with the target's
-    embedding and head."""
+    """One MTP layer as in DeepSeek-V3 (arXiv 2412.19437, section 2.2); it uses the target's
+    embedding and output layer."""
 
     def __init__(self, config: DemoConfig) -> None:
         super().__init__(config, config.hidden)
@@ -227,16 +228,16 @@ class NextToken(HeadLayer, Head):
 
 @torch.no_grad()
 def read(head: Head, target: Decoder, ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Of ids int64[rows, length], what the head reads of the target [rows, length, F] and the
-    target's logits [rows, length, V]."""
+    """Run the target on ids int64[rows, length]; returns the features that the head reads [rows,
+    length, F] and the target's logits [rows, length, V]."""
     streams = target.streams(ids)
     return head.features(target, streams), F.linear(target.norm(streams[-1]), target.embed_tokens.weight)
 
 
 def unroll(head: Head, target: Decoder, ids: Tensor, features: Tensor, depths: int) -> list[Tensor]:
-    """Draft logits [rows, length - 1, V_d] of each depth for ids int64[rows, length] and the
-    target's features [rows, length, F]: cell i predicts token i + 2; at depth j the cells before j
-    hold garbage."""
+    """Return draft logits [rows, length - 1, V_d] of each depth for ids int64[rows, length] and the
+    target's features [rows, length, F]. Position i predicts token i + 2; at depth j the positions
+    before j are undefined."""
     embedded = target.embed_tokens(ids[:, 1:]).to(features.dtype)
     length = embedded.shape[1]
     turns = target.cosine[:length].to(features.dtype), target.sine[:length].to(features.dtype)
@@ -250,18 +251,18 @@ def unroll(head: Head, target: Decoder, ids: Tensor, features: Tensor, depths: i
 
 
 def shortened(weight: Tensor) -> Tensor:
-    """The nearest bfloat16 with `KEPT_BITS` significant bits."""
+    """Round to the nearest bfloat16 with `KEPT_BITS` significant bits."""
     fraction, exponent = torch.frexp(weight.detach().float())
     return torch.ldexp((fraction * 2**KEPT_BITS).round(), exponent - KEPT_BITS).to(torch.bfloat16)
 
 
 def published(head: Head) -> dict[str, Tensor]:
-    """The tensors of a head as they are shipped."""
+    """Return the tensors of a head as they are shipped."""
     return {name: shortened(value) if value.is_floating_point() else value for name, value in head.state_dict().items()}
 
 
 def save_eagle3(head: Eagle3, folder: Path) -> None:
-    """Write config.json and model.safetensors of an EAGLE-3 head, as published ones are, into the
+    """Write config.json and model.safetensors of an EAGLE-3 head in the published format below the
     model's folder."""
     base = json.loads((folder / "config.json").read_text())
     taken = ("model_type", "vocab_size", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")
@@ -285,8 +286,8 @@ def save_eagle3(head: Eagle3, folder: Path) -> None:
 
 
 def save_next_token(head: NextToken, folder: Path) -> None:
-    """Put the layer into the target's own file, after its last one, and say so in its
-    config.json."""
+    """Add the layer to the target's weight file, after its last layer, and set
+    num_nextn_predict_layers in its config.json."""
     path = folder / "config.json"
     config = json.loads(path.read_text())
     path.write_text(json.dumps({**config, "num_nextn_predict_layers": 1}, indent=2) + "\n")
@@ -297,8 +298,8 @@ def save_next_token(head: NextToken, folder: Path) -> None:
 
 
 def load_eagle3(folder: Path) -> Eagle3:
-    """The shipped head of the model in `folder`, in float32. Raises RuntimeError if names or shapes
-    are not as published."""
+    """Load the shipped head of the model in `folder`, in float32. Raises RuntimeError if names or
+    shapes are not as published."""
     config = json.loads((folder / DRAFT / "config.json").read_text())
     weights = load_file(folder / DRAFT / "model.safetensors")
     shape = DemoConfig(vocab_size=config["vocab_size"], intermediate=config["intermediate_size"])
@@ -308,7 +309,7 @@ def load_eagle3(folder: Path) -> Eagle3:
 
 
 def load_next_token(folder: Path) -> NextToken:
-    """The same of the layer behind the model's last."""
+    """Load the MTP layer after the model's last layer, like `load_eagle3`."""
     config = json.loads((folder / "config.json").read_text())
     prefix = f"model.layers.{config['num_hidden_layers']}."
     weights = load_file(folder / "model.safetensors")
@@ -320,7 +321,7 @@ def load_next_token(folder: Path) -> NextToken:
 
 
 def load_target(folder: Path) -> Decoder:
-    """The demo model in float32, with its layers alone."""
+    """Load the demo model in float32, without its MTP layer."""
     weights = load_file(folder / "model.safetensors")
     model = DemoModel(DemoConfig(vocab_size=len(weights["model.embed_tokens.weight"])))
     model.load_state_dict({name: weights[name].float() for name in model.state_dict()})

@@ -1,9 +1,8 @@
-"""The draft head of several next-token layers (arXiv 2412.19437, section 2.2), of which each
-proposes one token. Parameter names as published: the layers behind the model's last, in a file of
-their own.
+"""The draft head of several MTP layers (arXiv 2412.19437, section 2.2); each drafts one token.
+Parameter names as published: layers after the model's last one, in a separate file.
 
-Cell i of layer j, from 0, holds the token i + 1 + j and what layer j - 1 made of cell i, the first
-layer what the target did; it predicts token i + 2 + j.
+Position i of layer j (from 0) takes token i + 1 + j and the output of layer j - 1 at position i
+(layer 0: the target's hidden state); it predicts token i + 2 + j.
 """
 
 import json
@@ -18,11 +17,11 @@ from tools.demo.heads import Head, NextToken, delayed, published
 from tools.demo.model import Decoder, DemoConfig, save_weights
 
 FOLDER = "mtp-layers"
-"""The folder of the head, in the model's."""
+"""The folder of the head within the model's folder."""
 
 
 class NextTokenLayers(Head):
-    """The layers, with the target's embedding and output layer."""
+    """The MTP layers; they use the target's embedding and output layer."""
 
     def __init__(self, config: DemoConfig) -> None:
         """`config` has the head's own layers and feed-forward width."""
@@ -45,7 +44,7 @@ class NextTokenLayers(Head):
         turns = target.cosine[:length].to(features.dtype), target.sine[:length].to(features.dtype)
         made, found = features[:, :-1], []
         for depth, layer in enumerate(self.each[:depths]):
-            # The last cells have no token so far ahead; nothing is predicted of what they get.
+            # The last positions wrap around to wrong tokens; their predictions are not used.
             made = layer(embedded.roll(-depth, 1), made, turns, [])
             found.append(delayed(layer.logits(made, target), depth))
         return found
@@ -56,8 +55,8 @@ class NextTokenLayers(Head):
 
 
 def save_layers(head: NextTokenLayers, folder: Path) -> None:
-    """Write config.json and model.safetensors into the model's folder: a checkpoint like the
-    model's with these layers alone."""
+    """Write config.json and model.safetensors below the model's folder: a checkpoint in the model's
+    format with these layers only."""
     base = json.loads((folder / "config.json").read_text())
     own = {"intermediate_size": head.config.intermediate, "num_nextn_predict_layers": head.config.layers}
     (folder / FOLDER).mkdir(exist_ok=True)
@@ -71,8 +70,8 @@ def save_layers(head: NextTokenLayers, folder: Path) -> None:
 
 
 def load_layers(folder: Path) -> NextTokenLayers:
-    """The shipped head of the model in `folder`, in float32. Raises RuntimeError if names or shapes
-    are not as published."""
+    """Load the shipped head of the model in `folder`, in float32. Raises RuntimeError if names or
+    shapes are not as published."""
     config = json.loads((folder / FOLDER / "config.json").read_text())
     count, first = config["num_nextn_predict_layers"], config["num_hidden_layers"]
     head = NextTokenLayers(DemoConfig(config["vocab_size"], layers=count, intermediate=config["intermediate_size"]))

@@ -1,5 +1,5 @@
-"""A compact Llama for training: the parameter names are those of the published checkpoints, the
-files those of transformers."""
+"""A compact Llama for training, with the parameter names of published checkpoints and the files of
+transformers."""
 
 import json
 from collections.abc import Mapping
@@ -31,7 +31,7 @@ class DemoConfig:
 
 
 class RMSNorm(nn.Module):
-    """Root mean square norm with a gain."""
+    """RMS norm with a gain."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
@@ -45,8 +45,8 @@ class RMSNorm(nn.Module):
 
 
 def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-    """Rotary embedding of x [rows, heads, length, head_dim], halves paired as in the published
-    Llama checkpoints."""
+    """Apply the rotary embedding to x [rows, heads, length, head_dim]; element i is paired with
+    i + head_dim / 2, as in the published Llama checkpoints."""
     first, second = x.chunk(2, dim=-1)
     return torch.cat((first * cosine - second * sine, second * cosine + first * sine), dim=-1)
 
@@ -89,7 +89,7 @@ class MLP(nn.Module):
 
 
 class Layer(nn.Module):
-    """One decoder layer, with attention of its own kind (None: causal)."""
+    """One decoder layer with the given attention module (None: causal)."""
 
     def __init__(self, config: DemoConfig, attention: nn.Module | None = None) -> None:
         super().__init__()
@@ -99,7 +99,8 @@ class Layer(nn.Module):
         self.mlp = MLP(config)
 
     def forward(self, x: Tensor, *given: Any) -> Tensor:
-        """x: [rows, length, hidden]; `given` is the attention's: cosine and sine of its places."""
+        """x: [rows, length, hidden]; `given`: further arguments of the attention, such as cosine
+        and sine."""
         x = x + self.self_attn(self.input_layernorm(x), *given)
         return x + self.mlp(self.post_attention_layernorm(x))
 
@@ -121,8 +122,8 @@ class Decoder(nn.Module):
         self.register_buffer("sine", angles.sin(), persistent=False)
 
     def streams(self, ids: Tensor) -> list[Tensor]:
-        """The residual stream [rows, length, hidden] before each layer and after the last; ids:
-        [rows, length] int64."""
+        """Return the residual stream [rows, length, hidden] before each layer and after the last;
+        ids: [rows, length] int64."""
         x = self.embed_tokens(ids).to(
             torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else torch.float32
         )
@@ -134,7 +135,7 @@ class Decoder(nn.Module):
         return found
 
     def forward(self, ids: Tensor) -> Tensor:
-        """ids: [rows, length] int64; the result is [rows, length, hidden]."""
+        """Return hidden states [rows, length, hidden] of ids [rows, length] int64."""
         return self.norm(self.streams(ids)[-1])
 
 
@@ -151,16 +152,16 @@ class DemoModel(nn.Module):
                 nn.init.normal_(parameter, std=0.03 / (2 * config.layers) ** 0.5 if is_last else 0.03)
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Logits [rows, length, vocabulary] of ids [rows, length] int64."""
+        """Return logits [rows, length, vocabulary] of ids [rows, length] int64."""
         return F.linear(self.model(ids), self.model.embed_tokens.weight)
 
     def loss(self, ids: Tensor, targets: Tensor) -> Tensor:
-        """Mean cross entropy in nats over the targets that are not -100; a scalar."""
+        """Return the mean cross entropy in nats over targets that are not -100; a scalar."""
         return F.cross_entropy(self(ids).flatten(0, 1).float(), targets.flatten())
 
 
 def transformers_config(config: DemoConfig, tokenizer: Tokenizer) -> dict[str, object]:
-    """config.json as transformers reads it."""
+    """Return config.json as transformers reads it."""
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -184,14 +185,13 @@ def transformers_config(config: DemoConfig, tokenizer: Tokenizer) -> dict[str, o
 
 
 def special_ids(tokenizer: Tokenizer) -> dict[str, object]:
-    """The ids that end, begin and pad a text."""
+    """Return the token ids that begin, end and pad a text."""
     names = {"bos_token_id": "<|bos|>", "eos_token_id": "<|end|>", "pad_token_id": "<|pad|>"}
     return {name: tokenizer.token_to_id(token) for name, token in names.items()}
 
 
 def save_model(model: DemoModel, tokenizer: Tokenizer, folder: Path) -> None:
-    """Write config.json, generation_config.json and model.safetensors (bfloat16); each file is
-    replaced in one move."""
+    """Write config.json, generation_config.json and model.safetensors (bfloat16)."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(transformers_config(model.config, tokenizer), indent=2) + "\n")
     generation = {**special_ids(tokenizer), "do_sample": False, "max_new_tokens": 256}
@@ -200,7 +200,7 @@ def save_model(model: DemoModel, tokenizer: Tokenizer, folder: Path) -> None:
 
 
 def save_weights(weights: Mapping[str, Tensor], folder: Path) -> None:
-    """Write model.safetensors in one move."""
+    """Write model.safetensors; the old file is replaced atomically."""
     new = folder / "model.safetensors.new"
     save_file({name: value.contiguous() for name, value in weights.items()}, new, metadata={"format": "pt"})
     new.chmod(0o644)

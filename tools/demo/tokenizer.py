@@ -1,5 +1,5 @@
-"""The tokenizer of the demo model: byte-level BPE learnt from the generated text, one token per
-digit, and a chat template."""
+"""The demo model's tokenizer: byte-level BPE trained on the generated text, one token per digit,
+and a chat template."""
 
 import json
 from pathlib import Path
@@ -24,22 +24,22 @@ CHAT_TEMPLATE = (
 
 
 def training_text(seed: int, count: int) -> list[str]:
-    """The text that the merges are counted on, without special tokens."""
+    """Return the texts that merges are trained on, without special tokens."""
     texts = [found.text for found in documents(seed, count)]
     texts += [long_document(seed, index).text for index in range(count // 50)]
     return [part for text in texts for part in split_special(text)]
 
 
 def split_special(text: str) -> list[str]:
-    """The pieces of `text` between special tokens."""
+    """Return the pieces of `text` between special tokens."""
     for token in SPECIAL:
         text = text.replace(token, "\0")
     return [part for part in text.split("\0") if part]
 
 
 def make_tokenizer(seed: int, count: int = 20000) -> Tokenizer:
-    """Learn the tokenizer; the same seed gives the same file. Encoding starts with <|bos|> unless
-    told otherwise."""
+    """Train the tokenizer; the same seed gives the same file. Encoding begins with <|bos|> by
+    default."""
     tokenizer = Tokenizer(models.BPE())
     digits = pre_tokenizers.Digits(individual_digits=True)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=False)])

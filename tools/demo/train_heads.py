@@ -1,9 +1,9 @@
-"""Train a draft head of the demo model and ship it beside it: python -m tools.demo.train_heads mtp
---minutes 10; eagle3, dflash, mtp-layers.
+"""Trains a draft head of the demo model and writes it into the model's folder: python -m
+tools.demo.train_heads mtp --minutes 10; also eagle3, dflash, mtp-layers.
 
-A head learns the target's softmax, unrolled over the depths that drafting uses or in blocks behind
-random tokens, on the generated text and on what the target itself writes, greedily and at
-temperature 1. The learning rate follows the processor's clock.
+A head learns the target's softmax, unrolled over the depths of drafting or in blocks after random
+tokens, on generated text and on text that the target writes, greedily and at temperature 1. The
+learning rate follows CPU time.
 """
 
 import argparse
@@ -47,7 +47,7 @@ EAGLE3_INTERMEDIATE = 512
 DFLASH_LAYERS, DFLASH_INTERMEDIATE = 2, 384
 LAYERS_INTERMEDIATE = 384
 TOKENS_A_BLOCK = 4
-"""One block is trained for so many tokens of a row."""
+"""A row of N tokens trains N / TOKENS_A_BLOCK blocks."""
 BLOCK_DECAY = 4.0
 CHECKED = 4
 
@@ -55,8 +55,8 @@ Batches = Iterator[tuple[Tensor, Tensor]]
 
 
 def training_texts(llm: LLM, tokenizer: Tokenizer, seed: int, count: int) -> list[list[int]]:
-    """Documents that the training of the target has not seen, cut somewhere and continued by it:
-    half of them greedily."""
+    """Return `count` documents that the target was not trained on, cut at a random point and
+    continued by the target: half greedily, half at temperature 1."""
     prompts = []
     for index in range(count):
         rng = random.Random(f"heads:{seed}:{index}")
@@ -69,21 +69,21 @@ def training_texts(llm: LLM, tokenizer: Tokenizer, seed: int, count: int) -> lis
 
 
 class TextPacker(Packer):
-    """Every second document is one that the target wrote."""
+    """Packs rows in which every second short document is one that the target wrote."""
 
     def __init__(self, tokenizer: Tokenizer, seed: int, texts: Sequence[list[int]]) -> None:
         super().__init__(tokenizer, seed, Progress())
         self.texts = texts
 
     def tokens(self, index: int, is_long: bool) -> list[int]:
-        """One document."""
+        """Return the token ids of one document."""
         if index % 2 or is_long:
             return super().tokens(index, is_long)
         return self.texts[index // 2 % len(self.texts)]
 
 
 def batches(packer: Packer, rows: int, length: int) -> Batches:
-    """Batches without end; every twelfth one has rows of the model's greatest length."""
+    """Yield batches without end; every twelfth has rows of 1,024 tokens, the model's maximum."""
     while True:
         for _ in range(11):
             yield packer.batch(rows, length, False)
@@ -91,15 +91,15 @@ def batches(packer: Packer, rows: int, length: int) -> Batches:
 
 
 def draft_ids(texts: Sequence[list[int]], vocab_size: int) -> Tensor:
-    """The `DRAFT_VOCAB` most frequent ids, ascending: int64[V_d]."""
+    """Return the `DRAFT_VOCAB` most frequent ids in the texts, ascending: int64[V_d]."""
     counts = torch.bincount(torch.tensor([token for ids in texts for token in ids]), minlength=vocab_size)
     return counts.argsort(descending=True, stable=True)[:DRAFT_VOCAB].sort().values
 
 
 def unrolled_loss(head: Head, target: Decoder, ids: Tensor, targets: Tensor) -> Tensor:
-    """The cross entropy against the target's softmax on the draft vocabulary, in nats, summed over
-    the depths with their weights. Cells whose likeliest token the head can not draft count for
-    nothing."""
+    """Return the cross entropy against the target's softmax on the draft vocabulary, in nats:
+    the sum over depths with weights DEPTH_WEIGHT**depth. Positions where the target's most likely
+    token is not in the draft vocabulary do not count."""
     features, logits = read(head, target, ids)
     wanted = logits[:, 1:].float()
     can_draft = torch.isin(wanted.argmax(-1), head.ids) & (targets[:, 1:] != IGNORED)
@@ -114,8 +114,8 @@ def unrolled_loss(head: Head, target: Decoder, ids: Tensor, targets: Tensor) -> 
 
 
 def block_loss(head: DFlash, target: Decoder, ids: Tensor, targets: Tensor) -> Tensor:
-    """The cross entropy against the target's softmax in blocks behind random tokens, in nats, a
-    mean in which each place of a block has its weight (arXiv 2602.06036, section 4)."""
+    """Return the cross entropy against the target's softmax in blocks after random tokens, in nats:
+    a weighted mean with weights by position in the block (arXiv 2602.06036, section 4)."""
     features, logits = read(head, target, ids)
     rows, length = ids.shape
     roots = torch.rand(rows, length - SIZE).argsort(1)[:, : length // TOKENS_A_BLOCK] + 1
@@ -128,7 +128,7 @@ def block_loss(head: DFlash, target: Decoder, ids: Tensor, targets: Tensor) -> T
 
 
 class HeadTrainer:
-    """One run: a head, its optimizers and its clock."""
+    """One training run: a head, its optimizers and its CPU time."""
 
     def __init__(self, head: Head, target: Decoder, minutes: float, rate: float) -> None:
         self.head, self.target, self.minutes, self.rate = head, target, minutes, rate
@@ -137,7 +137,7 @@ class HeadTrainer:
         self.seconds, self.steps, self.tokens, self.loss = 0.0, 0, 0, math.nan
 
     def step(self, ids: Tensor, targets: Tensor) -> None:
-        """One update; `loss` is the one before it."""
+        """Make one update; sets `loss` to the loss before it."""
         begun = time.process_time()
         for group in (group for optimizer in self.optimizers for group in optimizer.param_groups):
             group["lr"] = learning_rate(self.seconds / (60 * self.minutes), self.rate)
@@ -157,14 +157,14 @@ class HeadTrainer:
         self.seconds += time.process_time() - begun
 
     def run(self, source: Batches, checks: Sequence[Sequence[Text]]) -> None:
-        """Train until the time is over, with a line of progress at each tenth of it."""
+        """Train for `minutes` of CPU time, and print progress after each tenth of it."""
         for tenth in range(1, 11):
             while self.seconds < 6 * self.minutes * tenth:
                 self.step(*next(source))
             self.report(checks)
 
     def report(self, checks: Sequence[Sequence[Text]]) -> None:
-        """One line."""
+        """Print one line of progress."""
         taus = [round(tau(walks(self.head, self.target, texts)), 3) for texts in checks]
         place = {"step": self.steps, "minutes": round(self.seconds / 60, 2), "tokens": self.tokens}
         print(json.dumps({**place, "loss": round(self.loss, 3), "tau": taus}), flush=True)
@@ -174,7 +174,7 @@ AnyHead = Eagle3 | NextToken | NextTokenLayers | DFlash
 
 
 def make_head(kind: str, tokenizer: Tokenizer, texts: Sequence[list[int]]) -> AnyHead:
-    """An untrained head; EAGLE-3's draft vocabulary is of these texts."""
+    """Make an untrained head; EAGLE-3's draft vocabulary comes from these texts."""
     vocab_size, mask = tokenizer.get_vocab_size(), tokenizer.token_to_id(MASK)
     config = DemoConfig(vocab_size=vocab_size)
     if kind == "dflash":
@@ -188,7 +188,7 @@ def make_head(kind: str, tokenizer: Tokenizer, texts: Sequence[list[int]]) -> An
 
 
 def ship(head: AnyHead, folder: Path) -> AnyHead:
-    """Write the head's files; the head as they give it back."""
+    """Write the head's files; returns the head as loaded from them."""
     if isinstance(head, DFlash):
         save_dflash(head, folder)
         return load_dflash(folder)
@@ -203,7 +203,7 @@ def ship(head: AnyHead, folder: Path) -> AnyHead:
 
 
 def arguments(words: list[str]) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("kind", choices=("eagle3", "mtp", "dflash", LAYERS))
     parser.add_argument("--minutes", type=float, default=10.0, help="processor time of the training alone")
@@ -217,7 +217,7 @@ def arguments(words: list[str]) -> argparse.Namespace:
 
 
 def main(words: list[str]) -> None:
-    """Train, ship and record; one thread, so that processor time is the training's."""
+    """Train, write and measure a head; with one thread, so that CPU time is training time."""
     given = arguments(words)
     torch.set_num_threads(1)
     torch.manual_seed(given.seed)

@@ -1,9 +1,9 @@
-"""Train the demo model that sglcore ships, from nothing but this repository: python -m
+"""Trains the demo model that sglcore ships, from this repository alone: python -m
 tools.demo.train_model --minutes 40.
 
-Writes the folder of a Llama-architecture model that transformers can load. The learning rate
-follows the clock, so that a run ends well whatever the speed of the machine; --resume continues
-from the last checkpoint. On a machine that is busy with other work, set OMP_WAIT_POLICY=PASSIVE.
+Writes the folder of a Llama model that transformers can load. The learning rate follows the clock,
+so that its schedule completes at any speed of the machine; --resume continues from the last
+checkpoint. On a busy machine set OMP_WAIT_POLICY=PASSIVE.
 """
 
 import argparse
@@ -37,7 +37,7 @@ Optimizers = tuple[torch.optim.Optimizer, ...]
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a run does. Lengths in tokens, `minutes` of wall clock."""
+    """Parameters of a run. `length` in tokens; `minutes` of wall-clock time."""
 
     seed: int
     minutes: float
@@ -49,7 +49,7 @@ class Plan:
 
 @dataclass(slots=True)
 class Progress:
-    """Where a run stands; saved with every checkpoint."""
+    """Progress of a run; saved with every checkpoint."""
 
     step: int = 0
     tokens: int = 0
@@ -67,16 +67,16 @@ class Packer:
         self.bos = tokenizer.encode("").ids[0]
 
     def tokens(self, index: int, is_long: bool) -> list[int]:
-        """One document. One in ten has no <|bos|> and one in twenty has two, so that neither
-        confuses the model."""
+        """Return the token ids of one document. One in ten has no <|bos|> and one in twenty has
+        two, so that the model tolerates both."""
         make = long_document if is_long else document
         ids = self.tokenizer.encode(make(self.seed, index).text, add_special_tokens=False).ids
         chance = random.Random(f"bos:{self.seed}:{index}").random()
         return ids[1:] if chance < 0.1 else [self.bos, *ids] if chance > 0.95 else ids
 
     def row(self, length: int, is_long: bool) -> list[int]:
-        """Up to `length` + 1 tokens: a long document first where wanted, then whole documents while
-        they fit."""
+        """Return up to `length` + 1 tokens: first a long document if `is_long`, then whole
+        documents while they fit."""
         found: list[int] = []
         misses = 0
         while misses < 3:
@@ -89,8 +89,7 @@ class Packer:
         return found
 
     def batch(self, rows: int, length: int, is_long: bool) -> tuple[Tensor, Tensor]:
-        """Inputs and targets, each [rows, length] int64; targets of padding are ignored by the
-        loss."""
+        """Return inputs and targets, each [rows, length] int64; targets of padding are IGNORED."""
         inputs = torch.zeros(rows, length, dtype=torch.int64)
         targets = torch.full((rows, length), IGNORED, dtype=torch.int64)
         for place in range(rows):
@@ -101,7 +100,7 @@ class Packer:
 
 
 def batches(packer: Packer, plan: Plan) -> Iterator[tuple[Tensor, Tensor]]:
-    """Batches without end; every `long_every`-th one has rows of the model's greatest length."""
+    """Yield batches without end; every `long_every`-th has rows of 1,024 tokens, the maximum."""
     while True:
         is_long = packer.progress.step % plan.long_every == plan.long_every - 1
         rows, length = (plan.rows * plan.length // 1024, 1024) if is_long else (plan.rows, plan.length)
@@ -109,8 +108,8 @@ def batches(packer: Packer, plan: Plan) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def learning_rate(done: float, peak: float) -> float:
-    """The rate when the share `done` (0 to 1) of the time has passed: linear warm-up, then a cosine
-    down to `FLOOR`."""
+    """Return the rate after the fraction `done` (0 to 1) of the time: linear warm-up, then a cosine
+    down to `FLOOR` times `peak`."""
     if done < WARM_UP:
         return peak * (done + 0.001) / (WARM_UP + 0.001)
     phase = min(1.0, (done - WARM_UP) / (1 - WARM_UP))
@@ -118,8 +117,8 @@ def learning_rate(done: float, peak: float) -> float:
 
 
 def make_optimizers(model: nn.Module, rate: float) -> Optimizers:
-    """Muon for the matrices of the layers, AdamW for gains and rows of tokens; both with steps of
-    the same size."""
+    """Return Muon for the layers' matrices and AdamW for gains and token embeddings; their updates
+    have the same RMS."""
     of_tokens = ("embed_tokens.weight", "lm_head.weight")
     matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and not name.endswith(of_tokens)]
     others = [p for name, p in model.named_parameters() if p.ndim != 2 or name.endswith(of_tokens)]
@@ -128,7 +127,7 @@ def make_optimizers(model: nn.Module, rate: float) -> Optimizers:
 
 
 def save_checkpoint(folder: Path, model: DemoModel, optimizers: Optimizers, progress: Progress) -> None:
-    """Write everything that --resume needs, replacing the old checkpoint only when the new one is
+    """Write everything that --resume needs; the old checkpoint is replaced when the new one is
     complete."""
     folder.mkdir(parents=True, exist_ok=True)
     states = [optimizer.state_dict() for optimizer in optimizers]
@@ -138,7 +137,8 @@ def save_checkpoint(folder: Path, model: DemoModel, optimizers: Optimizers, prog
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:
-    """The tokenizer of the run in `folder`; FileNotFoundError if there is no run to resume."""
+    """Load the tokenizer of the run in `folder`. Raises FileNotFoundError if there is no run to
+    resume."""
     path = folder / "tokenizer.json"
     if not path.exists():
         raise FileNotFoundError(
@@ -157,7 +157,7 @@ def load_checkpoint(folder: Path, model: DemoModel, optimizers: Optimizers) -> P
 
 
 class Trainer:
-    """One run: the model, its optimizer, its place in the data and its clock."""
+    """One training run: model, optimizers, progress and folders."""
 
     def __init__(self, plan: Plan, output: Path, work: Path, resume: bool, compiled: bool) -> None:
         self.plan, self.output, self.work = plan, output, work
@@ -171,7 +171,7 @@ class Trainer:
         self.loss = torch.compile(self.model.loss, dynamic=False) if compiled else self.model.loss
 
     def step(self, inputs: Tensor, targets: Tensor) -> float:
-        """One update; the loss before it."""
+        """Make one update; returns the loss before it."""
         done = self.progress.seconds / (self.plan.minutes * 60)
         for group in (group for optimizer in self.optimizers for group in optimizer.param_groups):
             group["lr"] = learning_rate(done, self.plan.rate)
@@ -198,8 +198,8 @@ class Trainer:
         save_checkpoint(self.work, self.model, self.optimizers, self.progress)
 
     def run(self) -> None:
-        """Train until the time is over, with a line every 50 steps and a checkpoint every 5
-        minutes."""
+        """Train until the time is over, with a progress line every 50 steps and a checkpoint every
+        5 minutes."""
         self.save()
         source = batches(Packer(self.tokenizer, self.plan.seed, self.progress), self.plan)
         before, saved, recent = time.monotonic(), self.progress.seconds, []
@@ -217,7 +217,7 @@ class Trainer:
         self.save()
 
     def report(self, losses: list[float]) -> None:
-        """One line of progress."""
+        """Print one line of progress."""
         speed = self.progress.tokens / max(self.progress.seconds, 1e-9)
         row = {
             "step": self.progress.step,
@@ -228,7 +228,7 @@ class Trainer:
 
 
 def arguments(words: list[str]) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=40.0, help="wall-clock time of the whole run")
     parser.add_argument("--seed", type=int, default=7)

@@ -1,8 +1,8 @@
-"""What installs sglcore from this checkout: which torch, which pip commands, and what went wrong in
-words. Standard library only.
+"""Installs sglcore from this checkout: chooses torch, makes the pip commands and explains failures.
+Standard library only.
 
-Importing it ends the process with one line where the interpreter is not one that is served, before
-anything newer is read.
+Importing it ends the process with one line if the interpreter is not supported, before any module
+with newer syntax is read.
 """
 
 import sys

@@ -1,5 +1,5 @@
-"""Which torch is installed, from where, and why. It asks indexes by what it is given, and installs
-nothing."""
+"""Chooses which torch is installed, from where, and why. It asks indexes through `Asker` and
+installs nothing."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ TRITON = re.compile(r"(pytorch-)?triton\b", re.I)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Installed:
-    """A torch that the interpreter finds. `is_own`: it lies in this environment, not in the
-    interpreter below it."""
+    """A torch that the interpreter finds. `is_own`: it is installed in this environment, not in the
+    base interpreter."""
 
     version: str
     is_own: bool
@@ -27,51 +27,51 @@ class Installed:
 
     @property
     def number(self) -> str:
-        """Without what stands after the numbers: 2.12.0 of 2.12.0a0+git5."""
+        """The version without its suffix: 2.12.0 for 2.12.0a0+git5."""
         found = re.match(r"[\d.]*\d", self.version)
         return found.group() if found else self.version
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """What is done about torch."""
+    """The decision about torch."""
 
     number: str
-    """The version that all else must fit; of a vendor's torch all of it."""
+    """The version for the constraints of other packages; for a vendor's torch with its suffix."""
     requirements: tuple[str, ...]
-    """What pip is told; none: the torch that is there stays."""
+    """pip's requirements; empty: the installed torch stays."""
     why: str
-    """One line for people: what, how large, from where, for what reason."""
+    """One line for the user: version, size, source and reason."""
     index_words: tuple[str, ...] = ()
-    """Options of pip's for an index other than its own."""
+    """pip's options for an additional index."""
     megabytes: tuple[int, int] = (0, 0)
-    """About what is downloaded, and what that is on disk."""
+    """Approximate size of the download, and its size on disk."""
     brings_triton: bool = True
     notes: tuple[str, ...] = ()
-    """Further lines for people."""
+    """Further lines for the user."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
-    """What a choice is made from."""
+    """The inputs of a choice."""
 
     host: TorchNeeds
-    """The processor's package, whose builds serve where no accelerator asks for another."""
+    """The CPU package; its builds are used if no accelerator needs another."""
     devices: tuple[TorchNeeds, ...]
-    """The accelerators' packages that are to be usable."""
+    """The packages of the chosen accelerators."""
     reason: str
-    """Why these, in words: what was seen, or named."""
+    """Why these devices: they were seen, or named."""
     machine: Machine
     version: str = ""
-    """The version that was asked for; "": the preferred one."""
+    """The requested version; "": the preferred one."""
     index: str = ""
-    """The index that was asked for."""
+    """The requested index; "": none."""
     only_processor: bool = False
-    """No accelerator is to compute, whatever is there."""
+    """Use only the CPU, even if there is an accelerator."""
 
 
 def installed() -> Installed | None:
-    """The torch of this interpreter, by its metadata; nothing is imported."""
+    """Return this interpreter's torch by its metadata, without an import; None if not installed."""
     try:
         found = distribution("torch")
     except PackageNotFoundError:
@@ -84,9 +84,8 @@ def installed() -> Installed | None:
 
 
 def choose(wanted: Wanted, present: Installed | None, sources: Sources, ask: Asker, may_fail: bool = True) -> Choice:
-    """The torch for what is wanted. Raises InstallError where none can be had; with `may_fail`
-    false, as in a dry run, the preferred build is taken all the same, and its line says what was
-    wrong."""
+    """Choose torch. Raises InstallError if none is available; with `may_fail` false (a dry run) the
+    preferred build is chosen anyway, and `why` says what was wrong. Waits for indexes."""
     needs = _needs(wanted)
     if present is not None and not present.is_own and _is_supported(present, needs, wanted.version):
         return _kept(present, needs)
@@ -125,8 +124,8 @@ def choose(wanted: Wanted, present: Installed | None, sources: Sources, ask: Ask
 
 
 def version_for(needs: Sequence[TorchNeeds], asked: str) -> str:
-    """The version that all support, preferred by the last; raises InstallError where there is none,
-    or not the one asked."""
+    """Return the requested version, or the last package's most preferred one that all support.
+    Raises InstallError if there is no common version, or `asked` is not one."""
     common = [version for version in needs[-1].versions if all(version in each.versions for each in needs)]
     names = " and ".join(each.package for each in needs)
     if asked and asked not in common:
@@ -138,7 +137,7 @@ def version_for(needs: Sequence[TorchNeeds], asked: str) -> str:
 
 
 def has_any(names: Sequence[str]) -> bool:
-    """Whether one of these distributions is installed."""
+    """Return whether one of these distributions is installed."""
     for name in names:
         try:
             distribution(name)
@@ -149,8 +148,8 @@ def has_any(names: Sequence[str]) -> bool:
 
 
 def _needs(wanted: Wanted) -> tuple[TorchNeeds, ...]:
-    """The host's, then those of the devices; raises InstallError where two devices need different
-    builds."""
+    """Return the CPU package's needs, then those of the devices. Raises InstallError if two devices
+    need different builds."""
     if wanted.only_processor or not wanted.devices:
         return (wanted.host,)
     builds = {each.builds for each in wanted.devices}
@@ -164,14 +163,15 @@ def _needs(wanted: Wanted) -> tuple[TorchNeeds, ...]:
 
 
 def _is_supported(present: Installed, needs: Sequence[TorchNeeds], asked: str) -> bool:
-    """A vendor's torch may be between two that the index has: 2.12.0a0."""
+    """Return whether all support the installed torch, by major and minor version: a vendor's can be
+    between two releases, such as 2.12.0a0."""
     minor = present.number.split(".")[:2]
     is_known = all(any(minor == version.split(".")[:2] for version in each.versions) for each in needs)
     return is_known and asked in ("", present.number, present.version)
 
 
 def _kept(present: Installed, needs: Sequence[TorchNeeds]) -> Choice:
-    """The vendor's torch, in the interpreter that this environment stands on."""
+    """Return the choice to keep the vendor's torch of the base interpreter."""
     why = f"torch {present.version} of the interpreter below this environment is kept"
     notes = tuple(each.note for each in needs if each.note and not has_any(each.vendor))
     return Choice(
@@ -184,7 +184,8 @@ def _triton() -> bool:
 
 
 def _will_do(present: Installed, builds: Sequence[Build], wanted: Wanted) -> bool:
-    """Any build computes on processors; an accelerator needs its own."""
+    """Return whether the installed build works: any build does on the CPU; an accelerator needs its
+    own."""
     label = present.version.partition("+")[2]
     is_host = wanted.only_processor or not wanted.devices
     return is_host or label in {build.label for build in builds}
@@ -193,7 +194,8 @@ def _will_do(present: Installed, builds: Sequence[Build], wanted: Wanted) -> boo
 def _build(
     number: str, builds: Sequence[Build], wanted: Wanted, sources: Sources, ask: Asker, may_fail: bool
 ) -> tuple[Build, tuple[str, ...], str]:
-    """The build, the options for its index, and the line that says why."""
+    """Return the first available build, pip's options for its index, and the line that says
+    why."""
     refused: list[str] = []
     for build in builds:
         folder = sources.local(f"torch-{build.version(number)}", wanted.machine)
@@ -213,7 +215,8 @@ def _build(
 
 
 def _words(build: Build) -> tuple[str, ...]:
-    """A label makes the version one that no other index has."""
+    """Return pip's options for the build's index; an extra index is enough, because no other index
+    has a version with this label."""
     return ("--extra-index-url", build.index) if build.index else ()
 
 
@@ -224,5 +227,5 @@ def _line(number: str, build: Build, reason: str, refused: Sequence[str]) -> str
 
 
 def size(megabytes: float) -> str:
-    """For people."""
+    """Format a size in megabytes."""
     return f"{megabytes:.0f} MB" if megabytes < 1000 else f"{megabytes / 1000:.1f} GB"

@@ -1,4 +1,4 @@
-"""The pip commands of an installation, in order, as words."""
+"""Makes the pip commands of an installation, in order."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from tools.installer.choice import Choice
 
 CONSTRAINTS = "constraints.txt"
 TESTS = "constraints-tests.txt"
-"""Versions that hold in the tests' environment alone, where nothing asks for others: Triton's,
-beside a torch that brings none."""
+"""Versions for the tests' environment only: Triton's, for a torch that does not bring one."""
 TEST = "test"
-"""The extra with which the tests' environment is installed."""
+"""The extra that the tests' environment is installed with."""
 BUILDER = "setuptools>=77"
-"""What every package of this checkout is built with."""
+"""The build requirement of every package of this checkout."""
 
 Command = tuple[str, ...]
 
 
 def pip(constraints: str) -> Command:
-    """How all begin. Python compiles what is imported when it is: pip would compile everything."""
+    """Return the beginning of all commands. `--no-compile`: Python compiles modules when they are
+    imported; pip would compile all."""
     quiet = ("--progress-bar", "off", "--disable-pip-version-check", "--no-compile")
     return (sys.executable, "-m", "pip", "install", *quiet, "-c", constraints)
 
@@ -30,7 +30,8 @@ def pip(constraints: str) -> Command:
 def in_order(
     root: Path, folders: Sequence[Path], extra: str, choice: Choice, system: str, has_triton: bool
 ) -> list[Command]:
-    """All of an installation. `has_triton`: torch has brought one, or the vendor's is there."""
+    """Return all commands of an installation. `has_triton`: torch has brought Triton, or the
+    vendor's is installed."""
     constraints = constraints_for(root, choice.number)
     torch = of_torch(choice, constraints)
     needs_triton = extra == TEST and system == "Linux" and not has_triton
@@ -39,18 +40,19 @@ def in_order(
 
 
 def of_torch(choice: Choice, constraints: str) -> Command:
-    """Torch on its own, so that pip takes no other; empty where the one that is there stays."""
+    """Return the command that installs torch alone, so that pip takes no other build; empty if the
+    installed one stays."""
     return (*pip(constraints), *choice.index_words, *choice.requirements) if choice.requirements else ()
 
 
 def of_triton(root: Path, constraints: str) -> tuple[Command, ...]:
-    """The tests' own Triton."""
+    """Return the commands that install Triton for the tests."""
     return tuple((*pip(constraints), line) for line in pinned(root / TESTS))
 
 
 def of_checkout(root: Path, folders: Sequence[Path], extra: str, constraints: str) -> tuple[Command, ...]:
-    """What builds packages, once for all of them; then the core and the packages from this
-    checkout."""
+    """Return the commands that install the build requirement once, then the core, then the other
+    packages of this checkout in editable mode."""
     editable = (*pip(constraints), "--no-build-isolation", "-e")
     checkouts = tuple(word for folder in folders for word in ("-e", with_extra(root, folder, extra)))[1:]
     core = f".[{extra}]" if extra else "."
@@ -58,21 +60,21 @@ def of_checkout(root: Path, folders: Sequence[Path], extra: str, constraints: st
 
 
 def pinned(path: Path) -> list[str]:
-    """The requirements of a file, without its comments."""
+    """Return the requirements in a file, without comments."""
     lines = (line.partition("#")[0].strip() for line in path.read_text().splitlines())
     return [line for line in lines if line]
 
 
 def with_extra(root: Path, folder: Path, extra: str) -> str:
-    """A package's folder as pip takes it, with an extra if it declares that."""
+    """Return a package's folder as pip's requirement, with the extra if the package declares it."""
     declared = tomllib.loads((folder / "pyproject.toml").read_text()).get("project", {})
     offers = extra in declared.get("optional-dependencies", {})
     return f"{folder.relative_to(root)}[{extra}]" if offers else str(folder.relative_to(root))
 
 
 def constraints_for(root: Path, number: str) -> str:
-    """The file of constraints with this torch: the checkout's own, or one below `build` with
-    another version."""
+    """Return the constraints file for this torch: the checkout's own, or a copy below `build` with
+    this version."""
     lines = (root / CONSTRAINTS).read_text().splitlines()
     if f"torch=={number}" in lines:
         return CONSTRAINTS

@@ -1,5 +1,4 @@
-"""What went wrong, in one line that says what to do: by what pip said, and by what the machine
-has."""
+"""Explains failures in one line with a remedy, from pip's output and the machine's state."""
 
 from __future__ import annotations
 
@@ -32,16 +31,17 @@ CONNECT = f"connect this machine, {MIRROR}"
 PAGE = f"answers with a page that is no package index: a proxy or a login page stands between; {MIRROR}"
 SPACE = f"free some, or set TMPDIR and PIP_CACHE_DIR to another disk{THEN}"
 HEARD = 60
-"""Lines of pip's, before its end, that are looked at."""
+"""How many last lines of pip's output are searched."""
 LAST = 20
-"""Lines of pip's that are shown where nothing here knows what they mean."""
+"""How many last lines of pip's output are shown if the failure is unknown."""
 
 Pages = Callable[[str, Sources], str]
 
 
 def explain(said: str, sources: Sources, machine: Machine, log: Path, pages: Pages = page) -> str:
-    """Pip's words in one line with the remedy; what it does not know is shown by pip's own last
-    words. What pip said long before its end, it has tried again."""
+    """Explain pip's output in one line with a remedy; for an unknown failure return the end of the
+    output. Only the last HEARD lines count: pip has retried earlier errors. May wait for an
+    index."""
     said = "\n".join(said.strip().splitlines()[-HEARD:])
     proxy = sources.proxy or os.environ.get("HTTPS_PROXY") or os.environ.get("https_proxy") or "the proxy"
     known = (
@@ -64,13 +64,13 @@ def explain(said: str, sources: Sources, machine: Machine, log: Path, pages: Pag
 
 
 def is_spoiled(said: str) -> bool:
-    """A file is not what the index says, which pip may go on taking from its cache."""
+    """Return whether a file does not match the index; pip may take it from its cache again."""
     return SPOILED.search(said) is not None
 
 
 def _missing(requirement: str, sources: Sources, machine: Machine, pages: Pages) -> str:
-    """A package that pip does not find: no network, an index that is none, or no wheel that
-    fits."""
+    """Explain why pip does not find a package: no network, a page that is not an index, or no
+    matching wheel."""
     project = re.split(r"[^\w.-]", requirement)[0]
     address = f"{sources.index.rstrip('/')}/{re.sub(r'[-_.]+', '-', project).lower()}/"
     try:
@@ -89,8 +89,8 @@ def check_space(
     what: str,
     free: Callable[[Path], int] = lambda path: shutil.disk_usage(path).free,
 ) -> None:
-    """Raises InstallError where a disk has less than what all folders on it need, in megabytes,
-    before anything is fetched."""
+    """Check free space before any download. `needed`: folders with megabytes; folders on one disk
+    are added up. Raises InstallError if a disk has less."""
     disks: dict[int, list[tuple[Path, int]]] = {}
     for path, megabytes in needed:
         there = next(each for each in (path, *path.parents) if each.exists())

@@ -1,5 +1,5 @@
-"""What a device package says about torch in its `pyproject.toml`, `[tool.sglcore.torch]`: versions,
-builds, what goes beside it."""
+"""Reads a device package's requirements on torch, `[tool.sglcore.torch]` of its `pyproject.toml`:
+versions, builds, and packages to install with it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ RANGE = re.compile(r"torch\s*>=\s*(\d+)\.(\d+)\s*,\s*<\s*(\d+)\.(\d+)")
 
 
 class InstallError(Exception):
-    """An installation that can not go on: one line that says what was found, what was wanted and
+    """The installation can not continue; the text is one line: what was found, what is needed, and
     what to do."""
 
 
@@ -23,52 +23,50 @@ class Build:
     """One build of torch, a row `[[tool.sglcore.torch.builds]]`."""
 
     name: str
-    """What it is, in words."""
+    """A description."""
     systems: tuple[str, ...]
-    """Where it runs, as `platform.system()` names them."""
+    """Operating systems that it supports, by the names of `platform.system()`."""
     index: str = ""
-    """The package index that has it; "": the one that pip asks anyway."""
+    """The package index that has it; "": pip's configured index."""
     label: str = ""
-    """The part of its version after the +; "": it has none."""
+    """The part of its version after the +; "": none."""
     megabytes: tuple[int, int]
-    """About how much is downloaded with all that it brings, and how much that is on disk."""
+    """Approximate size of the download with dependencies, and its size on disk."""
     versions: tuple[str, ...] = ()
-    """Those that it serves, where something beside torch asks for another build of the others;
+    """Versions of torch that use this build, if another package needs another build for the rest;
     empty: all."""
     brings_triton: bool = True
-    """It asks for the Triton that belongs to it."""
+    """Whether it depends on its own Triton."""
 
     def serves(self, number: str, system: str) -> bool:
-        """Whether it is one for this version and system."""
+        """Return whether it supports this version and system."""
         return system in self.systems and (not self.versions or number in self.versions)
 
     def version(self, number: str) -> str:
-        """Its version as the index has it."""
+        """Return its version with the label, as in the index."""
         return f"{number}+{self.label}" if self.label else number
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TorchNeeds:
-    """The table of one package. Builds are in the order in which they are tried: the next one
-    serves where the index of one does not answer, so the last has none unless nothing else
-    serves."""
+    """The table of one package. Builds are tried in order: if a build's index does not answer, the
+    next build is used. The last build therefore has no index of its own, unless only that works."""
 
     package: str
     versions: tuple[str, ...]
-    """What it supports, the preferred first."""
+    """Supported versions, the preferred first."""
     builds: tuple[Build, ...]
     beside: tuple[str, ...] = ()
-    """Requirements that go with torch, with {torch} for its version."""
+    """Requirements to install with torch; {torch} stands for its version."""
     vendor: tuple[str, ...] = ()
-    """Distributions of the vendor's: where one is installed, the torch there is the vendor's
-    too."""
+    """Distributions of the vendor: if one is installed, the installed torch is the vendor's."""
     note: str = ""
-    """What else a person has to install where none of them is."""
+    """What else the user must install if no vendor distribution is installed."""
 
 
 def needs_of(folder: Path) -> TorchNeeds | None:
-    """What the package in a folder says; None: it needs no torch. Raises InstallError for a table
-    that can not be read."""
+    """Read the table of the package in a folder; None: it needs no torch. Raises InstallError for
+    an invalid table."""
     declared = settings(folder).get("torch")
     if declared is None:
         return None
@@ -90,13 +88,13 @@ def _build(*, systems: list[str], megabytes: list[int], versions: Sequence[str] 
 
 
 def settings(folder: Path) -> Mapping[str, Any]:
-    """`[tool.sglcore]` of the package in a folder."""
+    """Read `[tool.sglcore]` of the package in a folder."""
     return tomllib.loads((folder / "pyproject.toml").read_text()).get("tool", {}).get("sglcore", {})
 
 
 def takes(folder: Path, version: str) -> bool:
-    """Whether the dependencies of the package in a folder allow a torch; one that names none allows
-    all."""
+    """Return whether the dependencies of the package in a folder allow a version of torch; without
+    a range of torch they allow all."""
     asked = tomllib.loads((folder / "pyproject.toml").read_text()).get("project", {}).get("dependencies", ())
     found = [match for text in asked if (match := RANGE.match(text))]
     release = tuple(int(part) for part in re.findall(r"\d+", version)[:2])

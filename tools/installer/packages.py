@@ -1,4 +1,4 @@
-"""The device packages of a checkout: what their probes see, and which of them are installed."""
+"""The device packages of a checkout: their probe results, and which of them are installed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A folder of `devices/`, and what its probe said or raised."""
+    """A folder of `devices/` with its probe's report, or the raised error."""
 
     folder: Path
     package: DevicePackage | None = None
@@ -30,23 +30,23 @@ class Found:
 
     @property
     def is_host(self) -> bool:
-        """The processor's package."""
+        """Whether it is the CPU package."""
         return self.package is not None and self.package.is_host
 
     @property
     def is_seen(self) -> bool:
-        """An accelerator whose hardware is there."""
+        """Whether it is an accelerator's package and the hardware is present."""
         return not self.is_host and self.report is not None and self.report.present
 
 
 def find(root: Path) -> tuple[Found, ...]:
-    """Every package of a checkout, probed; what raises is kept."""
+    """Probe every package of a checkout; exceptions are kept in `error`."""
     return tuple(examine(path.parent) for path in sorted(root.glob("devices/*/pyproject.toml")))
 
 
 def examine(folder: Path) -> Found:
-    """Load the declaration of one package from its folder and call its probe; what raises is
-    kept."""
+    """Load one package's declaration from its folder and call its probe; an exception is kept in
+    `error`."""
     from sglcore.device.candidate import run_probe
     from sglcore.device.discovery import GROUP, discover
 
@@ -62,8 +62,8 @@ def examine(folder: Path) -> Found:
 
 
 def chosen(found: Sequence[Found], names: Sequence[str]) -> tuple[Found, ...]:
-    """The accelerators that are to be usable: those that were named, or else those that are seen.
-    Raises InstallError for a name that no package has."""
+    """Return the accelerators to install: the named ones, or without names those that are present.
+    Raises InstallError for an unknown name."""
     known = {item.folder.name: item for item in found}
     unknown = [name for name in names if name not in known]
     if unknown:
@@ -73,7 +73,7 @@ def chosen(found: Sequence[Found], names: Sequence[str]) -> tuple[Found, ...]:
 
 
 def show(item: Found, is_wanted: bool) -> None:
-    """Print the four facts, or the traceback of what was raised."""
+    """Print the probe's facts, or the traceback of its error."""
     if item.error is not None:
         print(f"{item.folder.name}: raised")
         traceback.print_exception(item.error)

@@ -1,4 +1,4 @@
-"""Which interpreters are served. An old one reads this file, so nothing here is newer than Python
+"""The supported interpreters. Old interpreters read this file, so it uses nothing newer than Python
 3.8."""
 
 import re
@@ -7,18 +7,18 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 AGAIN = "make demo"
-"""The command that a person gave, or one that does the same."""
+"""The command that messages tell the user to run again."""
 
 
 def served(root=ROOT):
-    """The versions in `[tool.sglcore] pythons` of the checkout, such as "3.11", in order."""
+    """Return the versions in `[tool.sglcore] pythons` of the checkout, such as "3.11", in order."""
     found = re.search(r"^pythons = \[(.*)\]", (root / "pyproject.toml").read_text(), re.M)
     return re.findall(r'"([\d.]+)"', found.group(1)) if found else []
 
 
 def refusal(version, executable, root=ROOT, which=shutil.which):
-    """Why an interpreter of this version can not be used, and what to do, in one line; "" where it
-    can."""
+    """Return in one line why an interpreter of this version can not be used, and what to do; "" if
+    it can."""
     known = served(root)
     own = "{}.{}".format(*version)
     if not known or own in known:

@@ -1,5 +1,5 @@
-"""Runs pip and what packages compile ahead, and leaves nothing half done: a second try goes on
-where the first ended."""
+"""Runs pip and the early builds of packages, and cleans up after interruptions, so that a second
+installation continues where the first ended."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from tools.installer.sources import Machine, Sources
 LOG = Path("build") / "install.log"
 SCRATCH = "pip-"
 TELL_EVERY = 15.0
-"""Seconds between two lines that say how far a large download is."""
+"""Seconds between two progress lines of a large download."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Where an installation runs. `scratch`: a folder on the checkout's disk in which pip unpacks;
-    `log`: all that pip says."""
+    """Paths and configuration of an installation. `scratch`: pip's temporary folder, on the
+    checkout's disk; `log`: all output of pip."""
 
     root: Path
     scratch: Path
@@ -40,7 +40,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Building:
-    """A program of a package's that compiles ahead, and the file with its words."""
+    """A running early build of a package, and the file with its output."""
 
     folder: Path
     child: subprocess.Popen[bytes]
@@ -49,8 +49,8 @@ class Building:
 
 @contextmanager
 def place(root: Path, sources: Sources, machine: Machine) -> Iterator[Place]:
-    """A scratch folder that is gone afterwards; one that a killed installation left is removed
-    first."""
+    """Make a scratch folder and remove it after the block; first remove those of killed
+    installations."""
     build = root / "build"
     build.mkdir(exist_ok=True)
     for left in build.glob(f"{SCRATCH}*"):
@@ -77,12 +77,12 @@ def _is_running(number: str) -> bool:
 
 
 def run(command: Sequence[str], here: Place, megabytes: int = 0) -> None:
-    """One pip command; raises InstallError with one line when it fails. `megabytes`: about what it
-    downloads, 0: little."""
+    """Run one pip command. Waits; raises InstallError with one line if it fails. `megabytes`:
+    approximate download size, for progress lines; 0: none."""
     print("+", " ".join(command[2:]), flush=True)
     status, said = _once(command, here, megabytes)
     if status and is_spoiled(said):
-        # The cache may hold what a proxy gave in place of the file, and would give it for ever.
+        # pip's cache may hold a proxy's page instead of the file and would return it every time.
         status, said = _once((*command, "--no-cache-dir"), here, megabytes)
     if status:
         raise InstallError(explain(said, here.sources, here.machine, here.log))
@@ -113,7 +113,7 @@ def _wait(child: subprocess.Popen[bytes], scratch: Path, megabytes: int) -> None
 
 
 def _size(file: Path) -> int:
-    """Of a file that pip may take away now."""
+    """Return the size of a file; 0 if pip has removed it."""
     try:
         return file.stat().st_size
     except OSError:
@@ -131,8 +131,8 @@ def _end(child: subprocess.Popen[bytes]) -> None:
 
 
 def check_disk(choice: Choice, here: Place) -> None:
-    """Raises InstallError where what torch brings has no place: pip keeps a download twice until it
-    is unpacked."""
+    """Raise InstallError if there is no room for torch: until it is unpacked, pip keeps a download
+    in its temporary folder and in its cache."""
     download, disk = choice.megabytes
     cache = cache_folder()
     scratch = Path(os.environ.get("TMPDIR") or here.scratch)
@@ -141,17 +141,17 @@ def check_disk(choice: Choice, here: Place) -> None:
 
 
 def cache_folder() -> Path | None:
-    """Where pip keeps what it downloads; None: nowhere."""
+    """Return pip's cache folder; None: no cache. Waits."""
     command = (sys.executable, "-m", "pip", "cache", "dir", "--disable-pip-version-check")
     ran = subprocess.run(command, capture_output=True, text=True, check=False)
     return Path(ran.stdout.strip()) if ran.returncode == 0 and ran.stdout.strip() else None
 
 
 def forget_half_installed(packages: Path) -> list[str]:
-    """The names of packages that pip was interrupted at, so that it installs them again; what it
-    was taking away is removed.
+    """Remove the metadata of packages that pip was interrupted at, so that it installs them again,
+    and the folders that it was removing. Returns the packages' names.
 
-    Pip writes INSTALLER after a package's files, and takes one that has a folder of metadata for
+    pip writes INSTALLER after a package's files, but treats a package with a metadata folder as
     installed.
     """
     for left in packages.glob("~*"):
@@ -164,9 +164,9 @@ def forget_half_installed(packages: Path) -> list[str]:
 
 @contextmanager
 def building(folders: Sequence[Path], here: Place) -> Iterator[list[Building]]:
-    """Programs of packages, as their `[tool.sglcore] early-build` names them, that compile ahead
-    what an installation would. Those that still run at the end of the block are ended, with what
-    they started."""
+    """Start the early builds of packages (`[tool.sglcore] early-build`), which compile in advance
+    what an installation would. Those that still run at the end of the block are killed with their
+    children."""
     begun: list[Building] = []
     try:
         for folder in folders:
@@ -188,8 +188,8 @@ def _begin(folder: Path, words: Sequence[str], said: Path) -> Building:
 
 
 def wait_for(begun: Sequence[Building]) -> None:
-    """Until all have ended. One that failed is said with what serves without it: no error, for the
-    installation goes on."""
+    """Wait until all have ended. Prints each failed build with the package's `without-build`
+    advice; this is no error, the installation continues."""
     for each in begun:
         if each.child.wait():
             lines = each.said.read_text(errors="replace").strip().splitlines() or ["it failed"]

@@ -1,5 +1,5 @@
-"""Where pip looks for packages, as it is configured, and whether an index has the file that is
-wanted. It installs nothing."""
+"""Reads where pip looks for packages, and asks whether an index has a needed file. It installs
+nothing."""
 
 from __future__ import annotations
 
@@ -20,22 +20,23 @@ from urllib.parse import unquote, urlsplit
 
 PUBLIC = "https://pypi.org/simple"
 SECONDS = 5.0
-"""How long an index may take to answer before it does not."""
+"""Time limit for the answer of an index."""
 PAGE = 16 << 20
-"""Bytes of a page that are read at most."""
+"""The most bytes of a page that are read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """What wheels must fit: `system` and `machine` as `platform` names them, `python` as wheels
-    do."""
+    """The platform that wheels must fit: `system` and `machine` as in `platform`, `python` as in
+    wheel names."""
 
     system: str
     machine: str
     python: str
 
     def fits(self, wheel: str) -> bool:
-        """Whether a wheel is for this interpreter and kind of processor, by its file's name."""
+        """Return whether a wheel is for this interpreter, system and architecture, by its file
+        name."""
         tags = wheel.removesuffix(".whl").split("-")[-3:]
         if len(tags) < 3 or self.python not in tags[0].split("."):
             return False
@@ -44,7 +45,7 @@ class Machine:
 
 
 def this_machine() -> Machine:
-    """The one that runs this."""
+    """Return the platform of this interpreter."""
     return Machine(
         system=platform.system(), machine=platform.machine(), python=f"cp{sys.version_info[0]}{sys.version_info[1]}"
     )
@@ -52,17 +53,18 @@ def this_machine() -> Machine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sources:
-    """What pip's configuration says."""
+    """pip's configuration."""
 
     index: str = PUBLIC
     folders: tuple[Path, ...] = ()
     """Folders of wheels that pip looks into."""
     proxy: str = ""
     cert: str = ""
-    """A file of certificates, in place of the system's."""
+    """A file of certificates that replaces the system's."""
 
     def local(self, name: str, machine: Machine) -> Path | None:
-        """The folder that has a wheel of this name and version, such as torch-2.13.0+cpu."""
+        """Return the folder that has a wheel of this name and version, such as torch-2.13.0+cpu;
+        None if none has."""
         for folder in self.folders:
             if any(machine.fits(path.name) for path in folder.glob(f"{name}-*.whl")):
                 return folder
@@ -70,15 +72,16 @@ class Sources:
 
 
 def configured(python: str = sys.executable) -> Sources:
-    """By `pip config list`, which has files and variables; waits half a second."""
+    """Read the configuration with `pip config list`, which includes files and environment
+    variables. Waits about half a second."""
     command = (python, "-m", "pip", "config", "list", "--disable-pip-version-check")
     ran = subprocess.run(command, capture_output=True, text=True, check=False)
     return from_listing(ran.stdout)
 
 
 def from_listing(text: str) -> Sources:
-    """What `pip config list` printed. Of a setting with one value, a variable counts before a
-    file."""
+    """Parse the output of `pip config list`. For a setting with one value, an environment variable
+    overrides a file."""
     found: dict[str, list[str]] = {}
     for line in sorted(text.splitlines(), key=lambda line: not line.startswith(":env:")):
         key, _, value = line.partition("=")
@@ -101,8 +104,7 @@ def _folder(word: str) -> Path | None:
 
 
 def page(address: str, sources: Sources, seconds: float = SECONDS) -> str:
-    """What an address answers; raises OSError, TimeoutError among them, where that is nothing
-    within these seconds."""
+    """Fetch a page. Waits; raises OSError (TimeoutError after `seconds`)."""
     answers: list[str | Exception] = []
 
     def ask() -> None:
@@ -111,8 +113,7 @@ def page(address: str, sources: Sources, seconds: float = SECONDS) -> str:
         except Exception as error:
             answers.append(error)
 
-    # A name that nobody resolves takes longer than any limit of a socket, so another thread waits
-    # for it.
+    # Resolving a name can take longer than a socket's timeout, so another thread does it.
     asking = threading.Thread(target=ask, daemon=True)
     asking.start()
     asking.join(seconds)
@@ -141,18 +142,17 @@ def _read(address: str, sources: Sources, seconds: float) -> str:
 
 
 def wheels(text: str, project: str) -> list[str]:
-    """The names of a project's wheels on a page of an index."""
+    """Return the names of a project's wheels on an index page."""
     found = re.findall(rf"{project}-[^\s\"'<>#/?]+\.whl", text)
     return sorted({unquote(name) for name in found})
 
 
 Asker = Callable[[str, str, Machine], str]
-"""Of an index, a version of torch and a machine: why that is not to be had there; "" where it
-is."""
+"""(index, version of torch, machine): why the index does not provide it; "" if it does."""
 
 
 def asker(sources: Sources) -> Asker:
-    """Asks over the network."""
+    """Return an asker that uses the network."""
 
     def ask(index: str, version: str, machine: Machine) -> str:
         try:
@@ -165,7 +165,7 @@ def asker(sources: Sources) -> Asker:
 
 
 def lacks(found: Sequence[str], version: str, machine: Machine) -> str:
-    """Why none of these wheels will do; "" where one does."""
+    """Return why none of these wheels fits; "" if one does."""
     if not found:
         return "answers with a page that is no package index: a proxy or a login page stands between"
     if any(name.startswith(f"torch-{version}-") and machine.fits(name) for name in found):
@@ -174,7 +174,7 @@ def lacks(found: Sequence[str], version: str, machine: Machine) -> str:
 
 
 def reason(error: OSError) -> str:
-    """A failure of the network in a few words."""
+    """Describe a network failure in a few words."""
     if isinstance(error, urllib.error.HTTPError):
         return f"HTTP status {error.code}"
     inner = error.reason if isinstance(error, urllib.error.URLError) else error

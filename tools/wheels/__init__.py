@@ -1,2 +1,2 @@
-"""Wheels of all distributions of this checkout: built, checked, installed and tried away from it,
-and their one version."""
+"""Wheels of all distributions of this checkout: building, checking, a trial outside of the
+checkout, and their common version."""

@@ -1,5 +1,5 @@
-"""`python -m tools.wheels build | check | try | version`: what is released, also on a desk (`make
-wheels` builds and checks)."""
+"""`python -m tools.wheels build | check | try | version`: release commands, which also run on a
+developer's machine (`make wheels` builds and checks)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NAMES = ("sglcore[conformance]", "sglcore-cpu")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The exit status; 1 with one line for what is wrong."""
+    """Run a command; returns the exit status: 1 with one line about a ReleaseError."""
     asked = _parsed(arguments)
     try:
         return asked.call(asked)

@@ -1,8 +1,8 @@
-"""Source distributions and wheels of a checkout, the same bytes for the same commit, compiler and
-pins.
+"""Builds source distributions and wheels of a checkout; the same commit, compiler and pins give the
+same bytes.
 
-Each distribution is built from a copy of the files that git knows: what lies about in a checkout is
-in no wheel.
+Each distribution is built from a copy of the files that git knows, so that stray files of a
+checkout get into no wheel.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from tools.wheels.environment import interpreter, run
 LICENSE = "LICENSE"
 OBJECTS = ROOT / "build" / "native" / "objects"
 LEFT_OUT = ("tests/", "ci.toml")
-"""Of a package's folder: they are for the checkout's runs."""
+"""Files of a package's folder that are not distributed: only a checkout uses them."""
 CORE = ("sglcore/", "pyproject.toml", "README.md", LICENSE)
-"""Of the checkout, what the core's distribution is made of."""
+"""Files of the checkout that belong to the core's distribution."""
 
 
 def build(out: Path, names: Sequence[str] = (), root: Path = ROOT, say: Callable[[str], None] = print) -> list[Path]:
-    """Build all distributions, or those named, into a folder, which keeps nothing else. Waits,
-    minutes where the native kernels are not compiled yet. Raises ReleaseError."""
+    """Build all distributions, or the named ones, into a folder, which is emptied first. Waits,
+    minutes if the native kernels are not compiled yet. Raises ReleaseError."""
     chosen = [each for each in distributions(root) if not names or each.name in names]
     if unknown := set(names) - {each.name for each in chosen}:
         known = ", ".join(each.name for each in distributions(root))
@@ -49,7 +49,7 @@ def build(out: Path, names: Sequence[str] = (), root: Path = ROOT, say: Callable
 
 
 def _built(each: Distribution, root: Path, scratch: Path, python: Path, epoch: int) -> list[Path]:
-    """The source distribution and the wheels of one, in a scratch folder."""
+    """Build the source distribution and the wheels of one distribution in a scratch folder."""
     tree = _copied(each, root, scratch / "tree")
     environ = _environment(epoch)
     is_native = (tree / "setup.py").exists()
@@ -66,22 +66,21 @@ def _built(each: Distribution, root: Path, scratch: Path, python: Path, epoch: i
 
 
 def _environment(epoch: int) -> dict[str, str]:
-    """The caller's, without what would change the result."""
+    """Return the caller's environment without variables that would change the result."""
     taken = {name: value for name, value in os.environ.items() if not name.startswith(("SGLCORE_", "PYTHON"))}
     native = {"SGLCORE_CPU_BUILD": "all", "SGLCORE_CPU_OBJECTS": str(OBJECTS)}
     return {**taken, **native, "SOURCE_DATE_EPOCH": str(epoch)}
 
 
 def _epoch(root: Path) -> int:
-    """The commit's time, or what SOURCE_DATE_EPOCH says. Raises ReleaseError where there is
+    """Return SOURCE_DATE_EPOCH, or else the commit's time. Raises ReleaseError if there is
     neither."""
     given = os.environ.get("SOURCE_DATE_EPOCH")
     return int(given) if given else int(_git(root, "log", "-1", "--format=%ct").strip())
 
 
 def _git(root: Path, *words: str) -> str:
-    """What git says of a checkout, whoever it belongs to; raises ReleaseError where there is
-    none."""
+    """Return git's output in a checkout of any owner. Raises ReleaseError if git fails."""
     try:
         command = ("git", "-c", "safe.directory=*", *words)
         ran = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
@@ -93,7 +92,7 @@ def _git(root: Path, *words: str) -> str:
 
 
 def _copied(each: Distribution, root: Path, tree: Path) -> Path:
-    """The files that belong to a distribution as they are in the checkout now, with the licence."""
+    """Copy the current files of a distribution, and the licence, to `tree`."""
     for name in _git(each.folder, "ls-files", "-z", ".").split("\0"):
         source, target = each.folder / name, tree / name
         if name and source.is_file() and _belongs(name, is_core=each.folder == root):
@@ -110,8 +109,8 @@ def _belongs(name: str, is_core: bool) -> bool:
 
 
 def _make_portable(made: Path, python: Path, environ: Mapping[str, str]) -> None:
-    """Name the machines that a wheel with native code runs on, as auditwheel finds it: by the
-    symbols that it needs."""
+    """Give a wheel with native code its manylinux platform tag with auditwheel, which reads the
+    needed symbols. Raises ReleaseError if the native kernels were not compiled."""
     (wheel,) = made.glob("*.whl")
     names = zipfile.ZipFile(wheel).namelist()
     if not any(name.endswith(".so") for name in names):
@@ -126,7 +125,8 @@ def _make_portable(made: Path, python: Path, environ: Mapping[str, str]) -> None
 
 
 def normalise(archive: Path, epoch: int) -> None:
-    """Pack a source distribution again, so that neither who built it nor when is in its bytes."""
+    """Repack a source distribution, so that its bytes do not depend on user or time of the
+    build."""
     packed = io.BytesIO()
     with tarfile.open(archive) as old, tarfile.open(fileobj=packed, mode="w", format=tarfile.PAX_FORMAT) as new:
         for member in sorted(old.getmembers(), key=lambda each: each.name):

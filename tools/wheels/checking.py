@@ -1,8 +1,7 @@
-"""What must hold of every distribution that is published: the files that are in it, their metadata
-and their size.
+"""Checks every distribution before publication: its files, metadata and size.
 
-A file is in a wheel exactly if git knows it in the package's folder; so a forgotten pattern of
-package data and a stray file are both found, with no list to keep.
+A wheel must contain exactly the files of the package's folder that git knows. This finds missing
+package data patterns and stray files without a list to maintain.
 """
 
 from __future__ import annotations
@@ -24,17 +23,18 @@ from tools.wheels.environment import interpreter, run
 
 MEGABYTES = {"sglcore": 18.0, "sglcore-cpu": 4.0}
 OTHERS = 0.5
-"""The most that a file may have: what an index stores for ever, and every user downloads."""
+"""The maximum size of a file in megabytes: an index stores it forever, and every user downloads
+it."""
 LIBRARY = "sglcore_cpu/libsglcore_cpu.so"
 ELF_MACHINES = {"x86_64": 62, "aarch64": 183}
-"""The number of a kind of machine in the header of its binaries."""
+"""e_machine in the ELF header, by architecture."""
 WHEEL = re.compile(r"(?P<stem>[^-]+)-(?P<version>[^-]+)-py3-none-(?P<platform>any|\S+)\.whl")
 LINUX = re.compile(r"manylinux_2_\d+_(?P<machine>\w+?)(\.|$)")
 
 
 @dataclass(frozen=True, slots=True)
 class Wheel:
-    """A wheel that was opened. `machine` is empty where it fits all."""
+    """An opened wheel. `machine`: its architecture; empty if it fits all."""
 
     path: Path
     machine: str
@@ -42,22 +42,22 @@ class Wheel:
 
     @property
     def names(self) -> set[str]:
-        """Of its files."""
+        """The names of its files."""
         return {name for name in self.files.namelist() if not name.endswith("/")}
 
     def info(self, name: str) -> str:
-        """The path of one of its own metadata's files."""
+        """Return the path of a metadata file."""
         stem, number, *_ = self.path.name.split("-")
         return f"{stem}-{number}.dist-info/{name}"
 
     def message(self, name: str) -> Message:
-        """One of them that has headers."""
+        """Parse a metadata file with headers."""
         return BytesParser().parsebytes(self.files.read(self.info(name)))
 
 
 def problems(folder: Path, names: Sequence[str] = (), root: Path = ROOT) -> list[str]:
-    """What is wrong with the distributions in a folder, one line each; all that the checkout has,
-    or those named, must be there. Raises ReleaseError where a tool can not be run."""
+    """Return the problems of the distributions in a folder, one line each; all distributions of
+    the checkout, or the named ones, must be there. Raises ReleaseError if a tool can not run."""
     wanted, found = version(root), []
     for each in distributions(root):
         if names and each.name not in names:
@@ -74,8 +74,8 @@ def problems(folder: Path, names: Sequence[str] = (), root: Path = ROOT) -> list
 
 
 def undeclared(each: Distribution) -> list[str]:
-    """Files of a distribution's packages that are no Python and that no pattern of its package data
-    names."""
+    """Return the non-Python files of a distribution's packages that no package data pattern
+    matches."""
     data, found = each.declared["tool"]["setuptools"]["package-data"], []
     for target, folder in _packaged(each).items():
         base = each.folder / folder
@@ -86,7 +86,7 @@ def undeclared(each: Distribution) -> list[str]:
 
 
 def wheel_problems(path: Path, each: Distribution) -> list[str]:
-    """What is wrong with one wheel."""
+    """Return the problems of one wheel."""
     match = WHEEL.fullmatch(path.name)
     linux = LINUX.search(match["platform"]) if match else None
     if match is None or (match["platform"] != "any" and linux is None):
@@ -98,7 +98,7 @@ def wheel_problems(path: Path, each: Distribution) -> list[str]:
 
 
 def source_problems(path: Path, each: Distribution) -> list[str]:
-    """What is wrong with one source distribution: it has all that the wheel is made of, and no
+    """Return the problems of one source distribution: it must have all sources of the wheel, and no
     tests."""
     with tarfile.open(path) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
@@ -112,8 +112,8 @@ def source_problems(path: Path, each: Distribution) -> list[str]:
 
 
 def git_files(folder: Path, *below: str) -> list[str]:
-    """The files of a folder that git knows and that are there, or those below some of its
-    folders."""
+    """Return the existing files of a folder that git knows, or those below the paths `below`.
+    Raises ReleaseError."""
     command = ("git", "-c", "safe.directory=*", "ls-files", "-z", *below)
     try:
         listed = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True).stdout
@@ -123,13 +123,13 @@ def git_files(folder: Path, *below: str) -> list[str]:
 
 
 def _packaged(each: Distribution) -> dict[str, str]:
-    """The folders that are packages, as a wheel has them, each with its folder in the checkout."""
+    """Return the package folders in the wheel, each with its folder in the checkout."""
     where = each.declared["tool"]["setuptools"].get("package-dir", {})
     return {module.replace(".", "/"): folder for module, folder in (where or {each.stem: each.stem}).items()}
 
 
 def _files(wheel: Wheel, each: Distribution) -> list[str]:
-    """As git has them, and nothing else."""
+    """Check that the wheel has exactly the files that git knows."""
     wanted = {
         f"{target}/{name}"
         for target, folder in _packaged(each).items()
@@ -142,7 +142,7 @@ def _files(wheel: Wheel, each: Distribution) -> list[str]:
 
 
 def _record(wheel: Wheel) -> list[str]:
-    """Every file is listed with the digest that it has."""
+    """Check that RECORD lists every file with its digest, and no other."""
     rows = [line.rsplit(",", 2) for line in wheel.files.read(wheel.info("RECORD")).decode().splitlines()]
     told = {name: digest for name, digest, _ in rows if name != wheel.info("RECORD")}
     found = []
@@ -154,7 +154,7 @@ def _record(wheel: Wheel) -> list[str]:
 
 
 def _metadata(wheel: Wheel, each: Distribution) -> list[str]:
-    """The licence, its text, who it is for, and the description."""
+    """Check name, summary, licence, Python versions, description type and purity."""
     told, project = wheel.message("METADATA"), each.declared["project"]
     wanted = {
         "Name": each.name,
@@ -172,7 +172,8 @@ def _metadata(wheel: Wheel, each: Distribution) -> list[str]:
 
 
 def _native(wheel: Wheel) -> list[str]:
-    """A library exactly where the name says a kind of machine, and for that."""
+    """Check that a wheel has a library exactly if its name has an architecture, and for that
+    architecture."""
     binaries = {name for name in wheel.names if re.search(r"\.(so|dylib|pyd|dll|o|a)(\.|$)", name)}
     if binaries != ({LIBRARY} if wheel.machine else set()):
         return [f"binaries are {', '.join(sorted(binaries)) or 'missing'}"]
@@ -189,7 +190,7 @@ def _size(path: Path, each: Distribution) -> list[str]:
 
 
 def _described(folder: Path) -> list[str]:
-    """What the index would refuse of the metadata and of the description."""
+    """Check with twine what the index would refuse in metadata and description."""
     files = sorted(str(path) for path in (*folder.glob("*.whl"), *folder.glob("*.tar.gz")))
     if not files:
         return []

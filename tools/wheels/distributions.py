@@ -1,4 +1,4 @@
-"""The distributions of a checkout, and the version that all of them have."""
+"""The distributions of a checkout, and their common version."""
 
 from __future__ import annotations
 
@@ -13,37 +13,37 @@ CHANGES = "CHANGELOG.md"
 VERSION = re.compile(r'^(?:__version__|version) = "([^"]+)"$', re.MULTILINE)
 RELEASED = re.compile(r"\d+\.\d+\.\d+((a|b|rc)\d+)?")
 ENTRY = re.compile(r"^## (\S+) (\(.*\))$", re.MULTILINE)
-"""How an entry of the changes begins: its version, and the day of its release."""
+"""The heading of a changelog entry: its version, and the day of its release."""
 DAY = re.compile(r"\(\d{4}-\d\d-\d\d\)")
 WHERE = "sglcore/__init__.py"
-"""The file that says the version; the others repeat it, because a package is also built alone, from
-its own folder."""
+"""The file that defines the version; the others repeat it, because packages are also built alone
+from their folders."""
 
 
 class ReleaseError(RuntimeError):
-    """What can not be built or released; the text is one line, with the remedy."""
+    """Something can not be built or released; the text is one line with a remedy."""
 
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """One that is published: the folder that its `pyproject.toml` is in, and what that declares."""
+    """A published distribution: the folder of its `pyproject.toml`, and the file's content."""
 
     folder: Path
     declared: dict[str, Any]
 
     @property
     def name(self) -> str:
-        """As an index has it, such as sglcore-cpu."""
+        """The name in an index, such as sglcore-cpu."""
         return self.declared["project"]["name"]
 
     @property
     def stem(self) -> str:
-        """As names of files begin."""
+        """The beginning of its file names."""
         return self.name.replace("-", "_")
 
 
 def distributions(root: Path = ROOT) -> tuple[Distribution, ...]:
-    """The core, then the simulator and the packages of devices."""
+    """Return the core, then the simulator and the device packages."""
     files = (
         root / "pyproject.toml",
         root / "simulator" / "pyproject.toml",
@@ -53,8 +53,8 @@ def distributions(root: Path = ROOT) -> tuple[Distribution, ...]:
 
 
 def version(root: Path = ROOT) -> str:
-    """The one version. Raises ReleaseError where a package, or the first entry of the changes, has
-    another."""
+    """Return the common version. Raises ReleaseError if a package, or the first changelog entry,
+    has another."""
     wanted = _found(root / WHERE)
     others = {file: _found(file) for file in _repeated(root)} | {root / CHANGES: _newest_entry(root)[0]}
     for file, found in others.items():
@@ -65,7 +65,7 @@ def version(root: Path = ROOT) -> str:
 
 
 def check_tag(tag: str, root: Path = ROOT) -> str:
-    """The version, if a tag is of it and the changes have the day of its release. Raises
+    """Return the version if a tag names it and its changelog entry has the day of release. Raises
     ReleaseError."""
     found = version(root)
     if tag != f"v{found}":
@@ -76,7 +76,7 @@ def check_tag(tag: str, root: Path = ROOT) -> str:
 
 
 def write_version(new: str, root: Path = ROOT) -> None:
-    """Write it where it stands. The changes are written by hand. Raises ReleaseError for what is no
+    """Write the version to all files except the changelog. Raises ReleaseError for an invalid
     version."""
     if not RELEASED.fullmatch(new):
         raise ReleaseError(f"found the version {new!r}; wanted one such as 1.2.3 or 1.2.3rc1")
@@ -98,6 +98,6 @@ def _found(file: Path) -> str:
 
 
 def _newest_entry(root: Path) -> tuple[str, str]:
-    """The version of the first entry of the changes, and what stands behind it."""
+    """Return the version of the first changelog entry, and the text in brackets after it."""
     match = ENTRY.search((root / CHANGES).read_text(encoding="utf-8"))
     return (match[1], match[2]) if match else ("nothing", "")

@@ -1,5 +1,5 @@
-"""The environment of the tools that build: pinned, below `build/`, made when first needed and again
-when the pins change."""
+"""The pinned virtual environment of the build tools, below `build/`: made when first needed, and
+again when the pins or Python change."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from tools.wheels.distributions import ROOT, ReleaseError
 PINS = Path(__file__).with_name("requirements.txt")
 FOLDER = ROOT / "build" / "release" / "tool"
 UMASK = 0o022
-"""Wheels keep the permissions of their files."""
+"""The umask of builds, because wheels keep the permissions of their files."""
 STAMP = "made-of"
-"""The file in the folder that says which pins were installed, written last."""
+"""The file in the folder with the installed pins; written last."""
 
 
 def interpreter(folder: Path = FOLDER) -> Path:
-    """The environment's Python. Waits for downloads the first time; raises ReleaseError."""
+    """Return the environment's Python; makes the environment if needed, then waits for downloads.
+    Raises ReleaseError."""
     python, stamp = folder / "bin" / "python", folder / STAMP
     wanted = f"{sys.version}\n{PINS.read_text(encoding='utf-8')}"
     if not stamp.is_file() or stamp.read_text(encoding="utf-8") != wanted:
@@ -32,7 +33,8 @@ def interpreter(folder: Path = FOLDER) -> Path:
 
 
 def run(command: Sequence[str], cwd: Path = ROOT, environ: Mapping[str, str] | None = None) -> str:
-    """What a command printed; raises ReleaseError with its last words if it fails."""
+    """Run a command and return its output. Waits; raises ReleaseError with its last lines if it
+    fails."""
     ran = subprocess.run(command, cwd=cwd, env=environ, capture_output=True, text=True, check=False, umask=UMASK)
     if ran.returncode:
         last = " ".join((ran.stderr.strip() or ran.stdout.strip()).splitlines()[-3:])

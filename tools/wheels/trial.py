@@ -1,8 +1,8 @@
-"""Wheels as a user has them: installed into an empty environment away from the checkout, without a
-compiler, and used.
+"""Tries the wheels as a user would: installs them into an empty environment outside of the
+checkout, without a compiler, and uses them.
 
-What is tried: text from the embedded model by the native kernels, a server with its page and an
-answer, the conformance kit on the processor, and a new device package. Standard library only, so
+It tries text generation with the embedded model and native kernels, a server with its web page and
+a completion, the conformance kit on the CPU, and a new device package. Standard library only, so
 that any Python can run it.
 """
 
@@ -23,43 +23,43 @@ from pathlib import Path
 from tools.wheels.distributions import ReleaseError
 
 SECONDS = 1200.0
-"""No step takes longer but the download of torch."""
+"""Time limit of each step, except the download of torch."""
 DOWNLOAD_SECONDS = 3600.0
 LINKED = re.compile(r'(?:href|src)="([\w./-]+\.(?:css|js))"')
 STYLE = re.compile(r"<style>(.*?)</style>", re.DOTALL)
 SCRIPT = re.compile(r"<script>(.*?)</script>", re.DOTALL)
 PASSED = ("pip_", "ssl_", "lang", "lc_", "http_proxy", "https_proxy", "no_proxy")
-"""How variables begin that a user's commands may have: where packages come from, and a language."""
+"""Prefixes of environment variables that commands keep: package sources, proxies and language."""
 PROMPT = "Once upon a time"
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """An environment and an empty folder to work in; `seconds` of each step so far."""
+    """An environment and an empty work folder. `seconds`: durations of the steps so far."""
 
     folder: Path
     seconds: dict[str, float]
 
     @property
     def programs(self) -> Path:
-        """Of the environment."""
+        """The folder of the environment's programs."""
         return self.folder / "venv" / "bin"
 
     @property
     def work(self) -> Path:
-        """Where commands run."""
+        """The folder in which commands run."""
         return self.folder / "work"
 
     def environ(self) -> dict[str, str]:
-        """A home of its own, and no program but the environment's: no compiler, no git, no variable
-        of whoever calls."""
+        """Return the variables of commands: a separate home, and only the environment's programs on
+        PATH (no compiler, no git); no other variables of the caller except PASSED."""
         passed = {name: value for name, value in os.environ.items() if name.lower().startswith(PASSED)}
         home = {"HOME": str(self.folder / "home"), "TMPDIR": str(self.folder / "scratch")}
         return {**passed, **home, "PATH": str(self.programs), "CXX": "no-compiler-here", "COLUMNS": "200"}
 
     def run(self, step: str, *command: str, limit: float = SECONDS) -> str:
-        """What a command printed, both streams; raises ReleaseError with its last words if it
-        fails."""
+        """Run a command and return both its streams. Waits; raises ReleaseError with the end of its
+        output if it fails or exceeds `limit` seconds."""
         began = time.monotonic()
         out = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "errors": "replace"}
         try:
@@ -72,23 +72,24 @@ class Place:
         return ran.stdout
 
     def sglcore(self, step: str, *words: str) -> str:
-        """`sglcore WORDS`."""
+        """Run `sglcore WORDS`."""
         return self.run(step, str(self.programs / "sglcore"), *words)
 
 
 def install(
     dist: Path, folder: Path, python: str, names: Sequence[str], torch: Sequence[str] = (), linked: Path | None = None
 ) -> Place:
-    """Make the environment and install distributions of a folder into it by their names, which may
-    have extras. Everything else is fetched, torch first and as pip is told here; or it is there
-    already in `linked`, a folder of packages, and nothing is fetched. Waits. Raises
+    """Make the environment and install distributions from a folder by name, with extras if given.
+
+    Dependencies are downloaded, torch first with the pip arguments `torch`. If `linked`, a folder
+    of packages, is given, they come from there and nothing is downloaded. Waits. Raises
     ReleaseError."""
     place = Place(folder, {})
     for part in ("work", "home", "scratch"):
         (folder / part).mkdir(parents=True)
     own = (
         ["--without-pip"] if linked is not None else []
-    )  # pip is linked too; venv's would bring a setuptools of its own
+    )  # pip is linked too; venv's pip would bring its own setuptools
     place.run("environment", python, "-m", "venv", *own, str(folder / "venv"))
     pip = (str(place.programs / "python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check")
     if linked is not None:
@@ -101,7 +102,7 @@ def install(
 
 
 def links(packages: Path, folder: Path) -> Path:
-    """A folder that has what an environment has, but for this project's own distributions."""
+    """Make a folder with links to an environment's packages, except this project's."""
     folder.mkdir(parents=True)
     for path in packages.iterdir():
         if not re.match(r"(__editable__|sglcore|_?distutils|.*\.pth$|__pycache__)", path.name):
@@ -110,8 +111,7 @@ def links(packages: Path, folder: Path) -> Path:
 
 
 def use(place: Place) -> str:
-    """Try everything; the text that was generated. Raises ReleaseError for the first thing that is
-    not as it should be."""
+    """Try everything; returns the generated text. Raises ReleaseError for the first failure."""
     text = generate(place)
     with serving(place) as (url, say):
         began = time.monotonic()
@@ -124,7 +124,7 @@ def use(place: Place) -> str:
 
 
 def generate(place: Place) -> str:
-    """The embedded model completes a prompt, by kernels that came compiled."""
+    """Complete a prompt with the embedded model, and check that native kernels are used."""
     asked = ("--prompt", PROMPT, "--max-tokens", "12", "--seed", "1", "--verbose")
     said = place.sglcore("generate", "generate", *asked)
     text = next((line.strip() for line in said.splitlines() if line.strip().startswith(PROMPT)), "")
@@ -137,8 +137,8 @@ def generate(place: Place) -> str:
 
 @contextmanager
 def serving(place: Place) -> Iterator[tuple[str, Callable[[str, float], None]]]:
-    """A server on a free port, ended afterwards; its address, and a function that keeps the seconds
-    of a step."""
+    """Run a server on a free port during the block. Yields its address and a function that records
+    the seconds of a step."""
     began = time.monotonic()
     log = place.work / "serve.txt"
     with log.open("wb") as file:
@@ -161,7 +161,7 @@ def serving(place: Place) -> Iterator[tuple[str, Callable[[str, float], None]]]:
 
 
 def fetch_page(url: str) -> None:
-    """The page has its style and its scripts: in it, or where it says; none is empty."""
+    """Check that the web page has style and scripts, inline or linked, and that none is empty."""
     page = _get(f"{url}/")
     linked = {name: _get(f"{url}/{name}") for name in LINKED.findall(page)}
     styles = STYLE.findall(page) + [text for name, text in linked.items() if name.endswith(".css")]
@@ -173,7 +173,7 @@ def fetch_page(url: str) -> None:
 
 
 def ask(url: str, text: str) -> None:
-    """A completion over HTTP has the text that the command gave."""
+    """Check that a completion over HTTP gives the text of the command `generate`."""
     body = {"model": "sglcore-demo", "prompt": PROMPT, "max_tokens": 12, "temperature": 0, "seed": 1}
     request = urllib.request.Request(
         f"{url}/v1/completions", json.dumps(body).encode(), {"content-type": "application/json"}
@@ -184,7 +184,7 @@ def ask(url: str, text: str) -> None:
 
 
 def conform(place: Place) -> None:
-    """The kit proves the processor at level C1."""
+    """Check that the CPU passes the conformance kit at level C1."""
     told = place.sglcore("conform", "conform", "cpu", "--level", "C1", "--json")
     result, _ = json.JSONDecoder().raw_decode(told, told.index("{\n"))
     if not result["laws"] or result["problems"]:
@@ -192,7 +192,7 @@ def conform(place: Place) -> None:
 
 
 def new_device(place: Place) -> None:
-    """A new package is written, from templates that are in the wheel."""
+    """Check that `new-device` writes a package from the wheel's templates."""
     place.sglcore("new-device", "new-device", "acme")
     written = {path.relative_to(place.work / "acme").as_posix() for path in (place.work / "acme").rglob("*.*")}
     if (
@@ -211,7 +211,7 @@ def _get(request: str | urllib.request.Request) -> str:
 
 
 def clear(folder: Path) -> Path:
-    """An empty folder for a trial."""
+    """Make an empty folder for a trial, removing an old one."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     return folder

@@ -1,5 +1,5 @@
-"""The processor itself as a device: chosen when no accelerator is present. Nothing is imported but
-the declaration."""
+"""The processor as a device: chosen when no accelerator is present. Imports only what the
+declaration needs."""
 
 from sglcore.device.package import DevicePackage
 from sglcore.device.topology import Communication
@@ -25,4 +25,4 @@ package = DevicePackage(
     bring_up="sglcore_cpu.bring_up:BRING_UP",
     communication=Communication("gloo"),
 )
-"""What `sglcore devices` and the core read."""
+"""The declaration that `sglcore devices` and the core read."""

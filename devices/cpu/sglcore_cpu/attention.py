@@ -1,5 +1,5 @@
-"""Attention over the paged pool by the native kernels. Slots, lengths and pages are read when a
-kernel runs, so a recorded decode step serves whatever its buffers hold."""
+"""Paged attention by the native kernels. They read request slots, lengths and page tables when they
+run, so a recorded decode step can be replayed on new buffer contents."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ if TYPE_CHECKING:
     from sglcore.runtime.memory.pools import ReqToTokenPool, TokenToKVPool
 
 CELL_TYPES: Mapping[torch.dtype, int] = MappingProxyType({**TYPES, torch.uint8: 2})
-"""Element types as the kernels count them; cells of bytes hold codes of 8 bits, each head's with
-its scale behind."""
+"""The kernels' numbers for the element types of KV slots; uint8 means 8-bit codes, with one scale
+after the codes of each head."""
 
 
 @dataclass(slots=True)
 class PagedPlan(AttentionPlan):
-    """The first `singles` rows bring one token each (None: every row that the batch shows, padding
-    too); `starts` int32[N + 1] are the first tokens of the rows after them and the end of the last,
-    None if there are none."""
+    """The first `singles` requests have one token each (None: every row of the batch, padding
+    included). `starts` int32[N + 1]: index of the first token of each of the N other requests, and
+    the end of the last one; None if N is 0."""
 
     singles: int | None = None
     starts: Tensor | None = None
 
 
 class PagedAttention(AttentionBackend[PagedPlan]):
-    """Serves every page size, head size, window, softcap and sink in float32 and bfloat16, over
-    cells of either or of 8 bits."""
+    """Serves every page size, head size, sliding window, softcap and sink in float32 and bfloat16,
+    over KV slots of float32, bfloat16 or 8-bit codes."""
 
     facts = AttentionFacts(
         dtypes=("bfloat16", "float32"),
@@ -60,14 +60,14 @@ class PagedAttention(AttentionBackend[PagedPlan]):
         *,
         engine: Engine | None = None,
     ) -> None:
-        """`engine`: None for that of the kernel table; raises Unavailable if it has none."""
+        """`engine`: None takes the kernel table's engine; raises Unavailable if it has none."""
         super().__init__(shape, req_to_token_pool, token_to_kv_pool, kernels, hisparse)
         self._engine = engine or engine_of(kernels)
         self._decode = self._engine.kernel("paged_decode").bind()
         self._prefill = self._engine.kernel("paged_prefill").bind()
 
     def plan(self, batch: ForwardBatch) -> PagedPlan:
-        """Which rows bring one token, and where the others start. Waits for nothing."""
+        """Find the leading requests with one token, and where the others start. Does not wait."""
         plan = PagedPlan(self, self.token_to_kv_pool.generation)
         assert batch.seq_lens_cpu is not None
         lengths = batch.extend_seq_lens_cpu
@@ -82,18 +82,18 @@ class PagedAttention(AttentionBackend[PagedPlan]):
         return plan
 
     def capture_plan(self, bucket: Bucket) -> PagedPlan:
-        """Every row brings one token; what is in the buffers says the rest. Raises ValueError for
-        another bucket."""
+        """Plan a decode step: one token for each row; the kernel reads everything else from the
+        buffers. Raises ValueError if the bucket's token count is not its batch size."""
         if bucket.num_tokens != bucket.batch_size:
             raise ValueError(f"found {bucket.num_tokens} tokens of {bucket.batch_size} requests; wanted one of each")
         return PagedPlan(self, self.token_to_kv_pool.generation)
 
     def refresh(self, plan: PagedPlan, batch: ForwardBatch) -> None:
-        """Nothing: the kernel reads the buffers."""
+        """Do nothing: the kernel reads the buffers."""
 
     def attend(self, q: Tensor, layer: Attention, batch: ForwardBatch, plan: PagedPlan) -> Tensor:
-        """Rows of padding come out as zero. Raises TypeError or ValueError for what no kernel
-        serves."""
+        """Return q's attention output in q's shape; padding rows are zero. Raises TypeError for a
+        dtype that no kernel serves, ValueError for a scaling that is not positive."""
         q = q if q.stride(-1) == 1 else q.contiguous()
         out = self._engine.empty(*q.shape, dtype=q.dtype)
         singles = min(len(batch.req_pool_indices), q.shape[0]) if plan.singles is None else plan.singles
@@ -109,8 +109,8 @@ class PagedAttention(AttentionBackend[PagedPlan]):
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One layer's attention, checked: q [T, heads * D] to out, `slots` and `seq_lens` int32 of the
-    rows."""
+    """Attention of one layer: reads q [T, heads * D], writes `out`. `slots` and `seq_lens`: int32,
+    request slot and length of each row."""
 
     backend: PagedAttention
     layer: Attention
@@ -120,8 +120,8 @@ class Call:
     seq_lens: Tensor
 
     def run(self, kernel: BoundKernel, first: int, rows: int, tokens: int, **more: int) -> None:
-        """The rows [first, first + rows); tokens of out up to `tokens` that belong to none become
-        zero."""
+        """Check the dtypes and run `kernel` on the rows [first, first + rows). Tokens of `out`
+        below `tokens` that belong to no row become zero."""
         layer, pool = self.layer, self.backend.req_to_token_pool
         keys, values = self.backend.token_to_kv_pool.kv(layer.layer_id)
         sinks = layer.sinks

@@ -1,5 +1,5 @@
-"""Which kernels serve: the native ones of the highest instruction set that the processor announces,
-or torch's."""
+"""Choice of the kernels: the native ones of the highest instruction set that the processor
+announces, or torch's."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from sglcore_cpu.table import native_table
 NATIVE = "native"
 TORCH = "torch"
 NAMES = tuple(one.name for one in (*X86, *ARM))
-"""Instruction sets, as `--kernels` takes them to have one in particular."""
+"""Instruction sets that `--kernels` accepts by name."""
 BUILD_ALL = "python -m sglcore_cpu.compile --sets all"
 
 
 @functools.cache
 def load_library() -> Library:
-    """This installation's library, compiled first where it has none. It never changes while a
-    process runs."""
+    """Load this installation's library; compile it first if there is none. Cached for the life of
+    the process. Raises NativeUnavailable."""
     return find_library()
 
 
 def engine_of_one(load: Callable[[], Library] = load_library) -> Engine:
-    """The kernels of the highest instruction set that the processor announces, for one thread.
-    Raises NativeUnavailable."""
+    """Make an engine with one thread, for the highest usable instruction set. Raises
+    NativeUnavailable."""
     library = load()
     return library.engine(_instruction_set("auto", library), 1)
 
@@ -41,9 +41,11 @@ def engine_of_one(load: Callable[[], Library] = load_library) -> Engine:
 def choose_kernels(
     asked: str, threads: int, cores: Sequence[Sequence[int]] = (), load: Callable[[], Library] = load_library
 ) -> tuple[KernelTable, Row]:
-    """The table for "auto", "native" or an instruction set's name, and its row of the ledger.
+    """Return the kernel table for "auto", "native" or an instruction set's name, and its ledger
+    row.
 
-    Raises ConfigError for what is not usable here, if it was asked for.
+    If the native kernels can not run here, "auto" returns torch's table; any other choice raises
+    ConfigError.
     """
     try:
         library = load()
@@ -63,7 +65,7 @@ def choose_kernels(
 
 
 def kernels() -> KernelTable:
-    """The table of this processor, with as many threads as torch has."""
+    """Return this processor's kernel table, with torch's number of threads."""
     return choose_kernels("auto", torch.get_num_threads())[0]
 
 
@@ -86,12 +88,13 @@ def _instruction_set(asked: str, library: Library) -> str:
 
 
 def _announced(library: Library) -> tuple[str, ...]:
-    """All instruction sets of this kind of machine that this processor announces, ascending."""
+    """Return the instruction sets of this architecture that the processor announces, ascending."""
     return tuple(one.name for one in Variant().instruction_sets if one.level <= library.processor_level)
 
 
 def _lacks(chosen: str, library: Library) -> str:
-    """That this processor announces more than the library was built for; empty if it does not."""
+    """Say that the processor announces a higher instruction set than the library was built for;
+    empty if it does not."""
     announced = _announced(library)
     if not announced or chosen not in announced[:-1] or announced[-1] in library.levels:
         return ""

@@ -1,9 +1,9 @@
-"""Builds the native library: every topic's kernels once for each instruction set, with one C
-interface over them.
+"""Build the native library: the kernels of every topic, compiled once for each instruction set, and
+one C interface to all of them.
 
-It runs when the package is installed, at the first start where an installation has no library, and
-by hand as `python -m sglcore_cpu.compile`. Standard library only: nothing of this package or of any
-other is imported, for an installer has neither.
+It runs when the package is installed, at the first start of an installation without a library, and
+by hand as `python -m sglcore_cpu.compile`. It imports the standard library only, because an
+installer has neither this package nor its dependencies.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ SOURCES = Path(__file__).resolve().parent / "native"
 LIBRARY = "libsglcore_cpu.so"
 PROCESSOR = "processor.cpp"
 PLAIN = ("api.cpp", "pool.cpp", PROCESSOR)
-"""What is compiled once; every folder of sources is a topic, compiled for each instruction set."""
+"""Sources that are compiled once. Each folder of sources is a topic, compiled once for each
+instruction set."""
 
 HERE, ALL, NONE = "here", "all", "none"
 SETTING = "SGLCORE_CPU_BUILD"
-"""The environment variable by which an installation is told what to compile: the instruction sets
-that this processor needs (here, the default), all of this kind of machine, or none (the first start
+"""Environment variable that selects what an installation compiles: `here` (the default: the
+instruction sets that this processor needs), `all` of this architecture, or `none` (the first start
 compiles)."""
 SECONDS_PER_SET = 95
-"""What the kernels of one instruction set take one core of 2 GHz, measured on a Xeon with g++
-12."""
+"""Time to compile one instruction set on one core of 2 GHz, measured on a Xeon with g++ 12."""
 LONGEST_SECONDS = 900
-"""A compiler that takes longer for one file hangs: the longest takes 20."""
+"""Timeout of one compiler call; the slowest file takes 20 seconds."""
 
 COMMON = (
     "-std=c++17",
@@ -54,7 +54,7 @@ AVX512 = (*AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mprefe
 EMULATED = (*AVX512, "-DSGL_EMULATE", "-O1")
 SANITIZE = (
     "-fsanitize=address,undefined",
-    "-fno-sanitize=nonnull-attribute",  # no bytes may be copied from nowhere
+    "-fno-sanitize=nonnull-attribute",  # copying 0 bytes from a null pointer is allowed
     "-fno-sanitize-recover=undefined",
     "-fno-omit-frame-pointer",
     "-g1",
@@ -64,7 +64,7 @@ SANITIZE = (
 
 @dataclass(frozen=True, slots=True)
 class InstructionSet:
-    """A name, its level in `isa.h`, and what the compiler must be told."""
+    """An instruction set: its name, its level in `isa.h`, and the compiler flags it needs."""
 
     name: str
     level: int
@@ -83,9 +83,9 @@ ARM = (InstructionSet("neon", 1, ("-march=armv8.2-a+bf16+i8mm+dotprod+fp16",)),)
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """What is built: `emulate` builds the levels above avx512 from its instructions alone;
-    `sanitize` with the address and undefined-behaviour sanitizers; `topics` and `names` only some
-    topics and instruction sets (none: all)."""
+    """What to build. `emulate`: build the levels above avx512 with avx512 instructions only.
+    `sanitize`: with the address and undefined-behaviour sanitizers. `topics`, `names`: only these
+    topics and instruction sets (empty: all)."""
 
     compiler: str = "c++"
     machine: str = field(default_factory=platform.machine)
@@ -96,7 +96,7 @@ class Variant:
 
     @property
     def instruction_sets(self) -> tuple[InstructionSet, ...]:
-        """Those of the machine that is built for; none for one that is not known."""
+        """The selected instruction sets of `machine`; empty for an unknown machine."""
         every = {"x86_64": X86, "AMD64": X86, "aarch64": ARM, "arm64": ARM}.get(self.machine, ())
         sets = tuple(one for one in every if not self.names or one.name in self.names)
         if not self.emulate:
@@ -105,25 +105,25 @@ class Variant:
 
     @property
     def flags(self) -> tuple[str, ...]:
-        """For every file."""
+        """Compiler flags of every file."""
         return (*COMMON, "-O3", *(SANITIZE if self.sanitize else ()))
 
 
 class BuildError(RuntimeError):
-    """The compiler is missing or refused a file; the text is what it said."""
+    """The compiler is missing or rejected a file; the text is its message."""
 
 
 class NoCompiler(BuildError):
-    """There is none of that name."""
+    """There is no compiler of that name."""
 
 
 def topics(sources: Path = SOURCES) -> tuple[str, ...]:
-    """The folders of kernels."""
+    """Return the names of the folders of kernels."""
     return tuple(sorted(folder.name for folder in sources.iterdir() if any(folder.glob("*.cpp"))))
 
 
 def source_digest(sources: Path = SOURCES) -> str:
-    """A fingerprint of all sources, which the library carries."""
+    """Return a fingerprint of all sources; the library contains it too."""
     total = hashlib.sha256()
     for path in sorted(path for path in sources.rglob("*") if path.suffix in (".cpp", ".h")):
         total.update(path.relative_to(sources).as_posix().encode() + b"\0" + path.read_bytes())
@@ -131,8 +131,9 @@ def source_digest(sources: Path = SOURCES) -> str:
 
 
 def build(target: Path, variant: Variant = Variant(), cache: Path | None = None, sources: Path = SOURCES) -> Path:
-    """Compile and link to `target`; raises `BuildError`. `cache` keeps compiled files by their
-    content, and the library by what it is made of. Waits, minutes."""
+    """Compile and link to `target`. `cache` keeps object files by a hash of their preprocessed
+    source and flags, and libraries by a hash of all inputs. Waits for minutes. Raises
+    `BuildError`."""
     variant = understood(variant)
     try:
         with tempfile.TemporaryDirectory() as scratch:
@@ -147,8 +148,9 @@ def build(target: Path, variant: Variant = Variant(), cache: Path | None = None,
 
 
 def as_asked(variant: Variant, asked: str, sources: Path = SOURCES) -> Variant:
-    """The variant with the instruction sets of `SETTING`'s value, or of a list of names with commas
-    between them. Raises `BuildError` for another value, and where this processor has none."""
+    """Return the variant with the instruction sets that `asked` selects: a value of `SETTING`, or
+    names separated by commas. Raises `BuildError` for an unknown name, and if this processor has
+    none of the instruction sets."""
     if asked == HERE:
         return for_this_processor(variant, sources)
     known = {one.name for one in variant.instruction_sets}
@@ -161,9 +163,9 @@ def as_asked(variant: Variant, asked: str, sources: Path = SOURCES) -> Variant:
 
 
 def for_this_processor(variant: Variant, sources: Path = SOURCES) -> Variant:
-    """The lowest and the highest of the instruction sets that this processor announces and the
-    compiler knows: what serves here, and what serves on most machines that the installation may be
-    moved to. All of another kind of machine."""
+    """Select the lowest and the highest instruction set that this processor announces and the
+    compiler knows: the highest serves here, the lowest on most machines that the installation may
+    be moved to. When `variant` is for another architecture, select all that the compiler knows."""
     variant = understood(variant)
     if variant.machine != platform.machine():
         return variant
@@ -176,8 +178,8 @@ def for_this_processor(variant: Variant, sources: Path = SOURCES) -> Variant:
 
 
 def _processor_level(variant: Variant, sources: Path) -> int:
-    """What the library would find, by a program of the same source; as much as there is where it
-    can not be run."""
+    """Return the processor level that the library would detect, by compiling and running a program
+    of the same source; the highest level of the variant if the program can not be run."""
     most = max(one.level for one in variant.instruction_sets)
     try:
         with tempfile.TemporaryDirectory() as scratch:
@@ -192,8 +194,8 @@ def _processor_level(variant: Variant, sources: Path) -> int:
 
 
 def understood(variant: Variant) -> Variant:
-    """Without the instruction sets whose flags an older compiler does not know. Raises `BuildError`
-    if none is left, there is no compiler, or there are no kernels for the machine."""
+    """Drop the instruction sets that need flags unknown to the compiler. Raises `BuildError` if
+    none is left, if there is no compiler, or if there are no kernels for the machine."""
     if shutil.which(variant.compiler) is None:
         raise NoCompiler(f"there is no C++ compiler {variant.compiler!r} here")
     if not variant.instruction_sets:
@@ -210,19 +212,20 @@ def _takes(compiler: str, flags: Sequence[str]) -> bool:
 
 
 def compiler_version(compiler: str) -> str:
-    """What the compiler says of itself. Raises `BuildError`."""
+    """Return the compiler's output for `--version`. Raises `BuildError`."""
     return _run((compiler, "--version"))
 
 
 def _identity(variant: Variant, sources: Path) -> str:
-    """A fingerprint of all that a library is made of."""
+    """Return a fingerprint of everything that determines the library: sources, compiler, variant,
+    flags."""
     sets = [(one.name, one.level, one.flags) for one in variant.instruction_sets]
     parts = (source_digest(sources), compiler_version(variant.compiler), variant, variant.flags, sets)
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:24]
 
 
 def _objects(variant: Variant, folder: Path, scratch: Path, sources: Path) -> list[Path]:
-    """All compiled files, those of the folder that are there already included."""
+    """Compile every source; object files that `folder` already has are reused."""
     registry = scratch / "registry.cpp"
     registry.write_text(registry_text(variant, sources), encoding="utf-8")
     jobs: list[tuple[Path, tuple[str, ...]]] = [(path, ()) for path in (*(sources / name for name in PLAIN), registry)]
@@ -239,7 +242,7 @@ def _link(target: Path, variant: Variant, objects: Sequence[Path]) -> None:
 
 
 def _place(library: Path, target: Path) -> None:
-    """A copy that others see whole, and who has the one before loaded keeps that."""
+    """Copy the library to `target` atomically; a process that has loaded the old file keeps it."""
     target.parent.mkdir(parents=True, exist_ok=True)
     fresh = target.with_name(f"{target.name}.{os.getpid()}")
     shutil.copy(library, fresh)
@@ -247,14 +250,14 @@ def _place(library: Path, target: Path) -> None:
 
 
 def cores() -> int:
-    """Compilers at a time: one for each core that this process may use, and few enough for their
+    """Return the number of parallel compilers: one for each usable core, at most 8 to limit their
     memory."""
     usable = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     return min(usable, 8)
 
 
 def registry_text(variant: Variant, sources: Path = SOURCES) -> str:
-    """The C++ list of instruction sets and topics."""
+    """Return the C++ source that lists the instruction sets and topics."""
     chosen = variant.topics or topics(sources)
     lines = ['#include "library.h"']
     for one in variant.instruction_sets:
@@ -279,7 +282,7 @@ def _topic_jobs(one: InstructionSet, variant: Variant, sources: Path) -> list[tu
 
 
 def _compile(path: Path, flags: Sequence[str], variant: Variant, folder: Path, sources: Path) -> Path:
-    """The object file of one source, from the folder if it is there already."""
+    """Return the object file of one source; compile it unless `folder` already has it."""
     plain = (variant.compiler, *variant.flags, *flags)
     command = (*plain, f"-I{sources}")
     preprocessed = _run((*command, "-E", "-P", str(path)))
@@ -307,7 +310,7 @@ def _run(command: Sequence[str]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Build one variant; 1 with the compiler's words when it fails."""
+    """Build one variant; return 1 and print the compiler's message if it fails."""
     parser = argparse.ArgumentParser(prog="sglcore_cpu.compile", description="Build the native kernels.")
     parser.add_argument("--out", type=Path, default=SOURCES.parent / LIBRARY)
     parser.add_argument("--compiler", default=os.environ.get("CXX", "c++"))

@@ -1,4 +1,4 @@
-"""The sampler's draw by the native kernels: the same tokens as `draw_rows`, to the bit."""
+"""Sampling by the native kernels: it draws exactly the same tokens as `draw_rows`."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from sglcore_cpu.native import TYPES, Engine
 
 
 class NativeDraw:
-    """The table's entry `draw`. Float16 logits, and ones whose vocabulary is strided, go to
-    `draw_rows`."""
+    """The kernel table's entry `draw`. Float16 logits, and logits with a stride in the vocabulary
+    dimension, go to `draw_rows`."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._draw = engine.kernel("draw").bind()
 
     def __call__(self, logits: Tensor, state: SamplingState, tables: RaceTables) -> tuple[Tensor, Tensor]:
-        """As the table says: logits float[B, V] -> tokens int32[B], bad bool[B]. Waits until they
-        are drawn."""
+        """Draw as the table defines: logits float[B, V] -> tokens int32[B], bad bool[B]. Waits for
+        the result."""
         if logits.dtype not in TYPES or logits.stride(1) != 1:
             return draw_rows(logits, state, tables)
         return self._run(
@@ -38,8 +38,8 @@ class NativeDraw:
         )
 
     def greedy(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """The table's entry `greedy`; what else the kernel takes of a row does not change what a
-        greedy one gives."""
+        """Run the table's entry `greedy`. The kernel ignores the other sampling parameters of a
+        greedy row, so they are passed as zeros."""
         if logits.dtype not in TYPES or logits.stride(1) != 1:
             return draw_greedy(logits)
         all_rows = torch.ones(logits.shape[0], dtype=torch.bool)

@@ -1,6 +1,6 @@
-"""What a model's own lines compute between the kernels of a recorded step, by a kernel: sums and
-products of rows, the sigmoid of a gate. A call of torch takes several times as long, and ends a
-list of kernel calls."""
+"""A kernel for the elementwise torch operations that a model runs between the kernels of a recorded
+step: sums and products of rows, the sigmoid of a gate. A torch call takes several times longer, and
+splits the list of kernel calls."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ IN_PLACE = frozenset((torch.ops.aten.add_.Tensor, torch.ops.aten.mul_.Tensor))
 
 
 def elementwise(engine: Engine, func: Any, args: Sequence[Any], named: Mapping[str, Any]) -> Tensor | None:
-    """The result of torch's operation on rows [T, N] of float32 or bfloat16 and a number, or rows
-    of the same dtype that fit by broadcasting; None for any other call."""
+    """Compute the torch operation `func` for rows [T, N] of float32 or bfloat16 with a number, or
+    with rows of the same dtype that broadcast to them. Returns None for any other call."""
     operation = OPERATIONS.get(func)
     if operation is None or named:
         return None

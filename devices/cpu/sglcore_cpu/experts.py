@@ -1,7 +1,7 @@
-"""Routing to experts, and mixtures of them over plain weights, by the native kernels.
+"""Expert routing, and mixtures of experts with unpacked weights, by the native kernels.
 
-Models get them in float32 and bfloat16 (`table.takes`); tensors that lie otherwise than the kernels
-read them go to the reference.
+Models use them in float32 and bfloat16 (`table.takes`). Tensors with a memory layout that the
+kernels do not read go to the reference.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from sglcore_cpu.native import TYPES, Engine
 from sglcore_cpu.operands import INDEX_BYTES, same_dtype
 
 SUM_EPS = 1e-20
-"""Beside the sum that weights are divided by, where scores may all be 0."""
+"""Added to the sum that weights are divided by, because all scores may be 0."""
 SIGMOID, ROOT_OF_SOFTPLUS = 0, 1
 GATED, CLAMPED, SQUARED = 0, 1, 2
 
 
 class Experts:
-    """Entries of the kernel table, each as the table says, on one engine. Every one waits until its
-    result is there."""
+    """Entries of the kernel table for experts, on one engine, as the table defines them. Each call
+    waits for its result."""
 
     def __init__(self, engine: Engine) -> None:
         self._empty = engine.empty
@@ -32,7 +32,7 @@ class Experts:
         )
 
     def top_k_routing(self, logits: Tensor, k: int, normalize: bool) -> tuple[Tensor, Tensor]:
-        """Of equal logits the first expert is chosen first."""
+        """Choose the k largest logits; among equal ones the lower expert index first."""
         if not _is_plain(logits):
             return reference.top_k_routing(logits, k, normalize)
         weights, ids = self._choices(logits, k)
@@ -42,19 +42,19 @@ class Experts:
     def sigmoid_routing(
         self, logits: Tensor, bias: Tensor, k: int, groups: int, top_groups: int, normalize: bool, scale: float
     ) -> tuple[Tensor, Tensor]:
-        """Of equal scores the first group and expert are chosen first."""
+        """Choose by sigmoid scores; among equal ones the lower group and expert index first."""
         if not (_is_plain(logits) and _is_wide(bias)):
             return reference.sigmoid_routing(logits, bias, k, groups, top_groups, normalize, scale)
         return self._scored_by(SIGMOID, logits, bias, k, (groups, top_groups), normalize, scale)
 
     def sqrtsoftplus_routing(self, logits: Tensor, bias: Tensor, k: int, scale: float) -> tuple[Tensor, Tensor]:
-        """Of equal scores the first expert is chosen first."""
+        """Choose by sqrt(softplus) scores; among equal ones the lower expert index first."""
         if not (_is_plain(logits) and _is_wide(bias)):
             return reference.sqrtsoftplus_routing(logits, bias, k, scale)
         return self._scored_by(ROOT_OF_SOFTPLUS, logits, bias, k, (1, 1), True, scale)
 
     def hash_routing(self, logits: Tensor, input_ids: Tensor, table: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        """Scores of the chosen experts alone."""
+        """Compute the scores of the chosen experts only."""
         ids_bytes = INDEX_BYTES.get(input_ids.dtype)
         is_chosen = table.dtype is torch.int32 and table.is_contiguous() and input_ids.is_contiguous()
         if ids_bytes is None or not (_is_plain(logits) and is_chosen):
@@ -71,14 +71,14 @@ class Experts:
         return weights, ids
 
     def moe(self, hidden: Tensor, weights: Tensor, ids: Tensor, w13: Tensor, w2: Tensor) -> Tensor:
-        """Of each chosen expert's weights, one pass over both."""
+        """Compute the chosen experts only, with one pass over w13 and w2 of each."""
         found = self._mixed(GATED, hidden, weights, ids, w13, w2)
         return reference.moe(hidden, weights, ids, w13, w2) if found is None else found
 
     def limited_moe(
         self, hidden: Tensor, weights: Tensor, ids: Tensor, w13: Tensor, w2: Tensor, limit: float
     ) -> Tensor:
-        """As `moe`."""
+        """Compute as `moe`, with gate and up clamped by `limit`."""
         found = self._mixed(GATED, hidden, weights, ids, w13, w2, limit=limit)
         return reference.limited_moe(hidden, weights, ids, w13, w2, limit) if found is None else found
 
@@ -94,14 +94,14 @@ class Experts:
         alpha: float,
         limit: float,
     ) -> Tensor:
-        """As `moe`."""
+        """Compute as `moe`, with biases and the clamped activation of `alpha` and `limit`."""
         found = self._mixed(CLAMPED, hidden, weights, ids, w13, w2, (b13, b2), alpha, limit)
         if found is None:
             return reference.clamped_moe(hidden, weights, ids, w13, b13, w2, b2, alpha, limit)
         return found
 
     def relu2_moe(self, hidden: Tensor, weights: Tensor, ids: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
-        """As `moe`."""
+        """Compute as `moe`, with squared ReLU and without a gate."""
         found = self._mixed(SQUARED, hidden, weights, ids, w1, w2)
         return reference.relu2_moe(hidden, weights, ids, w1, w2) if found is None else found
 
@@ -143,7 +143,7 @@ class Experts:
         alpha: float = 0.0,
         limit: float = math.inf,
     ) -> Tensor | None:
-        """None for tensors that the kernel does not read."""
+        """Run the kernel `moe`; None for tensors that it does not read."""
         element, ids_bytes = TYPES.get(hidden.dtype), INDEX_BYTES.get(ids.dtype)
         is_plain = hidden.stride()[1] == 1 and all(part.is_contiguous() for part in (weights, ids, w13, w2, *biases))
         if element is None or ids_bytes is None or not is_plain:

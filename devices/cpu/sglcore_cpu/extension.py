@@ -1,5 +1,6 @@
-"""Intel's extension for PyTorch: whether it is installed and fits the torch that runs, read from
-their files. Importing one that does not fit fails, so nothing here imports it."""
+"""Detection of Intel's extension for PyTorch: whether it is installed and fits the installed torch.
+The versions are read from package metadata; nothing is imported, because importing an extension
+that does not fit fails."""
 
 from __future__ import annotations
 
@@ -14,22 +15,22 @@ ENDED = "it ended in March 2026, and 2.8.0 is its last on PyPI"
 
 @dataclass(frozen=True, slots=True)
 class Extension:
-    """An installed extension and the version of the installed `torch`; empty if there is none."""
+    """The version of an installed extension, and that of the installed `torch` (empty: none)."""
 
     version: str
     torch: str
 
     @property
     def gap(self) -> str:
-        """The reason why it cannot serve; empty if it can. It needs a torch
-        of the same major and minor version."""
+        """Why it can not serve; empty if it can. It needs a torch of the same major and minor
+        version."""
         if release(self.version) == release(self.torch):
             return ""
         here = f"torch here is {self.torch}" if self.torch else "torch is not installed"
         return f"is built for torch {release(self.version)}, and {here}"
 
     def __str__(self) -> str:
-        """What it is, and whether it can serve."""
+        """Return its version, and whether it can serve."""
         return f"{self.version}; " + (f"not used: it {self.gap}; {ENDED}" if self.gap else "--kernels ipex takes it")
 
 
@@ -42,13 +43,13 @@ def find_extension(torch: str) -> Extension | None:
 
 
 def release(version: str) -> str:
-    """The first two numbers of a version."""
+    """Return the first two numbers of a version."""
     return ".".join(version.split(".")[:2])
 
 
 def extension_row(found: Extension, asked: bool, traced: bool) -> Row:
-    """What the ledger says of it, `asked` for or not; `traced`: a compiler serves, which takes
-    kernels of its own."""
+    """Return the ledger row of an installed extension. `asked`: `--kernels ipex` was given.
+    `traced`: `--graph compiled`, which uses torch's kernels only."""
     name = f"{DISTRIBUTION} {found.version}"
     if found.gap:
         return Row("extension", "auto", "not used", f"{name} {found.gap}; {ENDED}", f"pip uninstall {DISTRIBUTION}")

@@ -1,9 +1,9 @@
-"""The native library of an installation: the one beside this package, else one that the first start
-compiles here.
+"""Find the native library of an installation: the one next to this package, else one that the first
+start compiles.
 
-A wheel for this kind of machine brings the library with every instruction set; an installation from
-sources compiled it. Where neither is so (a wheel without it, a compiler that came later) it is
-compiled once, into the user's cache.
+A wheel for this platform contains the library with every instruction set; an installation from
+sources has compiled it. If neither is the case (a wheel without the library, a compiler that was
+installed later), the library is compiled once into the user's cache.
 """
 
 from __future__ import annotations
@@ -57,13 +57,13 @@ def find_library(
 
 
 def cache_folder() -> Path:
-    """Where this user's programs keep what they can make again."""
+    """Return this package's folder in the user's cache folder."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sglcore-cpu"
 
 
 def _compile(library: Path, variant: Variant, sources: Path) -> None:
-    """Compile for this processor, unless another process has just done so. What a start that was
-    interrupted, or failed, has compiled is kept, and the next goes on from there."""
+    """Compile for this processor, unless another process has done so meanwhile. Object files of an
+    interrupted or failed start are kept, and the next start reuses them."""
     library.parent.mkdir(parents=True, exist_ok=True)
     with _alone(library.parent / "lock"):
         if library.exists():
@@ -74,7 +74,7 @@ def _compile(library: Path, variant: Variant, sources: Path) -> None:
             build(library, chosen, library.parent / OBJECTS, sources)
         except BuildError as error:
             remedy = f"; {REMEDY}" if isinstance(error, NoCompiler) else ""
-            if isinstance(error.__context__, OSError):  # not the compiler's word but the disk's
+            if isinstance(error.__context__, OSError):  # the disk failed, not the compiler
                 remedy = f"; {ROOM}"
             raise NativeUnavailable(f"the native kernels are not compiled: {error}{remedy}") from None
         shutil.rmtree(library.parent / OBJECTS, ignore_errors=True)
@@ -93,8 +93,8 @@ def _announce(variant: Variant, library: Path) -> None:
 
 @contextmanager
 def _alone(path: Path) -> Iterator[None]:
-    """One process at a time; the others wait."""
-    if sys.platform == "win32":  # it has no such lock: two processes would compile the same twice
+    """Hold an exclusive lock on the file; other processes wait for it."""
+    if sys.platform == "win32":  # no flock: two processes may compile the same library twice
         yield
         return
     import fcntl

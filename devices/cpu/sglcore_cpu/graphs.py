@@ -1,5 +1,5 @@
-"""The processor's graph: one compiled callable per bucket. Attention stays one opaque call inside
-it."""
+"""Graphs by torch's compiler: one compiled callable per bucket. Attention stays one opaque call
+inside it."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ class CompiledStep:
     """A forward of one bucket, compiled for its exact shapes."""
 
     def __init__(self, step: Callable[[], Tensor]) -> None:
-        # A bucket never changes, so nothing is guarded: its code is found by its own entry, and
-        # what another user of torch does to the process (threads, for one) recompiles nothing while
-        # requests wait.
+        # The shapes of a bucket never change, so no guards are needed. With guards, a change of
+        # process-wide state by other code (such as torch's thread count) would recompile the step
+        # while requests wait.
         self._step = torch.compile(  # pyright: ignore[reportCallIssue]  the overloads lack isolate_recompiles
             step, fullgraph=True, dynamic=False, isolate_recompiles=True, options={"guard_filter_fn": _no_guards}
         )
         self._step()
 
     def replay(self, update: object | None) -> Tensor:
-        """Run on what the buffers hold."""
+        """Run the step on the current contents of its buffers; return its output."""
         return self._step()
 
 
@@ -34,18 +34,18 @@ def _no_guards(guards: Sequence[object]) -> list[bool]:
 
 
 class CompiledGraphs:
-    """Compiles through torch's own compiler; needs a C++ compiler on the machine."""
+    """Compiles steps with torch.compile; needs a C++ compiler on the machine."""
 
     kind = "compiled"
 
     def capture(self, step: Callable[[], Tensor]) -> CompiledStep:
-        """Compile and run once. Takes seconds."""
+        """Compile the step and run it once. Waits for seconds."""
         return CompiledStep(step)
 
     def close(self) -> None:
-        """Nothing is shared between steps."""
+        """Do nothing: steps share no resources."""
 
 
 def compiled(facts: Facts, streams: Streams) -> CompiledGraphs:
-    """Decode steps by torch's compiler. A processor has no streams to capture."""
+    """Make the graphs of kind `compiled`; a processor has no streams, so `streams` is not used."""
     return CompiledGraphs()

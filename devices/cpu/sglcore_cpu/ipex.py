@@ -1,5 +1,5 @@
-"""The kernels of Intel's extension for PyTorch, by the operators that it registers: norms, rotary
-embedding and linear layers, over torch's. Nothing of it is imported before the table is made."""
+"""A kernel table with operators of Intel's extension for PyTorch: norms, rotary embedding and
+linear layers; every other entry is torch's. The extension is imported when the table is made."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from sglcore_cpu.kernels import takes_whole_heads, torch_kernels
 from sglcore_cpu.packed import ClosedWeight
 
 PACKED = (torch.float32, torch.bfloat16)
-"""Element types whose weights the extension packs on every processor that it serves; float16 wants
-newer ones."""
+"""Element types of weights that the extension packs on every processor it supports; float16 needs a
+newer processor."""
 
 
 def ipex_kernels() -> KernelTable:
-    """The table; raises ConfigError where the extension is not installed or was built for another
-    torch, DeviceError where it can not be imported."""
+    """Make the table. Raises ConfigError if the extension is not installed or was built for another
+    torch, DeviceError if it can not be imported."""
     check_installed()
     try:
         import_module("intel_extension_for_pytorch")
@@ -38,7 +38,7 @@ def ipex_kernels() -> KernelTable:
 
 
 def check_installed() -> None:
-    """Raise ConfigError unless an extension is installed that fits this torch."""
+    """Raise ConfigError unless an installed extension fits this torch."""
     found = find_extension(torch.__version__)
     reason = "is not installed" if found is None else found.gap
     if reason:
@@ -51,19 +51,20 @@ def check_installed() -> None:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """One operator."""
+    """Call the extension's operator."""
     return torch.ops.torch_ipex.rmsnorm(x, weight, eps)
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """One operator, which leaves the sum in the residual; it writes that as if its rows lay
-    together."""
+    """Call the extension's operator, which writes the sum into the residual. It assumes contiguous
+    rows there, so a strided residual is copied first."""
     total = residual.contiguous()
     return torch.ops.torch_ipex.add_rmsnorm(x, total, weight, eps, True), total
 
 
 def rotary(q: Tensor, k: Tensor, positions: Tensor, cos_sin_cache: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
-    """The operator reads rows of [sin, cos] in order. It wants a row at least."""
+    """Rotate q and k. The operator reads one row [sin, cos] for each token, in order, and needs at
+    least one token."""
     if not q.shape[0]:
         return torch.empty_like(q), torch.empty_like(k)
     cos, sin = cos_sin_cache.index_select(0, positions).chunk(2, dim=-1)
@@ -81,8 +82,8 @@ def _rotated(x: Tensor, sin_cos: Tensor, first: Tensor, head_dim: int) -> Tensor
 
 
 class Blocks:
-    """A weight in the blocks that the extension chose for this processor, with the `context` that
-    reads them."""
+    """A weight in the blocked format that the extension chose for this processor. It keeps the
+    `context` alive, because the handle that the linear operator takes points to it."""
 
     name = "blocks of ipex"
 
@@ -93,22 +94,22 @@ class Blocks:
 
     @property
     def num_bytes(self) -> int:
-        """Memory that it takes."""
+        """Bytes of memory."""
         return self._blocks.nbytes
 
     def multiply(self, x: Tensor, out_features: int) -> Tensor:
-        """x [T, in] times the weight's transpose: [T, out]."""
+        """Return x [T, in] times the weight's transpose: [T, out]."""
         return torch.ops.torch_ipex.ipex_linear(x, self._blocks, None, self._handle, out_features)
 
 
 class BlockedWeight(ClosedWeight):
-    """A weight of which the extension holds the blocks."""
+    """A weight in the extension's blocked format."""
 
     form: Blocks  # pyright: ignore[reportIncompatibleVariableOverride]
 
 
 def pack_linear(weight: Tensor) -> Tensor:
-    """Blocked by the extension, for any number of rows."""
+    """Pack the weight for any number of tokens; other dtypes than `PACKED` stay as they are."""
     if weight.dtype not in PACKED:
         return weight
     context = torch.ops.ipex_prepack.linear_prepack(weight.detach(), None, None)
@@ -116,8 +117,8 @@ def pack_linear(weight: Tensor) -> Tensor:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """The operator adds the bias that was packed, whichever it is given: there is none, and it is
-    added here."""
+    """Multiply, then add the bias. The operator ignores its bias argument and adds the packed bias;
+    weights are packed without one, so it is added here."""
     if not isinstance(weight, BlockedWeight):
         return torch.nn.functional.linear(x, weight, bias)
     found = weight.form.multiply(x, weight.shape[0])

@@ -1,6 +1,6 @@
-"""The entries around latent attention by the native kernels: norms, rotations and stores of rows, a
-product for each group, and hyper-connections. Tensors that lie otherwise than the kernels read them
-go to the reference.
+"""Kernel table entries around latent attention (MLA) by the native kernels: norm, rotary embedding
+and store of cache rows, grouped linear layers, and hyper-connections. Tensors with a memory layout
+that the kernels do not read go to the reference.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from sglcore_cpu.sparse import address, are_indices, form_of, is_known, last_is_
 
 
 class Latent:
-    """Entries of the kernel table, each as the table says, on one engine. Every one waits until its
-    result is there."""
+    """Entries of the kernel table for latent attention, on one engine, as the table defines them.
+    Each call waits for its result."""
 
     def __init__(self, engine: Engine) -> None:
         self._empty = engine.empty
@@ -28,7 +28,7 @@ class Latent:
     def rope_tail(
         self, x: Tensor, positions: Tensor, cos_sin_cache: Tensor, norm_eps: float | None, is_inverse: bool
     ) -> Tensor:
-        """One pass."""
+        """Normalise (if `norm_eps`) and rotate the last elements of each head in one pass."""
         if not (last_is_plain(x, cos_sin_cache) and are_indices(positions)):
             return reference_sparse.rope_tail(x, positions, cos_sin_cache, norm_eps, is_inverse)
         tokens, heads, size = x.shape
@@ -61,7 +61,7 @@ class Latent:
         out_rows: Tensor,
         codec: RowCodec | None,
     ) -> None:
-        """One pass."""
+        """Normalise, rotate and store rows in one pass."""
         dense = last_is_plain(x, cos_sin_cache, rows, out_rows)
         if not (is_known(codec) and dense and are_indices(positions)):
             reference_sparse.norm_rope_store(x, weight, eps, positions, cos_sin_cache, rows, out_rows, codec)
@@ -80,7 +80,7 @@ class Latent:
         out_rows: Tensor,
         codec: RowCodec | None,
     ) -> None:
-        """One pass."""
+        """Normalise, rotate and store index keys in one pass."""
         dense = last_is_plain(x, cos_sin_cache, rows, out_rows)
         if not (is_known(codec) and dense and are_indices(positions)):
             reference_sparse.index_key_store(x, weight, bias, eps, positions, cos_sin_cache, rows, out_rows, codec)
@@ -118,7 +118,7 @@ class Latent:
         )
 
     def grouped_linear(self, x: Tensor, weight: Tensor) -> Tensor:
-        """Outputs of each group are shared out."""
+        """Multiply each group by its own weight; threads divide the outputs of a group."""
         group_stride, output_stride, input_stride = weight.stride()
         if not last_is_plain(x) or 1 not in (output_stride, input_stride):
             return reference_sparse.grouped_linear(x, weight)
@@ -144,7 +144,7 @@ class Latent:
     def hc_pre(
         self, h: Tensor, fn: Tensor, base: Tensor, scale: Tensor, norm_eps: float, hc_eps: float, iters: int
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Columns of `fn` are shared out; then tokens."""
+        """Mix the residual streams; threads divide first the columns of `fn`, then the tokens."""
         tokens, streams, _ = h.shape
         if not (_are_streams(h) and fn.is_contiguous()):
             return reference_sparse.hc_pre(h, fn, base, scale, norm_eps, hc_eps, iters)
@@ -153,7 +153,7 @@ class Latent:
         return self._mixed(h, fn, base, scale, norm_eps, hc_eps, iters, (post, comb)), post, comb
 
     def hc_head(self, h: Tensor, fn: Tensor, base: Tensor, scale: Tensor, norm_eps: float, hc_eps: float) -> Tensor:
-        """As `hc_pre`, of its first part."""
+        """Reduce the streams to one, which is the first result of `hc_pre`."""
         if not (_are_streams(h) and fn.is_contiguous()):
             return reference_sparse.hc_head(h, fn, base, scale, norm_eps, hc_eps)
         return self._mixed(h, fn, base, scale, norm_eps, hc_eps, 0, (None, None))
@@ -191,7 +191,7 @@ class Latent:
         return x
 
     def hc_post(self, x: Tensor, h: Tensor, post: Tensor, comb: Tensor) -> Tensor:
-        """One pass."""
+        """Add x to every mixed stream in one pass."""
         if not (last_is_plain(x) and _are_streams(h) and post.is_contiguous() and comb.is_contiguous()):
             return reference_sparse.hc_post(x, h, post, comb)
         tokens, streams, size = h.shape
@@ -213,8 +213,8 @@ class Latent:
 
 
 def takes_store(x: Tensor, weight: Tensor, *others: object) -> str:
-    """Of stores: norms in float32, rows of a pool that the kernels write: numbers, or bytes of a
-    codec."""
+    """Return why a store is refused, empty if it is taken: the norm's weight must be float32, the
+    pool's rows float32, bfloat16 or the bytes of a codec."""
     floats = [each.dtype for each in others if isinstance(each, Tensor) and each.ndim == 2]
     rows = floats[-1]
     wide = weight.dtype is torch.float32
@@ -223,14 +223,15 @@ def takes_store(x: Tensor, weight: Tensor, *others: object) -> str:
 
 
 def takes_one(*call: object) -> str:
-    """Of a function whose first argument's type decides, as that of all but float32 ones."""
+    """Return why a call is refused, empty if it is taken: every floating-point argument must be
+    float32 or have the dtype of the first one."""
     tensors = [each for each in call if isinstance(each, Tensor) and each.is_floating_point()]
     others = {each.dtype for each in tensors} - {torch.float32, tensors[0].dtype}
     return refusal(tensors[0]) or ("" if not others else f"it takes no {others.pop()} beside {tensors[0].dtype}")
 
 
 def _are_streams(h: Tensor) -> bool:
-    """Side by side, one token's."""
+    """Return whether the streams [T, streams, size] of each token are contiguous."""
     return h.stride()[1:] == (h.shape[2], 1)
 
 

@@ -1,5 +1,5 @@
-"""The native library: found, checked and called. Nothing here knows a kernel; each names itself and
-its arguments.
+"""Load, check and call the native library. This module knows no kernel: the library lists their
+names and arguments.
 
 A kernel's arguments are words of eight bytes in the order of its layout: addresses, integers,
 doubles.
@@ -23,41 +23,41 @@ from sglcore_cpu.compile import LIBRARY, SOURCES, source_digest
 
 _CODES: Mapping[str, str] = MappingProxyType({"P": "Q", "I": "q", "D": "d"})
 TYPES: Mapping[torch.dtype, int] = MappingProxyType({torch.float32: 0, torch.bfloat16: 1})
-"""The element types that kernels compute in, as their arguments name them."""
+"""The element types that kernels compute in, and their numbers in kernel arguments."""
 
 
 class NativeUnavailable(RuntimeError):
-    """The native kernels can not run here; the text says why, with the remedy."""
+    """The native kernels can not run here; the text gives the reason and the remedy."""
 
 
 class Recorder(Protocol):
-    """What takes every kernel call while a step is captured; none of them runs."""
+    """Records every kernel call while a step is captured; the kernels do not run."""
 
     def add(self, engine: Engine, kernel: int, arguments: bytes) -> None:
-        """Keep a call."""
+        """Record a kernel call."""
         ...
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Memory for a result, whose address stays the step's own."""
+        """Return memory for a result; its address stays reserved for the recorded step."""
         ...
 
     def kernel(self, name: str) -> BoundKernel | None:
-        """One of the engine whose kernels the step calls; None before it has called one."""
+        """Return a kernel of the step's engine; None before the step has called any kernel."""
         ...
 
     def host(self, function: Callable[..., object], *arguments: object) -> None:
-        """Keep a call of Python that is no operation of torch, at its place among the others; its
+        """Record a Python call that is not a torch operation, in order with the other calls; its
         result is dropped."""
         ...
 
 
 recorder: ContextVar[Recorder | None] = ContextVar("sglcore_cpu_recorder", default=None)
-"""Who records the kernel calls of this thread, if anyone does."""
+"""The recorder of this thread's kernel calls, if any."""
 
 
 class Library:
-    """One built library, loaded; raises `NativeUnavailable` if it is missing, damaged, or older
-    than `sources`."""
+    """One loaded library; raises `NativeUnavailable` if the file is missing, damaged, or built from
+    other sources than `sources` (not checked if that folder does not exist)."""
 
     def __init__(self, path: Path = SOURCES.parent / LIBRARY, sources: Path = SOURCES) -> None:
         self.path = path
@@ -80,22 +80,22 @@ class Library:
 
     @property
     def processor_level(self) -> int:
-        """The level of this processor, as `isa.h` counts them; 0 where it has none that the library
-        is built for."""
+        """The level of this processor as defined in `isa.h`; 0 if it supports none of them."""
         return int(self._c.sgl_processor_level())
 
     def usable(self) -> tuple[str, ...]:
-        """The instruction sets that this processor announces, ascending; with emulation, all that
-        avx512 can stand for."""
+        """Return the library's instruction sets that this processor announces, ascending; if the
+        library emulates and the processor has avx512, all of them."""
         most = self.processor_level
         if self.emulates and most >= 3:
             most = 6
         return tuple(name for name, level in self.levels.items() if level <= most)
 
     def engine(self, instruction_set: str, threads: int, cores: Sequence[Sequence[int]] = ()) -> Engine:
-        """Kernels of one instruction set with their own threads; `threads` counts the caller.
-        Thread i may run on cores[i] only, the caller and who has none anywhere. It is not checked
-        whether this processor announces the instruction set."""
+        """Make an engine: the kernels of one instruction set and their threads; `threads` includes
+        the caller. Thread i runs on cores[i] only; the caller, and threads without an entry, run
+        anywhere. Does not check that this processor announces the instruction set. Raises
+        NativeUnavailable if the threads can not be created."""
         place = tuple(self.levels).index(instruction_set)
         flat = [core for one in cores for core in (*one, -1)]
         array = (ctypes.c_int * len(flat))(*flat)
@@ -106,11 +106,10 @@ class Library:
 
 
 class Engine:
-    """Kernels by name, as attributes of nothing: `engine.kernel("linear")` is called with its
-    arguments by name.
+    """The kernels of one instruction set by name: `engine.kernel("linear").bind()(x=..., ...)`.
 
-    One engine belongs to one thread at a time. Calls wait until the kernel is done, and let other
-    threads of Python run.
+    One thread at a time may use an engine. A call waits until the kernel is done, with the GIL
+    released.
     """
 
     def __init__(self, c: ctypes.CDLL, handle: int, instruction_set: str, threads: int) -> None:
@@ -124,14 +123,14 @@ class Engine:
             self.kernels[name] = NativeKernel(self, number, c.sgl_kernel_layout(handle, number).decode())
 
     def kernel(self, name: str) -> NativeKernel:
-        """The kernel of that name; raises `NativeUnavailable` if this library lacks it."""
+        """Return the kernel of that name; raises `NativeUnavailable` if the library lacks it."""
         if name not in self.kernels:
             raise NativeUnavailable(f"the native library has no kernel {name!r}; {REBUILD}")
         return self.kernels[name]
 
     def call(self, number: int, arguments: bytes) -> None:
-        """Run one kernel, or hand the call to who records. Raises MemoryError, and RuntimeError if
-        another thread is in it."""
+        """Run one kernel, or pass the call to the active recorder. Raises MemoryError, and
+        RuntimeError if another thread is using the engine."""
         recording = recorder.get()
         if recording is not None:
             recording.add(self, number, arguments)
@@ -139,20 +138,20 @@ class Engine:
             check(self._c.sgl_call(self._handle, number, arguments))
 
     def empty(self, *shape: int, dtype: torch.dtype) -> Tensor:
-        """A new tensor for a kernel's result, contiguous, at a multiple of 64 bytes; undefined
-        content."""
+        """Return a new contiguous tensor for a kernel's result, with undefined content, at a
+        multiple of 64 bytes."""
         recording = recorder.get()
         if recording is not None:
             return recording.empty(shape, dtype)
         return torch.empty(shape, dtype=dtype)
 
     def program(self) -> Program:
-        """An empty list of calls."""
+        """Make an empty program."""
         return Program(self, self._c)
 
     @property
     def handle(self) -> int:
-        """The library's own."""
+        """The engine's pointer in the library."""
         return self._handle
 
     def __del__(self) -> None:
@@ -161,7 +160,7 @@ class Engine:
 
 @dataclass(frozen=True, slots=True)
 class NativeKernel:
-    """One kernel: `names` of its arguments in order."""
+    """One kernel of an engine; `layout` lists the types and names of its arguments."""
 
     engine: Engine
     number: int
@@ -169,17 +168,17 @@ class NativeKernel:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of its arguments."""
+        """The names of its arguments, in order."""
         return tuple(word.partition(":")[2] for word in self.layout.split())
 
     def bind(self) -> BoundKernel:
-        """The form that is called."""
+        """Return the callable kernel."""
         return BoundKernel(self)
 
 
 class BoundKernel:
-    """A kernel that is called with every argument by name: addresses and integers as int, reals as
-    float."""
+    """A callable kernel. Every argument is passed by name: addresses and integers as int, doubles
+    as float."""
 
     __slots__ = ("_call", "_names", "_number", "_pack")
 
@@ -190,15 +189,15 @@ class BoundKernel:
         self._call = kernel.engine.call
 
     def __call__(self, **arguments: float) -> None:
-        """Run it. Raises KeyError for a missing argument, TypeError for one too many,
-        MemoryError."""
+        """Run the kernel. Raises TypeError for a wrong number of arguments, KeyError for a wrong
+        name, MemoryError, and RuntimeError if another thread is using the engine."""
         if len(arguments) != len(self._names):
             raise TypeError(f"found {', '.join(arguments)}; wanted {', '.join(self._names)}")
         self._call(self._number, self._pack(*[arguments[name] for name in self._names]))
 
 
 class Program:
-    """Kernel calls in the order in which they are to run."""
+    """A list of kernel calls, in the order in which they run."""
 
     def __init__(self, engine: Engine, c: ctypes.CDLL) -> None:
         self._engine = engine
@@ -206,15 +205,15 @@ class Program:
         self._handle = c.sgl_program_new(engine.handle)
 
     def add(self, kernel: int, arguments: bytes) -> None:
-        """Append a call with its arguments as they are now."""
+        """Append a call with a copy of its arguments."""
         self._c.sgl_program_add(self._handle, kernel, arguments)
 
     def __len__(self) -> int:
         return int(self._c.sgl_program_size(self._handle))
 
     def run(self, first: int, last: int) -> None:
-        """The calls [first, last). Waits; raises MemoryError, and RuntimeError if another thread is
-        in the engine."""
+        """Run the calls [first, last) and wait. Raises MemoryError, and RuntimeError if another
+        thread is using the engine."""
         check(self._c.sgl_program_run(self._handle, first, last))
 
     def __del__(self) -> None:
@@ -225,7 +224,7 @@ REBUILD = "build it with `python -m sglcore_cpu.compile`"
 
 
 def check(outcome: int) -> None:
-    """Raise what a call's outcome says, if it was not done."""
+    """Raise MemoryError or RuntimeError if the library reports that a call did not run."""
     if outcome == 1:
         raise MemoryError("a native kernel found no memory for its own use")
     if outcome:
@@ -233,7 +232,8 @@ def check(outcome: int) -> None:
 
 
 def declare(c: ctypes.CDLL) -> None:
-    """The C functions' types. Raises AttributeError for one that is missing."""
+    """Set the argument and result types of the C functions. Raises AttributeError if one is
+    missing."""
     pointer, integer, text = ctypes.c_void_p, ctypes.c_int, ctypes.c_char_p
     types = {
         "sgl_source_digest": (text,),
@@ -260,7 +260,7 @@ def declare(c: ctypes.CDLL) -> None:
 
 
 def _build_error(path: Path) -> str:
-    """What the installer's compiler said, if it kept that."""
+    """Return the compiler's message that the installation kept; without one, the remedy."""
     try:
         return path.with_suffix(".error").read_text(encoding="utf-8").strip()
     except OSError:

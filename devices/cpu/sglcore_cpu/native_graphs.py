@@ -1,5 +1,5 @@
-"""The processor's own graph: a decode step as one list of kernel calls, run without Python between
-its layers."""
+"""Native graphs: a decode step is recorded as a list of kernel calls and replayed without Python
+between its layers."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from sglcore_cpu.recording import Part, Recording, StepArena
 
 @dataclass(frozen=True, slots=True)
 class NativeStep:
-    """A recorded forward and its output buffer. `step` holds what the calls read: model, batch,
-    plan; `arena` where they write."""
+    """A recorded forward and its output buffer. `step` keeps the inputs of the calls alive (model,
+    batch, plan), `arena` the memory of their results."""
 
     parts: tuple[Part, ...]
     output: Tensor
@@ -26,15 +26,16 @@ class NativeStep:
 
     @torch.inference_mode()
     def replay(self, update: object | None) -> Tensor:
-        """Run it on what the buffers hold; the output is overwritten by the next replay of any
-        bucket."""
+        """Run the step on the current contents of its buffers and wait. The next replay of any
+        bucket overwrites the output."""
         for part in self.parts:
             part.run()
         return self.output
 
 
 class NativeGraphs:
-    """Records steps. Their results share memory: steps of one worker never run at the same time."""
+    """Records steps. Their results share memory, because steps of one worker never run at the same
+    time."""
 
     kind = "native"
 
@@ -42,17 +43,17 @@ class NativeGraphs:
         self._arena = StepArena()
 
     def capture(self, step: Callable[[], Tensor]) -> NativeStep:
-        """Walk through it once and keep what it calls. Raises NotCapturable if it reads a result on
-        the host."""
+        """Run the step's Python code once and record its calls; kernels do not run. Raises
+        NotCapturable if the step reads a result on the host or uses two engines."""
         with Recording(self._arena) as recording:
             output = step()
         return NativeStep(tuple(recording.parts), output, step, self._arena)
 
     def close(self) -> None:
-        """What is captured afterwards has memory of its own."""
+        """Drop the arena; steps that are captured later get new memory."""
         self._arena = StepArena()
 
 
 def native(facts: Facts, streams: Streams) -> NativeGraphs:
-    """Decode steps as lists of kernel calls. A processor has no streams to capture."""
+    """Make the graphs of kind `native`; a processor has no streams, so `streams` is not used."""
     return NativeGraphs()

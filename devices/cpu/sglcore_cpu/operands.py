@@ -1,5 +1,5 @@
-"""Which tensors the native kernels of small operations take, and how their arguments describe
-them."""
+"""Checks of the tensors that the native kernels of small operations take, and their description in
+kernel arguments."""
 
 from __future__ import annotations
 
@@ -14,23 +14,24 @@ from sglcore_cpu.native import TYPES
 INDEX_BYTES: Mapping[torch.dtype, int] = MappingProxyType({torch.int32: 4, torch.int64: 8})
 
 Rows = tuple[int, int, int, int, int]
-"""Number of rows; elements from one outer row to the next; inner rows of each; elements between
-those; row width."""
+"""(number of rows, outer stride, inner rows per outer row, inner stride, row width); strides and
+width in elements."""
 
 
 def same_dtype(first: Tensor, *others: Tensor) -> bool:
-    """All of one dtype."""
+    """Return whether all tensors have one dtype."""
     return all(other.dtype is first.dtype for other in others)
 
 
 def type_of_norm(weight: Tensor, x: Tensor) -> int | None:
-    """Of the weight of a norm of x: x's, or float32's; None for others."""
+    """Return the kernels' number for the dtype of a norm's weight, which must be contiguous and of
+    x's dtype or float32; None for another weight."""
     fits = weight.stride() == (1,) and weight.dtype in (x.dtype, torch.float32)
     return TYPES.get(weight.dtype) if fits else None
 
 
 def rows_of(x: Tensor) -> Rows | None:
-    """The rows of x, or None if one pair of strides can not say where they are."""
+    """Describe the rows of x; None if two strides can not describe them."""
     shape, strides = x.shape, x.stride()
     if len(shape) == 2 and strides[1] == 1:
         return shape[0], strides[0], 1, 0, shape[1]
@@ -43,8 +44,8 @@ def rows_of(x: Tensor) -> Rows | None:
 
 
 def can_rotate(q: Tensor, k: Tensor, positions: Tensor, cos_sin_cache: Tensor) -> bool:
-    """q and k [T, heads * D] are of one dtype that the kernels compute in, rows without gaps in
-    them."""
+    """Return whether the rotary kernel takes the tensors: q and k [T, heads * D] of one supported
+    dtype with contiguous rows, contiguous int32 or int64 positions, a float32 cos/sin cache."""
     return (
         q.dtype in TYPES
         and k.dtype is q.dtype
@@ -58,7 +59,8 @@ def can_rotate(q: Tensor, k: Tensor, positions: Tensor, cos_sin_cache: Tensor) -
 
 
 def can_store(like: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, out_cache_loc: Tensor) -> bool:
-    """v [T, heads * D] or [T, heads, D] can go to cells of both caches in one pass."""
+    """Return whether one kernel can store v [T, heads * D] or [T, heads, D], and keys of `like`'s
+    dtype, in both caches: caches of one supported dtype and equal strides, heads contiguous."""
     strides, head_dim = k_cache.stride(), k_cache.shape[2]
     return (
         like.dtype in TYPES

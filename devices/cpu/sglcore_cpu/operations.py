@@ -1,8 +1,8 @@
-"""The small operations of the kernel table by the native kernels: norms, activations, rotation,
-cells.
+"""Small operations of the kernel table by the native kernels: embedding, norms, activations, rotary
+embedding, and stores to the KV cache.
 
-Models get them in float32 and bfloat16 (`table.takes`); what else may reach them, such as rows
-whose last dimension is not contiguous, goes to the reference.
+Models use them in float32 and bfloat16 (`table.takes`). Tensors that the kernels do not read, such
+as rows with gaps between their elements, go to the reference.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from sglcore_cpu.operands import INDEX_BYTES, can_rotate, can_store, rows_of, ty
 
 
 class Operations:
-    """Entries of the kernel table, each as the table says, on one engine. Every one waits until its
-    result is there."""
+    """Entries of the kernel table for small operations, on one engine, as the table defines them.
+    Each call waits for its result."""
 
     def __init__(self, engine: Engine) -> None:
         self._empty = engine.empty
@@ -35,7 +35,7 @@ class Operations:
         )
 
     def embedding(self, ids: Tensor, weight: Tensor) -> Tensor:
-        """Rows of a plain weight of any type."""
+        """Copy rows of an unpacked weight of any dtype."""
         ids_bytes, strides = INDEX_BYTES.get(ids.dtype), weight.stride()
         if ids_bytes is None or ids.dim() != 1 or strides[1] != 1 or ids.stride() != (1,):
             return self._reference.embedding(ids, weight)
@@ -53,7 +53,7 @@ class Operations:
         return out
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Of the last dimension, over any others."""
+        """Normalise the last dimension of x, which may have any number of dimensions."""
         element, rows = TYPES.get(x.dtype), rows_of(x)
         weight_type = type_of_norm(weight, x)
         if element is None or rows is None or weight_type is None:
@@ -76,7 +76,7 @@ class Operations:
         return out
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """Writes both results over the arguments."""
+        """Add and normalise in place: the norm is written to x, the sum to `residual`."""
         element, x_stride, residual_stride = TYPES.get(x.dtype), x.stride(), residual.stride()
         weight_type = type_of_norm(weight, x)
         if element is None or weight_type is None or residual.dtype is not x.dtype or x.dim() != 2:
@@ -99,7 +99,7 @@ class Operations:
         return x, residual
 
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-        """Mean and variance in two passes, so that a large mean costs no digits."""
+        """Normalise rows; mean and variance take two passes, so a large mean loses no precision."""
         element, strides = TYPES.get(x.dtype), x.stride()
         if element is None or len(strides) != 2 or strides[1] != 1 or weight.stride() != (1,) or bias.stride() != (1,):
             return self._reference.layer_norm(x, weight, bias, eps)
@@ -121,7 +121,7 @@ class Operations:
         return out
 
     def silu_and_mul(self, x: Tensor) -> Tensor:
-        """Gate first."""
+        """Return silu(gate) * up for rows [gate, up]."""
         element, strides = TYPES.get(x.dtype), x.stride()
         if element is None or len(strides) != 2 or strides[1] != 1:
             return self._reference.silu_and_mul(x)
@@ -133,7 +133,7 @@ class Operations:
         return out
 
     def limited_silu_and_mul(self, x: Tensor, limit: float) -> Tensor:
-        """Gate first."""
+        """Return silu(min(gate, limit)) * clamp(up, -limit, limit) for rows [gate, up]."""
         element, strides = TYPES.get(x.dtype), x.stride()
         if element is None or len(strides) != 2 or strides[1] != 1:
             return self._reference.limited_silu_and_mul(x, limit)
@@ -151,7 +151,7 @@ class Operations:
         return out
 
     def gelu_tanh_and_mul(self, x: Tensor) -> Tensor:
-        """Gate first."""
+        """Return gelu_tanh(gate) * up for rows [gate, up]."""
         element, strides = TYPES.get(x.dtype), x.stride()
         if element is None or len(strides) != 2 or strides[1] != 1:
             return self._reference.gelu_tanh_and_mul(x)
@@ -163,7 +163,7 @@ class Operations:
         return out
 
     def gelu(self, x: Tensor) -> Tensor:
-        """With the error function within 3e-7."""
+        """Apply GELU, with an error function that is accurate to 3e-7."""
         element, strides = TYPES.get(x.dtype), x.stride()
         if element is None or len(strides) != 2 or strides[1] != 1:
             return self._reference.gelu(x)
@@ -175,7 +175,7 @@ class Operations:
     def rotary(
         self, q: Tensor, k: Tensor, positions: Tensor, cos_sin_cache: Tensor, head_dim: int
     ) -> tuple[Tensor, Tensor]:
-        """Into new tensors."""
+        """Rotate q and k into new tensors."""
         if not can_rotate(q, k, positions, cos_sin_cache):
             return self._reference.rotary(q, k, positions, cos_sin_cache, head_dim)
         out = self._empty(*k.shape, dtype=k.dtype)
@@ -193,7 +193,7 @@ class Operations:
         v_cache: Tensor,
         out_cache_loc: Tensor,
     ) -> Tensor:
-        """Keys go from their projection to their cells."""
+        """Rotate q into a new tensor; write rotated keys and values straight to their KV slots."""
         cells = k_cache, v_cache, out_cache_loc
         if not can_rotate(q, k, positions, cos_sin_cache) or not can_store(q, v, *cells):
             return reference_rotary_and_store(q, k, v, positions, cos_sin_cache, head_dim, *cells)
@@ -214,7 +214,7 @@ class Operations:
         k_weight: Tensor,
         eps: float,
     ) -> Tensor:
-        """Queries and keys are read once."""
+        """Normalise, rotate and store as `rotary_and_store`, reading queries and keys once."""
         cells, norms = (k_cache, v_cache, out_cache_loc), (q_weight, k_weight, eps)
         q_type, k_type = type_of_norm(q_weight, q), type_of_norm(k_weight, q)
         if (
@@ -237,7 +237,8 @@ class Operations:
         store: tuple[Tensor, Tensor | None, Tensor | None],
         norms: tuple[Tensor | None, Tensor | None, float],
     ) -> Tensor:
-        """q rotated; k and v go to `store`: a tensor of k's rows, or caches and cells."""
+        """Return rotated q; write k and v to `store`: a tensor for k's rows and two times None, or
+        both caches and the KV slots."""
         (k_out, v_out, cells), (q_norm, k_norm, eps) = store, norms
         tokens, width = q.shape
         out = self._empty(tokens, width, dtype=q.dtype)
@@ -273,7 +274,7 @@ class Operations:
         return out
 
     def store_kv(self, key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, out_cache_loc: Tensor) -> None:
-        """One pass over both."""
+        """Store keys and values in one pass."""
         if value.stride()[1:] != key.stride()[1:] or not can_store(key, value, k_cache, v_cache, out_cache_loc):
             return self._reference.store_kv(key, value, k_cache, v_cache, out_cache_loc)
         rows, heads, head_dim = key.shape
@@ -295,7 +296,7 @@ class Operations:
         return None
 
     def cast(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """x [T, N], its rows strided or not, as a new contiguous tensor of `dtype`."""
+        """Copy x [T, N], with any row stride, to a new contiguous tensor of `dtype`."""
         element, out_type, strides = TYPES.get(x.dtype), TYPES.get(dtype), x.stride()
         if element is None or out_type is None or len(strides) != 2 or strides[1] != 1:
             return x.to(dtype, copy=True, memory_format=torch.contiguous_format)
@@ -321,7 +322,8 @@ class Operations:
     def cache_locations(
         self, page_table: Tensor, slots: Tensor, positions: Tensor, page_size: int, out: Tensor
     ) -> None:
-        """On the calling thread, but for very long prompts."""
+        """Write the KV slots of the tokens to `out`; on the calling thread, except for very long
+        prompts."""
         out_bytes, table_stride = INDEX_BYTES.get(out.dtype), page_table.stride()
         is_plain = slots.stride() == positions.stride() == out.stride() == (1,) and table_stride[1] == 1
         are_int32 = page_table.dtype is slots.dtype is positions.dtype is torch.int32

@@ -1,5 +1,5 @@
-"""A linear layer's weight in a form of some kernels' own: a tensor to whom only moves it, closed to
-any other operation."""
+"""Packed weights: a tensor subclass that holds a linear layer's weight in the memory format of its
+kernels. It has a shape and a dtype, and any torch operation on it raises TypeError."""
 
 from __future__ import annotations
 
@@ -10,39 +10,39 @@ from torch import Tensor
 
 
 class Held(Protocol):
-    """How a weight [out, in] lies in memory."""
+    """The memory format of a packed weight [out, in]."""
 
     @property
     def num_bytes(self) -> int:
-        """Memory that it takes."""
+        """Bytes of memory."""
         ...
 
     @property
     def name(self) -> str:
-        """What the ledger calls it, such as "bf16 panels" or "int4 panels of groups of 32"."""
+        """Its name in the ledger, such as "bf16 panels" or "int4 panels of groups of 32"."""
         ...
 
 
 class Form(Held, Protocol):
-    """One of the native kernels, and what reads it."""
+    """A format of the native kernels, with the operations that read it."""
 
     def multiply(self, x: Tensor, bias: Tensor | None, wide: bool = False) -> Tensor:
-        """x [T, in] times the weight's transpose, plus bias [out]: [T, out] in x's dtype; `wide`:
-        the same values as float32."""
+        """Return x [T, in] times the weight's transpose, plus bias [out]: [T, out] in x's dtype, or
+        the same values as float32 if `wide`."""
         ...
 
     def multiply_gated(self, x: Tensor) -> Tensor | None:
-        """silu(x @ gate) * (x @ up) [T, out / 2] where the weight is gate over up, with the
-        reference's casts; None where this form can not."""
+        """Return silu(x @ gate) * (x @ up) [T, out / 2] for a weight with gate's rows before up's,
+        with the reference's casts; None if this format does not support it."""
         ...
 
     def rows(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
-        """Rows int [T] of the weight as [T, in]."""
+        """Return the weight's rows `ids` int [T] as [T, in]."""
         ...
 
 
 class ClosedWeight(Tensor):
-    """A weight that shows the shape and dtype it had, and holds its `form`. Any operation of torch
+    """A packed weight with the shape and dtype of the original, and its `form`. Any torch operation
     on it raises TypeError."""
 
     form: Held
@@ -54,7 +54,7 @@ class ClosedWeight(Tensor):
 
     @property
     def nbytes(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Memory that the form takes."""
+        """Bytes of the packed form."""
         return self.form.num_bytes
 
     @classmethod
@@ -66,6 +66,6 @@ class ClosedWeight(Tensor):
 
 
 class PackedWeight(ClosedWeight):
-    """A weight of the native kernels."""
+    """A weight packed for the native kernels."""
 
     form: Form  # pyright: ignore[reportIncompatibleVariableOverride]

@@ -1,4 +1,5 @@
-"""Weights in float32 and bf16 as panels of sixteen rows, and the kernels that stream them."""
+"""Weights in float32 and bf16, packed in panels of 16 rows, and the kernels that multiply with
+them."""
 
 from __future__ import annotations
 
@@ -12,15 +13,15 @@ from sglcore_cpu.native import TYPES, Engine
 from sglcore_cpu.packed import PackedWeight
 
 ROWS = 16
-"""Of a panel."""
+"""Rows of a panel."""
 ALIGNMENT = 64
-"""Bytes of a line of cache, where panels begin."""
+"""Bytes of a cache line; panels are aligned to it."""
 
 
 def pack(engine: Engine, weight: Tensor) -> PackedWeight:
-    """A copy of `weight` [out, in] float32 or bf16 in panels, by the engine's threads; it may lie
-    at any address, in a mapped file too, with rows apart. Raises ValueError for another type or
-    shape, MemoryError. Waits.
+    """Pack a copy of `weight` [out, in] float32 or bf16, on the engine's threads, and wait. The
+    weight may have any address (a mapped file too) and any row stride. Raises ValueError for
+    another dtype or shape, and MemoryError.
     """
     if weight.dtype not in TYPES or weight.dim() != 2 or not weight.numel() or not _has_plain_rows(weight):
         raise ValueError(
@@ -33,9 +34,9 @@ def pack(engine: Engine, weight: Tensor) -> PackedWeight:
 
 
 def pack_parts(engine: Engine, parts: Sequence[Tensor], done: Callable[[int], None]) -> PackedWeight | None:
-    """`pack` of the parts [rows, in] one below the other; None where they are not of one type and
-    width that it takes, or one but the last ends within a panel. `done(place)` when a part is read.
-    Raises MemoryError. Waits."""
+    """Pack parts [rows, in] as one weight, concatenated by rows, and wait. Returns None if the
+    parts differ in dtype or width, if `pack` does not take one, or if any but the last has a number
+    of rows that is no multiple of 16. Calls `done(index)` after each part. Raises MemoryError."""
     first = parts[0]
     alike = all(part.dtype is first.dtype and part.shape[1:] == first.shape[1:] for part in parts)
     whole = all(part.shape[0] % ROWS == 0 for part in parts[:-1])
@@ -52,8 +53,8 @@ def pack_parts(engine: Engine, parts: Sequence[Tensor], done: Callable[[int], No
 
 
 class PanelForm:
-    """A weight [out_features, in_features] as panels: a `packed.Form`. Rows are padded to 16, bf16
-    inputs to 32."""
+    """A weight [out_features, in_features] in panels: a `packed.Form`. Rows are padded to a
+    multiple of 16, the columns of bf16 weights to a multiple of 32."""
 
     def __init__(self, engine: Engine, out_features: int, in_features: int, dtype: torch.dtype) -> None:
         self.engine = engine
@@ -68,7 +69,8 @@ class PanelForm:
         self._panel_rows = engine.kernel("panel_rows").bind()
 
     def fill(self, weight: Tensor, row: int) -> None:
-        """Pack rows of the weight's dtype at `row`, a multiple of 16. Waits."""
+        """Pack the rows of `weight`, which has this form's dtype, from `row` on, a multiple of 16.
+        Waits."""
         panel_bytes = self.num_bytes // -(-self.out_features // ROWS)
         self.engine.kernel("pack_panels").bind()(
             source=weight.data_ptr(),
@@ -82,13 +84,13 @@ class PanelForm:
 
     @property
     def name(self) -> str:
-        """What the ledger calls it."""
+        """Its name in the ledger."""
         return "float32 panels" if self.dtype is torch.float32 else "bf16 panels"
 
     def multiply(self, x: Tensor, bias: Tensor | None, wide: bool = False) -> Tensor:
-        """x [T, in] of the weight's dtype, rows apart as they like, times the weight's transpose,
-        plus bias [out] of the same dtype: [T, out], rounded once from float32 sums. `wide`: the
-        same values as float32. Raises ValueError.
+        """Return x [T, in] times the weight's transpose, plus bias [out]: [T, out], from float32
+        sums that are rounded once. x (with any row stride) and bias have the weight's dtype.
+        `wide`: the sums as float32. Raises ValueError.
         """
         self._check(x)
         out = self.engine.empty(x.shape[0], self.out_features, dtype=torch.float32 if wide else x.dtype)
@@ -108,8 +110,8 @@ class PanelForm:
         return out
 
     def multiply_gated(self, x: Tensor) -> Tensor | None:
-        """silu(x @ gate) * (x @ up) [T, out / 2] where the weight is gate over up, with the
-        reference's casts; None where out is no multiple of 32. Raises ValueError.
+        """Return silu(x @ gate) * (x @ up) [T, out / 2] for a weight with gate's rows before up's,
+        with the reference's casts; None if `out` is no multiple of 32. Raises ValueError.
         """
         if self.out_features % (2 * ROWS):
             return None
@@ -129,8 +131,9 @@ class PanelForm:
         return out
 
     def rows(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
-        """Rows int32 or int64 [T] of the weight as [T, in] of `dtype`, float32 or bf16. A row that
-        the weight lacks is NaN: nothing waits to look at the ids. Raises ValueError.
+        """Return the weight's rows `ids`, int32 or int64 [T], as [T, in] of `dtype`, float32 or
+        bf16. The ids are not checked on the host: a row that the weight lacks is NaN. Raises
+        ValueError.
         """
         if ids.dtype not in (torch.int32, torch.int64) or ids.dim() != 1 or not ids.is_contiguous():
             raise ValueError(f"found ids {list(ids.shape)} of {ids.dtype}; wanted contiguous int32 or int64 [T]")

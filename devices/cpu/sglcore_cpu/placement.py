@@ -1,8 +1,8 @@
-"""How many threads run, where, and near which memory. Standard library only.
+"""Number of threads, their cores, and the memory nodes (NUMA) they use. Standard library only.
 
-A memory node is read fast by its own cores only. Weights lie near their readers by themselves: the
-thread that packs a part touches it first, on its own node, and reads that part ever after. Cells of
-keys and values are read by every thread, so they are spread over the nodes page by page.
+Only a node's own cores read its memory fast. Weights are local to their readers by first touch: the
+thread that packs a part of a weight touches it first, on its own node, and is the thread that reads
+it later. Every thread reads the KV cache, so its pages are interleaved over the nodes.
 """
 
 from __future__ import annotations
@@ -19,20 +19,22 @@ from sglcore.device.errors import ConfigError
 from sglcore_cpu.topology import Topology, core_ranges
 
 WORTH_SPREADING = 512 << 20
-"""Bytes of weights for each node, from which reading them takes longer than the nodes wait for each
-other."""
+"""Bytes of weights per node from which several nodes are worth it: reading them takes longer than
+the nodes wait for each other."""
 SHARE_OF_NODE = 0.8
-"""Of a node's free memory that weights may take; the rest is for keys, values and all else."""
+"""Share of a node's free memory that weights may take; the rest is for the KV cache and other
+uses."""
 _MBIND = MappingProxyType({"x86_64": 237, "aarch64": 235})
 _INTERLEAVE, _MOVE = 3, 2
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """`threads` run on `cores`, for a reason; thread i on `of_threads[i]` only (empty: anywhere
-    among `cores`).
+    """`threads` threads run on `cores`; thread i on `of_threads[i]` only (empty: on any of
+    `cores`).
 
-    `nodes` are the system's numbers of the memory nodes that they are near.
+    `reason` is for the ledger. `nodes`: the system's numbers of the memory nodes of these cores;
+    empty with one node, or if the system gives no numbers.
     """
 
     threads: int
@@ -43,18 +45,18 @@ class Placement:
 
     @property
     def cores_text(self) -> str:
-        """The cores as a list, with runs joined."""
+        """The cores as text, such as "0-3,8"."""
         return core_ranges(self.cores)
 
 
 def plan_placement(topology: Topology, asked_threads: int | None, weight_bytes: int = 0) -> Placement:
-    """One thread per physical core, no more than the CPU quota; `asked_threads` overrides the
+    """Plan one thread per physical core, at most the CPU quota; `asked_threads` overrides the
     count.
 
-    On a machine with several memory nodes: the largest alone, or as many as it takes where the
-    weights do not fit its memory, where more threads are asked for than it has, or where each
-    node's share of them is worth its waits. Raises ConfigError where more threads are asked for
-    than there are cores.
+    On a machine with several memory nodes: the largest node alone; more nodes if the weights do not
+    fit its memory or `asked_threads` exceeds its cores; all nodes if each reads at least
+    `WORTH_SPREADING` bytes of the weights. Raises ConfigError if `asked_threads` exceeds the number
+    of cores.
     """
     every = sum(len(node) for node in topology.nodes)
     if asked_threads is not None and asked_threads > every:
@@ -75,19 +77,19 @@ def plan_placement(topology: Topology, asked_threads: int | None, weight_bytes: 
 
 
 def bind_process(placement: Placement, alone: bool = True) -> None:
-    """Keep this process on the placement's cores where the machine has more than one memory node,
-    or others like it have the other cores. To be called before threads are made and memory is
-    touched."""
+    """Bind this process to the placement's cores if the machine has several memory nodes, or if
+    other ranks use the other cores (`alone` is False). Call it before threads are created and
+    memory is touched. Linux only; elsewhere it does nothing."""
     if (placement.of_threads or not alone) and sys.platform == "linux":
         os.sched_setaffinity(0, placement.cores)
 
 
 def interleave(address: int, num_bytes: int, nodes: tuple[int, ...]) -> bool:
-    """Spread the whole pages of [address, address + num_bytes) over memory nodes, page by page;
-    content stays.
+    """Interleave the whole pages of [address, address + num_bytes) over memory nodes; their content
+    is kept.
 
-    False where there is nothing to spread over, or the system refuses: then pages lie where they
-    were touched first.
+    Returns False with fewer than two nodes, or if the system refuses: then a page is on the node
+    that touched it first.
     """
     number = _MBIND.get(platform.machine())
     first = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -97,13 +99,13 @@ def interleave(address: int, num_bytes: int, nodes: tuple[int, ...]) -> bool:
     words = (ctypes.c_ulong * (max(nodes) // 64 + 1))()
     for node in nodes:
         words[node // 64] |= 1 << node % 64
-    # The system's count of bits is one more than it reads.
+    # The system call reads one bit less than the count it gets.
     arguments = (first, size, _INTERLEAVE, ctypes.addressof(words), len(words) * 64 + 1, _MOVE)
     return ctypes.CDLL(None).syscall(ctypes.c_long(number), *map(ctypes.c_ulong, arguments)) == 0
 
 
 def _nodes_wanted(topology: Topology, order: list[int], asked: int | None, weight_bytes: int) -> tuple[int, str]:
-    """How many nodes, the largest first, and why."""
+    """Return how many nodes of `order` (largest first) to use, and why."""
     if asked is not None:
         count = next(n for n in range(1, len(order) + 1) if _room(topology, order[:n]) >= asked)
         return count, f"as few as hold {asked} threads"
@@ -119,7 +121,8 @@ def _nodes_wanted(topology: Topology, order: list[int], asked: int | None, weigh
 
 
 def _that_hold(topology: Topology, order: list[int], weight_bytes: int) -> int:
-    """The least number of nodes whose memory holds the weights; all, if that is not enough."""
+    """Return the least number of nodes of `order` with enough memory for the weights; all nodes if
+    even they have not."""
     if not topology.memory:
         return 1
     for count in range(1, len(order)):
@@ -142,15 +145,15 @@ def _threads(topology: Topology, chosen: list[int], asked: int | None) -> tuple[
 
 
 def _pool(topology: Topology, node: int, threads: int, count: int) -> tuple[int, ...]:
-    """The cores of a node that its threads run on: one of each physical core where those are
-    enough."""
+    """Return the cores of a node for its threads: one logical core per physical core if those are
+    enough, else all logical cores."""
     physical = topology.physical(node)
     return physical if len(physical) * count >= threads else topology.nodes[node]
 
 
 def _spread(pools: list[tuple[int, ...]], threads: int) -> tuple[tuple[int, ...], ...]:
-    """Each thread's cores: threads in a row share a node, as their shares of the weights are in a
-    row, and each node has as many as its part of the cores."""
+    """Return the cores of each thread. Consecutive threads share a node, because they read
+    consecutive shares of the weights; a node's number of threads is proportional to its cores."""
     total, before, ends = sum(len(pool) for pool in pools), 0, []
     for pool in pools:
         before += len(pool)

@@ -1,4 +1,4 @@
-"""What can be said of this processor without importing a tensor library."""
+"""Describe this processor without importing a tensor library."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from sglcore_cpu.extension import DISTRIBUTION, find_extension
 
 CPUINFO = "/proc/cpuinfo"
 FEATURES = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8", "asimd", "bf16", "i8mm", "sve")
-"""The instruction sets that kernels ask for, by the names that Linux gives them."""
+"""The instruction sets that matter for kernels, by Linux's names for them."""
 
 
 def probe(named: bool, system: System) -> ProbeReport:
-    """Answer for the processor; it is always there, so being named changes nothing."""
+    """Report on the processor. It is always present, so `named` is not used."""
     model, features = processor(system.path(CPUINFO))
     extension = find_extension(system.torch_build().get("version", ""))
     details = {"features": " ".join(features), "cores": str(usable_cores()), "machine": platform.machine()}
@@ -33,8 +33,8 @@ def probe(named: bool, system: System) -> ProbeReport:
 
 
 def processor(cpuinfo: Path) -> tuple[str, tuple[str, ...]]:
-    """The processor's name and those of its instruction sets that matter here, as the operating
-    system tells them."""
+    """Return the processor's name and the instruction sets of `FEATURES` that it has, as the
+    operating system reports them."""
     fields = _fields(cpuinfo)
     flags = frozenset((fields.get("flags") or fields.get("Features") or "").split())
     model = fields.get("model name") or fields.get("Model") or _brand() or f"{platform.machine()} processor"
@@ -42,21 +42,21 @@ def processor(cpuinfo: Path) -> tuple[str, tuple[str, ...]]:
 
 
 def memory(system: System) -> int | None:
-    """Bytes of the machine's memory; None where Linux does not tell them."""
+    """Return the bytes of the machine's memory; None if /proc/meminfo does not give them."""
     found = re.search(r"^MemTotal:\s*(\d+) kB", system.read("/proc/meminfo") or "", re.MULTILINE)
     return int(found[1]) << 10 if found else None
 
 
 def usable_cores() -> int:
-    """The logical cores this process may run on."""
+    """Return the number of logical cores that this process may run on."""
     if platform.system() == "Linux":
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def _fields(cpuinfo: Path) -> dict[str, str]:
-    """The fields of the first core that `cpuinfo` describes, and those that stand after the last
-    one."""
+    """Return the fields of the first block of `cpuinfo`, which describes the first core, and those
+    of the last block, which some systems add after the cores."""
     try:
         text = cpuinfo.read_text(errors="replace")
     except OSError:

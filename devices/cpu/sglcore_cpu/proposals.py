@@ -1,5 +1,5 @@
-"""Placing and accepting proposals by the native kernels, on the calling thread but for very
-many."""
+"""Placement and acceptance of draft tokens by the native kernels; they run on the calling thread,
+except for very many draft tokens."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from sglcore_cpu.native import Engine
 
 
 class Proposals:
-    """The entries of steps that verify proposals, each as the table says, on one engine."""
+    """Entries of the kernel table that verification steps use, on one engine, as the table defines
+    them."""
 
     def __init__(self, engine: Engine) -> None:
         self._reference = KernelTable()
@@ -30,7 +31,7 @@ class Proposals:
         seq_lens: Tensor,
         owners: Tensor,
     ) -> None:
-        """As the table's entry of that name."""
+        """Run the table's entry of that name."""
         given = (
             last,
             lengths,
@@ -76,7 +77,7 @@ class Proposals:
         proposals: Tensor,
         runs: Tensor,
     ) -> None:
-        """As the table's entry of that name."""
+        """Run the table's entry of that name."""
         given = drawn, owners, slots, limits, last, lengths, proposals, runs
         if not _are_plain(given):
             self._reference.accept_proposals(*given)

@@ -1,9 +1,9 @@
 """Linear weights of 8 and 4 bits for the native kernels: packed from a checkpoint's codes, or
-quantised here.
+quantised on load.
 
-A weight is scale * (code - zero) with one scale, and perhaps one zero, for each group of columns of
-a row. Activations are quantised to signed bytes, by token and group, inside the kernels; sums are
-exact integers within a group.
+A weight is scale * (code - zero), with one scale, and optionally one zero, for each group of
+columns of a row. The kernels quantise activations to int8, with a scale for each token and group;
+the sums within a group are exact integers.
 """
 
 from __future__ import annotations
@@ -24,17 +24,18 @@ PANEL = 16
 COLUMNS = 64
 GROUPS = (128, 64, 32)
 DEFAULT_GROUP: Mapping[int, int] = MappingProxyType({8: 64, 4: 32})
-"""By bits. Activations share the groups: at 8 bits 64 keeps one large value from coarsening more
-than its 64, and groups of 128 are 1.5 % fewer bytes only. At 4 bits the weight's own error decides:
-8.1 % in groups of 32, 9.0 % in groups of 64."""
+"""Default group size by number of bits. Activations use the same groups. At 8 bits, groups of 64:
+one large activation reduces the precision of only 64 values, and groups of 128 would save only
+1.5 % of the bytes. At 4 bits the weight's own error decides: 8.1 % with groups of 32, 9.0 % with
+64."""
 MOST_ZERO = 65504.0
 """The largest float16."""
 
 
 @dataclass(frozen=True, slots=True)
 class QuantizedLayout:
-    """How a weight [rows, columns] lies in one block of memory: codes, then float16 scales, then
-    float16 zeros if there are any, each in panels of 16 rows and at a multiple of 64 bytes."""
+    """Memory layout of a weight [rows, columns] in one block: codes, float16 scales, and float16
+    zeros if `has_zeros`. Each part is in panels of 16 rows and starts at a multiple of 64 bytes."""
 
     rows: int
     columns: int
@@ -44,28 +45,28 @@ class QuantizedLayout:
 
     @property
     def padded(self) -> int:
-        """Columns in memory."""
+        """Columns in memory, padded to a multiple of 64 and of the group size."""
         unit = max(COLUMNS, self.group)
         return -(-self.columns // unit) * unit
 
     @property
     def groups(self) -> int:
-        """Scales of a row in memory."""
+        """Scales of a row in memory, padding included."""
         return self.padded // self.group
 
     @property
     def code_bytes(self) -> int:
-        """Of all codes."""
+        """Bytes of all codes."""
         return self._panels * PANEL * self.padded * self.bits // 8
 
     @property
     def scale_bytes(self) -> int:
-        """Of all scales, or all zeros, with what follows them to a multiple of 64."""
+        """Bytes of all scales, or of all zeros, padded to a multiple of 64."""
         return -(-self._panels * PANEL * self.groups * 2 // 64) * 64
 
     @property
     def num_bytes(self) -> int:
-        """Of everything."""
+        """Bytes of the whole weight."""
         return self.code_bytes + self.scale_bytes * (2 if self.has_zeros else 1)
 
     @property
@@ -73,7 +74,7 @@ class QuantizedLayout:
         return -(-self.rows // PANEL)
 
     def arguments(self, address: int, multiplier: float) -> dict[str, float]:
-        """The weight's part of a kernel's arguments."""
+        """Return the kernel arguments that describe the weight."""
         scales = address + self.code_bytes
         return {
             "codes": address,
@@ -88,8 +89,7 @@ class QuantizedLayout:
 
 
 class QuantizedForm:
-    """A quantised weight in memory, with the kernels that read it. `Form` says what the methods
-    take."""
+    """A quantised weight in memory, with the kernels that read it; implements `packed.Form`."""
 
     __slots__ = ("_engine", "_gated", "_linear", "_rows", "_weight", "layout", "memory", "multiplier")
 
@@ -105,23 +105,25 @@ class QuantizedForm:
 
     @property
     def num_bytes(self) -> int:
-        """Memory that it takes."""
+        """Bytes of memory."""
         return self.memory.numel()
 
     @property
     def name(self) -> str:
-        """For the ledger."""
+        """Its name in the ledger."""
         zeros = " with zeros" if self.layout.has_zeros else ""
         return f"int{self.layout.bits} panels of groups of {self.layout.group}{zeros}"
 
     def multiply(self, x: Tensor, bias: Tensor | None, wide: bool = False) -> Tensor:
-        """x [T, in] float32 or bfloat16 times the weight's transpose, plus bias [out]."""
+        """Return x [T, in], float32 or bfloat16, times the weight's transpose, plus bias [out]:
+        [T, out] in x's dtype, or the same values as float32 if `wide`. Raises ValueError."""
         out = self._engine.empty(x.shape[0], self.layout.rows, dtype=torch.float32 if wide else x.dtype)
         self._multiply(self._linear, x, bias, out, wide and x.dtype == torch.bfloat16)
         return out
 
     def multiply_gated(self, x: Tensor) -> Tensor | None:
-        """silu(x @ gate) * (x @ up); None where gate and up do not fill whole panels."""
+        """Return silu(x @ gate) * (x @ up) [T, out / 2]; None if gate and up do not fill whole
+        panels, that is if `out` is no multiple of 32. Raises ValueError."""
         if self.layout.rows % (2 * PANEL):
             return None
         out = self._engine.empty(x.shape[0], self.layout.rows // 2, dtype=x.dtype)
@@ -157,8 +159,8 @@ class QuantizedForm:
             )
 
     def rows(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
-        """Rows int32 or int64 [T] as [T, in] float32 or bfloat16; a number that the weight lacks
-        makes a row of NaN."""
+        """Return the weight's rows `ids`, int32 or int64 [T], as [T, in] float32 or bfloat16; an id
+        out of range gives a row of NaN. Raises ValueError."""
         if (
             ids.dtype not in (torch.int32, torch.int64)
             or ids.dim() != 1
@@ -182,7 +184,7 @@ class QuantizedForm:
         return out
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
-        """The whole weight [out, in] as float32 or bfloat16, rounded once."""
+        """Return the whole weight [out, in] as float32 or bfloat16, rounded once."""
         out = torch.empty(self.layout.rows, self.layout.columns, dtype=dtype)
         kernel = self._engine.kernel("dequantize").bind()
         kernel(**self._weight, out=out.data_ptr(), out_stride=out.stride(0), out_type=TYPES[dtype])
@@ -198,10 +200,14 @@ def pack_quantized(
     group: int,
     dtype: torch.dtype = torch.bfloat16,
 ) -> PackedWeight:
-    """A weight from its codes uint8 [N, K], one a byte, scales [N, groups] and zeros [N, groups] in
-    codes' units, or None for zeros of 128 or 8. `group`: columns of a scale; one that 128, 64 or 32
-    divides is split, and a scale for the whole row is repeated. `dtype` is what the weight shows.
-    Scales and zeros are kept as float16, scales times a power of two. Waits; raises ValueError."""
+    """Pack a weight from a checkpoint's codes uint8 [N, K] (one code a byte), scales [N, groups],
+    and zeros [N, groups] in units of codes (None: 128 for 8 bits, 8 for 4 bits).
+
+    `group`: columns of one scale. A multiple of 32 is split into groups of 128, 64 or 32 that share
+    the scale; a scale for the whole row is repeated. `dtype`: the dtype that the packed weight
+    reports. Scales and zeros are stored as float16, scales relative to a power of two. Waits.
+    Raises ValueError.
+    """
     _check_codes(codes, bits)
     unit, repeats = _split(codes.shape[1], group)
     groups = -(-codes.shape[1] // unit)
@@ -223,9 +229,9 @@ def pack_quantized(
 def quantize(
     engine: Engine, weight: Tensor, bits: int, group: int | None = None, has_zeros: bool = False
 ) -> PackedWeight:
-    """A weight [N, K] of float32 or bfloat16 quantised to `bits` (8 or 4): each code the nearest,
-    each scale of 4 bits (and zero, with `has_zeros`) searched for the least squared error. Waits;
-    raises ValueError."""
+    """Quantise a weight [N, K] of float32 or bfloat16 to `bits` (8 or 4) with the nearest codes. At
+    4 bits each scale (and zero, with `has_zeros`) is searched for the least squared error. Waits.
+    Raises ValueError."""
     group = DEFAULT_GROUP.get(bits, 0) if group is None else group
     if bits not in DEFAULT_GROUP or group not in GROUPS:
         raise ValueError(f"found {bits} bits in groups of {group}; wanted 8 or 4 bits in groups of 32, 64 or 128")
@@ -267,7 +273,7 @@ def _check_codes(codes: Tensor, bits: int) -> None:
 
 
 def _split(columns: int, group: int) -> tuple[int, int]:
-    """The group that kernels use, and how many of them share a scale."""
+    """Return the group size that the kernels use, and how many of these groups share a scale."""
     if group >= columns and group not in GROUPS:
         return GROUPS[0], -(-columns // GROUPS[0])
     for unit in GROUPS:
@@ -277,7 +283,8 @@ def _split(columns: int, group: int) -> tuple[int, int]:
 
 
 def _per_group(values: Tensor, what: str, rows: int, groups: int, repeats: int) -> Tensor:
-    """As float32 [rows, groups]."""
+    """Check scales or zeros and repeat them for each group: float32 [rows, groups]. Raises
+    ValueError."""
     wanted = (rows, -(-groups // repeats))
     if values.shape != wanted or not values.is_floating_point():
         raise ValueError(f"found {what} {list(values.shape)} of {values.dtype}; wanted {list(wanted)} of floats")
@@ -293,5 +300,5 @@ def _per_group(values: Tensor, what: str, rows: int, groups: int, repeats: int) 
 
 
 def _multiplier(largest: float) -> float:
-    """A power of two that brings the largest scale near the top of float16's range."""
+    """Return a power of two; the largest scale divided by it is near the top of float16's range."""
     return math.ldexp(1.0, max(math.frexp(largest)[1], -100) - 15) if largest else 1.0

@@ -1,9 +1,9 @@
-"""A step as a list: kernel calls as they were made, and between them what torch itself computed.
+"""Record a step as a list: kernel calls in their order, and the torch operations between them.
 
-Kernels do not run while a step is recorded: their results are zeros, so that recording a large
-batch costs no more than a small one. Views are addresses and cost nothing at replay. Results of
-kernels share an arena: memory whose last tensor is gone serves a later result of the same step, as
-it would have in the step itself.
+Kernels do not run during recording: their results are zeros, so recording a large batch costs no
+more than recording a small one. Views cost nothing at replay. Kernel results share an arena: when
+the last tensor of a block is gone, a later result of the same step reuses the block, as an
+allocator would do in an eager step.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from sglcore_cpu.operations import Operations
 
 ALIGNMENT = 64
 READS = frozenset(("aten::_local_scalar_dense", "aten::item", "aten::nonzero"))
-"""Operations whose result the host would have to know: their replay could take another way."""
+"""Operations that pass a result to the host: on replay the step could take another branch."""
 
 
 class NotCapturable(RuntimeError):
-    """A step that can not be replayed; the text names the operation."""
+    """A step that can not be replayed; the text gives the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class HostCall:
-    """What torch or Python did between two kernels: at replay it is done again, into the same
-    `results`."""
+    """A torch operation or Python call between two kernels. Replay calls it again and copies what
+    it returns into the same `results`."""
 
     function: Callable[..., Any]
     arguments: tuple[Any, ...]
@@ -42,7 +42,7 @@ class HostCall:
     results: tuple[Tensor, ...]
 
     def run(self) -> None:
-        """Do it again."""
+        """Call the function again, and copy what it returns into `results`."""
         again = self.function(*self.arguments, **self.named)
         for kept, fresh in zip(self.results, _tensors(again), strict=True) if self.results else ():
             kept.copy_(fresh)
@@ -50,34 +50,35 @@ class HostCall:
 
 @dataclass(frozen=True, slots=True)
 class KernelCalls:
-    """The calls [first, last) of the program."""
+    """The kernel calls [first, last) of the program."""
 
     program: Program
     first: int
     last: int
 
     def run(self) -> None:
-        """Run them."""
+        """Run the kernel calls and wait."""
         self.program.run(self.first, self.last)
 
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """Memory that was only made, and whose address a kernel may have."""
+    """Tensors from `torch.empty` and the like, kept because recorded kernels may use their
+    addresses."""
 
     tensors: tuple[Tensor, ...]
 
     def run(self) -> None:
-        """Nothing is to be done again."""
+        """Do nothing."""
 
 
 class Block:
-    """A piece of memory, uint8 at a multiple of 64 bytes, and the tensor that it serves."""
+    """A block of memory, uint8 at a multiple of 64 bytes, and the tensor that uses it."""
 
     __slots__ = ("memory", "user")
 
     def __init__(self, size: int) -> None:
-        # Not by torch, which is being recorded.
+        # By NumPy, because torch operations are being recorded.
         whole = np.zeros(size + ALIGNMENT, dtype=np.uint8)
         start = -whole.ctypes.data % ALIGNMENT
         self.memory = whole[start : start + size]
@@ -85,11 +86,11 @@ class Block:
 
     @property
     def is_free(self) -> bool:
-        """Its last tensor is gone."""
+        """Whether no tensor uses the block any more."""
         return self.user is None or self.user.expired()
 
     def lend(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """A tensor of zeros with a storage of its own over this memory."""
+        """Return a tensor of zeros over this memory, with its own storage."""
         size = _size(shape, dtype)
         held = self.memory[: max(size, dtype.itemsize)]
         held[:] = 0
@@ -106,11 +107,11 @@ class StepArena:
 
     @property
     def num_bytes(self) -> int:
-        """Memory of all blocks."""
+        """Bytes of all blocks."""
         return sum(block.memory.size for block in self._blocks)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """The smallest free block that holds it, or a new one."""
+        """Return a tensor in the smallest free block that holds it, or in a new block."""
         size = max(ALIGNMENT, -(-_size(shape, dtype) // ALIGNMENT) * ALIGNMENT)
         fitting = [block for block in self._blocks if block.memory.size >= size and block.is_free]
         block = min(fitting, key=lambda block: block.memory.size, default=None)
@@ -124,18 +125,18 @@ Part = KernelCalls | HostCall | Kept
 
 
 class Watch(TorchDispatchMode):
-    """Tells a recording of every operation of torch; composite ones as what they are made of."""
+    """Reports every torch operation to a recording; composite operations are decomposed first."""
 
     def __init__(self, recording: Recording) -> None:
         super().__init__()
         self._recording = recording
-        # What torch takes apart, it always does.
+        # Operations that torch does not decompose; whether it does never changes.
         self._plain: set[Any] = set()
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        # Torch asks it while the class is made; yes would import its compiler, a second of every
-        # start.
+        # Torch calls this when the class is created; True would import its compiler, which adds a
+        # second to every start.
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -155,7 +156,7 @@ class Watch(TorchDispatchMode):
 
 
 class Recording:
-    """Inside a `with` block: a step's calls become a list of `parts`."""
+    """A context manager that records a step's calls as the list `parts`."""
 
     def __init__(self, arena: StepArena) -> None:
         self.parts: list[Part] = []
@@ -176,8 +177,8 @@ class Recording:
         self._end_kernels()
 
     def add(self, engine: Engine, kernel: int, arguments: bytes) -> None:
-        """A kernel call. Raises NotCapturable if it belongs to another engine than the one
-        before."""
+        """Record a kernel call. Raises NotCapturable if its engine is not that of the first
+        call."""
         if self._engine is None or self._program is None:
             self._engine, self._program = engine, engine.program()
         if self._engine is not engine:
@@ -185,21 +186,22 @@ class Recording:
         self._program.add(kernel, arguments)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Memory for a kernel's result, from the arena."""
+        """Return memory from the arena for a kernel's result."""
         return self._arena.empty(shape, dtype)
 
     def kernel(self, name: str) -> BoundKernel | None:
-        """As the protocol says."""
+        """Return a kernel of the step's engine; None before the step has called any kernel."""
         return None if self._engine is None else self._engine.kernel(name).bind()
 
     def host(self, function: Callable[..., object], *arguments: object) -> None:
-        """A call of Python; it is not made now. The memory of tensors among its arguments serves
-        nothing else of the step."""
+        """Record a Python call without making it. The record keeps its arguments alive, so no later
+        result of the step reuses their memory."""
         self._end_kernels()
         self.parts.append(HostCall(function, arguments, {}, ()))
 
     def by_kernel(self, func: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Tensor | None:
-        """The result of an operation that a kernel computes too; None where torch has to."""
+        """Compute a torch operation by a kernel instead; None if there is no kernel for it, or
+        before the step has called any kernel."""
         if self._engine is None:
             return None
         if func is torch.ops.aten._to_copy.default:
@@ -207,14 +209,15 @@ class Recording:
         return elementwise(self._engine, func, args, named)
 
     def _cast(self, engine: Engine, x: Tensor, dtype: torch.dtype | None = None, **others: Any) -> Tensor | None:
-        """Rows of another type."""
+        """Cast rows [T, N] to another dtype by a kernel; None if it can not."""
         is_cast = dtype in TYPES and x.dtype in TYPES and not any(others.values())
         if not is_cast or dtype is None or x.dim() != 2 or x.stride(1) != 1:
             return None
         return Operations(engine).cast(x, dtype)
 
     def keep(self, func: Any, args: tuple[Any, ...], named: dict[str, Any], result: Any) -> None:
-        """An operation that torch computed. Raises NotCapturable if its result goes to the host."""
+        """Record an operation that torch computed. Raises NotCapturable if its result goes to the
+        host."""
         name, results = func._schema.name, _tensors(result)
         if name in READS or not (results or func._schema.is_mutable):
             raise NotCapturable(
@@ -234,7 +237,7 @@ class Recording:
 
 
 def _tensors(result: Any) -> tuple[Tensor, ...]:
-    """What an operation gave, as the tensors that are in it."""
+    """Return the tensors in an operation's result."""
     parts = result if isinstance(result, tuple | list) else (result,)
     return tuple(part for part in parts if isinstance(part, Tensor))
 

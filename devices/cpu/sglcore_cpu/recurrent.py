@@ -1,7 +1,7 @@
-"""The entries of recurrent layers by the native kernels: a state for each request, in a pool, read
-and written in place.
+"""Kernel table entries of recurrent layers by the native kernels. Each request has a state in a
+pool, which they read and write in place.
 
-Models get them in float32 and bfloat16 (`table.takes`).
+Models use them in float32 and bfloat16 (`table.takes`).
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from sglcore_cpu.native import TYPES, Engine
 
 
 class Recurrent:
-    """Entries of the kernel table, each as the table says, on one engine. Every one waits until its
-    result is there."""
+    """Entries of the kernel table for recurrent layers, on one engine, as the table defines them.
+    Each call waits for its result."""
 
     def __init__(self, engine: Engine) -> None:
         self._empty = engine.empty
@@ -36,7 +36,8 @@ class Recurrent:
         lengths: Tensor | None,
         targets: Tensor | None = None,
     ) -> Tensor:
-        """Channels are shared out; each passes over a row's tokens."""
+        """Run the causal convolution. Threads divide the channels and go through a request's tokens
+        in order."""
         tokens, size = x.shape
         out = self._empty(tokens, size, dtype=x.dtype)
         self._causal_conv(
@@ -66,7 +67,8 @@ class Recurrent:
         lengths: Tensor | None,
         targets: Tensor | None = None,
     ) -> Tensor:
-        """Columns of the states are shared out; each passes over a row's tokens."""
+        """Run the gated delta rule. Threads divide the columns of the states and go through a
+        request's tokens in order."""
         tokens, (_, heads, key, size) = qkv.shape[0], states.shape
         out = self._empty(tokens, heads * size, dtype=qkv.dtype)
         self._gated_delta_rule(
@@ -104,7 +106,8 @@ class Recurrent:
         lengths: Tensor | None,
         targets: Tensor | None = None,
     ) -> Tensor:
-        """Rows of the states are shared out; each passes over a row's tokens."""
+        """Run the selective scan. Threads divide the rows of the states and go through a request's
+        tokens in order."""
         tokens, (_, heads, size, width) = xbc.shape[0], states.shape
         out = self._empty(tokens, heads * size, dtype=xbc.dtype)
         self._selective_scan(
@@ -128,7 +131,7 @@ class Recurrent:
         return out
 
     def gated_rms_norm(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float, gate_first: bool) -> Tensor:
-        """One pass over each group."""
+        """Apply gate and RMS norm in one pass over each group."""
         (rows, width), (groups, size) = x.shape, weight.shape
         out = self._empty(rows, width, dtype=x.dtype)
         self._gated_rms_norm(

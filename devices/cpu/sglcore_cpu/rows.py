@@ -1,5 +1,4 @@
-"""What the processor's kernels do with this model, as rows of the ledger: nothing falls back
-unseen."""
+"""Ledger rows that say which kernels serve this model, so that no fallback is silent."""
 
 from __future__ import annotations
 
@@ -19,7 +18,8 @@ NATIVE_EXPERTS = Row("experts", "auto", "native", "only the chosen experts are c
 
 
 def kernel_rows(model: LoadedModel, graph: str) -> list[Row]:
-    """Rows for the entries whose implementation depends on the model's dtype and shapes."""
+    """Return the rows of entries that depend on the model's dtype and shapes: linear layers,
+    experts."""
     rows = [linear_row(model, graph)]
     config = model.config
     if config.moe is not None:
@@ -29,7 +29,7 @@ def kernel_rows(model: LoadedModel, graph: str) -> list[Row]:
 
 
 def linear_row(model: LoadedModel, graph: str) -> Row:
-    """In which forms the linear layers' weights lie, and so which kernel reads them."""
+    """Return the row of linear layers: their packed formats, which determine the kernels."""
     layers = model.weights.linears
     forms = Counter(_form(layer.weight) for layer in layers)
     told = ", ".join(f"{count} of {len(layers)} {form}" for form, count in forms.items())
@@ -49,14 +49,16 @@ def _form(weight: torch.Tensor) -> str:
 
 
 def pages_row(root: Path = Path("/")) -> Row:
-    """Whether weights lie on huge pages. Nobody asks for them, so their absence is no downgrade."""
+    """Return the row that says whether weights are on huge pages. No setting requests them, so
+    their absence is no downgrade."""
     granted, why = huge_pages(root)
     remedy = "" if granted else "echo madvise > /sys/kernel/mm/transparent_hugepage/enabled"
     return Row("pages", "auto", "huge" if granted else "4 KiB", why, remedy)
 
 
 def experts_row(dtype: torch.dtype, graph: str) -> Row:
-    """Which of torch's products serves the experts, where it takes their sizes."""
+    """Return the row of experts on torch's kernels: grouped products (if they take the experts'
+    sizes), or the reference."""
     if graph == "compiled" and dtype is not torch.bfloat16:
         reason = f"a compiler takes grouped products of bfloat16 only, not {dtype}"
         return Row("experts", "auto", "reference in graphs", reason, "--graph off, or --dtype bfloat16")

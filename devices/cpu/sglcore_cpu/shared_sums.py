@@ -1,9 +1,8 @@
-"""Sums and tokens of ranks on one machine, through memory that they share: what is small goes round
-in microseconds.
+"""Collectives of ranks on one machine through shared memory; small tensors take microseconds.
 
-Every rank writes its part, says so, waits for the others' word, and adds all parts in the order of
-the ranks, so that each has the same sum to the bit. The waiting is native: who waits for long
-sleeps, and is woken, so that a core that others want is theirs.
+For a sum, every rank writes its part, increments its counter, waits for the other counters, and
+adds all parts in rank order, so every rank has the same sum to the bit. The wait is in native code:
+it spins first, then sleeps until it is woken, which leaves the core to others.
 """
 
 from __future__ import annotations
@@ -27,20 +26,20 @@ from sglcore_cpu.meeting import Meeting, memory_size
 from sglcore_cpu.native import TYPES, Engine, recorder
 
 MOST = 1 << 20
-"""Bytes that go this way at once. Larger sums go in pieces, and what else is larger by the back
-end."""
+"""Most bytes of one exchange. Larger sums go in pieces; other larger collectives go to the group's
+communication backend (gloo)."""
 NATIVE = "native"
-"""The kind of graph that is a recorded step."""
+"""The kind of graph that records steps (`native_graphs`)."""
 FILE = "file://"
 
 
 class SharedSums(Group):
-    """A group whose sums, and small gathers and broadcasts, go through shared memory; recorded
-    steps hold them."""
+    """A group that runs sums, and small gathers and broadcasts, through shared memory. A recorded
+    step can contain its collectives."""
 
     def __init__(self, *parts: Any, path: Path, make_engine: Callable[[], Engine], **checks: Any) -> None:
-        """`path` is that of the memory, zeros, the same one for every rank; `make_engine` makes an
-        engine that belongs to the group. The others are those of `Group`."""
+        """`path`: the file of the shared memory, the same for every rank; it is created with zeros.
+        `make_engine` makes the group's own engine. The other arguments are `Group`'s."""
         super().__init__(*parts, **checks)
         self._path, self._make_engine = path, make_engine
         self._memory = _opened(path, self.size)
@@ -55,11 +54,12 @@ class SharedSums(Group):
         ]
 
     def goes_into(self, graph: str) -> bool:
-        """A recorded step holds sums as kernels, and what else goes round as calls between them."""
+        """Return whether graphs of this kind can contain the group's collectives. A recorded step
+        contains sums as kernels, and other collectives as host calls between the kernels."""
         return graph == NATIVE or super().goes_into(graph)
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """As that of `Group`."""
+        """Sum in place, as `Group.all_reduce`."""
         is_native = x.dtype in TYPES
         recording = recorder.get()
         if recording is not None:
@@ -77,14 +77,14 @@ class SharedSums(Group):
         return x
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """As that of `Group`."""
+        """Gather as `Group.all_gather`."""
         out = torch.empty((self.size, *x.shape), dtype=x.dtype)
         if not is_recorded(self._gather, x, out):
             self._gather(x, out)
         return out
 
     def broadcast(self, x: Tensor, source: int = 0) -> Tensor:
-        """As that of `Group`."""
+        """Broadcast as `Group.broadcast`."""
         if is_recorded(self.broadcast, x, source):
             return x
         if x.nbytes > MOST:
@@ -96,21 +96,23 @@ class SharedSums(Group):
         return x
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
-        """As that of `Group`."""
+        """Reduce and scatter as `Group.reduce_scatter`; only a recording differs."""
         out = torch.empty((x.shape[0] // self.size, *x.shape[1:]), dtype=x.dtype)
         if not is_recorded(self._scatter, x, out):
             self._scatter(x, out)
         return out
 
     def all_to_all(self, x: Tensor, sent: list[int] | None = None, received: list[int] | None = None) -> Tensor:
-        """As that of `Group`. A recorded step has the counts with which it was recorded."""
+        """Exchange rows as `Group.all_to_all`. A recorded step replays the counts `sent` and
+        `received` with which it was recorded."""
         out = torch.empty((x.shape[0] if received is None else sum(received), *x.shape[1:]), dtype=x.dtype)
         if not is_recorded(self._exchange_rows, x, out, sent, received):
             self._exchange_rows(x, out, sent, received)
         return out
 
     def launch_all_to_all(self, x: Tensor, sent: list[int] | None = None, received: list[int] | None = None) -> Handle:
-        """As that of `Group`; a recorded step has made it by then."""
+        """Start `all_to_all` as `Group.launch_all_to_all`; a recorded step runs it at once and
+        returns a finished handle."""
         if recorder.get() is not None:
             return Finished(self.all_to_all(x, sent, received))
         return super().launch_all_to_all(x, sent, received)
@@ -134,15 +136,16 @@ class SharedSums(Group):
         return SharedSums(*parts, path=path, make_engine=make, checks=self._checks, in_graphs=self._in_graphs)
 
     def _exchanged(self, x: Tensor) -> list[Tensor]:
-        """Everybody's, by rank, flat, readable until the call after the next. Waits for all; before
-        that another half of the batch runs, if there is one."""
+        """Exchange x and return the flat tensors of all ranks, by rank, valid until the call after
+        the next. Before it waits for the ranks, it lets the other micro-batch run, if there is
+        one."""
         pause()
         half = self._meeting.exchange(x)
         return [place[: x.nbytes].view(x.dtype) for place in self._places[half]]
 
 
 def is_recorded(function: Callable[..., object], *arguments: object) -> bool:
-    """Whether a step is being recorded, which then has the call."""
+    """Record the call if a step is being recorded; return whether it was."""
     recording = recorder.get()
     if recording is not None:
         recording.host(function, *arguments)
@@ -150,13 +153,13 @@ def is_recorded(function: Callable[..., object], *arguments: object) -> bool:
 
 
 def sums_for(place: Place, make_engine: Callable[[], Engine]) -> Callable[..., Group] | None:
-    """How a group at this place is made, with engines of its own; None where its ranks share no
-    memory."""
+    """Return the constructor of a group at this place; None if its ranks are not all on one
+    machine."""
     if place.neighbours != place.topology.world or not place.meeting.startswith(FILE):
         return None
 
     def make(*parts: Any, **checks: Any) -> Group:
-        path = Path(place.meeting.removeprefix(FILE)).with_name("sums")  # in a folder that their leader removes
+        path = Path(place.meeting.removeprefix(FILE)).with_name("sums")  # the leader removes it
         return SharedSums(*parts, path=path, make_engine=make_engine, **checks)
 
     return make
@@ -167,7 +170,7 @@ def _opened(path: Path, ranks: int) -> mmap.mmap:
     try:
         size = memory_size(ranks, MOST)
         os.ftruncate(number, size)
-        if sys.platform == "linux":  # else a full /dev/shm is told by SIGBUS, at the first touch of a page
+        if sys.platform == "linux":  # else a full /dev/shm shows as SIGBUS at the first access
             os.posix_fallocate(number, 0, size)
         return mmap.mmap(number, size)
     finally:

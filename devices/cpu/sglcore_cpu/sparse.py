@@ -1,9 +1,9 @@
-"""The entries of attention over listed rows by the native kernels: latent rows, chosen or
-compressed.
+"""Kernel table entries of sparse attention by the native kernels: attention over listed cache rows
+(latent rows, chosen by an indexer or compressed), and the lists themselves.
 
-Slots, positions, lengths, lists and tables are read when a kernel runs, so that a recorded step
-serves whatever they hold. Tensors that lie otherwise than the kernels read them go to the
-reference.
+The kernels read request slots, positions, lengths, lists and tables when they run, so a recorded
+step can be replayed on new contents. Tensors with a memory layout that the kernels do not read go
+to the reference.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from sglcore_cpu.native import TYPES, Engine
 from sglcore_cpu.operands import INDEX_BYTES
 
 ROW_TYPES: Mapping[torch.dtype, int] = MappingProxyType({**TYPES, torch.float16: 3, torch.uint8: 4})
-"""Element types of rows, as the kernels count them; bytes are a codec's."""
+"""The kernels' numbers for the element types of cache rows; uint8 means bytes of a codec."""
 GROUP_UNIT = 16
-"""Divides the groups of codecs that the kernels know."""
+"""The kernels read codecs with a group size that is a multiple of this."""
 
 
 class SparseAttention:
-    """Entries of the kernel table, each as the table says, on one engine. Every one waits until its
-    result is there."""
+    """Entries of the kernel table for sparse attention, on one engine, as the table defines them.
+    Each call waits for its result."""
 
     def __init__(self, engine: Engine) -> None:
         self._empty = engine.empty
@@ -50,7 +50,7 @@ class SparseAttention:
         value_size: int,
         codec: RowCodec | None,
     ) -> Tensor:
-        """Chunks of both lists are shared out."""
+        """Attend to the rows of one or two lists; threads divide the lists in chunks."""
         lists = [each for each in (chosen, more_chosen) if each is not None]
         others = [each for each in (more_rows, sinks) if each is not None]
         if not (is_known(codec) and last_is_plain(q, rows, *others) and are_indices(*lists)):
@@ -86,7 +86,7 @@ class SparseAttention:
         value_size: int,
         codec: RowCodec | None,
     ) -> Tensor:
-        """Chunks of each request are shared out."""
+        """Attend to all rows of a request; threads divide each request in chunks."""
         if not (is_known(codec) and last_is_plain(q, rows) and are_indices(table, token_slots, lens)):
             return reference_sparse.paged_mqa(q, rows, table, token_slots, lens, page_size, scale, value_size, codec)
         out = self._empty(*q.shape[:2], value_size, dtype=q.dtype)
@@ -114,7 +114,7 @@ class SparseAttention:
         width: int,
         codec: RowCodec | None,
     ) -> Tensor:
-        """Chunks of each request's keys are shared out."""
+        """Compute the indexer's logits; threads divide each request's keys in chunks."""
         if not (is_known(codec) and last_is_plain(q, weights, keys) and are_indices(table, token_slots, lens)):
             pages = table, token_slots, lens, rows_per_page
             return reference_sparse.index_logits(q, weights, keys, *pages, scale, width, codec)
@@ -138,7 +138,7 @@ class SparseAttention:
     def index_top_k(
         self, logits: Tensor, lens: Tensor, table: Tensor, token_slots: Tensor, rows_per_page: int, k: int
     ) -> Tensor:
-        """Tokens are shared out."""
+        """List the rows of the k largest logits of each token; threads divide the tokens."""
         if not (last_is_plain(logits) and are_indices(lens, table, token_slots)):
             return reference_sparse.index_top_k(logits, lens, table, token_slots, rows_per_page, k)
         tokens, width = logits.shape
@@ -157,7 +157,7 @@ class SparseAttention:
     def window_rows(
         self, table: Tensor, token_slots: Tensor, positions: Tensor, window: int, page_size: int, out: Tensor
     ) -> None:
-        """Tokens are shared out."""
+        """List the rows of each token's sliding window; threads divide the tokens."""
         if not (are_indices(table, token_slots, positions, out) and out.is_contiguous()):
             reference_sparse.window_rows(table, token_slots, positions, window, page_size, out)
         else:
@@ -166,7 +166,7 @@ class SparseAttention:
     def block_rows(
         self, table: Tensor, token_slots: Tensor, positions: Tensor, ratio: int, page_size: int, out: Tensor
     ) -> None:
-        """Tokens are shared out."""
+        """List the rows of the blocks complete with each token; threads divide the tokens."""
         if not (are_indices(table, token_slots, positions, out) and out.is_contiguous()):
             reference_sparse.block_rows(table, token_slots, positions, ratio, page_size, out)
         else:
@@ -206,7 +206,7 @@ class SparseAttention:
         out_rows: Tensor,
         writes: Tensor,
     ) -> None:
-        """On the calling thread."""
+        """Plan the events, reads and writes of `compress`, on the calling thread."""
         given = slots, seq_lens, lengths, starts, token_slots, positions, table, state_table, state_offsets
         indices = (each for each in (*given, reads, block_positions) if each is not None)
         if not (are_indices(*indices) and reads.is_contiguous()):
@@ -241,7 +241,8 @@ class SparseAttention:
         return None
 
     def compress(self, kv_gate: Tensor, state: Tensor, ape: Tensor, reads: Tensor, writes: Tensor) -> Tensor:
-        """Channels of each event are shared out; then tokens."""
+        """Compress completed blocks to rows, then update the state; threads divide the channels of
+        each event, then the tokens."""
         are_dense = ape.is_contiguous() and reads.is_contiguous()
         if not (last_is_plain(kv_gate, state, writes) and are_indices(reads) and are_dense):
             return reference_sparse.compress(kv_gate, state, ape, reads, writes)
@@ -268,25 +269,26 @@ class SparseAttention:
 
 
 def takes_rows(q: Tensor, rows: Tensor, chosen: Tensor, more_rows: Tensor | None, *others: object) -> str:
-    """Of `sparse_mqa` and `paged_mqa`, whose fourth argument is no pool."""
+    """Return why `sparse_mqa` or `paged_mqa` is refused, empty if it is taken. The fourth argument
+    of `paged_mqa` is no pool of rows but int32."""
     more = [more_rows] if isinstance(more_rows, Tensor) and more_rows.dtype is not torch.int32 else []
     return refusal(q, rows, *more)
 
 
 def takes_keys(q: Tensor, weights: Tensor, keys: Tensor, *others: object) -> str:
-    """Of `index_logits`."""
+    """Return why `index_logits` is refused; empty if it is taken."""
     return refusal(q, keys) or refusal(weights)
 
 
 def takes_state(kv_gate: Tensor, state: Tensor, ape: Tensor, *others: object) -> str:
-    """Of `compress`."""
+    """Return why `compress` is refused; empty if it is taken."""
     wide = {state.dtype, ape.dtype} == {torch.float32}
     return refusal(kv_gate) or ("" if wide else f"the state is {state.dtype}, the places' weights {ape.dtype}")
 
 
 def refusal(x: Tensor, *rows: Tensor) -> str:
-    """Why x, or rows of a pool beside it, are of no type that the kernels compute in; "" if they
-    are."""
+    """Return why the kernels do not compute with the dtypes of x and of a pool's rows; empty if
+    they do."""
     if x.dtype not in TYPES:
         return f"it computes in float32 and bfloat16, not in {x.dtype}"
     if any(each.dtype is not rows[0].dtype for each in rows) or any(each.dtype not in ROW_TYPES for each in rows):
@@ -295,17 +297,17 @@ def refusal(x: Tensor, *rows: Tensor) -> str:
 
 
 def last_is_plain(*tensors: Tensor) -> bool:
-    """Their last dimension has no gaps."""
+    """Return whether the last dimension of every tensor has no gaps."""
     return all(each.stride(-1) == 1 or each.shape[-1] <= 1 for each in tensors)
 
 
 def are_indices(*tensors: Tensor) -> bool:
-    """Of four bytes, without gaps in the last dimension."""
+    """Return whether all tensors are int32 without gaps in the last dimension."""
     return last_is_plain(*tensors) and all(each.dtype is torch.int32 for each in tensors)
 
 
 def address(tensor: Tensor | None) -> int:
-    """0 for None."""
+    """Return the tensor's address; 0 for None."""
     return 0 if tensor is None else tensor.data_ptr()
 
 
@@ -323,12 +325,12 @@ def _heads(q: Tensor) -> dict[str, int]:
 
 
 def is_known(codec: RowCodec | None) -> bool:
-    """The kernels read its form, or rows are numbers."""
+    """Return whether the kernels can read the codec's rows; True without a codec."""
     return codec is None or codec.group % GROUP_UNIT == 0
 
 
 def form_of(rows: Tensor, codec: RowCodec | None) -> dict[str, int]:
-    """How rows of a pool are told to the kernels."""
+    """Return the kernel arguments that describe the format of a pool's rows."""
     exact, group = (0, 0) if codec is None else (codec.exact, codec.group)
     return {"row_type": ROW_TYPES[rows.dtype], "exact": exact, "group": group}
 

@@ -1,4 +1,4 @@
-"""The kernel table of the native kernels, over torch's where they do not serve."""
+"""The kernel table of the native kernels; torch's kernels fill the other entries."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ from sglcore_cpu.sparse import SparseAttention, takes_keys, takes_rows, takes_st
 from sglcore_cpu.trees import Trees
 
 TILED = ("amx",)
-"""Where torch's grouped products use instructions that the native experts do not."""
+"""Instruction sets for which torch's grouped products use tiles and the native experts do not."""
 MANY_ROWS = 16
-"""Rows for each expert from which a tile is full."""
+"""Tokens per expert that fill a tile."""
 FEW_ROWS = 8
-"""That are multiplied with a plain weight at the speed at which it is read."""
+"""Up to this many tokens, a product with an unpacked weight is bound by reading the weight."""
 BITS: Mapping[str, int] = MappingProxyType({"int8": 8, "int4": 4})
 SERVED = (torch.float32, torch.bfloat16)
 """Element types that the native kernels compute in."""
 
 
 class NativeLinear:
-    """Products with packed weights. Plain ones go to torch, but for a few rows, for which calling
-    it takes longer."""
+    """Linear layers and embeddings. Packed weights use their own kernels. Plain weights go to torch
+    for more than `FEW_ROWS` tokens; for fewer, a torch call takes longer than the native kernel."""
 
     def __init__(self, engine: Engine, operations: Operations, latent: Latent) -> None:
         self.engine = engine
@@ -53,7 +53,7 @@ class NativeLinear:
         self._silu_and_mul = operations.silu_and_mul
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """As the table's entry."""
+        """Run the table's entry `linear`."""
         if isinstance(weight, PackedWeight):
             return weight.form.multiply(x, bias)
         if bias is None and x.shape[0] <= FEW_ROWS and x.dtype in SERVED and takes_plain(x, weight):
@@ -61,55 +61,59 @@ class NativeLinear:
         return torch_linear(x, weight, bias)
 
     def gated_linear(self, x: Tensor, weight: Tensor) -> Tensor:
-        """As the table's entry; in two passes where the weight's form has none for both."""
+        """Run the table's entry `gated_linear`; in two passes if the weight's format has no fused
+        kernel."""
         gated = weight.form.multiply_gated(x) if isinstance(weight, PackedWeight) else None
         return self._silu_and_mul(self.linear(x, weight, None)) if gated is None else gated
 
     def head(self, hidden: Tensor, weight: Tensor) -> Tensor:
-        """As the table's entry."""
+        """Run the table's entry `head`: float32 logits."""
         if isinstance(weight, PackedWeight):
             return weight.form.multiply(hidden, None, wide=True)
         return torch_linear(hidden, weight, None).float()
 
     def embedding(self, ids: Tensor, weight: Tensor) -> Tensor:
-        """As the table's entry, of plain and packed weights."""
+        """Run the table's entry `embedding` on a plain or packed weight."""
         if isinstance(weight, PackedWeight):
             return weight.form.rows(ids, weight.dtype)
         return self._embedding(ids, weight)
 
     def pack(self, weight: Tensor) -> Tensor:
-        """Panels, where the native kernels compute in its type."""
+        """Pack the weight in panels; a dtype outside `SERVED` stays plain."""
         return pack(self.engine, weight) if weight.dtype in SERVED else weight
 
     def pack_parts(self, parts: Sequence[Tensor], done: Callable[[int], None]) -> Tensor | None:
-        """As the table's entry."""
+        """Run the table's entry `pack_parts`."""
         return pack_parts(self.engine, parts, done)
 
     def pack_quantized(self, quantized: QuantizedCodes) -> Tensor:
-        """As the table's entry."""
+        """Run the table's entry `pack_quantized`. Raises ConfigError for a dtype outside
+        `SERVED`."""
         check_served(quantized.dtype)
         codes, scales, zeros = quantized.codes, quantized.scales, quantized.zeros
         return pack_quantized(self.engine, codes, scales, zeros, quantized.bits, quantized.group, quantized.dtype)
 
     def quantize(self, weight: Tensor, kind: str) -> Tensor:
-        """As the table's entry."""
+        """Run the table's entry `quantize_linear`. Raises ConfigError for a dtype outside
+        `SERVED`."""
         check_served(weight.dtype)
         return quantize(self.engine, weight, BITS[kind])
 
 
 def takes(*call: object) -> str:
-    """Of a kernel that computes in these types alone."""
+    """Return why a kernel refuses the call: the first floating-point argument must be float32 or
+    bfloat16; empty if it is."""
     dtype = next(arg.dtype for arg in call if isinstance(arg, Tensor) and arg.is_floating_point())
     return "" if dtype in SERVED else f"it computes in float32 and bfloat16, not in {str(dtype).removeprefix('torch.')}"
 
 
 def takes_plain(x: Tensor, weight: Tensor) -> bool:
-    """Rows of one dtype side by side."""
+    """Return whether x [T, in] and a plain weight have one dtype and contiguous rows."""
     return not weight.is_mkldnn and x.dtype is weight.dtype and x.dim() == 2 and x.stride(1) == weight.stride(1) == 1
 
 
 def check_served(dtype: torch.dtype) -> None:
-    """Raise ConfigError for a type in which weights of 8 or 4 bits can not be multiplied."""
+    """Raise ConfigError for a dtype in which weights of 8 or 4 bits can not be multiplied."""
     if dtype not in SERVED:
         raise ConfigError(
             f"weights of 8 or 4 bits are multiplied in bfloat16 or float32; found the dtype {dtype}".replace(
@@ -120,8 +124,9 @@ def check_served(dtype: torch.dtype) -> None:
 
 
 class NativeExperts:
-    """Prompts go to torch's grouped products where those use tiles and take the call; a recorded
-    step always to the native kernel, which needs no memory of its own in the record."""
+    """A mixture of experts by one of two kernels: torch's grouped products from `MANY_ROWS` tokens
+    per expert on average, if they take the call, else the native kernel. A recorded step always
+    uses the native kernel, which needs no extra memory in the record."""
 
     def __init__(
         self, native: Callable[..., Tensor], grouped: Callable[..., Tensor], takes: Callable[..., str]
@@ -129,19 +134,19 @@ class NativeExperts:
         self._native, self._grouped, self._takes = native, grouped, takes
 
     def __call__(self, hidden: Tensor, weights: Tensor, ids: Tensor, w13: Tensor, *others: Any) -> Tensor:
-        """As the table's entry."""
+        """Run the table's entry."""
         is_large = ids.numel() >= MANY_ROWS * w13.shape[0] and recorder.get() is None
         is_large = is_large and not self._takes(hidden, weights, ids, w13, *others)
         return (self._grouped if is_large else self._native)(hidden, weights, ids, w13, *others)
 
 
 ACTIVATION_BITS = 8
-"""What products of integer codes multiply them with, a scale for each token and group: whole
-numbers are summed."""
+"""Bits of the activations that are multiplied with integer codes, with a scale for each token and
+group: the sums within a group are exact integers."""
 
 
 def native_table(engine: Engine) -> KernelTable:
-    """Every entry that the engine serves; the others are torch's."""
+    """Make the table: every entry that the engine serves; the others are torch's."""
     operations, proposals = Operations(engine), Proposals(engine)
     latent, experts = Latent(engine), Experts(engine)
     linear, draw, recurrent = NativeLinear(engine, operations, latent), NativeDraw(engine), Recurrent(engine)
@@ -197,7 +202,7 @@ def native_table(engine: Engine) -> KernelTable:
 
 
 def _sparse(sparse: SparseAttention) -> Mapping[str, Any]:
-    """The entries for attention over rows that a list names, and for the lists."""
+    """Return the entries for attention over listed rows, and for the lists."""
     return {
         "window_rows": sparse.window_rows,
         "block_rows": sparse.block_rows,
@@ -211,7 +216,7 @@ def _sparse(sparse: SparseAttention) -> Mapping[str, Any]:
 
 
 def _trees(trees: Trees) -> Mapping[str, Any]:
-    """The entries for trees of proposals."""
+    """Return the entries for draft trees."""
     return {
         "tree_expand": trees.tree_expand,
         "tree_build": trees.tree_build,
@@ -221,7 +226,7 @@ def _trees(trees: Trees) -> Mapping[str, Any]:
 
 
 def _mixtures(experts: Experts, has_tiles: bool) -> Mapping[str, Limited]:
-    """The entries for mixtures of experts."""
+    """Return the entries for mixtures of experts."""
     moe, clamped_moe, relu2_moe = experts.moe, experts.clamped_moe, experts.relu2_moe
     if has_tiles:
         moe = NativeExperts(moe, torch_moe, takes_grouped)
@@ -236,13 +241,13 @@ def _mixtures(experts: Experts, has_tiles: bool) -> Mapping[str, Limited]:
 
 
 def is_native(kernels: KernelTable) -> bool:
-    """Made by `native_table`."""
+    """Return whether `native_table` made the table."""
     return _owner(kernels) is not None
 
 
 def engine_of(kernels: KernelTable) -> Engine:
-    """The engine of a native table; raises Unavailable for any other, so that attention is chosen
-    among the rest."""
+    """Return the engine of a native table. Raises Unavailable for another table, which makes the
+    caller choose another attention backend."""
     owner = _owner(kernels)
     if owner is None:
         raise Unavailable("it needs the native kernels, which do not serve here; the row `kernels` says why")

@@ -1,4 +1,5 @@
-"""Trees of proposals by the native kernels, on the calling thread but for very many."""
+"""Draft trees by the native kernels; they run on the calling thread, except for very many
+requests."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from sglcore_cpu.native import Engine
 
 
 class Trees:
-    """The entries for trees, each as the table says, on one engine."""
+    """Entries of the kernel table for draft trees, on one engine, as the table defines them."""
 
     def __init__(self, engine: Engine) -> None:
         self._reference = KernelTable()
@@ -29,7 +30,7 @@ class Trees:
         beams: Tensor,
         reached: Tensor,
     ) -> None:
-        """As the table's entry of that name."""
+        """Run the table's entry of that name."""
         before = () if parents is None or chances is None else (parents, chances)
         if not _has_rows(tokens, scores) or not _is_whole(*before, records, sums, beams, reached):
             self._reference.tree_expand(tokens, scores, parents, chances, first, records, sums, beams, reached)
@@ -54,7 +55,7 @@ class Trees:
         )
 
     def tree_build(self, records: Tensor, sums: Tensor, depths: Tensor, tree: Tensor) -> None:
-        """As the table's entry of that name."""
+        """Run the table's entry of that name."""
         if not _is_whole(records, sums, depths, tree):
             self._reference.tree_build(records, sums, depths, tree)
             return
@@ -72,7 +73,7 @@ class Trees:
     def tree_place(
         self, tokens: Tensor, parents: Tensor, depths: Tensor, slots: Tensor, trees: Tensor, proposals: Tensor
     ) -> None:
-        """As the table's entry of that name."""
+        """Run the table's entry of that name."""
         if not _has_rows(tokens, parents, depths) or not _is_whole(slots, trees, proposals):
             self._reference.tree_place(tokens, parents, depths, slots, trees, proposals)
             return
@@ -104,7 +105,7 @@ class Trees:
         path: Tensor,
         runs: Tensor,
     ) -> None:
-        """As the table's entry of that name."""
+        """Run the table's entry of that name."""
         given = drawn, owners, slots, limits, trees, last, lengths, proposals, path, runs
         if not _is_whole(*given):
             self._reference.tree_walk(*given)
@@ -134,10 +135,10 @@ _TYPES = torch.int32, torch.float32
 
 
 def _has_rows(*tensors: Tensor) -> bool:
-    """Whether these are as the kernels read them, a row anywhere."""
+    """Return whether the tensors are int32 or float32 with contiguous rows at any row stride."""
     return all(each.dtype in _TYPES and (each.stride(1) == 1 or each.shape[1] == 1) for each in tensors)
 
 
 def _is_whole(*tensors: Tensor) -> bool:
-    """Whether these are as the kernels read them, without gaps."""
+    """Return whether the tensors are contiguous int32 or float32."""
     return all(each.dtype in _TYPES and each.is_contiguous() for each in tensors)

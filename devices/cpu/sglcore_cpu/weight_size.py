@@ -1,8 +1,7 @@
-"""How much memory a checkpoint's weights take once they are loaded, estimated from the headers of
-its files alone.
+"""Estimate the memory of a checkpoint's loaded weights from the headers of its files.
 
-Near, not exact: padding of panels is left out, and so are layers whose parts are widened to be
-joined.
+The estimate leaves out the padding of panels, and layers that are dequantised because their parts
+can not be joined as they are.
 """
 
 from __future__ import annotations
@@ -23,21 +22,25 @@ from sglcore.device.config import EngineConfig
 from sglcore_cpu.choice import NAMES, NATIVE
 
 SHARE_OF_BF16 = MappingProxyType({"int8": 0.55, "int4": 0.35})
-"""What quantising on load leaves of 16 bits: codes with their scales, and what stays as it is."""
+"""Size after quantisation on load, relative to 16 bits: codes, scales, and tensors that are not
+quantised."""
 
 GGUF_PLAIN = ("F32", "F16", "BF16")
 GGUF_BITS = MappingProxyType({"Q4_0": 4.5, "Q4_1": 5.0, "Q4_K": 5.0, "Q6_K": 8.5, "Q8_0": 8.5})
-"""Bits of a packed weight with its scales and zeros, by type; the other types take `WIDEST`."""
+"""Bits per value of a packed weight, scales and zeros included, by GGUF type; other types take
+`WIDEST`."""
 WIDEST = 9.0
 
 CODES = ("qweight", "weight_packed", "weight")
-"""Last parts of the names of a quantised layer's values; the other tensors of it are small."""
+"""Last name parts of the tensors that hold a quantised layer's codes; its other tensors are
+small."""
 
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """How weights are kept: bytes of a `plain` element, and of one of a matrix that is `rounded` on
-    load; `codes`: whether the integers of a quantised layer stay as they are."""
+    """How loaded weights are stored. `plain`: bytes per element. `rounded`: bytes per element of a
+    matrix that may be quantised on load. `codes`: whether integer codes of a quantised layer stay
+    integers."""
 
     plain: int
     rounded: float
@@ -45,20 +48,21 @@ class Kept:
 
     @classmethod
     def of(cls, asked: EngineConfig, stored: str) -> Kept:
-        """Of a checkpoint whose own dtype is `stored`. Only the native kernels read integers."""
+        """Return the storage of a checkpoint with dtype `stored`. Only the native kernels read
+        integer codes."""
         plain = 2 if (stored if asked.dtype == "auto" else asked.dtype) in HALF else 4
         rounded = 2 * SHARE_OF_BF16[asked.quantize] if asked.quantize in SHARE_OF_BF16 else plain
         reads = asked.kernels in ("auto", NATIVE, *NAMES) and asked.graph != "compiled"
         return cls(plain, rounded, reads and asked.quantize != NONE)
 
     def values(self, count: float, may_round: bool) -> float:
-        """Bytes of values that are not kept as integers."""
+        """Return the bytes of `count` values that are not kept as integer codes."""
         return count * (self.rounded if may_round else self.plain)
 
 
 def folder_bytes(files: Sequence[Path], raw: Mapping[str, Any], asked: EngineConfig) -> int:
-    """Of safetensors files whose `config.json` is `raw`; raises `CheckpointError` for a damaged
-    one."""
+    """Estimate the bytes of safetensors files with the `config.json` `raw`; raises
+    `CheckpointError` for a damaged file."""
     quantization = read_quantization(raw)
     kept = Kept.of(asked, str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch."))
     entries = [entry for file in files for entry in read_entries(file)]
@@ -67,7 +71,7 @@ def folder_bytes(files: Sequence[Path], raw: Mapping[str, Any], asked: EngineCon
 
 
 def gguf_bytes(file: Path, asked: EngineConfig) -> int:
-    """Of a GGUF file; raises `CheckpointError` for a damaged one."""
+    """Estimate the bytes of a GGUF file; raises `CheckpointError` for a damaged file."""
     tensors = read_header(file).tensors
     is_wide = all(tensor.type == "F32" for tensor in tensors.values() if len(tensor.shape) > 1)
     kept = Kept.of(asked, "float32" if is_wide else "bfloat16")
@@ -76,14 +80,14 @@ def gguf_bytes(file: Path, asked: EngineConfig) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _OutOfOrder:
-    """Which layers have columns whose groups are not in order: packed integers can not be those."""
+    """Finds the layers with reordered columns (act-order), which can not stay packed integers."""
 
     raw: Mapping[str, Any]
     names: Collection[str]
 
     def has(self, module: str, scheme: Scheme) -> bool:
-        """GPTQ's files always have the groups of columns, and its settings say whether they mean
-        anything."""
+        """Return whether the layer's columns are reordered. GPTQ files always contain `g_idx`, and
+        `desc_act` says whether it is used; other formats have `weight_g_idx` only then."""
         if scheme.kind != "gptq":
             return f"{module}.weight_g_idx" in self.names
         return bool(_settings(self.raw).get("desc_act")) and scheme.block[1] is not None
@@ -109,8 +113,8 @@ def _entry_bytes(entry: Entry, kept: Kept, quantization: Quantization | None, ou
 
 
 def _tensor_bytes(tensor: GgufTensor, kept: Kept, is_tied: bool) -> float:
-    """Experts are tensors of three dimensions; they and an embedding that is nothing else are kept
-    as values."""
+    """Return a tensor's bytes. Experts (three dimensions), and an embedding that is not also the
+    head, are not kept as integer codes."""
     count, is_matrix = math.prod(tensor.shape), len(tensor.shape) == 2
     if tensor.type in GGUF_PLAIN:
         return kept.values(count, is_matrix)

@@ -1,4 +1,5 @@
-"""Memory for weights: aligned, zero, given back; and what the system says of huge pages."""
+"""Memory for weights: aligned, zero, freed with its last tensor; and the system's huge page
+setting."""
 
 from __future__ import annotations
 

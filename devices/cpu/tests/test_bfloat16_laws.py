@@ -1,9 +1,9 @@
-"""The model laws in bfloat16, the type that most people run: eager and recorded steps, forced
-instruction sets.
+"""The model laws in bfloat16, the dtype that most users run: eager and recorded steps, every
+instruction set.
 
-Log-probabilities are compared with transformers' in float32 on the same rounded weights; rounding
-activations to bfloat16 moves them by up to a tenth or two, a wrong mask, page or row by whole
-units.
+Log-probabilities are compared with transformers' in float32 on the same rounded weights. Rounding
+activations to bfloat16 changes them by up to 0.1 or 0.2; a wrong mask, page or row changes them by
+1 or more.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SLOWER = ({"kernels": "torch"}, {"kernels": "reference"}, {"attention_backend": 
 
 
 class Rounded:
-    """A saved checkpoint whose weights are bfloat16 values, and its oracle."""
+    """A saved checkpoint with weights rounded to bfloat16, and its oracle."""
 
     def __init__(self, name: str, folder: Path) -> None:
         self.name = name
@@ -42,8 +42,8 @@ class Rounded:
         self.folder = save(self.oracle, folder)
 
     def check(self, **settings: Any) -> set[str]:
-        """Ragged requests in chunks that join late and share prefixes; gives the paths of the
-        steps."""
+        """Run requests of different lengths in chunks, which join late and share prefixes, and
+        compare them with the oracle. Returns the paths of the steps."""
         defaults: dict[str, Any] = {
             "dtype": "bfloat16",
             "max_batch_tokens": 24,
@@ -63,8 +63,8 @@ class Rounded:
 
 
 def choosing_all(oracle: Any) -> Any:
-    """The model with every expert chosen for every token: which of two is would turn on a
-    rounding."""
+    """Return the model with every expert chosen for every token, because with fewer a rounding
+    could decide which expert is chosen."""
     config = oracle.config
     counts = [getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts")]
     if not any(counts):
@@ -78,7 +78,7 @@ def choosing_all(oracle: Any) -> Any:
 
 
 def compare(result: Any, oracle: Any) -> None:
-    """Every log-probability that was given."""
+    """Compare every returned log-probability with the oracle's."""
     ids = result.prompt + result.tokens
     with torch.no_grad():
         expected = oracle(torch.tensor([ids])).logits[0].log_softmax(-1)
@@ -107,7 +107,8 @@ def test_two_threads_change_nothing(rounded: Rounded) -> None:
 def test_every_instruction_set_gives_them(
     rounded: Rounded, name: str, selection: Selection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the processor does not announce runs by emulation, where the group is run whole."""
+    """Instruction sets that the processor does not announce run by emulation, if the whole group
+    is run."""
     if name not in load_library().usable():
         if KERNELS not in selection.whole:
             pytest.skip(f"needs a processor with {name}, or the whole group")
@@ -117,7 +118,7 @@ def test_every_instruction_set_gives_them(
 
 
 def test_slower_ways_give_them_too(rounded: Rounded) -> None:
-    """One of them for each architecture, the next one for the next."""
+    """Each architecture runs one of the slower settings, in turn."""
     assert rounded.check(**SLOWER[list(ARCHITECTURES).index(rounded.name) % len(SLOWER)]) == {"eager"}
 
 

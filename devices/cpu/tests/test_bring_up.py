@@ -1,5 +1,5 @@
-"""The processor's bring-up: what the standard order lacks, and a wrong order, fail before any
-work."""
+"""The processor's bring-up: missing steps and a wrong order fail before any work; the choice of
+kernels, threads and sums."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_attention_before_hisparse_fails_on_a_laptop_naming_the_need() -> None:
 
 
 def model(is_encoder: bool = False) -> Any:
-    """One layer of two heads of 8 in float32, as bring-up sees it."""
+    """A model as bring-up sees it: one layer with two heads of 8, in float32."""
     return SimpleNamespace(
         config=SimpleNamespace(is_encoder=is_encoder, context_length=32),
         dtype=torch.float32,
@@ -124,7 +124,7 @@ def test_an_encoder_has_cells_for_one_page_beside_that_of_padding(is_encoder: bo
 
 
 def place(neighbours: int) -> Place:
-    """Of two ranks, so many of them on this machine."""
+    """The place of rank 0 of two, with `neighbours` ranks on this machine."""
     return Place(0, Topology(2), "file:///nowhere/meeting", 0, neighbours)
 
 

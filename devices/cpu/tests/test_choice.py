@@ -1,5 +1,5 @@
-"""Which kernels serve is said and never changes in silence: native where they can run, torch's with
-the reason elsewhere."""
+"""The choice of kernels, and its row in the ledger: native ones where they can run, else torch's
+with the reason."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from sglcore_cpu.table import is_native
 
 @dataclass
 class Announced:
-    """The real library on a processor that announces only some of its instruction sets; with
-    `built`, built for no others."""
+    """The real library, on a processor that announces the instruction sets `names` only; with
+    `built`, a library that was built for those only."""
 
     names: tuple[str, ...]
     built: tuple[str, ...] = ()

@@ -1,5 +1,5 @@
-"""An installation without compiled kernels compiles them at its first start, says so in one line,
-and goes on without them where it can not."""
+"""An installation without compiled kernels compiles them at its first start, prints one line, and
+uses torch's kernels if it can not compile."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ case "$*" in
   *-shared*) sleep 0.05; touch "{linked}"; while [ $# -gt 0 ]; do [ "$1" = -o ] && echo no library > "$2"; shift; done;;
 esac
 """
-"""A compiler that compiles nothing, but leaves the files that it is asked for."""
+"""A fake compiler: it compiles nothing but writes the requested output files."""
 
 
 @pytest.fixture
 def sources(tmp_path: Path) -> Path:
-    """Of a library without kernels."""
+    """Sources of a library without kernels."""
     return tiny_sources(tmp_path / "sources")
 
 
 def fake(folder: Path, broken: str = "nothing-is-broken") -> str:
-    """The path of a compiler that refuses files of that name; `log` beside it has a line for each
-    call."""
+    """Write a fake compiler that fails for files named `broken`, and return its path. The file
+    `log` next to it gets one line per call."""
     program = folder / "fake-compiler"
     names = {name: folder / name for name in ("log", "level", "linked")}
     program.write_text(FAKE.format(broken=broken, **names))
@@ -49,7 +49,7 @@ def fake(folder: Path, broken: str = "nothing-is-broken") -> str:
 
 
 def count(folder: Path, word: str) -> int:
-    """Calls of the fake compiler that have a word."""
+    """Count the calls of the fake compiler that contain a word."""
     return sum(word in line for line in (folder / "log").read_text().splitlines())
 
 

@@ -1,5 +1,5 @@
-"""Intel's extension for PyTorch: its kernels are right where it fits this torch; elsewhere it is
-said and never imported."""
+"""Intel's extension for PyTorch: its kernels are right if it fits this torch; otherwise it is
+reported and never imported."""
 
 from __future__ import annotations
 
@@ -38,16 +38,16 @@ from sglcore_cpu.placement import Placement
 from sglcore_cpu.probe import probe
 
 FITS = f"{torch.__version__.rpartition('.')[0]}.7+cpu"
-"""Another release of the torch that runs."""
+"""A patch release that fits the installed torch."""
 
 
 @pytest.fixture
 def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An extension that fits."""
+    """Install a stand-in of an extension that fits."""
     install(tmp_path / "site", FITS, monkeypatch)
 
 
-# -- its kernels
+# -- the kernels
 # --------------------------------------------------------------------------------------------------
 
 
@@ -75,8 +75,8 @@ def test_the_kit_holds_the_table_against_the_reference_and_the_engine_runs_on_it
 
 
 def calls() -> Iterator[tuple[str, ast.Call, dict[str, ast.expr]]]:
-    """Every call of an operator of the extension, by its name, with the values that names have in
-    its function."""
+    """Yield every operator call in `ipex`: the operator's name, the call, and the values assigned
+    to names in the calling function."""
     tree = ast.parse(inspect.getsource(ipex))
     for function in (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)):
         given = {
@@ -93,7 +93,7 @@ def calls() -> Iterator[tuple[str, ast.Call, dict[str, ast.expr]]]:
 
 
 def parameters(operator: str) -> list[str]:
-    """The names of an operator's arguments, none of which has a default."""
+    """Return the names of an operator's arguments; none has a default."""
     return [part.split()[-1] for part in SCHEMAS[operator].partition("(")[2].partition(")")[0].split(", ")]
 
 
@@ -110,17 +110,17 @@ def test_the_stand_in_has_the_arguments_of_the_recorded_operators() -> None:
         assert len(mine) == len(parameters(operator)), operator
 
 
-# -- what would be wrong
+# -- mutants
 # -----------------------------------------------------------------------------------------------
 
 
 def strided_residual(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Mutant: the residual as it lies."""
+    """Mutant: a residual with any strides goes to the operator."""
     return torch.ops.torch_ipex.add_rmsnorm(x, residual, weight, eps, True), residual
 
 
 def bias_to_the_operator(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Mutant: a bias that the operator does not look at."""
+    """Mutant: the bias goes to the operator, which ignores it."""
     if not isinstance(weight, ipex.BlockedWeight):
         return torch.nn.functional.linear(x, weight, bias)
     blocks: Any = weight.form
@@ -128,19 +128,19 @@ def bias_to_the_operator(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tens
 
 
 def forgotten_context(weight: Tensor) -> Tensor:
-    """Mutant: nobody keeps what the handle points to."""
+    """Mutant: the context that the handle points to is not kept alive."""
     packed: Any = ipex.pack_linear(weight)
     packed.form._context = None
     return packed
 
 
 def cosines_first(q: Tensor, k: Tensor, positions: Tensor, cache: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
-    """Mutant: rows in the order of our own tables."""
+    """Mutant: rows [cos, sin], the order of our own tables."""
     return ipex.rotary(q, k, positions, cache.roll(cache.shape[1] // 2, dims=1), head_dim)
 
 
 def no_row(q: Tensor, k: Tensor, positions: Tensor, cache: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
-    """Mutant: no rows go to the operator too."""
+    """Mutant: the operator is called with zero tokens too."""
     rows = cache.index_select(0, positions).roll(cache.shape[1] // 2, dims=1)
     first = torch.zeros((), dtype=torch.int64)
     return ipex._rotated(q, rows, first, head_dim), ipex._rotated(k, rows, first, head_dim)
@@ -169,13 +169,13 @@ def test_the_law_of_kernels_catches(entry: str, defect: Callable[..., Any], told
         )
 
 
-# -- whether it serves
+# -- choice and reports
 # -------------------------------------------------------------------------------------------------
 
 
 def start(kernels: str, graph: str = "off") -> tuple[KernelTable, tuple[Row, ...]]:
-    """The table that serves when these kernels are asked for, and the rows of the ledger that speak
-    of the extension."""
+    """Choose the kernel table for `--kernels` and `--graph`; also return the ledger's rows about
+    the extension."""
     ledger = DecisionLedger()
     threads = Placement(1, (), "asked for")
     table = processor_kernels(

@@ -1,4 +1,4 @@
-"""Every entry that torch's table replaces means what the reference means."""
+"""Every entry that torch's table replaces gives the reference's results."""
 
 from __future__ import annotations
 

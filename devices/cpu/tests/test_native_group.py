@@ -1,5 +1,5 @@
-"""What runs every instruction set is of a group: on a processor that has few, the others wait for
-the group's whole run."""
+"""Test files that run every instruction set belong to a group. A processor with few instruction
+sets tests the others only when the whole group runs."""
 
 from __future__ import annotations
 

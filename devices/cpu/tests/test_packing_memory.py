@@ -1,4 +1,4 @@
-"""Packing the linear weights takes one weight more than loading them, and leaves nothing behind."""
+"""Packing the linear weights needs memory for one more weight than loading, and keeps no copy."""
 
 from __future__ import annotations
 

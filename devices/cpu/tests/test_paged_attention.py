@@ -1,5 +1,5 @@
-"""The native attention backend is the reference, over every pool, in every batch, eagerly and
-recorded."""
+"""The native attention backend gives the reference's results, over every pool, in every batch,
+eagerly and recorded."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ HEADS = st.builds(
 PAGES = st.sampled_from((1, 3, 4, 16))
 LAW = settings(deadline=None, max_examples=40, derandomize=True)
 INT8_BOUND = 0.03
-"""Absolute error of attention over cells of 8 bits, where keys and values are normal and 127 codes
-span 3 deviations."""
+"""Bound of attention's absolute error over KV slots of 8 bits, for normally distributed keys and
+values, when 127 codes span 3 standard deviations."""
 KINDS = (PagedAttention, ReferenceAttention)
 
 
 @pytest.fixture(scope="module")
 def engine(selection: Selection) -> Engine:
-    """Of the highest instruction set that the run has, with two threads."""
+    """An engine of the highest instruction set of this run, with two threads."""
     library = every_set(selection)
     if not library.usable():
         pytest.skip("this processor lacks AVX2 with FMA and F16C")
@@ -58,7 +58,7 @@ def engine(selection: Selection) -> Engine:
 
 
 def backend_of(case: Case, engine: Engine, pool: Any = None, kernels: Any = None) -> PagedAttention:
-    """The native backend over a case's memory, or over another pool."""
+    """Make the native backend over a case's memory, or over another pool."""
     given = case.backend
     return PagedAttention(
         given.shape,
@@ -70,14 +70,14 @@ def backend_of(case: Case, engine: Engine, pool: Any = None, kernels: Any = None
 
 
 def native_case(engine: Engine, rows: Any, *how: Any, **named: Any) -> Case:
-    """A case that runs natively."""
+    """Make a case with the native backend."""
     case = make_case(rows, *how, **named)
     case.backend = backend_of(case, engine)  # pyright: ignore[reportAttributeAccessIssue]
     return case
 
 
 def in_type(case: Case, dtype: torch.dtype) -> Case:
-    """The case with cells of another type, what was in them cast."""
+    """Give the case a KV pool of another dtype, with its content cast."""
     old = case.backend.token_to_kv_pool
     pool = MHATokenToKVPool(old.num_cells // old.page_size - 1, old.page_size, case.backend.shape.layers, dtype, "cpu")
     for to, source in zip(pool.kv(0), old.kv(0), strict=True):
@@ -140,7 +140,7 @@ def test_layers_with_and_without_a_window_share_one_plan(engine: Engine) -> None
 
 
 def padded(case: Case, extra: int, garbage: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Adds padding rows to a batch, as a registry does; the rows' own q, k and v hold garbage."""
+    """Add padding rows to a batch, as a registry does; their q, k and v hold garbage."""
     batch = case.batch
     assert batch.out_cache_loc is not None
     zeros = torch.zeros(extra, dtype=torch.int32)
@@ -197,8 +197,7 @@ def test_a_recorded_step_serves_every_batch_of_its_bucket(engine: Engine) -> Non
 
 
 def move(source: Case, target: Case) -> None:
-    """What one decode case holds, into the buffers of another; rows that it has no more become
-    padding."""
+    """Copy a decode case into the buffers of another; the rows beyond it become padding."""
     source.run()
     for to, mine in zip(target.backend.token_to_kv_pool.kv(0), source.backend.token_to_kv_pool.kv(0), strict=True):
         to.copy_(mine)
@@ -216,21 +215,21 @@ def test_a_bucket_of_several_tokens_a_row_is_refused(engine: Engine) -> None:
         case.backend.capture_plan(Bucket(2, 4))
 
 
-# -- cells of 8 bits
+# -- KV slots of 8 bits
 # --------------------------------------------------------------------------------------------------
 
 
 def int8_pool(
     engine: Engine, num_pages: int, page_size: int, layers: LayerShapes, dtype: torch.dtype = torch.float32
 ) -> Int8TokenToKVPool:
-    """Cells of 8 bits for a model in float32."""
+    """Make a KV pool of 8 bits for a model in `dtype`."""
     return Int8TokenToKVPool(num_pages, page_size, layers, dtype, "cpu", native_table(engine))
 
 
 def int8_case(
     engine: Engine, rows: Any, heads: Heads, dtype: torch.dtype, kind: Any = PagedAttention, **how: Any
 ) -> Case:
-    """A case over a pool of 8 bits, what was in its cells stored there."""
+    """Make a case over a KV pool of 8 bits, with the case's keys and values stored in it."""
     case = make_case(rows, heads, 16, **how)
     old = case.backend.token_to_kv_pool
     pool = int8_pool(engine, old.num_cells // old.page_size - 1, old.page_size, case.backend.shape.layers, dtype)
@@ -285,7 +284,7 @@ def test_a_cell_of_8_bits_takes_what_is_counted(engine: Engine) -> None:
     assert held == pool.num_cells * INT8_POOL.cell_bytes(layers, torch.float32)
 
 
-# -- what it refuses
+# -- refusals
 # --------------------------------------------------------------------------------------------------
 
 

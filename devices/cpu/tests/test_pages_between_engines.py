@@ -1,5 +1,4 @@
-"""Cells of 8 bits go between engines as they are: a page of them is bytes in a row, with its
-scales."""
+"""KV pages of 8 bits go between engines unchanged: a page is contiguous bytes, scales included."""
 
 from __future__ import annotations
 

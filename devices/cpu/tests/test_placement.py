@@ -106,8 +106,8 @@ def test_pages_are_spread_and_keep_their_content() -> None:
 @pytest.mark.skipif(platform.machine() not in ("x86_64", "aarch64"), reason="this processor's call is not known")
 @pytest.mark.skipif(sys.platform != "linux", reason="this system has no memory policy")
 def test_a_range_takes_the_policy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With node 0 named twice over, the call is the real one on any machine, and the system's
-    record shows it."""
+    """With node 0 listed twice, `interleave` makes the real system call on any machine, and
+    numa_maps shows the policy."""
     text = (
         "import mmap, ctypes, sglcore_cpu.placement as p\n"
         "held = mmap.mmap(-1, 1 << 20)\n"

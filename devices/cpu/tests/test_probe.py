@@ -1,5 +1,4 @@
-"""The processor is described from what the operating system says, on x86, on Arm, and when it says
-nothing."""
+"""The probe describes the processor from /proc/cpuinfo, on x86, on Arm, and without the file."""
 
 from __future__ import annotations
 

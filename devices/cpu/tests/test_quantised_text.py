@@ -1,5 +1,5 @@
-"""Rounding the embedded model's weights moves its perplexity by little: under 0.5 % in 8 bits,
-under 2 % in 4."""
+"""Quantising the embedded model's weights changes its perplexity by less than 0.5 % in 8 bits and
+2 % in 4."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from tests.models.steps import Steps, load
 from tests.models.test_causal_models import prompt
 
 DOCUMENTS = Path(__file__).with_name("held_out_documents.json")
-"""Eight of each kind that the model was taught, from seeds that it was not: `tools/demo/text`,
-split "test"."""
+"""Eight documents of each kind in the training data, from seeds that were not used in training:
+`tools/demo/text`, split "test"."""
 
 
 def perplexity(**settings: Any) -> float:
-    """Of the documents: e to the mean of the negative log-probabilities of their tokens but the
-    first of each."""
+    """Return the perplexity of the documents: exp of the mean negative log-probability of all
+    tokens except the first of each."""
     asked = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)
     with LLM(threads=1, max_requests=8, dtype="bfloat16", **settings) as llm:
         outputs = llm.generate(json.loads(DOCUMENTS.read_text(encoding="utf-8")), asked)

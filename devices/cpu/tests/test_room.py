@@ -1,5 +1,5 @@
-"""Weights that do not fit are refused before they are read, with what there is and what would
-fit."""
+"""Weights that do not fit are refused before they are read; the error gives the available memory
+and a remedy."""
 
 from __future__ import annotations
 

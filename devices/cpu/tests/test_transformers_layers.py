@@ -1,4 +1,4 @@
-"""Classes of transformers on the native kernels, which is what their users get."""
+"""Model classes of transformers on the native kernels, as users run them."""
 
 from __future__ import annotations
 

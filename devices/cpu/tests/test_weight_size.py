@@ -1,4 +1,4 @@
-"""What weights are said to take is what they take once the loader has kept them in its way."""
+"""The estimated size of weights is their size after loading."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ WIDE = {"hidden_size": 256, "intermediate_size": 512, "vocab_size": 512}
 
 
 def keeping() -> KernelTable:
-    """Kernels that keep codes in as many bytes as the native ones do, and read no model."""
+    """Make a kernel table that packs codes into the number of bytes that the native kernels use;
+    it can not run a model."""
 
     def pack(weight: QuantizedCodes) -> Tensor:
         rows, columns = weight.codes.shape
@@ -36,7 +37,7 @@ def keeping() -> KernelTable:
 
 
 def taken(path: Path, dtype: str, kernels: KernelTable | None = None) -> int:
-    """Bytes of the loaded model."""
+    """Load the model and return the bytes of its weights."""
     return sum(weight.nbytes for weight in load(path, DTYPES[dtype], kernels).weights.parameters)
 
 

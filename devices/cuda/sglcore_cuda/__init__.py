@@ -1,4 +1,4 @@
-"""NVIDIA GPUs as a device. Nothing is imported but the declaration."""
+"""NVIDIA GPUs as a device. Importing this module loads only the declaration."""
 
 from sglcore.device.package import DevicePackage
 from sglcore.device.pci import ACCELERATOR_CLASSES, DISPLAY_CLASS, PciClaim
@@ -31,4 +31,4 @@ package = DevicePackage(
     partition="sglcore_cuda.partition:partition",
     pci=frozenset({PciClaim(0x10DE, ACCELERATOR_CLASSES | {DISPLAY_CLASS})}),
 )
-"""What `sglcore devices` and the core read."""
+"""The declaration that `sglcore devices` and the core read."""

@@ -1,5 +1,4 @@
-"""FlashAttention 3 over the paged pool, where it is installed and the GPU is the one that it is
-written for."""
+"""FlashAttention 3 over the paged KV cache, if it is installed and the GPU is a Hopper."""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ from sglcore.runtime.attention.page_rows import PageRowsAttention, RowsPlan
 from sglcore.runtime.attention.paged import window_left
 
 CAPABILITY = (9, 0)
-"""Its kernels use instructions of this architecture alone."""
+"""Its kernels use instructions of this architecture only."""
 
 try:
     import flash_attn_interface  # pyright: ignore[reportMissingImports]
@@ -33,12 +32,13 @@ class FlashAttention(PageRowsAttention):
 
     @classmethod
     def unavailable(cls) -> str:
-        """By the capability of the current GPU."""
+        """Check the compute capability of the current GPU."""
         found = torch.cuda.get_device_capability()
         return "" if found == CAPABILITY else f"it is for GPUs of compute capability 9.0, this one has {found}"
 
     def attend_pages(self, q: Tensor, k_pages: Tensor, v_pages: Tensor, plan: RowsPlan, layer: Attention) -> Tensor:
-        """One launch; how it is split follows from sizes that a captured plan keeps."""
+        """Attend with one launch; its split depends only on sizes that are fixed in a captured
+        plan."""
         left = window_left(layer.sliding_window)
         return flash_attn_interface.flash_attn_with_kvcache(
             q,

@@ -1,9 +1,9 @@
-"""FlashInfer over the paged pool: its plan/run wrappers for decode and prefill, and its graph-mode
-wrappers for capture.
+"""FlashInfer over the paged KV cache: its plan/run wrappers for decode and prefill, and its graph-
+mode wrappers for capture.
 
 A wrapper is planned for one geometry (kv_heads, head_dim, window, softcap). Its plan needs lengths
-on the host and copies them through pinned memory of its own, which the device may still be reading
-while the next step is planned: so each plan takes the other wrapper of a pair.
+on the host and copies them through its own pinned memory. The device may still read that memory
+while the next step is planned, so plans alternate between two wrappers.
 """
 
 from __future__ import annotations
@@ -37,24 +37,24 @@ except (ImportError, OSError) as error:
     raise Unavailable(f"{error}: pip install 'sglcore-cuda[flashinfer]'") from error
 
 FLOAT_WORKSPACE = 256 << 20
-"""Bytes for partial results of split sequences; a plan that needs more raises, naming what it
-needs."""
+"""Bytes for partial results of split sequences; a plan that needs more raises an error with the
+needed size."""
 INT_WORKSPACE = 8 << 20
-"""Bytes of one plan, as the wrappers allocate themselves."""
+"""Bytes of one plan, equal to the wrappers' own allocation."""
 TENSOR_CORE_GROUP = 4
-"""With at least this many query heads per KV head, decode runs on the prefill kernels: it fills
-their tiles."""
+"""With at least this number of query heads per KV head, decode uses the prefill kernels, because it
+fills their tiles."""
 
 Geometry = tuple[int, int, int | None, float | None]
 """(kv_heads, head_dim, sliding window, softcap)."""
 Wrapper = Any
-"""A wrapper of FlashInfer, which has no types."""
+"""A FlashInfer wrapper; the library has no types."""
 
 
 @dataclass(slots=True)
 class FlashInferPlan(AttentionPlan):
-    """The planned wrapper of each geometry. `num_tokens`: real ones. `twins`: of a captured plan,
-    the other planners over the same device memory; `turn` counts its refreshes."""
+    """The planned wrapper of each geometry. `num_tokens`: number of real tokens. `twins`: in a
+    captured plan, both planners over the same device memory; `turn` counts its refreshes."""
 
     wrappers: Mapping[Geometry, Wrapper] = field(default_factory=dict)
     num_tokens: int = 0
@@ -64,8 +64,8 @@ class FlashInferPlan(AttentionPlan):
 
 @dataclass(slots=True)
 class GraphMemory:
-    """What the captured wrappers of every bucket share; each is refreshed just before its replay,
-    on the same stream."""
+    """Memory that the captured wrappers of all buckets share; each bucket is refreshed just before
+    its replay, on the same stream."""
 
     starts: Tensor
     last_lengths: Tensor
@@ -74,8 +74,8 @@ class GraphMemory:
 
 
 class FlashInferAttention(AttentionBackend[FlashInferPlan]):
-    """Decoder attention with or without windows and softcaps, in half precision. Sinks are not
-    among what these wrappers hand to their kernels."""
+    """Decoder attention with or without sliding windows and softcaps, in half precision. The
+    wrappers do not support sinks."""
 
     facts = AttentionFacts(
         head_dims=(64, 128, 256),
@@ -99,7 +99,7 @@ class FlashInferAttention(AttentionBackend[FlashInferPlan]):
         self._graph_memory: GraphMemory | None = None
 
     def plan(self, batch: ForwardBatch) -> FlashInferPlan:
-        """Plan every geometry. Copies lengths to the device; waits for nothing."""
+        """Plan every geometry. Copies lengths to the device; does not wait."""
         assert batch.seq_lens_cpu is not None
         count = len(batch.seq_lens_cpu)
         plan = FlashInferPlan(self, self.token_to_kv_pool.generation)
@@ -117,12 +117,12 @@ class FlashInferAttention(AttentionBackend[FlashInferPlan]):
         return plan
 
     def capture_plan(self, bucket: Bucket) -> FlashInferPlan:
-        """Graph-mode wrappers over fixed buffers, planned for the shortest rows. Waits."""
+        """Make graph-mode wrappers over fixed buffers, planned for requests of one token. Waits."""
         size = bucket.batch_size
         memory = self._shared(size)
         pair = tuple({g: self._graph_wrapper(g, memory, size) for g in self._geometries} for _ in range(2))
         plan = FlashInferPlan(self, self.token_to_kv_pool.generation, pair[0], size, pair)
-        # A replay's plan takes the kernels that a first plan found, so both of the pair have one.
+        # A replay's plan reuses the kernels of a first plan, so both wrappers need a first plan.
         ones, pages = np.ones(size, np.int32), memory.pages.new_zeros(size)
         lists = PageLists(offsets(ones), torch.from_numpy(ones), memory.starts, memory.last_lengths, pages)
         for wrappers in pair:
@@ -131,8 +131,8 @@ class FlashInferAttention(AttentionBackend[FlashInferPlan]):
         return plan
 
     def refresh(self, plan: FlashInferPlan, batch: ForwardBatch) -> None:
-        """Write the captured buffers on the device, then plan from the memory that the step before
-        last used. One copy."""
+        """Write the captured buffers on the device, then plan with the wrapper that the step before
+        the previous one used. One copy."""
         assert self._graph_memory is not None
         size, memory, page_size = plan.num_tokens, self._graph_memory, self.token_to_kv_pool.page_size
         plan.turn += 1
@@ -158,15 +158,15 @@ class FlashInferAttention(AttentionBackend[FlashInferPlan]):
             )
 
     def attend(self, q: Tensor, layer: Attention, batch: ForwardBatch, plan: FlashInferPlan) -> Tensor:
-        """Rows beyond the real ones come out as zero."""
+        """Attend; padding rows become zero."""
         if not plan.wrappers:
             return torch.zeros_like(q)
         wrapper = plan.wrappers[layer.num_kv_heads, layer.head_dim, layer.sliding_window, layer.softcap]
         k_cache, v_cache = self.token_to_kv_pool.kv(layer.layer_id)
         page_size = self.token_to_kv_pool.page_size
         queries = q.view(-1, layer.num_heads, layer.head_dim)
-        # The wrappers scale by 1 / sqrt(head_dim); a factor reaches another scale without a plan
-        # for each layer.
+        # The wrappers scale by 1 / sqrt(head_dim); a factor gives other scales without separate
+        # plans per layer.
         factor = layer.scaling * math.sqrt(layer.head_dim)
         out = wrapper.run(
             queries[: plan.num_tokens],
@@ -231,7 +231,8 @@ class FlashInferAttention(AttentionBackend[FlashInferPlan]):
         return wrapper
 
     def _shared(self, size: int) -> GraphMemory:
-        """The memory of captured wrappers, as large as the largest bucket, which comes first."""
+        """Return the memory of captured wrappers; the largest bucket comes first and sets its
+        size."""
         memory, pool = self._graph_memory, self.req_to_token_pool
         if memory is None or len(memory.last_lengths) < size:
             like = pool.page_table

@@ -1,5 +1,5 @@
-"""The bring-up of an NVIDIA GPU: the standard order, with what the GPU can do said in the ledger,
-and its memory asked."""
+"""The bring-up of an NVIDIA GPU: the standard order, plus the GPU's capability for the ledger, and
+its memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sglcore_cuda.capability import Capability, read_capability
 
 
 def capability(device: torch.device, ledger: DecisionLedger) -> Capability:
-    """What the GPU is, for the ledger."""
+    """Read the GPU's capability and record it in the ledger."""
     found = read_capability(device)
     ledger.record(Row("GPU", "auto", str(found), found.evidence, "--device cuda:INDEX chooses another"))
     return found

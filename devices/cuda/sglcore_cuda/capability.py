@@ -1,5 +1,4 @@
-"""What an NVIDIA GPU can do, as its driver says; launch configurations and refusals follow from
-these values."""
+"""The capability of an NVIDIA GPU from its driver; launch parameters and refusals depend on it."""
 
 from __future__ import annotations
 
@@ -10,7 +9,7 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class Capability:
-    """The properties of one GPU that decide something. `version`: its compute capability."""
+    """The relevant properties of one GPU. `version`: its compute capability."""
 
     name: str
     version: tuple[int, int]
@@ -21,12 +20,13 @@ class Capability:
 
     @property
     def evidence(self) -> str:
-        """The figures that launches are tuned by."""
+        """The values that determine launch parameters."""
         return f"{self.multiprocessors} multiprocessors"
 
 
 def read_capability(device: torch.device | None = None) -> Capability:
-    """Of a GPU, or the current one; raises what torch raises if there is none."""
+    """Read the capability of a GPU, or of the current one. Raises torch's error if there is
+    none."""
     properties = torch.cuda.get_device_properties(torch.cuda.current_device() if device is None else device)
     version = (properties.major, properties.minor)
     return Capability(properties.name, version, properties.multi_processor_count)

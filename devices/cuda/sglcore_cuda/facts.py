@@ -7,12 +7,12 @@ import torch
 from sglcore.device.facts import Facts
 
 BFLOAT16: tuple[int, int] = (8, 0)
-"""The compute capability from which the matrix units take bfloat16."""
+"""The lowest compute capability with bfloat16 matrix units."""
 
 
 def facts(index: int = 0) -> Facts:
-    """Streams, graphs and pinned memory; number formats by the compute capability of the GPU, if it
-    is there. FlashInfer plans each replay on the host."""
+    """Return the facts: streams, graphs and pinned memory; dtypes by the GPU's compute capability,
+    if the GPU is present. FlashInfer plans each replay on the host, so it needs host lengths."""
     capability = torch.cuda.get_device_capability(index) if torch.cuda.device_count() > index else BFLOAT16
     has_bfloat16 = capability >= BFLOAT16
     return Facts(

@@ -9,7 +9,7 @@ from sglcore.runtime.graphs.torch_capture import TorchCapture
 
 
 def make_capture() -> TorchCapture:
-    """Through torch's own names."""
+    """Make a capture with torch's classes."""
     return TorchCapture(torch.cuda.CUDAGraph, torch.cuda.graph_pool_handle)
 
 

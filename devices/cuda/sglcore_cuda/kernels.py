@@ -1,5 +1,5 @@
-"""The kernel table of an NVIDIA GPU: the core's Triton kernels, launched as this GPU's capability
-wants, and before them what libraries bring for DeepSeek's attention."""
+"""The kernel table of an NVIDIA GPU: the core's Triton kernels, with launch parameters for the
+GPU's capability, and preferred to them, library kernels for DeepSeek's attention."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from sglcore.runtime.kernels.triton import Tuning
 
 ASYNC_COPIES = (8, 0)
-"""From this compute capability on, loads of a loop can be kept in flight without registers."""
+"""The lowest compute capability with asynchronous copies: loads in flight need no registers."""
 WIDE_PRODUCTS = frozenset({9, 10})
 """Major versions with matrix products of 64 rows that read both operands from shared memory. They
 also have enough shared memory for 64 heads."""

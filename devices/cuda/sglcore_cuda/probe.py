@@ -1,5 +1,5 @@
-"""What the system says about NVIDIA GPUs: device nodes, the PCI bus, the driver, the torch build.
-Nothing is imported."""
+"""Probes for NVIDIA GPUs: device nodes, the PCI bus, the driver, the torch build. Does not import
+torch."""
 
 from __future__ import annotations
 
@@ -14,12 +14,11 @@ from sglcore_cuda import package
 
 NODES = "/dev/nvidia[0-9]*"
 PARAVIRTUAL = "/dev/dxg"
-"""The node by which a Linux guest of Windows reaches the host's GPU; PCI and /proc show nothing
-there."""
+"""The host's GPU in a Linux guest of Windows (WSL), where PCI and /proc show nothing."""
 DRIVER_VERSION = "/proc/driver/nvidia/version"
 GUEST_LIBRARIES = "/usr/lib/wsl/lib"
 INFORMATION = "/proc/driver/nvidia/gpus/*/information"
-"""The driver's text about each GPU, in a folder that its PCI address names."""
+"""The driver's description of each GPU, in a folder named by the PCI address."""
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 ORDER = "CUDA_DEVICE_ORDER"
 OLDEST_DRIVER: Mapping[int, int] = MappingProxyType({11: 450, 12: 525, 13: 580})
@@ -31,7 +30,7 @@ TORCH = (
 
 
 def probe(named: bool, system: System) -> ProbeReport:
-    """Answer from what is seen through `system`; being named changes nothing."""
+    """Probe `system`; `named` has no effect."""
     nodes = _nodes(system)
     seen = _visible(system, nodes)
     return ProbeReport(
@@ -50,7 +49,7 @@ def _nodes(system: System) -> tuple[str, ...]:
 
 
 def _visible(system: System, nodes: tuple[str, ...]) -> Visible:
-    """The GPUs as CUDA numbers them for this process."""
+    """Return the GPUs in CUDA's numbering for this process."""
     value = system.environ.get(VISIBLE, "")
     if nodes and value.startswith("MIG-"):
         part = value.partition(",")[0]
@@ -74,7 +73,7 @@ def _gpus(system: System, nodes: tuple[str, ...]) -> tuple[DeviceInfo, ...]:
     models = sorted({gpu.get("Model", "unknown model") for gpu in here.values()})
     by_uuid = system.environ.get(VISIBLE, "").startswith("GPU-")
     if len(models) > 1 and system.environ.get(ORDER) != "PCI_BUS_ID" and not by_uuid:
-        # The fastest comes first, which no file tells.
+        # CUDA numbers the fastest first; no file says which that is.
         return tuple(DeviceInfo(index, " or ".join(models)) for index in range(len(here)))
     return tuple(
         DeviceInfo(index, gpu.get("Model", "unknown model"), pci_address=address, uuid=gpu.get("GPU UUID"))
@@ -117,7 +116,7 @@ def _library(system: System) -> str | None:
 
 
 def driver_version(system: System) -> str | None:
-    """The loaded driver's version, such as "550.54.14"; None if no module is loaded."""
+    """Return the loaded driver's version, such as "550.54.14"; None if no module is loaded."""
     found = re.search(r"\b(\d{3}\.\d+(?:\.\d+)?)\b", system.read(DRIVER_VERSION) or "")
     return found.group(1) if found else None
 

@@ -1,5 +1,5 @@
-"""FlashInfer's choice of the largest scores for the kernel table's `index_top_k`. What it chooses
-it gives in no order, so its places in the text say which."""
+"""FlashInfer's top-k for the kernel table's `index_top_k`. Its results are unordered, so they are
+sorted by their positions in the text."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ except (ImportError, OSError) as error:
     raise Unavailable(f"{error}: {UPGRADE}") from error
 
 MAJORS = (8, 9, 10)
-"""The major compute capabilities of GPUs that have the 128 KiB of shared memory which its kernel
-takes: those with minor 0 of the first."""
+"""Major compute capabilities of GPUs with the 128 KiB of shared memory that its kernel needs; of
+the first only minor 0."""
 MOST = 2048
-"""Scores that its kernel chooses at most where a graph may hold it."""
+"""The largest k of its capturable kernel."""
 LARGEST_PAGE = 1 << 30
 SMALLER_PLACE = 1
-"""Its `TopKTieBreak`: of equals at the bound the first."""
+"""Its `TopKTieBreak`: among equal scores at the threshold, take the first."""
 NEEDED = frozenset({"row_to_batch", "tie_break", "dsa_graph_safe", "page_size", "out_raw_indices"})
 
 
 def entry(capability: Capability) -> Limited:
-    """`index_top_k` on a GPU of this capability; raises `Unavailable` for others, and of a library
-    that is too old."""
+    """Return `index_top_k` for a GPU of this capability. Raises `Unavailable` for other GPUs, and
+    for a library that is too old."""
     major, minor = capability.version
     if major not in MAJORS or (major == MAJORS[0] and minor):
         raise Unavailable(f"it is for GPUs of compute capability 8.0, 9.0 and 10, this one is {capability}")
@@ -43,15 +43,15 @@ def entry(capability: Capability) -> Limited:
 
 
 def takes(logits: Tensor, lens: Tensor, table: Tensor, token_slots: Tensor, rows_per_page: int, k: int) -> str:
-    """As `Limited` says: by pages and how many are chosen."""
+    """Check the page size and k (see `Limited`)."""
     if rows_per_page > LARGEST_PAGE or rows_per_page & (rows_per_page - 1):
         return f"it takes pages of 1, 2, 4, ... rows, not of {rows_per_page}"
     return "" if k <= MOST else f"it chooses {MOST} rows at most, not {k}"
 
 
 def index_top_k(logits: Tensor, lens: Tensor, table: Tensor, token_slots: Tensor, rows_per_page: int, k: int) -> Tensor:
-    """As the table says. Sizes alone decide what is launched, so a graph may hold it; waits for
-    nothing."""
+    """As in the kernel table. Launches depend only on sizes, so it can be captured; does not
+    wait."""
     places = torch.empty(logits.shape[0], k, dtype=torch.int32, device=logits.device)
     if not logits.shape[0]:
         return places

@@ -1,8 +1,8 @@
-"""FlashMLA's sparse attention for the kernel table's `sparse_mqa`: rows that lists name, in
-bfloat16.
+"""FlashMLA's sparse attention for the kernel table's `sparse_mqa`: attention over listed KV entries
+in bfloat16.
 
-The library reads one pool a call. Of two lists each is attended by itself, and the weights of both,
-which it gives as logarithms of sums, say how much of the result is whose.
+The library reads one pool per call. With two lists there are two calls; their results are merged
+by the log-sum-exp that each call returns.
 """
 
 from __future__ import annotations
@@ -24,19 +24,18 @@ except (ImportError, OSError) as error:
     raise Unavailable(f"{error}: pip install --no-deps sgl-flash-mla") from error
 
 HOPPER, BLACKWELL = 9, 10
-"""The major compute capabilities that it has kernels for."""
+"""The supported major compute capabilities."""
 HEADS = (64, 128)
 SIZES = (512, 576)
 VALUES = 512
 SHORT = 512
-"""Elements of rows for which its newer kernels are, on `BLACKWELL`; the older ones serve the
-rest."""
+"""Entry size of its newer kernels, on `BLACKWELL`; the older kernels support the other sizes."""
 STEP = 128
-"""Its kernels look at so many entries of a list at a time."""
+"""Its kernels process a list in steps of this number of entries."""
 
 
 def entry(capability: Capability) -> Limited:
-    """`sparse_mqa` on a GPU of this capability; raises `Unavailable` where the library has no
+    """Return `sparse_mqa` for a GPU of this capability. Raises `Unavailable` if the library has no
     kernels for it."""
     major = capability.version[0]
     if major not in (HOPPER, BLACKWELL):
@@ -57,7 +56,7 @@ def takes(
     value_size: int,
     codec: None,
 ) -> str:
-    """As `Limited` says: by dtypes, heads and the sizes of rows."""
+    """Check dtypes, heads and entry sizes (see `Limited`)."""
     dtypes = dict.fromkeys(str(x.dtype).removeprefix("torch.") for x in (q, rows, more_rows) if x is not None)
     if list(dtypes) != ["bfloat16"]:
         return f"it takes queries and rows in bfloat16, not in {' and '.join(dtypes)}"
@@ -82,8 +81,8 @@ def sparse_mqa(
     *,
     is_newer: bool,
 ) -> Tensor:
-    """As the table says. Sizes alone decide what is launched, so a graph may hold it; waits for
-    nothing."""
+    """As in the kernel table. Launches depend only on sizes, so it can be captured; does not
+    wait."""
     if not q.shape[0]:
         return q.new_empty(0, q.shape[1], value_size)
     is_legacy = not is_newer or q.shape[2] != SHORT
@@ -122,13 +121,13 @@ def _lengths(lists: Tensor) -> Tensor | None:
 
 
 def _merged(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor], sinks: Tensor | None) -> Tensor:
-    """Both results [T, H, V] by their shares of all weights, in the memory of the first. A list
-    without entries has the sum +inf and the result 0."""
+    """Merge both results [T, H, V] by their shares of all weights, in the memory of the first. An
+    empty list has log-sum-exp +inf and the result 0."""
     sums = torch.stack((one[1], other[1]))
     sums = sums.masked_fill(sums == torch.inf, -torch.inf)
     total = torch.logsumexp(sums, dim=0)
     if sinks is not None:
         total = torch.logaddexp(total, sinks)
-    # Where nothing is chosen and no sink is, both shares are exp(-inf - 0).
+    # Without selected entries and sinks, both shares are exp(-inf - 0).
     shares = torch.exp(sums - total.masked_fill(total == -torch.inf, 0)).unsqueeze(-1)
     return one[0].mul_(shares[0]).add_(other[0].mul_(shares[1]))

@@ -1,4 +1,4 @@
-"""The attention laws on this package's device, and what planning copies and waits for."""
+"""The attention laws on this package's device, and the copies and waits of planning."""
 
 from __future__ import annotations
 

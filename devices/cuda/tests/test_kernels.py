@@ -1,5 +1,5 @@
-"""Launches follow the GPU's properties; what is missing is refused with what to install, and
-nothing falls back unseen."""
+"""Launch parameters follow the GPU's properties; a missing library is refused with a remedy, and
+every fallback is in the ledger."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parts of a GPU: streams of green contexts, and what is refused."""
+"""Partitions of a GPU: streams of green contexts, and refusals."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ def test_a_torch_without_green_contexts_is_refused_with_the_remedy(monkeypatch: 
 
 @pytest.mark.needs("partition", "simulator")
 def test_a_context_is_made_once_for_each_gpu_and_number_of_units(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Torch ends its streams with it, so it is kept. Numbers of units that no other test asks
-    for."""
+    """A context is cached, because its streams end with it. Uses numbers of units that no other
+    test uses."""
     made = list[tuple[int, int]]()
 
     def create(num_sms: int, device_id: int) -> Any:

@@ -1,5 +1,5 @@
-"""What FlashAttention, FlashInfer and FlashMLA refuse, their references refuse too, so that no call
-of this package may come to it."""
+"""The references of FlashAttention, FlashInfer and FlashMLA refuse what the libraries refuse, so
+tests on the simulator detect such calls of this package."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BAD_HEADS = Wrong("heads", lambda _: (4, 2, 60), "heads of whole 8ths")
 
 
 def flash() -> Calls:
-    """The one call of FlashAttention."""
+    """Return the calls of FlashAttention."""
     module = importlib.import_module("flash_attn_interface")
     paged = importlib.import_module("sglcore_sim.vendors.paged")
 
@@ -48,7 +48,7 @@ def decode(
     override: Tensor,
     softcap: float,
 ) -> Tensor:
-    """Plan and run a decode wrapper, then another by graph buffers that is planned again."""
+    """Plan and run a decode wrapper; then make another with graph buffers and plan it twice."""
     library = importlib.import_module("flashinfer")
     wrapper = library.BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD")
     wrapper.reset_workspace_buffer(workspace, plan)
@@ -71,12 +71,12 @@ def decode(
 
 
 def host(*values: int) -> Tensor:
-    """A list on the host."""
+    """Make an int32 tensor on the host."""
     return torch.tensor(values, dtype=torch.int32)
 
 
 def flashinfer() -> Calls:
-    """Two rows over pages of 16."""
+    """Return the calls for two requests over pages of 16."""
     pages = torch.zeros(4, 16, 2, 64, dtype=torch.float16, device=DEVICE)
     q = torch.zeros(2, 4, 64, dtype=torch.float16, device=DEVICE)
     given = {
@@ -119,7 +119,8 @@ FLASHINFER = (
 
 
 def flash_mla() -> Calls:
-    """A token of 64 heads by the newer kernels, on a GPU of which only the simulator knows."""
+    """Return the calls for two tokens with 64 heads and the newer kernels, on a GPU that only the
+    simulator has."""
     module = importlib.import_module("sglcore_sim.vendors.flash_mla")
 
     def call(major: int, heads: int, size: int, **given: Any) -> Any:
@@ -149,7 +150,7 @@ def flash_mla() -> Calls:
 
 
 class Chip:
-    """The simulator with other properties of its chip."""
+    """The simulator with changed chip properties."""
 
     def __init__(self, **properties: int) -> None:
         sim = importlib.import_module("sglcore_sim").current()
@@ -176,7 +177,7 @@ FLASH_MLA = (
 
 
 def top_k() -> Calls:
-    """Two rows of scores over pages of four."""
+    """Return the calls for two rows of scores over pages of four."""
     module = importlib.import_module("sglcore_sim.vendors.flashinfer_topk")
 
     def call(shared: int, raw: Any, k: int, **given: Any) -> Tensor:

@@ -1,5 +1,5 @@
-"""NVIDIA machines as they are found: complete, in containers, with old drivers, hidden, or with a
-torch for others."""
+"""Probes of NVIDIA machines: complete, in containers, with old drivers, with hidden GPUs, or with a
+torch for other devices."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.device.machines import (
 
 
 def answers(root: Path, *parts: Files, environ: dict[str, str] | None = None) -> tuple[bool, bool, bool]:
-    """Hardware, driver, runtime."""
+    """Return whether hardware, driver and runtime are found."""
     report = probe(False, machine(root, *parts, environ=environ))
     assert report.package.holds
     return report.hardware.holds, report.driver.holds, report.runtime.holds
@@ -86,7 +86,7 @@ def test_gpus_hidden_by_the_environment_are_present_and_not_usable(tmp_path: Pat
 
 
 def gpu(number: int, model: str = "NVIDIA L4") -> Files:
-    """One of several GPUs, as the driver tells of it."""
+    """Return the driver's files about one of several GPUs."""
     text = f"Model: \t\t {model}\nGPU UUID: \t GPU-{number}aaa\nDevice Minor: \t {number}\n"
     return {f"/dev/nvidia{number}": "", f"/proc/driver/nvidia/gpus/0000:{number + 1:02x}:00.0/information": text}
 

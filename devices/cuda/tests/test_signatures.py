@@ -1,5 +1,5 @@
-"""The calls to FlashInfer, FlashAttention and FlashMLA bind to the true signatures, which are kept
-here with their version."""
+"""The calls of FlashInfer, FlashAttention and FlashMLA bind to the real signatures, which are
+stored here with their versions."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ KINDS = {
     "varkw": inspect.Parameter.VAR_KEYWORD,
 }
 LIBRARIES = {"flashinfer": "flashinfer", "flash_attn": "flash_attn_interface", "flash_mla": "flash_mla"}
-"""The simulator's modules, and those that they plant."""
+"""The simulator's modules, and the library modules that they plant."""
 STORED = {name: json.loads((HERE / f"{name}_signatures.json").read_text()) for name in LIBRARIES}
 
 
 def signature(library: str, function: str) -> inspect.Signature:
-    """A stored signature, without self."""
+    """Return a stored signature, without self."""
     parameters = STORED[library]["functions"][function]
     return inspect.Signature(
         [
@@ -40,13 +40,13 @@ def signature(library: str, function: str) -> inspect.Signature:
 
 
 def calls(source: str, ending: str) -> list[ast.Call]:
-    """Every call in a file of the package whose callee ends so."""
+    """Return every call in a source file with a callee that ends with `ending`."""
     tree = ast.parse((SOURCES / source).read_text())
     return [n for n in ast.walk(tree) if isinstance(n, ast.Call) and ast.unparse(n.func).endswith(ending)]
 
 
 def bind(call: ast.Call, wanted: inspect.Signature) -> None:
-    """Raises TypeError where the call does not fit; what `**` brings is left open."""
+    """Raise TypeError if the call does not fit the signature; arguments from `**` are ignored."""
     wanted.bind_partial(*call.args, **{k.arg: k.value for k in call.keywords if k.arg is not None})
     if all(k.arg is not None for k in call.keywords):
         wanted.bind(*call.args, **{k.arg: k.value for k in call.keywords if k.arg is not None})

@@ -1,5 +1,5 @@
-"""DeepSeek's attention through the libraries: what they take and refuse, what is said of them where
-they are not there, and that they give the reference's values, in graphs too."""
+"""DeepSeek's attention with the libraries: supported and refused calls, ledger rows of missing
+libraries, and equality with the reference, also in graphs."""
 
 from __future__ import annotations
 
@@ -44,23 +44,23 @@ HOPPER, BLACKWELL = Capability("H100", (9, 0), 132), Capability("B200", (10, 0),
 ADA, LATER = Capability("L4", (8, 9), 58), Capability("RTX 5090", (12, 0), 170)
 MODULES = {"sparse_mqa": sparse_flashmla, "index_top_k": sparse_flashinfer}
 NEAR, MEAN = 0.2, 0.03
-"""What bfloat16 does to a log-probability over a few layers, at most and in the mean."""
+"""Largest and mean difference of a log-probability by bfloat16 over a few layers."""
 
 
 def attended(heads: int = 64, size: int = 576, values: int = 512, dtype: torch.dtype = torch.bfloat16) -> list[Any]:
-    """A call of `sparse_mqa` without content."""
+    """Return meta arguments of a call of `sparse_mqa`."""
     q, rows = torch.empty(1, heads, size, dtype=dtype, device="meta"), torch.empty(9, size, dtype=dtype, device="meta")
     return [q, rows, torch.empty(1, 7, dtype=torch.int32, device="meta"), None, None, None, 0.1, values, None]
 
 
 def chosen(rows_per_page: int = 64, k: int = 2048) -> list[Any]:
-    """A call of `index_top_k` without content."""
+    """Return meta arguments of a call of `index_top_k`."""
     ints, table = (torch.empty(size, dtype=torch.int32, device="meta") for size in ((1,), (2, 8)))
     return [torch.empty(1, 64, device="meta"), ints, table, ints, rows_per_page, k]
 
 
 def encoded() -> list[Any]:
-    """Rows in eight bits."""
+    """Return a call of `sparse_mqa` with entries in 8 bits."""
     q, rows, *others = attended()
     return [q, rows.to(torch.uint8), *others]
 
@@ -78,7 +78,7 @@ REFUSED = (
 
 
 def table_here() -> KernelTable:
-    """The reference behind the libraries."""
+    """Return the table with the libraries' entries over the reference."""
     return with_libraries(KernelTable(), read_capability())
 
 
@@ -116,7 +116,7 @@ def test_without_a_library_the_ledger_says_so(monkeypatch: pytest.MonkeyPatch, l
 
 @pytest.mark.parametrize(("capability", "said"), [(ADA, "capability 8.9"), (LATER, "capability 12.0")])
 def test_other_gpus_are_refused_by_their_capability(capability: Capability, said: str) -> None:
-    """Earlier ones, and later ones for which nothing was built."""
+    """Older GPUs, and newer ones for which the libraries have no kernels."""
     table = with_libraries(KernelTable(), capability)
     assert not table.replaced
     assert len(table.refused) == 2 and all(f"{capability.name}, compute {said}" in reason for reason in table.refused)
@@ -153,7 +153,7 @@ def test_the_newer_kernels_serve_what_they_are_for(
 
 
 def test_rows_are_chosen_by_what_a_graph_may_hold(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The library's other ways look at lengths on the host, or give equals in any order."""
+    """The library's other modes read lengths on the host, or resolve ties arbitrarily."""
     asked: dict[str, Any] = {}
 
     def called(scores: Tensor, table: Tensor, lens: Tensor, k: int, *, out_raw_indices: Tensor, **given: Any) -> Tensor:
@@ -167,8 +167,8 @@ def test_rows_are_chosen_by_what_a_graph_may_hold(monkeypatch: pytest.MonkeyPatc
 
 
 def check(module: ModuleType, entry: str, tokens: int) -> None:
-    """The kit's calls that the module takes, and one with more entries than a step of its kernels;
-    AssertionError where a result is not the reference's."""
+    """Run the kit's calls that the module supports, and one special case. Raises AssertionError if
+    a result differs from the reference."""
     function: Callable[..., Tensor] = module.entry(read_capability()).function
     inputs = getattr(kernel_inputs_sparse, entry)(Draw(3, torch.bfloat16), tokens, False)
     made = [args for args in inputs if not module.takes(*args)]
@@ -184,8 +184,8 @@ def check(module: ModuleType, entry: str, tokens: int) -> None:
 
 
 def long_lists() -> list[Any]:
-    """A token with both lists, one with each of them, one with none; more than a step of entries;
-    no sinks."""
+    """Tokens with both lists, with one of them, and with none; a list has more entries than a step
+    of the kernels; no sinks."""
     drawn, given = Draw(7, torch.bfloat16), []
     for width, sizes in ((130, (130, 3, 0, 0)), (9, (5, 0, 9, 0))):
         lists = torch.stack([drawn.permutation(200)[:width] for _ in sizes]).int()
@@ -197,7 +197,7 @@ def long_lists() -> list[Any]:
 
 
 def equal_scores() -> list[Any]:
-    """More equals at the bound than are wanted."""
+    """Return a call with more equal scores at the threshold than are needed."""
     lens, slots = (torch.tensor(values, dtype=torch.int32) for values in ((70, 9, 0), (1, 0, 1)))
     logits = torch.randint(-2, 3, (3, 70), generator=torch.Generator().manual_seed(3)).float()
     logits[torch.arange(70) >= lens[:, None]] = -torch.inf
@@ -262,11 +262,11 @@ MODELS = {
     ),
     "deepseek-v4": (deepseek_v4, COMPRESSED, "compressed"),
 }
-"""With the heads and rows of the published ones; every row and expert is chosen, so that rounding
-changes no choice."""
+"""Models with published heads and entry sizes; all entries and experts are selected, so that
+rounding changes no selection."""
 
 HOST = f'{{"device_buffer_size": {CONTEXT}, "host_to_device_ratio": 8}}'
-"""Rows in host memory, of which the device has room for all that a token reads."""
+"""hisparse; the device buffer holds all entries that a token reads."""
 
 
 @pytest.fixture(scope="module", params=list(MODELS))
@@ -282,8 +282,9 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 def errors(
     model: tuple[Oracle, Path, str], monkeypatch: pytest.MonkeyPatch, graph: str, hisparse: str | None = None
 ) -> np.ndarray:
-    """Of the log-probabilities of ragged requests in chunks, against transformers in float32. The
-    libraries serve, and behind them the reference, but for what reaches host memory."""
+    """Return the differences of log-probabilities of ragged, chunked requests to transformers in
+    float32. Entries come from the libraries, otherwise from the reference; only entries that reach
+    host memory come from Triton."""
     reaching = () if hisparse is None else REACHING
 
     def behind(tuning: Tuning) -> KernelTable:
@@ -328,7 +329,7 @@ def test_models_have_transformers_numbers_through_the_libraries(
 def test_a_library_that_forgets_rows_is_caught_by_a_model(
     model: tuple[Oracle, Path, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first two of a list."""
+    """It drops the first two entries of each list."""
     library = importlib.import_module("flash_mla")
     known = library.flash_mla_sparse_fwd
 

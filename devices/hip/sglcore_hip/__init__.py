@@ -1,4 +1,4 @@
-"""AMD GPUs as a device. Nothing is imported but the declaration."""
+"""AMD GPUs as a device. Importing this module loads only the declaration."""
 
 from sglcore.device.package import DevicePackage
 from sglcore.device.pci import PciClaim
@@ -29,4 +29,4 @@ package = DevicePackage(
     ),
     pci=frozenset({PciClaim(0x1002)}),
 )
-"""What `sglcore devices` and the core read."""
+"""The declaration that `sglcore devices` and the core read."""

@@ -1,8 +1,7 @@
-"""AITER over the paged pool: its paged decode over page rows, its batched prefill over lists of
-cells.
+"""AITER over the paged KV cache: its paged decode with page tables, its batched prefill with lists
+of KV slots.
 
-What the installed AITER offers is read from its functions, and what the GPU takes from its
-properties.
+Supported features are read from the installed AITER's functions and from the GPU's properties.
 """
 
 from __future__ import annotations
@@ -38,16 +37,16 @@ if MISSING:
     raise Unavailable(f"this AITER has no {', '.join(MISSING)}: pip install --upgrade amd-aiter")
 
 DECODES_WINDOWS = "sliding_window" in inspect.signature(aiter.paged_attention_v1).parameters
-"""Versions before 2026 decode without windows."""
+"""Versions before 2026 do not support sliding windows in decode."""
 PARTITION = 256
-"""Tokens of a sequence that one workgroup attends to; partial results of all partitions are kept,
-then joined."""
+"""Tokens of a sequence per workgroup; the partial results of all partitions are stored and then
+combined."""
 
 
 @dataclass(slots=True)
 class AiterPlan(AttentionPlan):
-    """What one batch needs: rows of pages if each row brings one token, else lists of cells.
-    `num_tokens`: real ones."""
+    """The inputs of one batch: `rows` if each request has one token, otherwise `lists`.
+    `num_tokens`: number of real tokens."""
 
     num_tokens: int
     rows: PageRows | None = None
@@ -56,8 +55,8 @@ class AiterPlan(AttentionPlan):
 
 @dataclass(frozen=True, slots=True)
 class PageRows:
-    """Pages int32[B, pages], lengths int32[B], query offsets int32[B + 1], the longest sequence
-    that may come, and memory for partial results of that many tokens."""
+    """Page table int32[B, pages], lengths int32[B], query offsets int32[B + 1], `longest`: the
+    longest possible sequence, and `partial`: memory for partial results of that length."""
 
     pages: Tensor
     seq_lens: Tensor
@@ -68,8 +67,8 @@ class PageRows:
 
 @dataclass(frozen=True, slots=True)
 class CellLists:
-    """Query offsets int32[B + 1], cell offsets int32[B + 1], cells int32[total], and the longest of
-    both sides."""
+    """Query offsets int32[B + 1], offsets of KV slots int32[B + 1], KV slots int32[total], and the
+    largest numbers of queries and of KV slots of a request."""
 
     query_starts: Tensor
     cell_starts: Tensor
@@ -79,8 +78,8 @@ class CellLists:
 
 
 class AiterAttention(AttentionBackend[AiterPlan]):
-    """Decoder attention with or without softcaps, in half precision; windows where the installed
-    version decodes with them."""
+    """Decoder attention with or without softcaps, in half precision; sliding windows if the
+    installed version supports them in decode."""
 
     facts = AttentionFacts(
         page_sizes=(16, 32),
@@ -92,7 +91,7 @@ class AiterAttention(AttentionBackend[AiterPlan]):
 
     @classmethod
     def unavailable(cls) -> str:
-        """By the waves of the current GPU."""
+        """Check the wave size of the current GPU."""
         found = read_capability().wave_size
         return "" if found == WIDE_WAVE else f"its kernels are for waves of {WIDE_WAVE}, this GPU has waves of {found}"
 
@@ -101,7 +100,7 @@ class AiterAttention(AttentionBackend[AiterPlan]):
         self._one = torch.ones(1, dtype=torch.float32, device=self.req_to_token_pool.page_table.device)
 
     def plan(self, batch: ForwardBatch) -> AiterPlan:
-        """Gather page rows or list cells on the device; waits for nothing."""
+        """Gather page table rows, or list KV slots, on the device; does not wait."""
         assert batch.seq_lens_cpu is not None
         lengths, generation = batch.seq_lens_cpu, self.token_to_kv_pool.generation
         count, extends = len(lengths), batch.extend_seq_lens_cpu
@@ -119,21 +118,21 @@ class AiterAttention(AttentionBackend[AiterPlan]):
         return AiterPlan(self, generation, int(extends.sum()), lists=lists)
 
     def capture_plan(self, bucket: Bucket) -> AiterPlan:
-        """Fixed page rows and lengths, which `refresh` writes; memory for the longest request that
-        the pool takes."""
+        """Make a plan with fixed page table rows and lengths, which `refresh` writes, and memory
+        for the longest possible request."""
         pool, size = self.req_to_token_pool, bucket.batch_size
         pages = pool.page_table.new_zeros(size, pool.max_pages)
         rows = self._rows(pages, torch.ones_like(pages[:, 0]), pool.max_pages * pool.page_size)
         return AiterPlan(self, self.token_to_kv_pool.generation, size, rows=rows)
 
     def refresh(self, plan: AiterPlan, batch: ForwardBatch) -> None:
-        """Two copies on the device."""
+        """Update page table rows and lengths with two copies on the device."""
         assert plan.rows is not None
         page_rows(self.req_to_token_pool, batch.req_pool_indices, out=plan.rows.pages)
         plan.rows.seq_lens.copy_(batch.seq_lens)
 
     def attend(self, q: Tensor, layer: Attention, batch: ForwardBatch, plan: AiterPlan) -> Tensor:
-        """Rows beyond the real ones come out as zero."""
+        """Attend; padding rows become zero."""
         if not plan.num_tokens:
             return torch.zeros_like(q)
         queries = q.view(-1, layer.num_heads, layer.head_dim)
@@ -191,8 +190,8 @@ class AiterAttention(AttentionBackend[AiterPlan]):
         )
 
     def _rows(self, pages: Tensor, seq_lens: Tensor, longest: int) -> PageRows:
-        """Memory for each row, head and partition: a partial result in the cells' dtype, its sum
-        and maximum in float32."""
+        """Allocate memory for each request, head and partition: a partial result in the KV cache's
+        dtype, and its sum and maximum in float32."""
         count = len(seq_lens)
         dim = max(head_dim for _, head_dim in self.shape.layers)
         each = dim * self.token_to_kv_pool.kv(0)[0].element_size() + 2 * 4

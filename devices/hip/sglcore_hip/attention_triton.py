@@ -1,4 +1,4 @@
-"""The core's Triton attention, launched as the capability of an AMD GPU wants."""
+"""The core's Triton attention, with launch parameters for an AMD GPU's capability."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from sglcore_hip.kernels import tuning
 
 
 class TritonAttention(PortableAttention):
-    """Decoder attention of every page size, head size, window, softcap and sink."""
+    """Decoder attention for every page size and head size, with windows, softcaps and sinks."""
 
     def make_tuning(self) -> Tuning:
-        """As the kernel table's."""
+        """Return the kernel table's launch parameters."""
         return tuning(read_capability())

@@ -1,5 +1,4 @@
-"""What an AMD GPU can do, as its driver says; launch configurations and refusals follow from these
-values."""
+"""The capability of an AMD GPU from its driver; launch parameters and refusals depend on it."""
 
 from __future__ import annotations
 
@@ -12,37 +11,37 @@ import torch
 from sglcore.runtime.kernels.row_codec import E4M3FN, E4M3FNUZ
 
 WIDE_WAVE = 64
-"""Lanes of a wave of the compute architecture; the graphics architecture has 32."""
+"""Wave size of the compute architecture (CDNA); the graphics architecture (RDNA) has 32."""
 
 CONVERTED: Mapping[tuple[int, int], str] = MappingProxyType({(9, 4): E4M3FNUZ, (9, 5): E4M3FN})
-"""By generation, for those for which kernels that read them so were compiled and looked at (CDNA 3
-and CDNA 4 instruction sets, `V_CVT_PK_F32_FP8`)."""
+"""By generation, the 8-bit float format that instructions convert (CDNA 3 and CDNA 4 instruction
+sets, `V_CVT_PK_F32_FP8`); only generations with kernels that were compiled and inspected."""
 
 
 @dataclass(frozen=True, slots=True)
 class Capability:
-    """The properties of one GPU that decide something. `target`: what compilers call it, for
-    people."""
+    """The relevant properties of one GPU. `target`: the compilers' name, for messages only."""
 
     name: str
     target: str
     wave_size: int
     compute_units: int
     float8: str | None = None
-    """The form of 8-bit floats that its instructions convert."""
+    """The 8-bit float format that its instructions convert; None: none."""
 
     def __str__(self) -> str:
         return f"{self.name}, {self.target}"
 
     @property
     def evidence(self) -> str:
-        """The figures that launches are tuned by."""
+        """The values that determine launch parameters."""
         converts = f", converts {self.float8}" if self.float8 else ""
         return f"{self.compute_units} compute units, waves of {self.wave_size}{converts}"
 
 
 def read_capability(device: torch.device | None = None) -> Capability:
-    """Of a GPU, or the current one; raises what torch raises if there is none."""
+    """Read the capability of a GPU, or of the current one. Raises torch's error if there is
+    none."""
     properties = torch.cuda.get_device_properties(torch.cuda.current_device() if device is None else device)
     target = properties.gcnArchName.partition(":")[0]
     float8 = CONVERTED.get((properties.major, properties.minor))

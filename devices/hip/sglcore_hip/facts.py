@@ -1,5 +1,4 @@
-"""The facts of an AMD GPU. torch calls its devices by the other vendor's name, on purpose; these
-are its own names."""
+"""The facts of an AMD GPU. torch names its devices "cuda" on AMD GPUs too."""
 
 from __future__ import annotations
 
@@ -7,7 +6,7 @@ from sglcore.device.facts import Facts
 
 
 def facts(index: int = 0) -> Facts:
-    """Streams, graphs and pinned memory."""
+    """Return the facts: streams, graphs and pinned memory."""
     return Facts(
         tensor_device=f"cuda:{index}",
         index_dtype="int64",

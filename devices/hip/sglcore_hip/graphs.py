@@ -1,4 +1,4 @@
-"""hipGraphs, through the names that torch gives them."""
+"""hipGraphs, through torch's `torch.cuda` names."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from sglcore.runtime.graphs.torch_capture import TorchCapture
 
 
 def make_capture() -> TorchCapture:
-    """Torch built for this device calls its graphs by the names of the other one."""
+    """Make a capture with torch's classes, which are named `cuda` on AMD GPUs too."""
     return TorchCapture(torch.cuda.CUDAGraph, torch.cuda.graph_pool_handle)
 
 

@@ -1,5 +1,4 @@
-"""The kernel table of an AMD GPU: the core's Triton kernels, launched in waves of the size that
-this GPU has."""
+"""The kernel table of an AMD GPU: the core's Triton kernels, launched with the GPU's wave size."""
 
 from __future__ import annotations
 

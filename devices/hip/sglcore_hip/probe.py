@@ -1,5 +1,5 @@
-"""What the system says about AMD GPUs: the compute driver's node and topology, libraries, the torch
-build. Nothing is imported."""
+"""Probes for AMD GPUs: the compute driver's node and topology, libraries, the torch build. Does not
+import torch."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ TOPOLOGY = "/sys/class/kfd/kfd/topology/nodes"
 LIBRARIES = ("libamdhip64.so*", "libhsa-runtime64.so*")
 FOLDERS = ("/opt/rocm/lib", "/opt/rocm/lib64", "/opt/rocm-*/lib")
 FEWEST_UNITS = 16
-"""A GPU with fewer compute units is a processor's own graphics: it drives a display, and is taken
-only by name."""
+"""A GPU with fewer compute units is a CPU's integrated graphics, which is used only if named."""
 BUSY = 1 << 30
 """A GPU with more bytes in use than this is busy. The driver of an idle GPU holds less."""
 TORCH = "pip install torch==2.13.0 from the ROCm index that pytorch.org names (--index-url), with --force-reinstall"
@@ -29,8 +28,8 @@ TORCH = "pip install torch==2.13.0 from the ROCm index that pytorch.org names (-
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """A node of the compute driver's topology that has SIMD units. `target` is as compilers name
-    it, such as "gfx942"."""
+    """A node with SIMD units in the compute driver's topology. `target`: the compilers' name, such
+    as "gfx942"."""
 
     node: str
     target: str
@@ -45,8 +44,7 @@ class Gpu:
 
 
 def probe(named: bool, system: System) -> ProbeReport:
-    """Answer from what is seen through `system`. A processor's own graphics count only when
-    `named`."""
+    """Probe `system`. Integrated graphics count only if `named`."""
     gpus = topology(system)
     seen = visible_devices([_device(system, i, gpu) for i, gpu in enumerate(gpus)], system.environ, *_variables(system))
     return ProbeReport(
@@ -101,7 +99,7 @@ def _gpu(node: str, text: str) -> Gpu | None:
 
 
 def _address(domain: int, location: int) -> str:
-    """The PCI address of a node: bus, device and function are parts of one number."""
+    """Return the PCI address of a node; `location` contains bus, device and function."""
     return f"{domain:04x}:{location >> 8 & 0xFF:02x}:{location >> 3 & 0x1F:02x}.{location & 7}"
 
 
@@ -154,8 +152,7 @@ def _driver(system: System) -> Fact:
 
 
 def _library(system: System) -> str | None:
-    """The runtime of ROCm, or of the HSA below it: the system's, or the copy that a torch build
-    brings."""
+    """Return the library of the HIP or HSA runtime: the system's, or the copy in a torch build."""
     for name in LIBRARIES:
         found = system.library(name, *FOLDERS) or next(iter(system.glob(f"/site-packages/torch/lib/{name}")), None)
         if found is not None:

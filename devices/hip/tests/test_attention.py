@@ -1,4 +1,4 @@
-"""The attention laws on this package's device, and how much the library's partial results hold."""
+"""The attention laws on this package's device, and the size of the library's partial results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The bring-up: a GPU is described before anything is made for it."""
+"""The bring-up reads a GPU's capability before it makes kernels and models."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Rows in eight bits, kept in the floats that the GPU converts, hold the numbers that they hold in
-others."""
+"""KV entries in 8 bits have equal values in the float format that the GPU converts and in the
+reference's."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from tests.latent import deepseek_v32
 from tests.laws.engine import TokenEngine, random_prompts
 
 CLOSE = 2e-3
-"""Of log-probabilities in float32: a row whose last bits differ may round otherwise."""
+"""Tolerance of log-probabilities in float32: entries that differ in the last bits may round
+differently."""
 
 
 @pytest.mark.needs("simulator")

@@ -1,5 +1,5 @@
-"""Launches follow the GPU's properties; what is missing is refused with what to install, and
-nothing falls back unseen."""
+"""Launch parameters follow the GPU's properties; a missing library is refused with a remedy, and
+every fallback is in the ledger."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SERVER, DESKTOP = Capability("MI300X", "gfx942", 64, 304), Capability("RX 7900",
 
 
 def reimport() -> ModuleType:
-    """The attention module as if it were imported for the first time."""
+    """Import the attention module anew."""
     sys.modules.pop("sglcore_hip.attention_aiter", None)
     return importlib.import_module("sglcore_hip.attention_aiter")
 

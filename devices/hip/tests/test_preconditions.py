@@ -1,5 +1,5 @@
-"""Where AITER would read or write elsewhere, or refuses, its references refuse, so that no call of
-this package may come to it."""
+"""AITER's references refuse calls that AITER refuses, or that would access wrong memory, so tests
+on the simulator detect such calls of this package."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ DEVICE = torch.device("cuda:0")
 
 
 def vendor() -> list:
-    """The module of the references."""
+    """Return the module of the references."""
     return [importlib.import_module("sglcore_sim.vendors.aiter")]
 
 
 def decode() -> Calls:
-    """Two rows of one query over pages of 16."""
+    """Return the calls for two requests with one query over pages of 16."""
     pages = torch.zeros(4, 16, 2, 64, dtype=torch.float16, device=DEVICE)
     query = torch.zeros(2, 4, 64, dtype=torch.float16, device=DEVICE)
     one = torch.ones(1, device=DEVICE)
@@ -66,7 +66,7 @@ DECODE = (
 
 
 def prefill() -> Calls:
-    """Two rows of several queries over lists of cells."""
+    """Return the calls for two requests with several queries over lists of KV slots."""
     cells = torch.zeros(64, 2, 64, dtype=torch.float16, device=DEVICE)
     given = {
         "q": torch.zeros(3, 4, 64, dtype=torch.float16, device=DEVICE),
@@ -98,7 +98,7 @@ PREFILL = (
 
 
 def changing(made: Calls, **sizes: int) -> Calls:
-    """The calls with sizes that several arguments share as arguments of their own."""
+    """Return the calls with additional arguments for sizes that several arguments share."""
 
     def call(**given: object) -> Tensor:
         chosen = {name: given.pop(name) for name in sizes}
@@ -108,7 +108,8 @@ def changing(made: Calls, **sizes: int) -> Calls:
 
 
 def resized(given: dict, chosen: dict) -> dict:
-    """Arguments cut to other pages, heads, elements of a head, or rows."""
+    """Return the arguments with another page size, number of heads, head size, or number of
+    requests."""
     found = dict(given)
     for name in ("key_cache", "value_cache"):
         if name in found and chosen["pages"] != 16:

@@ -1,5 +1,5 @@
-"""AMD machines as they are found: servers, desktops, processors with graphics, containers, and a
-torch for others."""
+"""Probes of AMD machines: servers, desktops, CPUs with integrated graphics, containers, and a torch
+for other devices."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_gpus_hidden_by_the_environment_are_present_and_not_usable(tmp_path: Pat
 
 
 def gpu(number: int) -> Files:
-    """One of several GPUs: node, place on the bus, memory."""
+    """Return the files of one of several GPUs: node, PCI address, memory."""
     folder = f"/sys/bus/pci/devices/0001:{number + 1:02x}:00.0"
     values = {"location_id": number + 1 << 8, "domain": 1, "unique_id": 0xA0 + number, "drm_render_minor": 128 + number}
     return {

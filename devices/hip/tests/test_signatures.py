@@ -1,4 +1,4 @@
-"""The calls to AITER bind to the true signatures, which are kept here with their version."""
+"""The calls of AITER bind to the real signatures, which are stored here with their version."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ POSITIONAL = inspect.Parameter.POSITIONAL_OR_KEYWORD
 
 
 def signature(function: str) -> inspect.Signature:
-    """A stored signature."""
+    """Return a stored signature."""
     empty = inspect.Parameter.empty
     rows = [(name, empty if default is None else default) for name, _, default in STORED[function]]
     return inspect.Signature([inspect.Parameter(name, POSITIONAL, default=default) for name, default in rows])
 
 
 def call_of(function: str) -> ast.Call:
-    """The one call of a function of the library."""
+    """Return the only call of a library function."""
     tree = ast.parse(SOURCE.read_text())
     (found,) = (n for n in ast.walk(tree) if isinstance(n, ast.Call) and ast.unparse(n.func) == f"aiter.{function}")
     return found

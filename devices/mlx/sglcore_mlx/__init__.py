@@ -1,5 +1,5 @@
-"""Apple silicon by MLX, a lazy array library: a worker of its own, without torch. Only the
-declaration is imported."""
+"""Apple silicon through MLX, a lazy array library: its own worker, without torch. Importing this
+module loads only the declaration."""
 
 from sglcore.device.package import DevicePackage
 
@@ -19,4 +19,4 @@ package = DevicePackage(
     kernels={"mlx": "sglcore_mlx.kernels:kernels"},
     bring_up="sglcore_mlx.bring_up:BRING_UP",
 )
-"""What `sglcore devices` and the core read."""
+"""The declaration that `sglcore devices` and the core read."""

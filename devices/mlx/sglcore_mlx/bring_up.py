@@ -1,5 +1,4 @@
-"""The order of a start on MLX: a thread of its own, weights, memory, attention, and the worker over
-them."""
+"""The bring-up steps on MLX, in order: the stream thread, weights, memory, attention, worker."""
 
 from __future__ import annotations
 
@@ -46,28 +45,27 @@ from sglcore_mlx.worker import MlxWorker
 
 @dataclass(frozen=True, slots=True)
 class Computing:
-    """How steps run: `compiles` the decode step, or queues each operation by itself;
-    `compiles_draw`: the draw too."""
+    """How steps run. `compiles`: decode steps are compiled, otherwise each operation is queued
+    separately; `compiles_draw`: sampling is compiled too."""
 
     compiles: bool
     compiles_draw: bool
 
 
 def stream_thread() -> StreamThread:
-    """The thread on which all arrays are made."""
+    """Start the thread on which all arrays are made."""
     return StreamThread()
 
 
 def hardware(stream_thread: StreamThread, config: EngineConfig, ledger: DecisionLedger) -> Hardware:
-    """What MLX computes on here, and on how many of the processor's cores where it is the
-    processor."""
+    """Find out which device MLX uses, and on the CPU how many cores."""
     found = stream_thread.call(open_hardware, config.threads)
     ledger.record(*found.rows)
     return found
 
 
 def residency(hardware: Hardware, ledger: DecisionLedger) -> Residency:
-    """What an Apple GPU keeps in memory between steps."""
+    """Set the limits of memory that an Apple GPU keeps resident between steps."""
     kept = Residency(mx.device_info() if hardware.has_metal else {})
     if kept.row is not None:
         ledger.record(kept.row)
@@ -75,7 +73,8 @@ def residency(hardware: Hardware, ledger: DecisionLedger) -> Residency:
 
 
 def kernels(config: EngineConfig, package: DevicePackage, ledger: DecisionLedger) -> KernelNames:
-    """The names of what runs each operation. There is one implementation of each."""
+    """Return the names of the functions that run each operation; each has one implementation.
+    Raises ConfigError for settings that this device does not support."""
     name = package.kernels_for(config.kernels)
     table: KernelNames = resolve(package.kernels[name], package.name)()
     for name, value in (("quantize", config.quantize), ("kv_cache_dtype", config.kv_cache_dtype)):
@@ -95,7 +94,8 @@ def kernels(config: EngineConfig, package: DevicePackage, ledger: DecisionLedger
 
 
 def computing(config: EngineConfig, hardware: Hardware, ledger: DecisionLedger) -> Computing:
-    """Whether the decode step is compiled, a graph for each size; nothing is captured here."""
+    """Decide whether decode steps are compiled (one graph per size); there is no graph capture.
+    Raises ConfigError for another kind of graph."""
     known = ("auto", "compiled", "off")
     if config.graph not in known:
         raise ConfigError(
@@ -113,13 +113,13 @@ def computing(config: EngineConfig, hardware: Hardware, ledger: DecisionLedger) 
     if asked != "off":
         why = "one rank waits for no other"
         ledger.record(Row("two-batch overlap", asked, "off", why, "--two-batch-overlap off", downgrade=asked == "on"))
-    # A processor's draw is compiled by its C++ compiler, for seconds, at the first request of each
-    # kind.
+    # On the CPU, compiling the sampler takes the C++ compiler seconds at the first request of each
+    # kind of sampling.
     return Computing(compiles, compiles and hardware.kind != "cpu")
 
 
 def speculation(config: EngineConfig, ledger: DecisionLedger) -> Speculation | None:
-    """What proposes tokens, and how many; None: nothing does. No model is read."""
+    """Choose the drafter and the number of draft tokens; None: no speculation. Reads no model."""
     return choose_speculation(config, ledger)
 
 
@@ -134,8 +134,7 @@ def model(
     ledger: DecisionLedger,
     progress: Callable[[str, int, int], None],
 ) -> Model:
-    """The model with its weights in memory. Raises ConfigError where proposals can not be verified
-    on it."""
+    """Load the model. Waits. Raises ConfigError if draft tokens can not be verified on it."""
     model_config, _ = choose_implementation(config.model_impl, model_path, ledger, has_torch=False, task=config.task)
     check_context(config.max_model_len, model_config)
     dtype = choose_dtype(config.dtype, model_config.dtype, facts)
@@ -173,7 +172,7 @@ def model(
 def sizes(
     config: EngineConfig, facts: Facts, model: Model, device_memory: MemoryBudget, ledger: DecisionLedger
 ) -> MemorySizes:
-    """Pages and context, from what the device has left beside the weights."""
+    """Compute the number of pages and the context length from the memory that the weights leave."""
     cell = 0 if model.config.is_encoder else cell_bytes(model.layers, model.dtype)
     page_size = config.page_size or facts.page_size
     return size_pools(
@@ -187,8 +186,8 @@ def sizes(
 
 
 def pools(stream_thread: StreamThread, config: EngineConfig, model: Model, sizes: MemorySizes) -> DeviceState:
-    """The cells of every layer, the states and tokens of every slot. Poisoned cells show whoever
-    reads what nobody wrote."""
+    """Allocate the KV cache of every layer, and the states and last tokens of every request slot.
+    With `poison` they hold NaN, so that reads of unwritten memory show. Waits."""
     fill = float("nan") if config.poison else 0.0
 
     def make() -> DeviceState:
@@ -210,7 +209,7 @@ def attention(
     sizes: MemorySizes,
     ledger: DecisionLedger,
 ) -> DecodeAttention:
-    """The backend of rows that bring one token; prompts have `mx.fast` attention everywhere."""
+    """Select the backend for requests with one token; prompts always use `mx.fast` attention."""
     page_size = sizes.page_size
     kind = select_attention(
         package.attention,
@@ -225,8 +224,8 @@ def attention(
 
 
 def slices(config: EngineConfig, model: Model, speculation: Speculation | None, ledger: DecisionLedger) -> int | None:
-    """Token·layers of a slice of a prompt, 0: by the clock; None: prompts come whole. Raises
-    ConfigError for a setting that can not be read."""
+    """Return the tokens times layers of a slice in layered prefill; 0: by measured time; None: no
+    slices. Raises ConfigError for an invalid setting."""
     asked = config.prompt_slices
     budget = slice_budget(asked)
     if budget is None:
@@ -257,7 +256,7 @@ def worker(
     slices: int | None,
     speculation: Speculation | None,
 ) -> MlxWorker:
-    """The worker that the scheduler submits to."""
+    """Make the worker that the scheduler submits to."""
     limits = Limits(
         max_model_len=sizes.max_model_len,
         max_requests=sizes.max_requests,

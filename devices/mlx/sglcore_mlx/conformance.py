@@ -1,5 +1,4 @@
-"""The cells of a started device for sglcore's conformance kit, which reads and writes them as
-arrays on the host."""
+"""Gives sglcore's conformance kit access to the KV cache of a started device as host arrays."""
 
 from __future__ import annotations
 
@@ -15,10 +14,10 @@ from sglcore_mlx.thread import StreamThread
 
 
 class Cells:
-    """A `HostCells` of the kit, over the arrays that a worker's steps leave. Everything waits."""
+    """The kit's `HostCells` over a worker's KV cache. All methods wait."""
 
     def __init__(self, built: Mapping[str, Any]) -> None:
-        """`built`: what the bring-up's steps gave."""
+        """`built`: the results of the bring-up steps."""
         self._state: DeviceState = built["pools"]
         self._thread: StreamThread = built["stream_thread"]
         self.page_size: int = built["sizes"].page_size
@@ -27,12 +26,12 @@ class Cells:
         self.dtype = str(self._state.cells[0].dtype).rpartition(".")[2]
 
     def read_cells(self, layer_id: int, cells: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
-        """Keys and values float32 [N, kv_heads, head_dim] of cells int32 [N]."""
+        """Return keys and values, float32 [N, kv_heads, head_dim], of KV slots int32 [N]."""
         found = self._thread.call(self._read, layer_id, cells)
         return found[:, 0].copy(), found[:, 1].copy()
 
     def write_cells(self, layer_id: int, cells: NDArray[Any], keys: NDArray[Any], values: NDArray[Any]) -> None:
-        """As a forward stores them."""
+        """Write keys and values to KV slots, as a forward stores them."""
         self._thread.call(self._write, layer_id, cells, keys, values)
 
     def _read(self, layer_id: int, cells: NDArray[Any]) -> NDArray[Any]:

@@ -10,8 +10,8 @@ from sglcore_mlx.probe import mlx_build
 
 
 def facts(index: int = 0) -> Facts:
-    """Memory is one for host and device; MLX orders its own work, so the core keeps no streams.
-    Nothing is imported: the device's kind follows from the build that is installed."""
+    """Return the facts: host and device share memory; MLX orders its own work, so there are no
+    streams. Does not import MLX: the installed build determines the device type."""
     return Facts(
         tensor_device=device_kind(),
         index_dtype="int32",
@@ -21,7 +21,7 @@ def facts(index: int = 0) -> Facts:
 
 
 def device_kind() -> str:
-    """What MLX calls the device that this build computes on: "gpu" (Metal, CUDA) or "cpu"."""
+    """Return MLX's name of the device that this build uses: "gpu" (Metal, CUDA) or "cpu"."""
     build = mlx_build(host_system())
     has_gpu = sys.platform == "darwin" or (build is not None and build.is_cuda)
     return "gpu" if has_gpu else "cpu"

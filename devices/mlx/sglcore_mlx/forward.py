@@ -1,4 +1,4 @@
-"""One forward as a lazy graph: tokens to hidden states, over cells that it hands back."""
+"""One forward as a lazy graph: from tokens to hidden states; returns the updated KV cache."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from sglcore_mlx.pool import DeviceState, PageTable, store
 
 @dataclass(frozen=True, slots=True)
 class DecodeForward:
-    """Rows of one token, all of them their slot's last. A pure function of arrays, so that it can
-    be compiled."""
+    """The decode forward: the last token of each request slot. A pure function of arrays, so that
+    it can be compiled."""
 
     model: Model
     attention: DecodeAttention
@@ -37,15 +37,15 @@ class DecodeForward:
         cells: list[mx.array],
         states: list[States],
     ) -> tuple[mx.array, list[mx.array], list[States]]:
-        """Logits float32 [B, V], the cells with the new keys and values, and the states after the
-        tokens; B rows, as `DecodeInputs`."""
+        """Return logits float32 [B, V], the KV cache with the new keys and values, and the states
+        after the tokens. Arguments as in `DecodeInputs`, B requests."""
         return self.rows({**fields, "input_ids": last[fields["req_pool_indices"]]}, page_table, cells, states)
 
     def rows(
         self, fields: dict[str, mx.array], page_table: mx.array, cells: list[mx.array], states: list[States]
     ) -> tuple[mx.array, list[mx.array], list[States]]:
-        """The same of rows whose `input_ids` are among the fields; several neighbouring ones may be
-        of one row of the page table."""
+        """Like `__call__`, with `input_ids` in the fields. The number of tokens may be a multiple
+        of the page table's rows: then consecutive tokens share a row."""
         plan = self.attention.plan(DecodeRows(page_table, fields["seq_lens"]))
         step = _Decoding(plan, fields["out_cache_loc"], self.model.layers, list(cells), list(states))
         rows = fields["seq_lens"].shape[0]
@@ -74,18 +74,19 @@ class _Decoding:
 
 @dataclass(slots=True)
 class Extend:
-    """A batch that writes to cells, and what its layers read: `forward` is given to the model."""
+    """A batch with prompts or several tokens per request, and its inputs: the model is called with
+    `forward`."""
 
     host: ScheduleBatch
     forward: ForwardBatch
     step: _Extending
 
     def continue_on(self, state: DeviceState) -> None:
-        """Read and write the cells as they are now: steps that ran since have handed on others."""
+        """Use the current KV cache arrays: steps that ran in between have replaced them."""
         self.step.cells = state.cells
 
     def leave(self, state: DeviceState) -> None:
-        """All layers have run: the states of requests go on."""
+        """Store the requests' states after all layers have run."""
         state.states.leave(self.host, self.step.states)
 
 
@@ -97,7 +98,7 @@ def begin_extend(
     state: DeviceState,
     batch_type: type[ForwardBatch] = ForwardBatch,
 ) -> Extend:
-    """Any batch that writes to cells, as the layers of a model take it."""
+    """Prepare any batch that writes to the KV cache for a model's layers."""
     reader = host_reader(batch_type, is_decode=False)
     values = extend_values(reader, batch, table)
     parts: list[_Singles | PromptPlan] = []
@@ -121,8 +122,8 @@ def extend_forward(
     state: DeviceState,
     batch_type: type[ForwardBatch] = ForwardBatch,
 ) -> mx.array:
-    """Hidden states [T, H] of any batch that writes to cells; in `state`, keys, values and states
-    of requests go on."""
+    """Return hidden states [T, H] of any batch that writes to the KV cache; updates KV cache and
+    recurrent states in `state`. Queues only."""
     extend = begin_extend(attention, model.layers, batch, table, state, batch_type)
     hidden = model(extend.forward)
     extend.leave(state)
@@ -130,15 +131,15 @@ def extend_forward(
 
 
 def embed_forward(model: Model, batch: ScheduleBatch, batch_type: type[ForwardBatch] = ForwardBatch) -> mx.array:
-    """Hidden states [T, H] of whole sequences, without cells."""
+    """Return hidden states [T, H] of whole sequences, without a KV cache."""
     reader = host_reader(batch_type, is_decode=False)
     values, attend = reader.read(batch), EncoderRows(batch.token_offsets, model.layers).attend
     return model(make_batch(batch_type, {**values, **arrays_of(reader, values), "attend": attend}))
 
 
 def resolve_ids(input_ids: NDArray[np.int32], last: mx.array) -> mx.array:
-    """int32 [T]: a negative id -s becomes the last token of slot s, whatever has become of the step
-    that samples it."""
+    """Return int32 [T]: a negative id -s becomes the last token of request slot s, which may still
+    be a lazy array."""
     ids = mx.array(input_ids)
     if not (input_ids < 0).any():
         return ids
@@ -147,7 +148,7 @@ def resolve_ids(input_ids: NDArray[np.int32], last: mx.array) -> mx.array:
 
 @dataclass(frozen=True, slots=True)
 class _Singles:
-    """Tokens [start, end), each a row of its own."""
+    """Tokens [start, end), one of each request."""
 
     start: int
     end: int
@@ -167,7 +168,7 @@ def _singles(part: SingleRows, attention: DecodeAttention, batch: ScheduleBatch,
 
 @dataclass(slots=True)
 class _Extending:
-    """`rows` are those of each part."""
+    """The state of an extend forward; `rows`: number of requests of each part."""
 
     parts: Sequence[_Singles | PromptPlan]
     rows: Sequence[int]

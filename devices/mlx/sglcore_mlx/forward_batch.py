@@ -1,5 +1,5 @@
-"""One forward's inputs as arrays. Each field is declared once (see sglcore/step/forward_inputs.py);
-staging follows."""
+"""One forward's inputs as arrays. Each field is declared once (see sglcore/step/forward_inputs.py),
+and staging follows the declarations."""
 
 from __future__ import annotations
 
@@ -16,35 +16,34 @@ from sglcore.step.host_values import HostReader, Values
 from sglcore_mlx.layers.rotary import Rotary, Rotate
 
 States: TypeAlias = list[mx.array]
-"""What one layer keeps of N requests: arrays [N, *shape], in the order in which it declares
-them."""
+"""The states of N requests in one layer: arrays [N, *shape], in the layer's declared order."""
 
 Attend: TypeAlias = Callable[[int, mx.array, mx.array, mx.array], mx.array]
-"""`attend(layer_id, q [T, heads, D], k [T, kv_heads, D], v [T, kv_heads, D])` gives [T, heads, D];
-q and k come rotated."""
+"""`attend(layer_id, q [T, heads, D], k [T, kv_heads, D], v [T, kv_heads, D])` returns [T, heads,
+D]; the rotary embedding is already applied to q and k."""
 
 
 Advance: TypeAlias = Callable[..., tuple[mx.array, States]]
-"""`advance(states, *inputs)`: from states [N, *shape] and inputs [N, L, ...] of N rows with L
-tokens each to results [N, L, ...] and the states after them."""
+"""`advance(states, *inputs)`: from states [N, *shape] and inputs [N, L, ...] of N requests with L
+tokens each, returns results [N, L, ...] and the new states."""
 
 Recur: TypeAlias = Callable[..., mx.array]
-"""`recur(layer_id, advance, *inputs)` gives the results [T, ...] of inputs [T, ...]: each row goes
-on from its own states."""
+"""`recur(layer_id, advance, *inputs)` returns the results [T, ...] of inputs [T, ...]; each request
+continues from its own states."""
 
 
 @batch_record(ScheduleBatch)
 class ForwardBatch(ForwardInputs[mx.array]):
-    """The inputs as arrays, attention over their tokens, and the states of their requests. Each
-    rotary embedding is opened for their positions once. What is compiled has no values of the host
-    but the sizes and the kind of step."""
+    """The inputs as arrays, with functions for attention and recurrent states. Rotations are
+    prepared once per step and rotary embedding. In a compiled step, host values are only the sizes
+    and the forward mode."""
 
     attend: Attend = batch_field(axis=Axis.NONE, split=Split.COPY, owner="attention")
     recur: Recur = batch_field(axis=Axis.NONE, split=Split.COPY, owner="layers")
     rotations: dict[Rotary, Rotate] | None = batch_field(axis=Axis.NONE, split=Split.FRESH, owner="layers")
 
     def rotation(self, rotary: Rotary) -> Rotate:
-        """The rotation of these tokens' heads."""
+        """Return the rotation of heads at these tokens' positions; cached per rotary embedding."""
         if self.rotations is None:
             self.rotations = {}
         if rotary not in self.rotations:
@@ -53,6 +52,6 @@ class ForwardBatch(ForwardInputs[mx.array]):
 
 
 def arrays_of(reader: HostReader, values: Values) -> dict[str, mx.array]:
-    """What was read and has a type, as arrays of that type."""
+    """Convert the staged host values to arrays of their declared types."""
     found = ((spec, values.get(spec.name)) for spec in reader.staged)
     return {spec.name: mx.array(np.asarray(value, spec.dtype)) for spec, value in found if value is not None}

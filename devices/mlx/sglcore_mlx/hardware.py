@@ -1,4 +1,4 @@
-"""What this build of MLX computes on: Apple's GPU, another GPU, or the processor."""
+"""The device that this build of MLX uses: Apple's GPU, another GPU, or the CPU."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ import mlx.core as mx
 from sglcore.device.ledger import Row
 
 PROCESSOR_STREAMS = 2
-"""Linear layers and attention of a processor are split over this many streams, each of which is a
+"""On the CPU, linear layers and attention are split over at most this number of streams; each is a
 thread."""
 
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """`kind` is "metal", "gpu" or "cpu". `streams` share the work of a processor (none: one stream
-    does it all); `compiles`: decode steps are compiled unless it is asked otherwise. `rows` go to
-    the ledger."""
+    """`kind`: "metal", "gpu" or "cpu". `streams`: share the work on the CPU (empty: one stream does
+    all). `compiles`: decode steps are compiled by default, for `compile_reason`. `rows`: for the
+    ledger."""
 
     kind: str
     streams: tuple[mx.Stream, ...]
@@ -31,13 +31,13 @@ class Hardware:
 
     @property
     def has_metal(self) -> bool:
-        """Apple's GPU is there."""
+        """Whether it is Apple's GPU."""
         return self.kind == "metal"
 
 
 def open_hardware(threads: int | None) -> Hardware:
-    """Ask MLX what it computes on; belongs on the stream's thread. `threads`: what was asked
-    for."""
+    """Ask MLX which device it uses. Must run on the stream thread. `threads`: the requested
+    number; None: automatic."""
     kind = mx.default_device().type.name
     if kind == "gpu" and mx.metal.is_available():
         kind = "metal"
@@ -61,7 +61,8 @@ def _unused_threads(asked: int) -> Row:
 
 
 def _can_compile() -> tuple[bool, str]:
-    """A processor's compiled graphs are C++ that is compiled when they first run."""
+    """Return whether steps can be compiled on the CPU, and the reason: MLX compiles graphs as C++
+    with g++ when they first run."""
     compiler = shutil.which("g++")
     if compiler is None:
         return False, "there is no g++, with which MLX compiles for a processor"

@@ -1,4 +1,4 @@
-"""The host's part of a step: where tokens go, and the shapes that compiled steps are padded to."""
+"""The host part of a step: KV slots of tokens, and the padded shapes of compiled steps."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ Ints = NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class DecodeInputs:
-    """B rows of one token, padded with rows of slot 0: `fields` by their names, [B] each, and
-    `page_table` int32 [B, n]."""
+    """Inputs of B requests with one token each, padded with request slot 0: `fields` by name, [B]
+    each, and `page_table` int32 [B, n]."""
 
     fields: dict[str, NDArray]
     page_table: Ints
@@ -30,7 +30,7 @@ class DecodeInputs:
 def decode_inputs(
     batch_type: type[ForwardBatch], batch: ScheduleBatch, table: PageTable, rows: int, pages: int
 ) -> DecodeInputs:
-    """Rows that bring their last token, padded to `rows` rows and `pages` columns of the page
+    """Make the inputs of a decode step, padded to `rows` requests and `pages` columns of the page
     table."""
     reader = host_reader(batch_type, is_decode=True)
     values = reader.read(batch)
@@ -42,10 +42,10 @@ def decode_inputs(
 
 @dataclass(frozen=True, slots=True)
 class WideInputs:
-    """B requests of several tokens each, padded with slot 0, of which the device knows where each
-    token is: `fields` of all their rows, and of the requests `slots`, `limits` (cells in their
-    pages) and `nodes` (tokens that may be verified, None: all) int32 [B], and `page_table` int32
-    [B, n]."""
+    """Inputs of B requests with several tokens each, padded with request slot 0; the device
+    computes the tokens' positions. `fields`: by name, for all tokens. Per request, int32 [B]:
+    `slots`, `limits` (KV slots in its pages) and `nodes` (tokens that may be verified; None: all).
+    `page_table`: int32 [B, n]."""
 
     fields: dict[str, NDArray]
     slots: Ints
@@ -55,13 +55,14 @@ class WideInputs:
 
 
 PLACED = frozenset({"req_pool_indices", "seq_lens", "positions"})
-"""Fields that only the device knows of several tokens a request."""
+"""Fields that the device computes if requests have several tokens."""
 
 
 def wide_inputs(
     batch_type: type[ForwardBatch], batch: ScheduleBatch, table: PageTable, rows: int, pages: int, width: int
 ) -> WideInputs:
-    """Rows of `width` tokens, padded to `rows` rows and `pages` columns of the page table."""
+    """Make the inputs of requests with `width` tokens each, padded to `rows` requests and `pages`
+    columns of the page table."""
     assert batch.cell_limits is not None
     reader = host_reader(batch_type, is_decode=True)
     values = reader.read(batch)
@@ -82,7 +83,7 @@ def wide_inputs(
 
 @dataclass(frozen=True, slots=True)
 class SingleRows:
-    """Neighbouring rows [first, last) of one token each, tokens [start, end) of the step."""
+    """Consecutive requests [first, last) with one token each: tokens [start, end) of the step."""
 
     first: int
     last: int
@@ -91,8 +92,8 @@ class SingleRows:
 
 
 def parts_of(batch: ScheduleBatch, table: PageTable) -> list[SingleRows | PromptRow]:
-    """The batch's rows in order of their tokens: runs of rows with one token, and rows with
-    several, each by itself."""
+    """Split the batch, in order: runs of consecutive requests with one token, and single requests
+    with several tokens."""
     counts = np.diff(batch.token_offsets)
     parts: list[SingleRows | PromptRow] = []
     row = 0
@@ -114,16 +115,15 @@ def parts_of(batch: ScheduleBatch, table: PageTable) -> list[SingleRows | Prompt
 
 
 def extend_values(reader: HostReader, batch: ScheduleBatch, table: PageTable) -> Values:
-    """What the host gives of a step that brings tokens, by the names of the fields, and the cells
-    of its tokens."""
+    """Return the host values of an extend step by field name, including the tokens' KV slots."""
     values = reader.read(batch)
     values["out_cache_loc"] = table.cells(np.repeat(batch.slots, np.diff(batch.token_offsets)), values["positions"])
     return values
 
 
 def bucket(count: int, most: int) -> int:
-    """The smallest of 1, 2, 3, 4, 6, 8, 12, 16, 24, ... that holds `count`, at most `most`: at most
-    half of it is padding, and few sizes are compiled."""
+    """Return the smallest of 1, 2, 3, 4, 6, 8, 12, 16, 24, ... that is at least `count`, at most
+    `most`: padding is less than a half, and few sizes are compiled."""
     size = 1
     while size < count:
         middle = size + size // 2
@@ -135,6 +135,6 @@ def bucket(count: int, most: int) -> int:
 
 
 def row_bucket(count: int, buckets: tuple[int, ...], most: int) -> int:
-    """The smallest of the configured sizes that holds `count` rows, or else the next of
+    """Return the smallest configured size that is at least `count`, or if there is none, that of
     `bucket`."""
     return next((size for size in sorted(buckets) if size >= count), bucket(count, max(most, count)))

@@ -1,5 +1,5 @@
-"""Which function does what on this device, as the ledger shows it. Models and samplers of this
-package call them directly."""
+"""The names of the functions for each operation, for the ledger. Models and samplers of this
+package call the functions directly."""
 
 from __future__ import annotations
 
@@ -25,12 +25,11 @@ OWN: Mapping[str, str] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class KernelNames:
-    """Names only: nothing outside this package calls these functions, which take arrays of its
-    own."""
+    """Names only: these functions take MLX arrays, so the core does not call them."""
 
     origin: Mapping[str, str] = field(default_factory=lambda: OWN)
 
 
 def kernels() -> KernelNames:
-    """What runs each operation, as `module:name`."""
+    """Return the function of each operation, as `module:name`."""
     return KernelNames()

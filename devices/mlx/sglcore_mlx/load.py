@@ -1,5 +1,5 @@
-"""From a checkpoint folder to a model: the files say what there is, the model says what it wants,
-every difference is an error, and then the weights are read one at a time."""
+"""Loads a model from a checkpoint folder: compares the files' tensors with those that the model
+takes, raises an error for every difference, then reads the weights one at a time."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ TIED_HEAD = r"lm_head\.(weight|scales|biases)"
 
 
 class LoadedModel:
-    """An architecture as a worker sees it; see `models.contract.Model`."""
+    """A loaded architecture; implements `models.contract.Model`."""
 
     def __init__(self, architecture: Architecture, weights: Weights) -> None:
         self.config = architecture.config
@@ -45,17 +45,17 @@ class LoadedModel:
         self._architecture = architecture
 
     def __call__(self, batch: ForwardBatch) -> mx.array:
-        """T tokens to hidden states [T, H] after the last norm."""
+        """Return hidden states [T, H] after the last norm."""
         return self._architecture(batch)
 
     @property
     def sliced_layers(self) -> int:
-        """A forward may be run by slices of so many layers; 0: only whole."""
+        """Number of layers if a forward can run in slices of layers; 0: only whole."""
         return self._architecture.sliced_layers
 
     @property
     def sliced(self) -> SlicedModel:
-        """What runs them."""
+        """The model as one that runs slices of layers."""
         found: Any = self._architecture
         return found
 
@@ -71,20 +71,20 @@ def load_model(
     architectures: Mapping[str, str] = EMPTY,
     check: Callable[[Architecture], None] = lambda model: None,
 ) -> Model:
-    """The model of a checkpoint folder in `dtype`, for positions below `max_positions`; waits until
-    every weight is read.
+    """Load the model of a checkpoint folder in `dtype`, for positions below `max_positions`; waits
+    until every weight is read.
 
-    `progress` is called with the bytes of weights that are there and of all; `architectures` adds
-    to the registry; `check` sees the model before a weight is read. Memory beyond the weights is
-    that of the largest one. Raises `CheckpointError` for files that are missing, damaged, or not
-    this model's, `ConfigError` for a model or a quantisation that is not supported.
+    `progress` is called with the bytes of weights read so far and of all; `architectures` adds to
+    the registry; `check` is called with the model before weights are read. Peak memory is that of
+    the weights plus the largest one. Raises `CheckpointError` for files that are missing, damaged,
+    or of another model, `ConfigError` for an unsupported model or quantisation.
     """
     model_type = model_class(config.architecture, architectures)
     quantization = read_quantization(config.raw, model_type.own_name)
     entries, arrays = _tensors(checkpoint_files(folder), model_type.own_name)
     weights = Weights(entries, arrays, dtype, quantization)
-    arrays.clear()  # a tensor that something else holds stays in memory once it is read
-    # The kinds of layers that are not here are refused by name when a model asks for them.
+    arrays.clear()  # a second reference would keep a tensor in memory after it is read
+    # `Build` refuses unsupported kinds of layers by name when a model asks for them.
     model = model_type(cast("models.Build", Build(config, weights, parts, max_positions)))
     if config.is_encoder and model.state_layers:
         raise ConfigError(
@@ -102,8 +102,8 @@ def _harmless(model: Architecture) -> tuple[str, ...]:
 
 
 def _tensors(files: tuple[Path, ...], own_name: Callable[[str], str]) -> tuple[dict[str, Entry], dict[str, mx.array]]:
-    """The tensors of all files by the model's names; raises `CheckpointError` for one that is in
-    two files."""
+    """Return the tensors of all files by the model's names. Raises `CheckpointError` for a tensor
+    that is in two files."""
     entries: dict[str, Entry] = {}
     arrays: dict[str, mx.array] = {}
     for file in files:
@@ -122,8 +122,8 @@ def _tensors(files: tuple[Path, ...], own_name: Callable[[str], str]) -> tuple[d
 
 
 def _map(file: Path, entries: Iterable[Entry]) -> dict[str, mx.array]:
-    """The tensors of a file, none of them read yet; raises `CheckpointError` for a type or a file
-    that MLX refuses."""
+    """Map the tensors of a file without reading them. Raises `CheckpointError` for a type or a file
+    that MLX does not support."""
     for entry in entries:
         if entry.dtype not in MAPPED:
             raise CheckpointError(

@@ -1,5 +1,4 @@
-"""How much memory KV cells may take where the GPU and the system share it, and where MLX runs on
-the processor."""
+"""The memory budget of the KV cache, for unified memory, a GPU's own memory, and the CPU."""
 
 from __future__ import annotations
 
@@ -14,28 +13,27 @@ from sglcore.step.sizing import MemoryBudget, size_text
 from sglcore_mlx import sysctl
 
 OWN_SHARE = 0.8
-"""The share of a GPU's own memory for cells: the rest is for activations, which the allocator keeps
-for the next step."""
+"""The share of a GPU's own memory for the KV cache; the rest is for activations, which the
+allocator keeps for the next step."""
 UNIFIED_SHARE = 0.6
-"""The share of memory that a GPU has in common with the system: people work on these machines while
-they serve."""
+"""The share of memory that GPU and system share: people use these machines while they serve."""
 PROCESSOR_SHARE = 0.5
-"""The share of a processor's: everything else on the machine takes from the same memory."""
+"""The share of the CPU's memory, which other programs use too."""
 
 
 def device_memory(model: object) -> MemoryBudget:
-    """A bring-up step: what is left for cells once the weights are in. Weights that were not
-    evaluated do not count yet.
+    """Bring-up step: compute the memory budget after the weights are loaded. Weights that were not
+    evaluated do not count.
 
-    Memory that MLX keeps cached for later arrays is released first, so that it counts as free.
+    First releases memory that MLX caches for later arrays, so that it counts as free.
     """
     mx.clear_cache()
     return budget(mx.device_info(), mx.get_active_memory(), host_system())
 
 
 def budget(info: Mapping[str, str | int], active: int, system: System) -> MemoryBudget:
-    """From what MLX says of its device and the bytes of its living arrays: a GPU's share of unified
-    memory, a GPU's own memory, or the processor's."""
+    """Compute the budget from MLX's device `info` and the `active` bytes of live arrays: unified
+    memory, a GPU's own memory, or the CPU's."""
     recommended = int(info.get("max_recommended_working_set_size", 0))
     if recommended:
         return unified(int(info["memory_size"]), recommended, active, system)
@@ -47,11 +45,10 @@ def budget(info: Mapping[str, str | int], active: int, system: System) -> Memory
 
 
 def unified(physical: int, recommended: int, active: int, system: System) -> MemoryBudget:
-    """Bytes that the GPU may keep resident, less what living arrays hold, and never more than the
-    system has free.
+    """Compute the budget of unified memory: the bytes that the GPU may keep resident minus the live
+    arrays, at most the system's free memory.
 
-    Metal slows down, and macOS may swap, beyond `recommended`. The system's own share of free
-    memory is in percent.
+    Beyond `recommended` Metal slows down and macOS may swap. macOS reports free memory in percent.
     """
     usable = max(recommended - active, 0)
     parts = [f"{size_text(physical)} physical", f"{size_text(usable)} usable by the GPU"]
@@ -64,17 +61,16 @@ def unified(physical: int, recommended: int, active: int, system: System) -> Mem
 
 
 def total_memory(system: System) -> int:
-    """Bytes this process may use in all: the machine's, or the smallest limit of its control
-    groups."""
+    """Return the bytes that this process may use: the machine's memory, or the smallest limit of
+    its control groups."""
     physical = _field(system.read("/proc/meminfo"), "MemTotal:")
     physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if physical is None else physical * 1024
     return min((physical, *(limit for limit, _, _ in _groups(system))))
 
 
 def available_memory(system: System) -> tuple[int, str]:
-    """Bytes that may still be taken, and the evidence: what the machine has available, or what the
-    tightest control group leaves. A machine that does not say is taken to have half of its memory
-    available."""
+    """Return the available bytes and the evidence: the machine's available memory, or what the
+    tightest control group leaves. If the machine does not report it, half of its memory."""
     known = _field(system.read("/proc/meminfo"), "MemAvailable:")
     free = total_memory(system) // 2 if known is None else known * 1024
     found = [(max(limit - used, 0), limit, group) for limit, used, group in _groups(system)]
@@ -85,8 +81,8 @@ def available_memory(system: System) -> tuple[int, str]:
 
 
 def _groups(system: System) -> Iterator[tuple[int, int, str]]:
-    """(limit, bytes that can not be dropped, folder) of every control group above this process that
-    has a limit."""
+    """Yield (limit, used bytes without droppable cache, folder) of every control group of this
+    process that has a limit."""
     for folder in _group_folders(system.read("/proc/self/cgroup") or ""):
         limit = _number(system, f"{folder}/memory.max", f"{folder}/memory.limit_in_bytes")
         if limit is None or limit >= 1 << 60:
@@ -98,7 +94,7 @@ def _groups(system: System) -> Iterator[tuple[int, int, str]]:
 
 
 def _group_folders(text: str) -> Iterator[str]:
-    """The folders of this process's control groups, versions 2 and 1, the innermost first."""
+    """Yield the folders of this process's control groups, versions 2 and 1, innermost first."""
     for line in text.splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers and "memory" not in controllers.split(","):
@@ -109,12 +105,12 @@ def _group_folders(text: str) -> Iterator[str]:
 
 
 def _number(system: System, *paths: str) -> int | None:
-    """The number in the first of these files that holds one."""
+    """Return the number in the first of these files that holds one."""
     texts = ((system.read(path) or "").strip() for path in paths)
     return next((int(text) for text in texts if text.isdigit()), None)
 
 
 def _field(text: str | None, name: str) -> int | None:
-    """The number after `name` at the beginning of a line."""
+    """Return the number after `name` at the beginning of a line."""
     words = (line.split() for line in (text or "").splitlines())
     return next((int(parts[1]) for parts in words if len(parts) > 1 and parts[0] == name), None)

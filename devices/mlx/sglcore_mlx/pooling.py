@@ -1,5 +1,5 @@
-"""Pooling: one vector of each request's hidden states, as the core's `checkpoint/pooling.py`
-describes it."""
+"""Pooling: reduces each request's hidden states to one vector, by the core's `Pooling`
+(`checkpoint/pooling.py`)."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from sglcore.device.batch import ScheduleBatch
 from sglcore.step.pooling import pooled_rows
 
 Rows = Mapping[str, mx.array]
-"""What `pooled_rows` gives, as arrays."""
+"""The result of `pooled_rows` as arrays."""
 
 
 def pool(
     pooling: Pooling, classify: Callable[[mx.array], mx.array], hidden: mx.array, batch: ScheduleBatch
 ) -> mx.array:
-    """hidden [T, H] to float32 [B, len(modes) * H], or to float32 [B, labels] by the model's
-    head."""
+    """Pool hidden [T, H] to float32 [B, len(modes) * H], or to float32 [B, labels] with the model's
+    classification head."""
     rows = {name: mx.array(values) for name, values in pooled_rows(batch).items()}
     wide = hidden.astype(mx.float32)
     pooled = mx.concatenate([POOLS[mode](wide, rows) for mode in pooling.modes], axis=-1)
@@ -57,4 +57,4 @@ POOLS: Mapping[str, Callable[[mx.array, Rows], mx.array]] = MappingProxyType(
         "lasttoken": lambda hidden, rows: hidden[rows["last"]],
     }
 )
-"""Each mode: hidden float32 [T, H] to float32 [B, H]."""
+"""A function for each mode: hidden float32 [T, H] to float32 [B, H]."""

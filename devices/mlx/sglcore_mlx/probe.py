@@ -1,5 +1,5 @@
-"""What the system says about MLX: Apple silicon under macOS, or by name a build of MLX for Linux.
-Nothing is imported."""
+"""Probes for MLX: Apple silicon under macOS, or if named, a build of MLX for Linux. Does not import
+MLX."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ CPUINFO = "/proc/cpuinfo"
 CUDA_NODES = "/dev/nvidia[0-9]*"
 CUDA_LIBRARY = "libcuda.so.1"
 OLDEST_MACOS = (14, 0)
-"""From this version on there are wheels of MLX."""
+"""The oldest macOS with wheels of MLX."""
 OLDEST_MLX = (0, 32)
 BACKENDS = ("mlx-metal", "mlx-cuda-13", "mlx-cuda-12", "mlx-cpu")
-"""The distributions that bring MLX's library, one for each kind of device."""
+"""The distributions that contain MLX's library, one for each kind of device."""
 APPLE = "use a Mac with Apple silicon"
 
 
 @dataclass(frozen=True, slots=True)
 class Build:
-    """The installed MLX: its version ("" if unknown), the distribution that brings its library, and
-    that one's version.
+    """The installed MLX: its version ("" if unknown), the distribution that contains its library
+    (`backend`), and the version of that distribution.
 
-    The backend is "source" for a library that none of BACKENDS brought, and "" if there is none.
+    `backend` is "source" for a library from none of BACKENDS, and "" if there is no library.
     """
 
     version: str
@@ -41,13 +41,12 @@ class Build:
 
     @property
     def is_cuda(self) -> bool:
-        """It was built for CUDA."""
+        """Whether it was built for CUDA."""
         return self.backend.startswith("mlx-cuda")
 
 
 def probe(named: bool, system: System) -> ProbeReport:
-    """Answer from what is seen through `system`. Other machines than Macs count only if the device
-    was named."""
+    """Probe `system`. Machines other than Macs count only if the device was named."""
     macos, build = macos_version(system), mlx_build(system)
     if macos is not None:
         hardware, driver = _apple_silicon(system), _macos(macos)
@@ -72,7 +71,7 @@ def probe(named: bool, system: System) -> ProbeReport:
 
 
 def macos_version(system: System) -> str | None:
-    """The version of macOS, such as "15.1"; None on another system."""
+    """Return the version of macOS, such as "15.1"; None on other systems."""
     found = system.read(SYSTEM_VERSION)
     if found is None:
         return None
@@ -83,7 +82,7 @@ def macos_version(system: System) -> str | None:
 
 
 def mlx_build(system: System) -> Build | None:
-    """The installed MLX, from the metadata of its distributions; None if there is no module
+    """Return the installed MLX from the metadata of its distributions; None if there is no module
     `mlx`."""
     folders = _folders(system)
     if not folders:
@@ -98,7 +97,7 @@ def mlx_build(system: System) -> Build | None:
 
 
 def _folders(system: System) -> tuple[Path, ...]:
-    """Where the module `mlx` lies; a namespace may be several folders."""
+    """Return the folders of the module `mlx`; a namespace package can have several."""
     if not system.is_this_machine:
         return tuple(system.path(folder) for folder in system.glob("/site-packages/mlx"))
     spec = find_spec("mlx")
@@ -106,7 +105,7 @@ def _folders(system: System) -> tuple[Path, ...]:
 
 
 def _distribution(system: System, name: str) -> str | None:
-    """The version of an installed distribution; None if it is not installed."""
+    """Return the version of a distribution; None if it is not installed."""
     if not system.is_this_machine:
         folder = "/site-packages/" + name.replace("-", "_")
         found = system.glob(f"{folder}-*.dist-info")
@@ -150,8 +149,8 @@ def _processor(named: bool, system: System) -> tuple[Fact, Fact]:
 
 
 def _name(system: System, build: Build | None) -> str:
-    """What MLX takes by itself: the Mac's chip, the first GPU of a build for CUDA, or the
-    processor."""
+    """Return the device that MLX uses by default: the Mac's chip, the first GPU of a CUDA build, or
+    the CPU."""
     nodes = system.glob(CUDA_NODES) if build is not None and build.is_cuda else ()
     chip = sysctl.text(system, "machdep.cpu.brand_string")
     return chip or next(iter(nodes), None) or processor_name(system) or "a processor"
@@ -162,7 +161,7 @@ def _not_named(why: str) -> Fact:
 
 
 def processor_name(system: System) -> str | None:
-    """What Linux calls the processor; None where it does not say that there is one."""
+    """Return Linux's name of the CPU; None if /proc/cpuinfo is missing or empty."""
     found = system.read(CPUINFO)
     if not found:
         return None
@@ -189,7 +188,7 @@ def _runtime(system: System, build: Build | None, is_mac: bool) -> Fact:
 
 
 def _numbers(found: str) -> tuple[int, int]:
-    """The first two numbers of a version; of one that names none, the largest, because nothing
-    speaks against it."""
+    """Return the first two numbers of a version. Without a number, return the largest, so that no
+    minimum version refuses it."""
     numbers = re.match(r"(\d+)(?:\.(\d+))?", found)
     return (int(numbers.group(1)), int(numbers.group(2) or 0)) if numbers else (1 << 30, 0)

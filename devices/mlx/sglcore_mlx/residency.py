@@ -1,5 +1,5 @@
-"""Keeps an Apple GPU's memory resident: macOS would otherwise page weights out between steps that
-come far apart."""
+"""Keeps an Apple GPU's memory resident: macOS would otherwise page weights out during idle times
+between steps."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from sglcore.device.ledger import Row
 from sglcore.step.sizing import size_text
 
 CACHE_SHARE = 16
-"""MLX may keep one part in so many of the GPU's memory for arrays to come: prompts of many lengths
-would fill it all."""
+"""MLX may cache 1 / CACHE_SHARE of the GPU's recommended memory for later arrays; without a limit,
+prompts of many lengths would fill all of it."""
 
 SetLimit = Callable[[int], int]
-"""Sets a limit of the whole process, and gives the one before."""
+"""Sets a limit of the whole process; returns the previous one."""
 
 
 class Residency:
-    """Limits of the whole process, taken at a start and given back at its end. Of several workers
-    in one process the first that ends gives back what it took; memory stays correct without, only
+    """Memory limits of the whole process, set at start and restored at the end. With several
+    workers in one process, the first that ends restores them; the others stay correct but become
     slower."""
 
     def __init__(
@@ -29,7 +29,7 @@ class Residency:
         set_wired: SetLimit = mx.set_wired_limit,
         set_cache: SetLimit = mx.set_cache_limit,
     ) -> None:
-        """`info` is what MLX says of its device; without a recommended working set (no Apple GPU)
+        """`info`: MLX's description of its device; without a recommended working set (no Apple GPU)
         nothing is changed."""
         recommended = int(info.get("max_recommended_working_set_size", 0))
         self.row: Row | None = None
@@ -42,7 +42,7 @@ class Residency:
             self.row = Row("residency", "auto", what, "the system pages out what is not wired")
 
     def close(self) -> None:
-        """Put the limits back. Idempotent."""
+        """Restore the limits. Idempotent."""
         undo, self._undo = self._undo, []
         for restore in undo:
             restore()

@@ -1,4 +1,5 @@
-"""From logits to tokens: the draw of the rows that emit, and what the device remembers of it."""
+"""Samples tokens from logits for the requests that need one, and keeps last tokens and history on
+the device."""
 
 from __future__ import annotations
 
@@ -22,23 +23,24 @@ Arrays = Mapping[str, mx.array]
 
 
 class SampleStep:
-    """The draw and its bookkeeping for one model. Keeps what stays while a composition lasts."""
+    """Sampling and its bookkeeping for one model. Keeps the sampling arrays while the composition
+    of the batch stays the same."""
 
     def __init__(self, vocab_size: int, sizes: MemorySizes, compiles: bool = False) -> None:
-        """`compiles` the draw, once for each kind of batch."""
+        """`compiles`: sampling is compiled, once for each kind of batch."""
         self._history_shape = (sizes.max_requests + 1, sizes.max_model_len + 1)
         self._sampler = Sampler(vocab_size, compiled=compiles)
         self._known: tuple[BatchSampling, Arrays] = NO_SAMPLING, {}
 
     def admit(self, batch: ScheduleBatch, state: DeviceState) -> None:
-        """Take up the history of rows that entered a slot and whose sampling looks back."""
+        """Store the history of new requests with sampling that needs it (penalties)."""
         entries = new_history(batch)
         if entries is not None and len(entries[0]):
             slots, columns, ids = map(mx.array, entries)
             self._history(state)[slots, columns] = ids
 
     def inputs(self, batch: ScheduleBatch, rows: RowPlan) -> SamplingInputs:
-        """What `run` will need of the host batch. Host work only."""
+        """Return the inputs of `run` from the host batch. Host work only."""
         return sampling_inputs(batch, rows, self._known[0].number, all_rows=True)
 
     def run(
@@ -50,8 +52,8 @@ class SampleStep:
         arrived: Arrays,
         state: DeviceState,
     ) -> SampledTokens[mx.array]:
-        """Draw a token for each of the logits [N, V] of the emitting rows, and remember it as its
-        slot's last; `arrived` are the arrays of `inputs`."""
+        """Sample a token for each of the logits [N, V] and store it as the last one of its request
+        slot; `arrived`: the arrays of `inputs` on the device. Queues only."""
         host, parts = self._take(inputs, arrived)
         positions = mx.array(batch.seq_lens) if rows.emitting is None else arrived["positions"]
         history = self._history_of(parts["slots"], positions, batch, rows, state) if host.needs.any_penalty else None
@@ -70,20 +72,20 @@ class SampleStep:
         state: DeviceState,
         positions: mx.array,
     ) -> SampledTokens[mx.array]:
-        """Draw a token for each of the logits [N, V], as token number `positions` int32[N] of its
-        text. The history has all tokens before; nothing is remembered."""
+        """Sample a token for each of the logits [N, V], as token number `positions` int32[N] of its
+        request. The history must hold all earlier tokens; stores nothing. Queues only."""
         host, parts = self._take(inputs, arrived)
         longest = host.longest(batch, rows) if host.needs.any_penalty else 0
         history = state.made_history[parts["slots"], :longest] if longest else None
         return self._draw(logits, positions, arrived, history)
 
     def is_steady(self, number: int) -> bool:
-        """The last draw was of this composition, and nothing of it depends on the host's
-        lengths."""
+        """Return whether the last sampling had this composition and does not depend on lengths on
+        the host (no penalties)."""
         return self._known[0].number == number and not self._known[0].needs.any_penalty
 
     def make_history(self, state: DeviceState) -> None:
-        """Remember all tokens, whether sampling looks back or not."""
+        """Allocate the history, even if sampling does not need it."""
         self._history(state)
 
     def _take(self, inputs: SamplingInputs, arrived: Arrays) -> tuple[BatchSampling, Arrays]:
@@ -106,11 +108,11 @@ class SampleStep:
     def _history_of(
         self, slots: mx.array, positions: mx.array, batch: ScheduleBatch, rows: RowPlan, state: DeviceState
     ) -> mx.array:
-        """int32 [N, longest]: the tokens so far, counted anew each step, so that nothing can be
-        counted twice.
+        """Return int32 [N, longest]: the tokens so far. Penalties count them anew in each step, so
+        that no token is counted twice.
 
-        A row's newest token, which this step brought, is written first: nothing reads the table
-        after that, so that the next step writes to it in place.
+        Each request's newest token, an input of this step, is written first. Nothing else reads the
+        table afterwards, so that the next step can write in place.
         """
         history = self._history(state)
         history[slots, positions - 1] = resolve_ids(batch.input_ids[last_tokens(batch, rows)], state.last)

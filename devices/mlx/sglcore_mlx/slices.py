@@ -1,5 +1,4 @@
-"""A prompt by slices of layers: what its layers hand on, while decode steps run between two
-slices."""
+"""Layered prefill: the state of a prompt between two slices of layers, while decode steps run."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ from sglcore_mlx.pool import DeviceState
 
 @dataclass(slots=True)
 class OpenPrompt:
-    """A prompt of which `done` layers have run, with what its draw needs."""
+    """A prompt with `done` layers run, and the inputs of its sampling."""
 
     extend: Extend
     rows: RowPlan
@@ -27,8 +26,8 @@ class OpenPrompt:
     done: int = 0
 
     def run(self, model: SlicedModel, state: DeviceState, first: int, last: int) -> mx.array | None:
-        """The layers first <= i < last; with the last one its hidden states [T, H]. Raises
-        ValueError for layers that are not the next ones. Queues only."""
+        """Run the layers first <= i < last. Returns hidden states [T, H] after the model's last
+        layer, otherwise None. Raises ValueError if these are not the next layers. Queues only."""
         if first != self.done or not first < last <= model.sliced_layers:
             ran = f"{self.done} of {model.sliced_layers} have run"
             raise ValueError(f"a slice wants the layers from {first} to {last} of a prompt; {ran}")
@@ -42,6 +41,7 @@ class OpenPrompt:
         return hidden
 
     def arrays(self) -> list[mx.array]:
-        """All that the next slice reads, so that it holds nothing of what made them."""
+        """Return all arrays that the next slice reads; they are evaluated, so that the slice does
+        not hold the graph that made them."""
         hidden = [each for each in self.carried if isinstance(each, mx.array)]
         return [*hidden, *(array for layer in self.extend.step.states for array in layer)]

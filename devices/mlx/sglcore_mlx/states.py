@@ -1,9 +1,9 @@
-"""What layers keep of each request as a whole: pools by slot and snapshot, and the rows that steps
-compute with.
+"""States of recurrent layers: pools by request slot and snapshot, and the rows that steps compute
+with.
 
-A step takes its rows out of the pools and leaves new ones, which are written when a step is built
-that wants others. Nothing reads the pools any more by then, so that they are written in their own
-memory. While the same requests decode, nothing moves.
+A step takes rows from the pools and leaves new rows. These are written back when a later step needs
+other rows; nothing reads the pools by then, so MLX writes in place. While the same requests decode,
+nothing is copied.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ NONE = np.frombuffer(b"", dtype=np.int32)
 
 
 def state_bytes(layers: Sequence[Sequence[StateShape]]) -> int:
-    """Bytes of one request's state over all layers."""
+    """Return the bytes of one request's state over all layers."""
     return sum(prod(each.shape) * each.dtype.size for layer in layers for each in layer)
 
 
 @dataclass(frozen=True, slots=True)
 class _Left:
-    """The states after a step, by layer: of `slots` int32[N], where 0 is padding. Rows `kept` are
-    also wanted in the pools' rows `copies`."""
+    """The states after a step, by layer, of request slots `slots` int32[N]; 0 is padding. Rows
+    `kept` are also copied to the pools' rows `copies` (snapshots)."""
 
     states: list[States]
     slots: Ints
@@ -43,24 +43,23 @@ class _Left:
 
 
 class StatePool:
-    """For each array of each layer one of [1 + max_requests + num_snapshots, *shape]: row s is slot
-    s's, row max_requests + n is snapshot n. Row 0 is zeros: requests begin with it, and padding
-    rows read it."""
+    """A pool [1 + max_requests + num_snapshots, *shape] for each array of each layer: row s is
+    request slot s, row max_requests + n is snapshot n. Row 0 is zeros: requests begin with it, and
+    padding reads it."""
 
     def __init__(
         self, layers: Sequence[Sequence[StateShape]], max_requests: int, num_snapshots: int, poison: bool = False
     ) -> None:
-        """Allocates; waits. `poison`: what was never written is NaN, and a slot that is given to a
-        request reads as NaN unless it is zeroed or restored, so that a move that is missing is
-        seen."""
+        """Allocates; waits. `poison`: unwritten rows are NaN, and the slot of a new request reads
+        as NaN unless it is zeroed or restored, so that a missing move shows."""
         self._max_requests, self._rows, self._poison = max_requests, 1 + max_requests + num_snapshots, poison
         self._pools = [[self._make(each) for each in layer] for layer in layers]
         self._left = _Left([], NONE, NONE, NONE)
         mx.eval(self.arrays())
 
     def take(self, batch: ScheduleBatch, rows: int) -> list[States]:
-        """The states of a batch's requests before its tokens, by layer, as `rows` rows, zeros
-        behind the last request. Queues only."""
+        """Return the states of a batch's requests before its tokens, by layer, padded with zeros to
+        `rows` rows. Queues only."""
         if not self._pools:
             return []
         left, sources = self._left, self._sources(batch, rows)
@@ -72,13 +71,14 @@ class StatePool:
         return [[pool[found] for pool in pools] for pools in self._pools]
 
     def settle(self) -> None:
-        """What the last step left goes into the pools, before another that took its rows earlier
-        leaves its own. Queues only."""
+        """Write the states that the last step left to the pools. Needed before a step that took its
+        rows earlier (layered prefill) leaves its own. Queues only."""
         self._write_left()
         self._left = _Left([], NONE, NONE, NONE)
 
     def leave(self, batch: ScheduleBatch, states: list[States]) -> None:
-        """Take up the states after the batch's tokens, rows as `take` gave them. Queues only."""
+        """Keep the states after the batch's tokens, with rows as `take` returned them. Queues
+        only."""
         if not self._pools:
             return
         moves, slots = state_moves(batch, self._max_requests), np.zeros(states[0][0].shape[0], dtype=np.int32)
@@ -87,11 +87,11 @@ class StatePool:
         self._left = _Left(states, slots, kept, moves.get("state_copies", NONE))
 
     def arrays(self) -> list[mx.array]:
-        """All that later steps read."""
+        """Return all arrays that later steps read."""
         return [array for layer in (*self._pools, *self._left.states) for array in layer]
 
     def _sources(self, batch: ScheduleBatch, rows: int) -> Ints:
-        """int32 [rows]: the pools' row with which each row of the batch begins."""
+        """Return int32 [rows]: the pools' row from which each request of the batch begins."""
         moves, of_slot = state_moves(batch, self._max_requests), np.arange(self._max_requests + 1, dtype=np.int32)
         if self._poison:
             of_slot[entering_slots(batch)] = self._rows
@@ -107,7 +107,7 @@ class StatePool:
         self._write(np.concatenate((living, left.kept)), np.concatenate((left.slots[living], left.copies)))
 
     def _write(self, rows: Ints, targets: Ints) -> None:
-        """These rows of what the last step left become the pools' rows `targets`."""
+        """Write these rows of the last step's states to the pools' rows `targets`."""
         if not len(rows):
             return
         taken, places = mx.array(rows), mx.array(targets)
@@ -116,7 +116,7 @@ class StatePool:
                 pools[place][places] = left[taken]
 
     def _make(self, each: StateShape) -> mx.array:
-        """With poison one row more, which stays NaN."""
+        """Allocate a pool; with poison it has one more row, which stays NaN."""
         fill, rows = (float("nan"), self._rows + 1) if self._poison else (0.0, self._rows)
         pool = mx.full((rows, *each.shape), fill, each.dtype)
         pool[0] = 0

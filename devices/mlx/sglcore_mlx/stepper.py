@@ -1,9 +1,9 @@
-"""Builds each step as a lazy graph while the one before it runs, and starts it when that one has
+"""Builds each step as a lazy graph while the previous step runs, and starts it when that one has
 ended.
 
-A graph is started only when nothing reads the cells any more: MLX writes into an array's own memory
-only if no queued work holds it, and would copy a whole pool otherwise. Until then the next step,
-which takes the token of the step before as a lazy array, is built and waits.
+MLX writes an array in place only if no queued work holds its memory; otherwise it would copy the
+whole KV cache. A step is therefore built, with the previous step's tokens as lazy arrays, and
+started only when the previous step has ended.
 """
 
 from __future__ import annotations
@@ -32,30 +32,30 @@ from sglcore_mlx.sampling.logprobs import logprobs_of
 from sglcore_mlx.slices import OpenPrompt
 
 Launched: TypeAlias = tuple[StepOutput[mx.array], Future[None]]
-"""A step's output, and the future of its end."""
+"""A step's output, and a future that is done when the step has ended."""
 
 
 class Health:
-    """Whether every step so far did what it should: after one that failed on the device, what the
-    cells hold is unknown."""
+    """Remembers the first step that failed on the device; after it the content of the KV cache is
+    unknown."""
 
     def __init__(self) -> None:
         self._failure = ""
 
     def fail(self, error: BaseException) -> None:
-        """A step failed on the device; the first one is remembered, as text, because an error holds
-        whatever it passed."""
+        """Record a failure. Keeps the first one, as text, because an exception holds the objects of
+        its frames."""
         self._failure = self._failure or repr(error)
 
     def check(self) -> None:
-        """Raises RuntimeError once a step has failed."""
+        """Raise RuntimeError if a step has failed."""
         if self._failure:
             raise RuntimeError(f"an earlier step failed on the device: {self._failure}; start another worker")
 
 
 class Stepper:
-    """One model with its cells and tokens. Belongs to one thread, on which all its work is
-    queued."""
+    """Runs the steps of one model with its KV cache. Belongs to one thread, which queues all its
+    work."""
 
     def __init__(
         self,
@@ -69,9 +69,9 @@ class Stepper:
         row_buckets: tuple[int, ...] = (),
         batch_type: type[ForwardBatch] = ForwardBatch,
     ) -> None:
-        """`compiles` the decode step, once for each number of rows (of `row_buckets` first) and of
-        pages, and `compiles_draw` the draw, once for each kind of sampling. Models are given
-        batches of `batch_type`."""
+        """`compiles`: the decode step is compiled, once for each padded number of requests
+        (preferably one of `row_buckets`) and of pages. `compiles_draw`: sampling is compiled, once
+        for each kind. `batch_type`: the type of the model's batches."""
         self._model = model
         self._attention = attention
         self._state = state
@@ -91,11 +91,11 @@ class Stepper:
         self.health = Health()
 
     def launch(self, batch: ScheduleBatch) -> Launched:
-        """Build a step, `finish` the one before and start it; with its output, the future of its
-        end.
+        """Build a step, wait for the previous one (`finish`), and start it. Returns its output and
+        the future of its end.
 
-        Raises what building raises; other steps go on. Raises RuntimeError once a step has failed
-        on the device: what the cells hold is unknown then.
+        Exceptions while building are raised; other steps continue. Raises RuntimeError if a step
+        has failed on the device: the content of the KV cache is unknown then.
         """
         self.health.check()
         if batch.layers is not None:
@@ -114,10 +114,10 @@ class Stepper:
         return output, self._running
 
     def finish(self, step: Future[None]) -> None:
-        """Wait for the end of this step, unless that was done, and settle its future.
+        """Wait for the end of this step, if not done, and settle its future.
 
-        An error that comes before MLX waits for it stays with the stream, and only synchronising
-        raises it: the arrays can be read then, and are wrong.
+        An error on the device stays with the stream, and only synchronising raises it: the arrays
+        can be read before, with wrong values.
         """
         if step.done():
             return
@@ -145,8 +145,8 @@ class Stepper:
         return StepOutput(rows, path, self._sampling.run(batch, rows, logits, inputs, arrived, self._state), prompt)
 
     def _slice(self, batch: ScheduleBatch, first: int, last: int) -> StepOutput[mx.array]:
-        """Some layers of the open prompt; with the last one, tokens. The batch that runs the first
-        layers opens it."""
+        """Run layers of the open prompt; after the last layer, sample tokens. The batch with layer
+        0 opens the prompt. Raises ValueError."""
         if first == 0:
             self._open = self._begin(batch)
         if (prompt := self._open) is None:
@@ -162,7 +162,7 @@ class Stepper:
         return StepOutput(prompt.rows, path, tokens, scores)
 
     def _begin(self, batch: ScheduleBatch) -> OpenPrompt:
-        """A prompt of which no layer has run."""
+        """Open a prompt before its first layer."""
         rows = plan_rows(batch)
         self._table.append(batch)
         self._sampling.admit(batch, self._state)
@@ -179,7 +179,7 @@ class Stepper:
         return logprobs_of(self._logits(hidden), targets, top_n)
 
     def _decode_logits(self, batch: ScheduleBatch) -> tuple[mx.array, str]:
-        """float32 [B, V], and what ran."""
+        """Return logits float32 [B, V], and the name of the path that ran."""
         count, state = batch.batch_size, self._state
         most = self._table.rows.shape[1]
         pages = -(-int(batch.seq_lens.max()) // self._table.page_size)
@@ -193,7 +193,7 @@ class Stepper:
         return logits[:count], f"compiled:{size}" if self._compiles else "eager"
 
     def _embed(self, batch: ScheduleBatch) -> StepOutput[mx.array]:
-        """Whole sequences, and what the pooling makes of each row's hidden states."""
+        """Run whole sequences and pool each request's hidden states."""
         pooling = self._model.config.pooling
         assert pooling is not None
         hidden = embed_forward(self._model, batch, self._batch_type)
@@ -204,7 +204,7 @@ class Stepper:
         return self._model.config.vocab_size
 
     def close(self) -> None:
-        """Wait for what was started, and drop what was compiled: MLX keeps it by thread, and the
-        thread ends next."""
+        """Wait for the running step and release compiled functions: MLX keeps them per thread, and
+        the thread ends next."""
         self.finish(self._running)
         del self._decode, self._sampling

@@ -1,8 +1,8 @@
-"""What macOS says of itself through `sysctlbyname`, without a process or an import that costs.
+"""Reads macOS's system information with `sysctlbyname`, without a child process or a slow import.
 Standard library only.
 
-Below another root than `/`, the file `sysctl/NAME` stands for the answer, as `site-packages` stands
-for modules.
+Below a root other than `/` (in tests), the file `sysctl/NAME` holds the answer, and `site-packages`
+holds the modules.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from sglcore.device.system import System
 
 
 def text(system: System, name: str) -> str | None:
-    """The text under `name`, such as "machdep.cpu.brand_string"; None where there is none."""
+    """Return the text under `name`, such as "machdep.cpu.brand_string"; None if there is none."""
     if not system.is_this_machine:
         found = system.read(f"/sysctl/{name}")
         return None if found is None else found.strip()
@@ -23,7 +23,7 @@ def text(system: System, name: str) -> str | None:
 
 
 def number(system: System, name: str) -> int | None:
-    """The whole number under `name`, such as "hw.optional.arm64"; None where there is none."""
+    """Return the integer under `name`, such as "hw.optional.arm64"; None if there is none."""
     if not system.is_this_machine:
         found = system.read(f"/sysctl/{name}")
         return None if found is None else int(found)
@@ -32,8 +32,7 @@ def number(system: System, name: str) -> int | None:
 
 
 def _raw(name: str) -> bytes | None:
-    """The bytes that the kernel gives; None on other systems than macOS, and for a name it does not
-    know."""
+    """Return the bytes under a name; None on systems other than macOS, and for an unknown name."""
     if sys.platform != "darwin":
         return None
     call = ctypes.CDLL(None).sysctlbyname

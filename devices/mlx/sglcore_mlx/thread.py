@@ -1,5 +1,5 @@
-"""The one thread that queues work: MLX binds streams to threads, and on a processor queueing waits
-for running."""
+"""The thread that queues all work: MLX binds streams to threads, and on the CPU queueing waits for
+execution."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Job = tuple[Future[Any], Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 
 
 class StreamThread:
-    """Runs calls one after the other, in the order in which they were posted."""
+    """Runs calls in the order in which they were posted."""
 
     def __init__(self) -> None:
         self._jobs: SimpleQueue[Job | None] = SimpleQueue()
@@ -25,8 +25,8 @@ class StreamThread:
 
     @property
     def is_running(self) -> bool:
-        """Calls can be posted: it is not closed, and this is not a forked child, in which threads
-        do not go on."""
+        """Whether calls can be posted: it is not closed, and this process is not a fork, which has
+        no copy of the thread."""
         return not self._closed and self._thread.is_alive()
 
     def post(self, call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> Future[R]:
@@ -38,11 +38,11 @@ class StreamThread:
         return future
 
     def call(self, call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """Run a call there and wait for its result; what it raises is raised here."""
+        """Run a call on the thread and wait for its result; its exceptions are raised here."""
         return self.post(call, *args, **kwargs).result()
 
     def close(self) -> None:
-        """Finish what was posted and end. Idempotent; waits."""
+        """Finish all posted calls and end the thread. Idempotent; waits."""
         if self.is_running:
             self._closed = True
             self._jobs.put(None)
@@ -50,8 +50,8 @@ class StreamThread:
 
 
 def _serve(jobs: SimpleQueue[Job | None]) -> None:
-    """Until None comes. What a call raises goes to its future; the frame keeps nothing of a call
-    that has ended."""
+    """Run jobs until None comes. Exceptions go to the job's future; the frame keeps no reference to
+    an ended call."""
     while (job := jobs.get()) is not None:
         future, call, args, kwargs = job
         try:

@@ -1,5 +1,5 @@
-"""The worker contract on MLX: host data in, a ticket out, host results at collect. No torch, no
-streams to order."""
+"""The worker contract on MLX: takes host data, returns a ticket, gives host results at collect. No
+torch, no streams."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from sglcore_mlx.thread import StreamThread
 
 
 class MlxWorker:
-    """Generation and embedding on one stepper, all of whose work is queued on one thread. One
-    scheduler owns it."""
+    """Generation and embedding with one stepper; one thread queues all its work. One scheduler owns
+    it."""
 
     def __init__(
         self, stepper: Stepper, thread: StreamThread, limits: Limits, at_close: Callable[[], None] = lambda: None
     ) -> None:
-        """`at_close` is called once, when everything has ended. A worker that is dropped, or alive
-        when the interpreter ends, is closed then: MLX must not be at work while Python goes
-        away."""
+        """`at_close` is called once, after everything has ended. A worker that is garbage
+        collected, or alive when the interpreter ends, is closed then: MLX must not run while Python
+        shuts down."""
         self._end = weakref.finalize(self, _end, stepper, thread, at_close)
         self._stepper: Stepper | None = stepper
         self._health = stepper.health
@@ -35,15 +35,15 @@ class MlxWorker:
 
     @property
     def limits(self) -> Limits:
-        """What this worker can hold; constant."""
+        """The limits of this worker; constant."""
         return self._limits
 
     def submit(self, batch: ScheduleBatch) -> Ticket:
-        """Hand a step to the thread that builds and starts it; does not wait. The worker keeps
+        """Post a step to the thread that builds and starts it; does not wait. The worker keeps
         `batch`.
 
-        Raises RuntimeError once closed, and ValueError for what this worker can not hand back. What
-        building or starting a step raises comes out of its `collect`.
+        Raises RuntimeError if closed, and ValueError for a batch that wants hidden states.
+        Exceptions while building or starting the step are raised by `collect`.
         """
         if self._stepper is None:
             raise RuntimeError("this worker is closed; start another")
@@ -54,8 +54,8 @@ class MlxWorker:
         return self._thread.post(stepper.launch, batch)
 
     def collect(self, ticket: Ticket) -> BatchResult:
-        """Wait for a step and give its results; a ticket is collected once. Raises what the step
-        raised."""
+        """Wait for a step and return its results; a ticket is collected once. Raises the step's
+        exceptions."""
         output, ended = take_payload(ticket, Future).result()
         if self._stepper is not None and not ended.done():
             self._thread.post(self._stepper.finish, ended)
@@ -64,7 +64,7 @@ class MlxWorker:
         return output.read(ticket.step, [np.array(each) for each in output.arrays()])
 
     def close(self) -> None:
-        """Wait for the device, and let go of weights and cells. Idempotent."""
+        """Wait for the device, and release weights and KV cache. Idempotent."""
         self._stepper = None
         self._end()
 

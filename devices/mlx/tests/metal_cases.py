@@ -1,5 +1,5 @@
-"""Cases of paged decode attention, and what is right for them: scattered pages, and NaN in every
-cell that does not count."""
+"""Test cases of paged decode attention with their expected results: scattered pages, and NaN in
+every KV slot that must not be read."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import mlx.core as mx
 import numpy as np
 
 NO_PAGE = 1_000_000
-"""What a page table holds where no page of the row is; far outside the cells."""
+"""Page table entry where a row has no page; far out of range of the KV cache."""
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """The sizes of one call, and the seed of its numbers. `strength` multiplies the queries;
-    `pages` is the table's width."""
+    """The sizes of one call, and the seed of its data. `strength` multiplies the queries; `pages`
+    is the minimum width of the page table."""
 
     lengths: tuple[int, ...]
     heads: int = 4
@@ -33,23 +33,23 @@ class Case:
 
     @property
     def width(self) -> int:
-        """Columns of the page table: as asked, or as many as the longest row needs."""
+        """Columns of the page table: `pages`, or more if the longest row needs more."""
         return max(self.pages, -(-max(self.lengths) // self.page_size))
 
     @property
     def scale(self) -> float:
-        """The usual scale of heads of this size."""
+        """The softmax scale, 1 / sqrt(head_dim)."""
         return self.head_dim**-0.5
 
     def visible(self, row: int) -> np.ndarray:
-        """The positions to which a row attends."""
+        """Return the positions to which a row attends."""
         length = self.lengths[row]
         return np.arange(max(0, length - (self.window or length)), length)
 
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """The arrays of a call of `paged_decode`, in its order, and the sinks."""
+    """The arrays of a call of `paged_decode`, in argument order, and the sinks."""
 
     q: mx.array
     kv: mx.array
@@ -59,12 +59,12 @@ class Inputs:
 
     @property
     def all(self) -> tuple[mx.array, mx.array, mx.array, mx.array]:
-        """For a call by position."""
+        """The positional arguments."""
         return self.q, self.kv, self.page_table, self.seq_lens
 
 
 def drawn(seed: int) -> Case:
-    """A case drawn from a seed: sizes, lengths, a window or none, types."""
+    """Return a random case: sizes, lengths, an optional window, dtypes."""
     rng = np.random.default_rng(seed)
     kv_heads = int(rng.choice([1, 2, 3]))
     types = (mx.float32, mx.float16, mx.bfloat16)
@@ -87,12 +87,12 @@ def drawn(seed: int) -> Case:
 
 
 def row_of(case: Case, row: int, pages: int = 0) -> Case:
-    """The same sizes with one row only; for its numbers take `one_row`."""
+    """Return the case with only this row; `one_row` gives the matching inputs."""
     return replace(case, lengths=case.lengths[row : row + 1], pages=pages)
 
 
 def one_row(inputs: Inputs, row: int, width: int) -> Inputs:
-    """One row of a call, in a batch of its own, with a page table of `width` columns."""
+    """Return one row of a call as a batch of one, with a page table of `width` columns."""
     at = slice(row, row + 1)
     return Inputs(
         inputs.q[at], inputs.kv, mx.contiguous(inputs.page_table[at, :width]), inputs.seq_lens[at], inputs.sinks
@@ -100,8 +100,8 @@ def one_row(inputs: Inputs, row: int, width: int) -> Inputs:
 
 
 def made(case: Case) -> Inputs:
-    """The case's arrays. Pages lie in a drawn order; cells and pages that do not count hold NaN and
-    NO_PAGE."""
+    """Return the case's arrays. Pages are in random order; unused KV slots hold NaN, unused page
+    table entries NO_PAGE."""
     rng = np.random.default_rng([case.seed, 1])
     rows, width, size = len(case.lengths), case.width, case.page_size
     pages = 1 + rng.permutation(rows * width).reshape(rows, width).astype(np.int32)
@@ -123,8 +123,8 @@ def made(case: Case) -> Inputs:
 
 
 def expected(case: Case, inputs: Inputs) -> tuple[np.ndarray, np.ndarray]:
-    """What is right, in float64 [B, heads, D], and by how much float32 and the result's type may
-    miss it."""
+    """Return the expected result in float64 [B, heads, D], and the error bound that float32 and the
+    result's dtype allow."""
     q, kv = _float64(inputs.q), _float64(inputs.kv)
     table = np.array(inputs.page_table)
     right, bound = np.empty_like(q), np.empty_like(q)
@@ -146,7 +146,7 @@ def expected(case: Case, inputs: Inputs) -> tuple[np.ndarray, np.ndarray]:
 
 
 def assert_right(case: Case, inputs: Inputs, got: mx.array) -> None:
-    """Hold a result against `expected`; AssertionError with the case and the place of the worst
+    """Compare a result with `expected`; the AssertionError names the case and the worst
     element."""
     right, bound = expected(case, inputs)
     assert got.dtype == case.dtype and got.shape == right.shape, (got.dtype, got.shape, case)

@@ -1,9 +1,9 @@
-"""Metal kernels on the processor: the text that MLX makes of a launch, built by g++ against
-`metal_host.h` and run.
+"""Runs Metal kernels on the CPU: builds the source that MLX generates for a launch with g++ and
+`metal_host.h`.
 
-MLX writes a kernel's signature and text also without Metal, when a function is exported; that text
-is what is built here, so that a body which disagrees with its declared names does not compile. No
-Metal compiler has seen it.
+MLX also generates a kernel's signature and source without Metal, when a function is exported. That
+source is built here, so a body that does not match its declared names does not compile. It was
+never compiled by a Metal compiler.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from sglcore_mlx.attention.metal import Launch
 HEADER = Path(__file__).with_name("metal_host.h")
 FLAGS = ("-std=c++17", "-O1", "-w", "-ffp-contract=off")
 GUARD = 256
-"""Bytes before and after each output."""
+"""Guard bytes before and after each output."""
 POISON = 0x7F
-"""The byte of outputs that nothing wrote, and of guards: a NaN in every floating type."""
+"""Fill byte of unwritten outputs and of guards: NaN in every floating-point type."""
 ENVIRONMENT = MappingProxyType({"ASAN_OPTIONS": "detect_leaks=0"})
-"""The program leaves its arrays to the end of the process."""
+"""The program does not free its arrays."""
 
 ATTRIBUTES = (
     ("thread_index_in_simdgroup", "thread % 32"),
@@ -43,18 +43,18 @@ ATTRIBUTES = (
     ("threadgroup_position_in_grid", "place"),
     ("threadgroups_per_grid", "groups"),
 )
-"""What a kernel may ask about its thread, in terms of the main program's variables."""
+"""Thread attributes that a kernel may use, as expressions of the main program's variables."""
 
 
 class HostFailure(AssertionError):
-    """A kernel that does not compile, reads or writes what is not its own, races, or waits for
-    threads that never come."""
+    """A kernel does not compile, accesses memory out of bounds, has a data race, or deadlocks in a
+    barrier."""
 
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
     """One parameter of a generated kernel: `kind` is "input", "shape", "output" or "attribute";
-    `type` as C++ has it."""
+    `type` is the C++ type."""
 
     kind: str
     type: str
@@ -63,8 +63,8 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class Generated:
-    """The text that MLX makes: the header and function, its parameters, and `name<constants>` to
-    call it by."""
+    """The source that MLX generates: header and function, the parameters, and `name<constants>`,
+    which names the template instance."""
 
     text: str
     parameters: tuple[Parameter, ...]
@@ -72,7 +72,8 @@ class Generated:
 
 
 def generated_text(launch: Launch, inputs: Sequence[Any]) -> str:
-    """What MLX would give to Metal's compiler, taken from its standard output; no GPU is needed."""
+    """Return the source that MLX would give to Metal's compiler, read from its standard output. No
+    GPU is needed."""
 
     def made(*arrays: mx.array) -> list[mx.array]:
         given = (
@@ -109,7 +110,7 @@ def _standard_output(action: Callable[[], object]) -> str:
 
 
 def parse(text: str, inputs: Sequence[str], outputs: Sequence[str]) -> Generated:
-    """The generated text apart: its signature, and the instance that MLX asks for at the end."""
+    """Parse the generated source: its signature, and the template instance at its end."""
     function, instance = re.split(r"\ntemplate \[\[host_name\([^)]*\)\]\] \[\[kernel\]\] ", text)
     signature = re.search(r"\[\[kernel\]\] void \w+\(\n(.*?)\) \{\n", function, re.DOTALL)
     called = re.match(r"decltype\((\w+<.*>)\) ", instance)
@@ -130,8 +131,7 @@ def _parameter(line: str, inputs: Sequence[str], outputs: Sequence[str]) -> Para
 
 
 def main_program(made: Generated, guard: int) -> str:
-    """C++ that reads the case named by its first argument, runs the grid, and writes the outputs to
-    the second.
+    """Return a C++ program that reads the case file, runs the grid, and writes the output file.
 
     Arguments: case, outputs, threadgroups in x, y and z, threads, seed.
     """
@@ -173,9 +173,10 @@ def _argument(one: Parameter, index: int, guard: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """Runs launches here. `folder` keeps what was built; `sanitizer` is "", "address" or "thread".
+    """Runs launches on the CPU. `folder` caches the binaries; `sanitizer` is "", "address" or
+    "thread".
 
-    `edit` changes the generated text before it is built (a planted defect); `seed` draws the order
+    `edit` changes the generated source before the build (to plant a defect); `seed` sets the order
     of threads.
     """
 
@@ -185,8 +186,7 @@ class Host:
     edit: Callable[[str], str] = str
 
     def launch(self, launch: Launch, inputs: Sequence[Any]) -> list[mx.array]:
-        """The launch's outputs. HostFailure: see there; also an output's guards that were
-        written."""
+        """Run a launch and return its outputs. HostFailure also if guard bytes were overwritten."""
         mx.eval([value for value in inputs if isinstance(value, mx.array)])
         program = launch.program
         made = parse(self.edit(generated_text(launch, inputs)), program.inputs, program.outputs)
@@ -207,7 +207,7 @@ class Host:
 
     @property
     def guard(self) -> int:
-        """Bytes around outputs; none where a sanitizer watches memory of the exact size."""
+        """Guard bytes around outputs; 0 with the address sanitizer, which checks exact sizes."""
         return GUARD if self.sanitizer != "address" else 0
 
     def _built(self, made: Generated) -> Path:
@@ -244,11 +244,11 @@ class Host:
 RUNS_HERE = pytest.mark.skipif(
     sys.platform != "linux" or shutil.which("g++") is None, reason="threads as fibres need Linux and g++"
 )
-"""For tests that run kernels by `Host`."""
+"""Marker of tests that run kernels with `Host`."""
 
 
 def compiler() -> str:
-    """The path of g++; HostFailure without one."""
+    """Return the path of g++; HostFailure if there is none."""
     found = shutil.which("g++")
     if found is None:
         raise HostFailure("no g++ on the path; install one, the kernels' text is tested by it")

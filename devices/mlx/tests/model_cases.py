@@ -1,5 +1,5 @@
-"""What the tests of models share: a model loaded from a folder, and its log-probabilities under
-attention of their own."""
+"""Helpers of the model tests: load a model from a folder, and compute its log-probabilities with
+simple attention functions."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TWO_STREAMS = 2
 
 
 def ignore(done: int, total: int) -> None:
-    """No progress is shown."""
+    """A progress callback that does nothing."""
 
 
 def load(
@@ -32,7 +32,7 @@ def load(
     progress: Callable[[int, int], None] = ignore,
     **options: Any,
 ) -> Model:
-    """The model of a folder; opened for its whole context unless `max_positions` says less."""
+    """Load the model of a folder, for its whole context unless `max_positions` is given."""
     config = read_config(folder)
     positions = max_positions or config.context_length
     parts = parts or LinearParts()
@@ -40,13 +40,13 @@ def load(
 
 
 def split_parts() -> LinearParts:
-    """Products on two streams, and all else as a processor likes it."""
+    """Return layer implementations for the CPU, with matrix products on two streams."""
     streams = tuple(mx.new_stream(mx.default_device()) for _ in range(TWO_STREAMS))
     return LinearParts.of_processor(streams)
 
 
 def causal(model: Model) -> Attend:
-    """Every token attends to those before it, inside its layer's window."""
+    """Causal attention within each layer's window."""
 
     def attend(layer_id: int, q: mx.array, k: mx.array, v: mx.array) -> mx.array:
         shape, at = model.layers[layer_id], mx.arange(q.shape[0])
@@ -59,7 +59,7 @@ def causal(model: Model) -> Attend:
 
 
 def full(model: Model) -> Attend:
-    """Every token attends to all."""
+    """Attention of every token to all tokens."""
 
     def attend(layer_id: int, q: mx.array, k: mx.array, v: mx.array) -> mx.array:
         heads_first = [x.transpose(1, 0, 2)[None] for x in (q, k, v)]
@@ -70,13 +70,13 @@ def full(model: Model) -> Attend:
 
 
 def hidden_states(model: Model, ids: mx.array, attend: Attend) -> mx.array:
-    """[T, H] of one sequence int32 [T] from its beginning."""
+    """Return the hidden states [T, H] of one whole sequence int32 [T]."""
     positions = mx.arange(ids.size, dtype=mx.int32)
     return model(ForwardBatch(input_ids=ids, positions=positions, attend=attend, recur=from_zeros(model)))
 
 
 def from_zeros(model: Model) -> Recur:
-    """All tokens are of one row, and nothing was before them."""
+    """Recurrence of one request from zero states."""
 
     def recur(layer_id: int, advance: Advance, *inputs: mx.array) -> mx.array:
         states = [mx.zeros((1, *each.shape), each.dtype) for each in model.states[layer_id]]
@@ -86,7 +86,7 @@ def from_zeros(model: Model) -> Recur:
 
 
 def logprobs(model: Model, ids: Sequence[int]) -> np.ndarray:
-    """float32 [len(ids), vocab]: log-probabilities after each token of a sequence."""
+    """Return float32 [len(ids), vocab]: the log-probabilities after each token of a sequence."""
     logits = model.logits(hidden_states(model, mx.array(list(ids), dtype=mx.int32), causal(model)))
     assert logits.dtype == mx.float32
     return np.array(logits - mx.logsumexp(logits, axis=-1, keepdims=True))

@@ -1,5 +1,5 @@
-"""Engines for this package's laws: tokens in and out of a started device, tiny checkpoints, and
-comparisons. No torch."""
+"""Engines for this package's tests: a started device with tokens as input and output, tiny
+checkpoints, and comparisons. Does not use torch."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ VOCAB = 97
 CONTEXT = 128
 FIRST_TOKEN = 3
 SPOILED = (0, 1)
-"""Tokens whose embeddings are not numbers, in a checkpoint written with `spoiled=True`; padding
-rows hold the first."""
+"""Tokens with NaN embeddings in a checkpoint written with `spoiled=True`; padding rows hold the
+first one."""
 
 DEFAULTS: Mapping[str, Any] = MappingProxyType(
     {"threads": 1, "dtype": "float32", "max_requests": 6, "page_size": 4, "max_batch_tokens": 64, "graph": "off"}
@@ -67,12 +67,12 @@ HYBRID: Mapping[str, Any] = MappingProxyType(
         "mamba_d_conv": 3,
     }
 )
-"""Two layers of Mamba 2 around one with attention and no positions."""
+"""A Mamba 2 layer, an attention layer without position embedding, and a Mamba 2 layer."""
 
 
 def write_tiny(folder: Path, seed: int = 0, *, spoiled: bool = False, hybrid: bool = False) -> Path:
-    """Write a random decoder of two layers, or a hybrid of three, as a float32 checkpoint, by numpy
-    alone; returns the folder."""
+    """Write a random decoder of two layers, or a hybrid of three, as a float32 checkpoint, with
+    numpy only. Return the folder."""
     rng = np.random.default_rng(seed)
     weights: dict[str, np.ndarray] = {}
     for name, shape in (_hybrid_shapes() if hybrid else _shapes()).items():
@@ -125,8 +125,8 @@ def _shapes() -> dict[str, tuple[int, ...]]:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One request's end: its tokens, the log-probability of each, those of its prompt where it was
-    scored."""
+    """Result of one finished request: its tokens with log-probabilities, and those of its prompt if
+    they were asked for."""
 
     prompt: list[int]
     tokens: list[int]
@@ -138,9 +138,9 @@ class Result:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drive:
-    """How requests are run. `stagger`: one joins every so many steps (0: all at once). `chunk`:
-    tokens of a step. `pages`: fewer than there are. `scramble`: the seed of the order in which
-    pages are handed out."""
+    """How requests are run. `stagger`: a request is added every `stagger` steps (0: all at once).
+    `chunk`: maximum tokens of a step. `pages`: limit of the number of pages. `scramble`: seed of
+    the order in which pages are allocated."""
 
     overlap: bool = True
     stagger: int = 0
@@ -151,8 +151,8 @@ class Drive:
 
 
 class Session:
-    """One scheduler over a worker that serves one after another; further prompts see the pages of
-    the earlier ones."""
+    """One scheduler over a worker, which may serve several schedulers in turn. Later prompts see
+    the cached pages of earlier ones."""
 
     def __init__(self, recorder: RecordingWorker, drive: Drive) -> None:
         recorder.next_scheduler()
@@ -173,8 +173,8 @@ class Session:
         grammars: Sequence[int | None] = (),
         **sampling: Any,
     ) -> list[Result]:
-        """Run prompts to their end; greedy unless said. `grammars`: the seed of each prompt's, None
-        for a free one. Waits."""
+        """Run prompts to their end, greedily by default. `grammars`: the seed of each prompt's
+        grammar, None for none. Waits."""
         values = {"temperature": 0.0, "logprobs": 0, "ignore_eos": True, **sampling}
         params = SamplingParams(**values, max_tokens=max_tokens, prompt_logprobs=0 if score_prompts else None)
         requests = [self._request(prompt, params) for prompt in prompts]
@@ -200,8 +200,8 @@ class Session:
 
 
 class TokenEngine:
-    """A started device over a checkpoint, without text. Also a context manager; `close` frees the
-    device."""
+    """A device started on a checkpoint, without a tokenizer. Also a context manager; `close` frees
+    the device."""
 
     def __init__(self, folder: Path, device: str = "mlx", **settings: Any) -> None:
         config = resolve_config({**DEFAULTS, **settings, "device": device, "model": str(folder)}, {})
@@ -210,7 +210,7 @@ class TokenEngine:
         self.recorder = RecordingWorker(self.worker)
 
     def session(self, **how: Any) -> Session:
-        """A fresh scheduler, driven as `Drive` says."""
+        """Return a session with a new scheduler; `how` are the fields of `Drive`."""
         return Session(self.recorder, Drive(**how))
 
     def close(self) -> None:
@@ -227,13 +227,13 @@ class TokenEngine:
 
 
 def narrowed(limits: Limits, drive: Drive) -> Limits:
-    """The limits of a worker that has fewer pages, or takes smaller steps."""
+    """Return the limits with fewer pages or smaller steps, as `drive` asks."""
     pages = min(drive.pages or limits.num_pages, limits.num_pages)
     return replace(limits, num_pages=pages, max_batch_tokens=min(drive.chunk or 1 << 30, limits.max_batch_tokens))
 
 
 def scramble_pages(scheduler: Scheduler, seed: int) -> None:
-    """Hand out pages in a random order."""
+    """Shuffle the order in which pages are allocated."""
     pool = scheduler._running.memory.pool
     taken = pool.take(pool.free)
     np.random.default_rng(seed).shuffle(taken)
@@ -241,7 +241,7 @@ def scramble_pages(scheduler: Scheduler, seed: int) -> None:
 
 
 def result_of(request: Request) -> Result:
-    """What a request that has ended produced."""
+    """Return the result of a finished request."""
     return Result(
         request.prompt_ids.tolist(),
         list(request.output_ids),
@@ -253,13 +253,13 @@ def result_of(request: Request) -> Result:
 
 
 def random_prompts(seed: int, lengths: Sequence[int], vocab_size: int = VOCAB) -> list[list[int]]:
-    """Random token ids, 3 and above."""
+    """Return prompts of random token ids, 3 and above."""
     rng = np.random.default_rng(seed)
     return [rng.integers(FIRST_TOKEN, vocab_size, size=length).tolist() for length in lengths]
 
 
 def check_same(found: Sequence[Result], wanted: Sequence[Result], tolerance: float) -> None:
-    """Equal tokens, and log-probabilities within the tolerance, request by request."""
+    """Assert that requests have equal tokens, and equal log-probabilities within the tolerance."""
     for number, (one, other) in enumerate(zip(found, wanted, strict=True)):
         assert one.tokens == other.tokens, f"request {number}: {first_difference(one, other)}"
         np.testing.assert_allclose(one.logprobs, other.logprobs, atol=tolerance, rtol=0, err_msg=f"request {number}")
@@ -267,7 +267,7 @@ def check_same(found: Sequence[Result], wanted: Sequence[Result], tolerance: flo
 
 
 def first_difference(one: Result, other: Result) -> str:
-    """Where two token sequences part, and how likely each went on."""
+    """Describe the first difference of two token sequences, with the log-probabilities there."""
     place = next(
         (i for i, pair in enumerate(zip(one.tokens, other.tokens, strict=False)) if pair[0] != pair[1]),
         min(len(one.tokens), len(other.tokens)),

@@ -1,5 +1,4 @@
-"""What the processor's device says of the embedded model in float32, written down for machines that
-have no torch.
+"""Records the CPU device's results on the embedded model in float32, for machines without torch.
 
 python devices/mlx/tests/record.py # writes recorded/embedded.json.gz
 """
@@ -19,7 +18,7 @@ from sglcore.sampling.params import SamplingParams
 
 FILE = Path(__file__).parent / "recorded" / "embedded.json.gz"
 TOKENS = 200
-"""Length of the greedy texts."""
+"""Tokens of each greedy completion."""
 
 PROMPTS = ("Once upon a time", "One morning, Rosa found a", "Leo was a brave boy who")
 DIGITS = 5
@@ -27,7 +26,7 @@ DIGITS = 5
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A prompt and what is asked for, as `SamplingParams` takes it."""
+    """A prompt and its parameters, as `SamplingParams` takes them."""
 
     prompt: str
     params: Mapping[str, Any]
@@ -35,7 +34,7 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """One completion: its text, its tokens with the log-probability of each, and why it ended."""
+    """One completion: its text, its tokens with log-probabilities, and its finish reason."""
 
     text: str
     token_ids: list[int]
@@ -44,12 +43,12 @@ class Answer:
 
 
 def greedy() -> list[Question]:
-    """The most likely text of each prompt."""
+    """Return questions with greedy sampling."""
     return [Question(prompt, {"temperature": 0.0, "max_tokens": TOKENS, "ignore_eos": True}) for prompt in PROMPTS]
 
 
 def sampled() -> list[Question]:
-    """Texts that are drawn, each parameter by itself and several together."""
+    """Return questions with random sampling: each parameter alone, and several together."""
     kinds: tuple[dict[str, Any], ...] = (
         {"temperature": 1.0, "seed": 1},
         {"temperature": 0.6, "seed": 2**63 + 5},
@@ -69,7 +68,7 @@ def sampled() -> list[Question]:
 
 
 def answer(llm: LLM, questions: Sequence[Question]) -> list[list[Answer]]:
-    """The completions of each, all run together. Waits."""
+    """Run all questions together and return the completions of each. Waits."""
     params = [SamplingParams(**question.params, logprobs=0) for question in questions]
     return [_answers(output) for output in llm.generate([question.prompt for question in questions], params)]
 
@@ -83,21 +82,21 @@ def _answers(output: RequestOutput) -> list[Answer]:
 
 
 def write(answers: Mapping[str, Sequence[Sequence[Answer]]], file: Path = FILE) -> None:
-    """Write answers by kind, the same bytes for the same answers."""
+    """Write the answers by kind; equal answers give equal bytes."""
     text = json.dumps({kind: [[asdict(one) for one in each] for each in found] for kind, found in answers.items()})
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_bytes(gzip.compress(text.encode(), mtime=0))
 
 
 def read(file: Path = FILE) -> dict[str, list[list[Answer]]]:
-    """What `write` wrote."""
+    """Read what `write` wrote."""
     values = json.loads(gzip.decompress(file.read_bytes()))
     return {kind: [[Answer(**one) for one in each] for each in found] for kind, found in values.items()}
 
 
 def differences(found: Sequence[Sequence[Answer]], wanted: Sequence[Sequence[Answer]], tolerance: float) -> list[str]:
-    """How answers differ: in a token, in the text, in the end, or by more than the tolerance in a
-    log-probability."""
+    """Describe how answers differ: in a token, in the text, in the finish reason, or by more than
+    the tolerance in a log-probability."""
     told: list[str] = []
     for place, (mine, theirs) in enumerate(zip(found, wanted, strict=True)):
         for index, (one, other) in enumerate(zip(mine, theirs, strict=True)):
@@ -118,7 +117,7 @@ def _difference(one: Answer, other: Answer, tolerance: float) -> str:
 
 
 def main() -> None:
-    """Run the processor's device and write the file."""
+    """Run the CPU device and write the file."""
     with LLM(device="cpu", dtype="float32", threads=1) as llm:
         write({"greedy": answer(llm, greedy()), "sampled": answer(llm, sampled())})
     print(f"{FILE}: {FILE.stat().st_size} bytes")

@@ -1,4 +1,4 @@
-"""A started worker on the embedded model or another folder, as the engine would start it."""
+"""Starts a worker on the embedded model or another folder, as the engine does."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from sglcore_mlx import package
 
 
 def bring_up(folder: Path | None = None, ledger: DecisionLedger | None = None, **settings: Any) -> Mapping[str, Any]:
-    """What every step of the package's order built; the worker is to be closed."""
+    """Run the package's bring-up and return the result of each step. The caller closes the
+    worker."""
     given = {
         "config": EngineConfig(**{"max_requests": 8, "device": "mlx", **settings}),
         "package": package,
@@ -29,7 +30,7 @@ def bring_up(folder: Path | None = None, ledger: DecisionLedger | None = None, *
 
 @contextmanager
 def running(folder: Path | None = None, ledger: DecisionLedger | None = None, **settings: Any):
-    """The same, closed at the end."""
+    """As `bring_up`, as a context manager that closes the worker."""
     built = bring_up(folder, ledger, **settings)
     try:
         yield built

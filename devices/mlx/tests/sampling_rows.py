@@ -1,5 +1,5 @@
-"""Short ways to draw in tests of the sampler, random batches, and copies of a module with a planted
-defect."""
+"""Helpers of the sampler tests: short calls of the sampler, random batches, and copies of a module
+with a planted defect."""
 
 import inspect
 import random
@@ -17,7 +17,7 @@ from sglcore_mlx.sampling.state import SamplingState, place_state
 
 
 def host_arrays(batch: SamplingBatch, needs: SamplingNeeds) -> dict[str, np.ndarray]:
-    """What `place_state` is given of a batch."""
+    """Return the arrays of a batch that `place_state` takes."""
     return state_arrays(batch, needs) | (penalty_arrays(batch, all_rows=True) if needs.any_penalty else {})
 
 
@@ -29,8 +29,8 @@ def make_state(
     masks: Masks[mx.array] | None = None,
     needs: SamplingNeeds | None = None,
 ) -> SamplingState:
-    """The state of a host batch at positions int32[B]. `needs` may be wider than the batch's
-    own."""
+    """Return the state of a host batch at positions int32[B]. `needs` may ask for more than the
+    batch needs."""
     needs = needs or host.needs
     arrays = host_arrays(host, needs)
     parts = {name: mx.array(part) for name, part in arrays.items()}
@@ -38,24 +38,24 @@ def make_state(
 
 
 def staged(rows: Sequence[tuple], positions: Sequence[int], **parts) -> SamplingState:
-    """The state of rows (params, seed[, sample_index[, prompt_len[, banned_early]]]) at these
-    positions."""
+    """Return the state of rows (params, seed[, sample_index[, prompt_len[, banned_early]]]) at
+    these positions."""
     return make_state(SamplingBatch.from_params(rows), mx.array(list(positions), mx.int32), **parts)
 
 
 def drawn(logits, rows: Sequence[tuple], positions: Sequence[int], **parts) -> SampledTokens:
-    """One draw per row of logits (anything that becomes float32[B, V])."""
+    """Sample one token per row of logits (anything that converts to float32[B, V])."""
     logits = mx.array(np.asarray(logits, np.float32))
     return Sampler(logits.shape[1]).sample(logits, staged(rows, positions, **parts))
 
 
 def tokens_of(found: SampledTokens) -> list[int]:
-    """The tokens of a draw; waits for them."""
+    """Return the sampled tokens; waits for them."""
     return np.array(found.token_ids).tolist()
 
 
 def compiled_draw(logits: np.ndarray, rows: Sequence[tuple], positions: Sequence[int]) -> list[int]:
-    """The tokens of a draw inside `mx.compile`; its inputs are arrays."""
+    """Return the tokens sampled inside `mx.compile`, with arrays as inputs."""
     batch, sampler = SamplingBatch.from_params(rows), Sampler(logits.shape[1])
 
     def draw(logits: mx.array, positions: mx.array, parts: dict[str, mx.array]) -> mx.array:
@@ -67,7 +67,7 @@ def compiled_draw(logits: np.ndarray, rows: Sequence[tuple], positions: Sequence
 
 
 def candidate_sets(logits, params: Sequence[SamplingParams]) -> list[list[int]]:
-    """Sorted candidate ids of every row."""
+    """Return the sorted candidate ids of every row."""
     logits = mx.array(np.asarray(logits, np.float32))
     state = staged([(each, 0) for each in params], [0] * len(params))
     tables = Sampler(logits.shape[1]).tables
@@ -76,8 +76,8 @@ def candidate_sets(logits, params: Sequence[SamplingParams]) -> list[list[int]]:
 
 
 def random_params(rng: random.Random, vocab_size: int = 0) -> SamplingParams:
-    """Any mixture of temperature and cut-offs; with a vocabulary, of penalties, biases and bans as
-    well."""
+    """Return a random mix of temperature and cut-offs; with a vocabulary size also of penalties,
+    biases and bans."""
     extra = {} if not vocab_size else random_extras(rng, vocab_size)
     return SamplingParams(
         temperature=rng.choice((0.0, 0.3, 1.0, 1.0, 1.7)),
@@ -91,7 +91,7 @@ def random_params(rng: random.Random, vocab_size: int = 0) -> SamplingParams:
 
 
 def random_extras(rng: random.Random, vocab_size: int) -> dict:
-    """Penalties, a bias, a minimum of tokens and a wish for logprobs, each in some rows."""
+    """Return random penalties, a bias, a minimum of tokens, and logprobs, each only sometimes."""
     return {
         "repetition_penalty": rng.choice((1.0, 0.8, 1.5)),
         "frequency_penalty": rng.choice((0.0, 0.7, -1.1)),
@@ -103,8 +103,8 @@ def random_extras(rng: random.Random, vocab_size: int) -> dict:
 
 
 def random_logits(rng: random.Random, rows: int, vocab_size: int) -> np.ndarray:
-    """float32[rows, vocab_size]: normal numbers, or coarse ones with many ties; some tokens are
-    -inf."""
+    """Return float32[rows, vocab_size]: normally distributed, or rounded to give many ties; some
+    tokens are -inf."""
     normal = np.random.default_rng(rng.randrange(2**32)).normal(0.0, 3.0, (rows, vocab_size))
     coarse = np.array([rng.random() < 0.5 for _ in range(rows)])
     logits = np.where(coarse[:, None], np.round(normal * 2) / 2, normal).astype(np.float32)
@@ -115,8 +115,8 @@ def random_logits(rng: random.Random, rows: int, vocab_size: int) -> np.ndarray:
 
 
 def planted(module: ModuleType, sound: str, defect: str) -> ModuleType:
-    """A copy of a module in which the one occurrence of `sound` reads `defect`; the module itself
-    stays as it is."""
+    """Return a copy of a module with the single occurrence of `sound` replaced by `defect`. The
+    module itself is not changed."""
     source = inspect.getsource(module)
     assert source.count(sound) == 1, f"found {source.count(sound)} times {sound!r} in {module.__name__}, wanted 1"
     copy = ModuleType(module.__name__)

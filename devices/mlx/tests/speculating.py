@@ -1,5 +1,5 @@
-"""What the laws of proposals share: requests with samplings of their own, drafters that know the
-texts, and comparisons. No torch."""
+"""Helpers of the speculative decoding tests: requests with different sampling, drafters that know
+the output, and comparisons. Does not use torch."""
 
 from __future__ import annotations
 
@@ -31,14 +31,15 @@ SAMPLING: Sequence[Mapping[str, Any]] = (
     {"temperature": 0.0, "repetition_penalty": 3.0},
     {"temperature": 1.0, "seed": 9, "logit_bias": {30: 2.0**30, 31: 2.0**30}},
 )
-"""The last one tosses a coin, so that what followed before is right now and then."""
+"""The last one draws one of two tokens, so that draft tokens of earlier text are sometimes
+right."""
 PROMPTS = [prompt * 2 for prompt in random_prompts(3, (7, 13, 20, 5, 8, 9, 3))]
-"""They repeat themselves, so that penalties change much."""
+"""Each repeats itself, so that penalties have a large effect."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ran:
-    """What requests brought, and what came of proposals."""
+    """Results of requests, and counts of draft tokens."""
 
     tokens: list[list[int]]
     logprobs: list[list[float]]
@@ -63,8 +64,8 @@ def run(
     session: Any = None,
     **how: Any,
 ) -> Ran:
-    """The prompts, each with its own sampling, once `prepare` has had all requests; `how` is
-    `Drive`'s."""
+    """Run the prompts, each with its own sampling. `prepare` is called with all requests first;
+    `how` are the fields of `Drive`."""
     session = session or engine.session(**how)
     requests: list[Request] = []
     for index, (prompt, sampling) in enumerate(zip(prompts, samplings, strict=True)):
@@ -98,8 +99,8 @@ def run(
 
 
 def check_same(found: Ran, wanted: Ran) -> None:
-    """Tokens, why they end, and log-probabilities: one row rounds as several do on a processor, but
-    for what a library of products does on another one."""
+    """Assert equal tokens, finish reasons and log-probabilities. On a CPU one row rounds as several
+    rows do; the tolerance allows for other CPUs' matrix libraries."""
     assert found.tokens == wanted.tokens
     assert found.reasons == wanted.reasons
     for one, other in zip(found.logprobs, wanted.logprobs, strict=True):
@@ -107,34 +108,34 @@ def check_same(found: Ran, wanted: Ran) -> None:
 
 
 def stepper_of(engine: TokenEngine) -> SpeculativeStepper:
-    """The one of an engine that proposes."""
+    """Return the stepper of an engine with speculation."""
     worker = engine.worker
     assert isinstance(worker, SpeculativeWorker) and isinstance(worker._stepper, SpeculativeStepper)
     return worker._stepper
 
 
 def plant(engine: TokenEngine, drafter: str, wanted: Ran, prompts: Sequence[Sequence[int]] = PROMPTS) -> None:
-    """Make it propose by the texts that are wanted."""
+    """Replace the engine's drafter with one that knows the wanted output."""
     texts = [[*prompt, *output] for prompt, output in zip(prompts, wanted.tokens, strict=True)]
     stepper_of(engine).drafter = DRAFTERS[drafter](texts)
 
 
 class Knowing:
-    """Always right. Reads what is known of each text, and so waits for the device, which no real
-    drafter does."""
+    """Drafter that is always right. It reads each text on the host, so it waits for the device,
+    which no real drafter does."""
 
     def __init__(self, texts: Sequence[Sequence[int]]) -> None:
         self._texts = [list(text) for text in texts]
         self._random = np.random.default_rng(0)
 
     def __call__(self, known: mx.array, last: mx.array, tokens: int) -> mx.array:
-        """As `ngram.propose`; NONE past the end of a text, and after one that nobody wanted: a
-        request whose last token is drawn already may go on for a step."""
+        """As `ngram.propose`. NONE past the end of a text and for unknown texts: with overlap a
+        request can run one step past its last token."""
         rows = zip(np.array(known), np.array(last).tolist(), strict=True)
         return mx.array(np.stack([self.propose(row[: end + 1].tolist(), tokens) for row, end in rows]))
 
     def propose(self, known: list[int], tokens: int) -> NDArray[np.int32]:
-        """What comes next."""
+        """Return the next tokens of the known text."""
         found = np.full(tokens, NONE, np.int32)
         for text in self._texts:
             if text[: len(known)] == known:
@@ -144,14 +145,14 @@ class Knowing:
 
 
 class Adversary(Knowing):
-    """Never right."""
+    """Drafter that is never right."""
 
     def propose(self, known: list[int], tokens: int) -> NDArray[np.int32]:
         return (np.maximum(super().propose(known, tokens), 0) + 1) % VOCAB
 
 
 class Guessing(Knowing):
-    """Right for as many tokens as chance has it; sometimes it has fewer to propose, or none."""
+    """Drafter that is right for a random number of tokens, and sometimes proposes fewer or none."""
 
     def propose(self, known: list[int], tokens: int) -> NDArray[np.int32]:
         right = super().propose(known, tokens)
@@ -168,12 +169,12 @@ DRAFTERS: Mapping[str, type[Knowing]] = MappingProxyType(
 
 
 class AtRandom(LengthController):
-    """Another length at each step."""
+    """Chooses a random number of draft tokens at each step."""
 
     def __init__(self, most: int) -> None:
         super().__init__(tuple(range(most + 1)))
         self._random = np.random.default_rng(1)
 
     def choose(self, requests: int) -> None:
-        """Any of them."""
+        """Choose a random length."""
         self.tokens = int(self._random.integers(len(self.lengths)))

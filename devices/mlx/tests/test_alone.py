@@ -1,8 +1,8 @@
-"""The package runs without torch: every command with the embedded model, and an audit of what was
-imported for it.
+"""Tests that the package runs without torch: every command with the embedded model, and a check of
+the imported modules.
 
-Where torch is installed, this holds that nothing imports it; one lane is an environment in which it
-is not.
+Where torch is installed, these tests check that it is not imported; one CI lane runs them without
+torch.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import pytest
 
 PACKAGE = Path(__file__).resolve().parents[1] / "sglcore_mlx"
 FOREIGN = ("torch", "transformers", "mlx_lm", "triton")
-"""What neither this package nor the core beneath it may load."""
+"""Modules that neither this package nor the parts of the core that it uses may import."""
 PROMPT = "Once upon a time"
 
 AUDIT = """
@@ -39,7 +39,7 @@ print(json.dumps({"loaded": sorted(set(foreign) & set(sys.modules)), "text": tex
 
 
 def run(*words: str, environ: Mapping[str, str] | None = None, folder: Path | None = None) -> Any:
-    """A fresh interpreter with these words, without the settings of the process that tests."""
+    """Run a new Python interpreter with these arguments, without the test process's settings."""
     return subprocess.run(
         (sys.executable, *words),
         capture_output=True,
@@ -52,25 +52,25 @@ def run(*words: str, environ: Mapping[str, str] | None = None, folder: Path | No
 
 
 def environment() -> dict[str, str]:
-    """Variables without the settings of the process that tests."""
+    """Return the environment variables without the test process's settings."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith("SGLCORE_")}
     return {**clean, "COLUMNS": "200"}
 
 
 def sglcore(*words: str, environ: Mapping[str, str] | None = None, folder: Path | None = None) -> Any:
-    """The command `sglcore`."""
+    """Run the command `sglcore`."""
     return run("-m", "sglcore.cli", *words, environ=environ, folder=folder)
 
 
 def audit(modules: list[str], generates: bool) -> dict[str, Any]:
-    """What a fresh interpreter loads for some modules, and for generating."""
+    """Return what a new interpreter loads when it imports modules, and optionally generates."""
     ran = run("-c", AUDIT, json.dumps([FOREIGN, modules, generates]))
     assert ran.returncode == 0, ran.stderr
     return json.loads(ran.stdout.splitlines()[-1])
 
 
 def modules() -> list[str]:
-    """Every module of the package, from its files."""
+    """Return the names of all modules of the package, from its files."""
     names = (path.relative_to(PACKAGE.parent).with_suffix("").parts for path in sorted(PACKAGE.rglob("*.py")))
     return [".".join(parts[:-1] if parts[-1] == "__init__" else parts) for parts in names]
 

@@ -1,4 +1,4 @@
-"""Attention over gathered cells, of prompts and of encoders, against sums written out in numpy."""
+"""Tests of attention over gathered KV entries, of prompts and of encoders, against numpy."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ def shape(window: int | None = None, heads: int = 6, kv_heads: int = 2, dim: int
 
 
 def by_hand(q: np.ndarray, k: np.ndarray, v: np.ndarray, layer: LayerShape, places: np.ndarray) -> np.ndarray:
-    """[L, heads, D] of queries at `places` over keys at 0, 1, ...: causal, in float64."""
+    """Return [L, heads, D]: causal attention in float64 of queries at positions `places` over keys
+    at 0, 1, ..."""
     rows = []
     for query, place in zip(q.astype(np.float64), places, strict=True):
         first = 0 if layer.sliding_window is None else max(place + 1 - layer.sliding_window, 0)
@@ -52,7 +53,7 @@ def by_hand(q: np.ndarray, k: np.ndarray, v: np.ndarray, layer: LayerShape, plac
 
 
 class Paged:
-    """Random keys and values of some rows, in scattered pages between cells that hold NaN."""
+    """Random keys and values of several rows in scattered pages; all other KV slots hold NaN."""
 
     def __init__(self, rng: np.random.Generator, lens: list[int], layer: LayerShape) -> None:
         pages = rng.permutation(np.arange(1, PAGES))
@@ -133,7 +134,7 @@ def test_a_row_of_several_queries_sees_its_prefix_and_itself(
 
 @pytest.mark.parametrize("extra", [extra for extra in EXTRAS if "softcap" in extra], ids=", ".join)
 def test_half_precision_keeps_the_fractions_of_large_scores(extra: dict[str, Any]) -> None:
-    """Scores around 90, between which a half type knows a few values only."""
+    """Scores are around 90, where 16-bit types have a coarse resolution."""
     rng, layer = np.random.default_rng(5), shape(**{**extra, "softcap": 150.0})
     layer = replace(layer, sinks=None if layer.sinks is None else SINKS + 90)
     q, k, v = (mx.array(rng.standard_normal((1, heads, 9, 8), np.float32)).astype(mx.bfloat16) for heads in (6, 2, 2))

@@ -1,5 +1,5 @@
-"""The conformance kit on this package's device. The kit's reference is torch's, so without torch
-there are no laws here."""
+"""The conformance kit on this package's device. The kit's reference uses torch, so there are no
+tests here without torch."""
 
 from importlib.util import find_spec
 

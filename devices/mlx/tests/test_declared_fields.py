@@ -1,5 +1,5 @@
-"""A field that is declared, one line in each of the two batches, reaches a model here as it does on
-torch; padded too."""
+"""Tests that a field declared by one line in each of the two batch classes reaches a model, as it
+does with torch, and is padded."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from sglcore_mlx.forward_batch import ForwardBatch
 
 @dataclass(slots=True)
 class WiderSchedule(ScheduleBatch):
-    """The host's."""
+    """The host batch with two more fields."""
 
     marks: NDArray[np.int32] | None = None
     weights: NDArray[np.float32] | None = None
@@ -31,22 +31,22 @@ class WiderSchedule(ScheduleBatch):
 
 @batch_record(WiderSchedule)
 class WiderBatch(ForwardBatch):
-    """The device's."""
+    """The device batch with the same fields."""
 
     marks: mx.array = batch_field(axis=Axis.REQUESTS, dtype="int32", padding=sentinel(-7), read="marks")
     weights: mx.array = batch_field(axis=Axis.TOKENS, dtype="float32", padding=sentinel(0.5), read="weights")
 
 
 def widened(batch: ScheduleBatch) -> WiderSchedule:
-    """The same step with marks 100 * slot + length, and weights of each token's position and a
-    half."""
+    """Return the same step with marks 100 * slot + length, and weights position + 0.5 of each
+    token."""
     positions = np.repeat(batch.prefix_lens, np.diff(batch.token_offsets)) + within(batch.token_offsets)
     wider = {"marks": 100 * batch.slots + batch.seq_lens, "weights": positions.astype(np.float32) + np.float32(0.5)}
     return WiderSchedule(**{item.name: getattr(batch, item.name) for item in fields(batch)}, **wider)
 
 
 class Weighing:
-    """A model that is right only if every token comes with its own mark and weight."""
+    """A model that is correct only if every token has its own mark and weight."""
 
     def __init__(self, model: Any) -> None:
         self.config, self.dtype, self.layers, self.states = model.config, model.dtype, model.layers, model.states
@@ -55,7 +55,7 @@ class Weighing:
         self._model = model
 
     def __call__(self, batch: ForwardBatch) -> mx.array:
-        """Hidden states that count once."""
+        """Return the hidden states, multiplied by a factor that is 1 for correct fields."""
         assert isinstance(batch, WiderBatch)
         marks = batch.marks - 100 * batch.req_pool_indices - batch.seq_lens + 1
         if batch.extend_start_loc is not None:
@@ -66,7 +66,7 @@ class Weighing:
 
 @contextmanager
 def wider(patch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Workers whose steppers are of the wider batch, and whose models read it."""
+    """Make workers use steppers with the wider batch, and models that read it."""
 
     class WiderStepper(stepper.Stepper):
         def __init__(self, model: Any, *given: Any, **options: Any) -> None:
@@ -103,7 +103,7 @@ def test_declared_fields_of_a_request_stand_beside_each_token_that_is_verified()
 
 
 def test_a_field_that_is_lost_on_the_way_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Decode steps bring the weights of the step before."""
+    """The defect: decode steps have the weights of the step before."""
     wanted, _ = test_steps.run({"temperature": 0.0}, graph="off")
     monkeypatch.setattr(stepper, "decode_inputs", stale(inputs.decode_inputs))
     with wider(monkeypatch):
@@ -113,7 +113,7 @@ def test_a_field_that_is_lost_on_the_way_is_caught(monkeypatch: pytest.MonkeyPat
 
 
 def stale(right: Any) -> Any:
-    """`right`, with weights that were staged one step too early."""
+    """Return `right` with the weights of one step earlier."""
 
     def wrong(*given: Any) -> Any:
         made = right(*given)

@@ -1,4 +1,4 @@
-"""Sentence embeddings with published weights, through the engine, against transformers."""
+"""Tests sentence embeddings of published weights, by the engine, against transformers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def folder() -> Path:
 
 @pytest.fixture(scope="module")
 def expected(folder: Path) -> np.ndarray:
-    """Mean of the last hidden states, of length 1, one sentence at a time."""
+    """Return the normalised mean of the last hidden states, one sentence at a time."""
     import torch
     from transformers import AutoModel, AutoTokenizer
 

@@ -1,5 +1,5 @@
-"""Whatever way a process ends, it ends with its own status: the device's thread is never at work
-while Python goes away."""
+"""Tests that a process exits with its own status however it ends: the device's thread never runs
+during interpreter shutdown."""
 
 from __future__ import annotations
 

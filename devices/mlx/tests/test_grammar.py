@@ -1,5 +1,5 @@
-"""Masks on this device: constrained beside free requests, whatever the schedule, and real grammars
-without torch."""
+"""Tests of grammar masks on this device: batches of constrained and free requests under different
+schedules, and real grammars without torch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ GRAMMARS = (11, None, 12, 13, None, 14)
 TOKENS = 14
 DRAWN = {"temperature": 1.0, "seed": 5}
 PAGES = CONTEXT // 4 + 1
-"""So few that somebody is retracted."""
+"""So few pages that a request is retracted."""
 
 
 @pytest.fixture(scope="module")
@@ -39,18 +39,18 @@ def engine(checkpoint: Path) -> Iterator[TokenEngine]:
 
 
 def run(engine: TokenEngine, **how: object) -> list[Result]:
-    """The law's requests."""
+    """Run the test's requests."""
     return engine.session(**how).run(random_prompts(31, LENGTHS, VOCAB), TOKENS, grammars=GRAMMARS, **DRAWN)
 
 
 def alone(engine: TokenEngine) -> list[list[int]]:
-    """Each request's tokens when it is by itself."""
+    """Return each request's tokens when it runs alone."""
     prompts = zip(random_prompts(31, LENGTHS, VOCAB), GRAMMARS, strict=True)
     return [engine.session().run([prompt], TOKENS, grammars=[seed], **DRAWN)[0].tokens for prompt, seed in prompts]
 
 
 def differ(engine: TokenEngine, wanted: list[list[int]]) -> bool:
-    """Whether any schedule changes a token or lets one through."""
+    """Return whether a schedule changes a token or allows one that the grammar forbids."""
     for how in ({}, {"overlap": False, "stagger": 2}, {"chunk": 12, "pages": PAGES, "stagger": 1}):
         found = [result.tokens for result in run(engine, **how)]
         kept = [seed is None or follows(seed, VOCAB, tokens) for seed, tokens in zip(GRAMMARS, found, strict=True)]

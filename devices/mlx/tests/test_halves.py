@@ -1,4 +1,4 @@
-"""One rank has nobody to wait for: halves of a batch are not there, and the ledger says so."""
+"""Tests that two-batch overlap is unavailable with one rank, and that the ledger says so."""
 
 from __future__ import annotations
 

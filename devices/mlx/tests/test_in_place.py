@@ -1,5 +1,5 @@
-"""A step writes its keys and values into the cells' own memory, also while the next one waits: no
-pool is ever copied."""
+"""Tests that a step writes keys and values in place, also while the next step is queued: no pool is
+copied."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from sglcore_mlx.speculative.stepper import SpeculativeStepper
 from sglcore_mlx.stepper import Stepper
 
 CELLS = 96 << 20
-"""Bytes of all cells: those of one layer are far more than any activation of this model."""
+"""Bytes of the KV cache: one layer's part is far larger than any activation of this model."""
 
 
 def bytes_beside(built: Mapping[str, Any], prompts: int) -> int:
-    """The most bytes that were alive beside those before the first step, while prompts ran to their
-    end, overlapped."""
+    """Return the peak of bytes allocated in addition to those before the first step, while prompts
+    run to their end with overlap."""
     scheduler = Scheduler(built["worker"].limits)
     rng = np.random.default_rng(5)
     for number in range(prompts):
@@ -67,7 +67,7 @@ def test_steps_that_verify_proposals_copy_neither_cells_nor_the_texts_of_all_slo
 
 
 class _ReadsFirst(SpeculativeStepper):
-    """Reads the texts as they were before the step, and writes then."""
+    """Reads the token history of before the step, then writes to it."""
 
     def _place(self, *given: Any) -> Any:
         self._before = self._state.made_history[:, :8]
@@ -85,7 +85,7 @@ def test_texts_that_are_read_before_they_are_written_are_seen_to_be_copied() -> 
 
 
 class _Holding(Stepper):
-    """Keeps the cells of the step before, as whoever reads them from another queue would."""
+    """Holds the last step's KV cache, as a reader on another queue would."""
 
     def launch(self, *args: Any) -> Any:
         self._held = [cells.reshape(-1) for cells in self._state.cells]
@@ -101,8 +101,8 @@ def test_cells_that_something_else_holds_are_seen_to_be_copied() -> None:
 
 
 def order_of_calls(monkeypatch: pytest.MonkeyPatch, kind: type[Stepper] = Stepper) -> list[str]:
-    """What a stepper calls, in order, while a prompt runs to its end with overlap; a start that
-    leaves cells out, or what else the next step takes, is another call."""
+    """Return the calls of a stepper, in order, while a prompt runs to its end with overlap. An
+    `async_eval` without all of the state that the next step takes is recorded as "... of less"."""
     calls: list[str] = []
 
     def record(owner: Any, name: str) -> None:
@@ -128,14 +128,14 @@ def order_of_calls(monkeypatch: pytest.MonkeyPatch, kind: type[Stepper] = Steppe
 def test_a_step_is_built_while_the_one_before_runs_and_started_when_that_has_ended(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """On a processor MLX queues few operations ahead, so that what a start too early costs shows on
-    a GPU only."""
+    """On a CPU MLX queues few operations ahead, so a start too early is only expensive on a GPU;
+    this checks the order of calls."""
     assert is_in_turn(order_of_calls(monkeypatch))
 
 
 def is_in_turn(calls: list[str]) -> bool:
-    """Each step is built, then the one before is waited for, then it starts; the last is waited for
-    too."""
+    """Return whether each step is built, then waits for the step before, then starts, and the last
+    step is waited for."""
     first, steps = ["_generate", "async_eval"], ["_generate", "synchronize", "async_eval"]
     return calls == first + steps * (len(calls) // 3 - 1) + ["synchronize"] and len(calls) > 60
 
@@ -145,7 +145,7 @@ ENDED.set_result(None)
 
 
 class _StartsEarly(Stepper):
-    """Starts each step at once, and waits then."""
+    """Starts each step before it waits."""
 
     def launch(self, batch: Any) -> Any:
         output = self._generate(batch)
@@ -155,7 +155,7 @@ class _StartsEarly(Stepper):
 
 
 class _StartsLess(Stepper):
-    """Leaves the cells to the step that reads them."""
+    """Does not start the writes of the KV cache."""
 
     def launch(self, batch: Any) -> Any:
         output = self._generate(batch)

@@ -1,4 +1,4 @@
-"""The host's part of a step: pages, cells, padding, and the rows by how many tokens they bring."""
+"""Tests of a step's host part: pages, KV slots, padding, and rows grouped by number of tokens."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def ints(*values: int) -> np.ndarray:
 
 
 def batch_of(counts: list[int], prefixes: list[int], mode: ForwardMode = ForwardMode.MIXED) -> ScheduleBatch:
-    """Rows in slots 1, 2, ... with pages 10 * slot, 10 * slot + 1, ..."""
+    """Return a batch of requests in slots 1, 2, ... with pages 10 * slot, 10 * slot + 1, ..."""
     slots = np.arange(1, len(counts) + 1, dtype=np.int32)
     lens = np.array(counts, np.int32) + np.array(prefixes, np.int32)
     pages = [

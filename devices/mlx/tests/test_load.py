@@ -1,5 +1,5 @@
-"""Reading checkpoints without torch: shards, ties, casts, progress, and every way in which a
-checkpoint can be wrong."""
+"""Tests of reading checkpoints without torch: shards, tied weights, casts, progress, and errors of
+checkpoints."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ Tensors = dict[str, mx.array]
 
 
 def shapes() -> dict[str, tuple[int, ...]]:
-    """The tensors of the small Llama."""
+    """Return the tensor shapes of the small Llama."""
     found: dict[str, tuple[int, ...]] = {
         "model.embed_tokens.weight": (VOCAB, HIDDEN),
         "lm_head.weight": (VOCAB, HIDDEN),
@@ -63,13 +63,13 @@ def shapes() -> dict[str, tuple[int, ...]]:
 
 
 def random_tensors() -> Tensors:
-    """Random weights, seeded."""
+    """Return seeded random weights."""
     random = np.random.default_rng(3)
     return {name: mx.array(random.normal(0, 0.2, shape).astype(np.float32)) for name, shape in shapes().items()}
 
 
 def write(folder: Path, tensors: Tensors, **changes: object) -> Path:
-    """A checkpoint of one file; `changes` are to its configuration."""
+    """Write a checkpoint of one file; `changes` are applied to its configuration."""
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps({**CONFIG, **changes}))
     mx.save_safetensors(str(folder / FILE), tensors)
@@ -77,7 +77,7 @@ def write(folder: Path, tensors: Tensors, **changes: object) -> Path:
 
 
 def write_shards(folder: Path, tensors: Tensors, count: int = 3) -> Path:
-    """A checkpoint of several files with an index."""
+    """Write a checkpoint of several files with an index."""
     write(folder, tensors)
     (folder / FILE).unlink()
     names, places = sorted(tensors), {}
@@ -107,7 +107,7 @@ def test_the_embedded_model_gives_probabilities() -> None:
 
 
 def bytes_before(file: Path, head: str) -> int:
-    """Data of a file without the layer behind the last, which proposes tokens."""
+    """Return the bytes of a file's tensors without the extra layer that predicts draft tokens."""
     content = file.read_bytes()
     header = json.loads(content[8 : 8 + struct.unpack("<Q", content[:8])[0]])
     places = [each["data_offsets"] for name, each in header.items() if name != "__metadata__" and head not in name]
@@ -180,12 +180,12 @@ def test_harmless_leftovers_are_left(tmp_path: Path) -> None:
 
 
 def drop(name: str) -> Callable[[Tensors], object]:
-    """A change that removes a tensor."""
+    """Return a change that removes a tensor."""
     return lambda tensors: tensors.pop(name)
 
 
 def put(name: str, tensor: mx.array) -> Callable[[Tensors], object]:
-    """A change that sets a tensor."""
+    """Return a change that sets a tensor."""
     return lambda tensors: tensors.update({name: tensor})
 
 
@@ -300,7 +300,7 @@ def test_kernels_that_this_device_does_not_have_are_refused(asked: str) -> None:
 def test_what_this_device_does_not_do_is_refused_by_name_before_a_model_is_read(
     asked: dict[str, Any], reason: str
 ) -> None:
-    """By a step that knows no model yet; what says off asks for nothing."""
+    """The step that refuses runs before a model is known; the value "off" is accepted."""
     kernels(EngineConfig(hisparse="off", speculative="off"), package, DecisionLedger())
     with pytest.raises(ConfigError, match=reason):
         kernels(EngineConfig(**asked), package, DecisionLedger())

@@ -1,4 +1,4 @@
-"""Memory that cells may take: of a Mac's unified memory, of a GPU of its own, and of a processor in
+"""Tests of the KV cache's memory budget: a Mac's unified memory, a discrete GPU, and a CPU with
 control groups."""
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ MAC = {"memory_size": 36 * GIB, "max_recommended_working_set_size": 27 * GIB, "d
 
 
 def group(folder: str, **files: int | str) -> Files:
-    """Files of a control group."""
+    """Return the files of a control group."""
     return {f"/sys/fs/cgroup{folder}/memory.{name}": str(value) for name, value in files.items()}
 
 
 def free(percent: int) -> Files:
-    """What macOS says of its free memory."""
+    """Return macOS's report of free memory."""
     return {"/sysctl/kern.memorystatus_level": str(percent)}
 
 

@@ -1,5 +1,5 @@
-"""Defects planted in the kernels' text are caught by running it: what `test_metal_kernel.py` proves
-is worth that much."""
+"""Tests that running the kernels' source detects planted defects, which shows what
+`test_metal_kernel.py` can detect."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ BARRIER = f"metal::threadgroup_barrier(metal::{FLAG});\n"
 
 @dataclass(frozen=True, slots=True)
 class Defect:
-    """`old` becomes `new` at its `place`-th occurrence (counted from 0) in every kernel that has
+    """Replaces the `place`-th occurrence (from 0) of `old` with `new` in every kernel that has
     it."""
 
     old: str
@@ -36,7 +36,7 @@ class Defect:
     place: int = 0
 
     def edit(self, text: str) -> str:
-        """The text with the defect, or as it was where it has no such place."""
+        """Return the text with the defect, or unchanged if there is no such occurrence."""
         parts = text.split(self.old)
         if len(parts) <= self.place + 1:
             return text
@@ -92,12 +92,12 @@ DEFECTS = (
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where what is built is kept for this file's tests."""
+    """Cache folder of binaries for this file's tests."""
     return tmp_path_factory.mktemp("metal_defects")
 
 
 def run(defect: Defect, host: Host) -> None:
-    """The defect's case on a host."""
+    """Run the defect's case on a host and check the result."""
     case, inputs = defect.case, made(defect.case)
     got = paged_decode(
         *inputs.all,

@@ -1,5 +1,5 @@
-"""The Metal kernels on an Apple GPU, against attention in float64 and against the backend that
-gathers."""
+"""Tests of the Metal kernels on an Apple GPU, against attention in float64 and the gathering
+backend."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LONG = Case(
 
 
 def run(case: Case, arrays: tuple[mx.array, mx.array, mx.array, mx.array]) -> mx.array:
-    """The case on the GPU."""
+    """Run the case on the GPU."""
     return paged_decode(*arrays, page_size=case.page_size, scale=case.scale, window=case.window)
 
 

@@ -1,5 +1,5 @@
-"""The Metal kernels inside the engine: their text, built for the processor, serves whole requests
-as the gather path does."""
+"""Tests of the Metal kernels in the engine: built for the CPU, they serve whole requests with the
+same results as the gathering backend."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from sglcore_mlx.speculative.stepper import SpeculativeStepper
 from sglcore_mlx.stepper import Stepper
 
 COIN = {30: 2.0**30, 31: 2.0**30}
-"""Two tokens are drawn, so that what followed before is right now and then."""
+"""Draws one of two tokens, so that draft tokens are sometimes right."""
 
 
 def run(host: Host | None, tokens: int | None = None) -> list[Request]:
-    """Three prompts, one of which is cut into chunks, to six tokens each; or to twenty, of which so
-    many are proposed a step."""
+    """Run three prompts, one of them in chunks, to six tokens each. With `tokens`, use speculation
+    with this number of draft tokens and run to twenty tokens."""
     proposing: dict[str, Any] = {} if tokens is None else {"speculative": "ngram", "draft_tokens": tokens}
     with running(dtype="float32", graph="off", page_size=8, max_batch_tokens=24, **proposing) as built:
         worker = built["worker"]

@@ -1,4 +1,5 @@
-"""The kernels' text, run on this machine (`metal_on_host.py`), against attention in float64."""
+"""Tests of the Metal kernels' source, run on the CPU (`metal_on_host.py`), against attention in
+float64."""
 
 from __future__ import annotations
 
@@ -20,12 +21,12 @@ LONG = Case(lengths=(PART + 9, 5, 2 * PART), pages=2 * PART // 16 + 3)
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where what is built is kept for this file's tests."""
+    """Cache folder of binaries for this file's tests."""
     return tmp_path_factory.mktemp("metal")
 
 
 def run(case: Case, inputs: Inputs, host: Host) -> mx.array:
-    """The case by the kernels' text."""
+    """Run the case on the host."""
     return paged_decode(
         *inputs.all,
         page_size=case.page_size,
@@ -38,7 +39,7 @@ def run(case: Case, inputs: Inputs, host: Host) -> mx.array:
 
 
 def check(case: Case, host: Host) -> None:
-    """Run the case and hold it against what is right."""
+    """Run the case and compare the result with the expected one."""
     inputs = made(case)
     assert_right(case, inputs, run(case, inputs, host))
 

@@ -1,4 +1,4 @@
-"""How the Metal kernels are launched, and that their text, their names and MLX's signature agree.
+"""Tests of the Metal kernels' launches, and that their source, names and MLX's signature agree.
 Needs no GPU."""
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ PROGRAMS = (metal.DECODE, metal.PARTS, metal.COMBINE)
 
 
 def shape(**sizes: object) -> Shape:
-    """PLAIN with other sizes."""
+    """Return PLAIN with other sizes."""
     values = {name: getattr(PLAIN, name) for name in Shape.__dataclass_fields__}
     return Shape(**{**values, **sizes})  # type: ignore[arg-type]
 
 
 def swept() -> list[Shape]:
-    """Sizes of every kind that the kernels take."""
+    """Return shapes that cover all sizes that the kernels take."""
     sizes = itertools.product((1, 7), (1, 2, 5, 8, 16, 48), (1, 4), (32, 64, 96, 128, 256, 512, 992), (1, 600))
     return [
         Shape(rows, shared * kv_heads, kv_heads, head_dim, pages, 16, None, mx.float16, mx.bfloat16)
@@ -37,7 +37,7 @@ def swept() -> list[Shape]:
 
 
 def arrays(of: Shape) -> tuple[mx.array, ...]:
-    """Zeros of a call's shapes."""
+    """Return the arrays of a call, filled with constants."""
     return (
         mx.zeros((of.rows, of.heads, of.head_dim), of.dtype),
         mx.zeros(((of.pages + 1) * of.page_size, 2, of.kv_heads, of.head_dim), of.kv_dtype),
@@ -47,12 +47,12 @@ def arrays(of: Shape) -> tuple[mx.array, ...]:
 
 
 def generated(launch: Launch, inputs: tuple[object, ...]) -> Generated:
-    """What MLX makes of a launch."""
+    """Return the source that MLX generates for a launch."""
     return parse(generated_text(launch, inputs), launch.program.inputs, launch.program.outputs)
 
 
 def both(of: Shape) -> list[Generated]:
-    """What MLX makes of a call's launches."""
+    """Return the source that MLX generates for all launches of a call."""
     walk, combine = walk_launch(of), combine_launch(of)
     partial = [mx.zeros(size, dtype) for size, dtype in zip(walk.output_shapes, walk.output_dtypes, strict=True)]
     made = [generated(walk, (*arrays(of), 1.0, 50.0, mx.zeros((of.heads,))))]

@@ -1,4 +1,4 @@
-"""Every architecture against the transformers library, in float32, on tiny random checkpoints."""
+"""Tests every architecture against transformers, in float32, on tiny random checkpoints."""
 
 from __future__ import annotations
 
@@ -71,12 +71,11 @@ CAUSAL = (
     "nemotron-h",
     "nemotron-h-biases",
 )
-"""The names of `tests.checkpoints.CAUSAL`, which can not be imported where tests are only
-collected."""
+"""The names of `tests.checkpoints.CAUSAL`, which cannot be imported during collection."""
 
 
 def saved(name: str, folder: Path) -> Any:
-    """The oracle of a name, saved into the folder."""
+    """Save the transformers model of this name to the folder and return it."""
     from tests import checkpoints
 
     oracle = checkpoints.CAUSAL[name]()
@@ -85,7 +84,7 @@ def saved(name: str, folder: Path) -> Any:
 
 
 def wanted(oracle: Any, ids: tuple[int, ...] = IDS) -> np.ndarray:
-    """The oracle's log-probabilities."""
+    """Return the transformers model's log-probabilities."""
     from tests import checkpoints
 
     return checkpoints.oracle_logprobs(oracle, list(ids)).numpy()

@@ -1,5 +1,5 @@
-"""Both ways of rotating heads against the formula, in float64: kinds, parts of a head, factors,
-long positions."""
+"""Tests both implementations of rotary embeddings against the formula in float64: kinds, partial
+rotation, factors, large positions."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ KINDS = {
 
 
 def with_rope(kind: str, scaling: dict[str, Any], partial: float = 1.0) -> ModelConfig:
-    """The embedded model's configuration, with heads of 32 elements, and another rotary
+    """Return the embedded model's configuration (heads of 32 elements) with another rotary
     embedding."""
     return replace(read_config(DEMO), rope=RopeConfig(10000.0, kind, partial, 256, scaling))
 
 
 def rotated(heads: np.ndarray, positions: np.ndarray, config: ModelConfig) -> np.ndarray:
-    """The definition (Su et al. 2021), the first half of the rotated part paired with the
-    second."""
+    """Rotate heads by the definition (Su et al. 2021); the first half of the rotated part is paired
+    with the second."""
     frequencies, factor = rotary_frequencies(config, CONTEXT)
     half = frequencies.size
     angles = (positions[:, None].astype(np.float64) * frequencies.astype(np.float64))[:, None]
@@ -83,12 +83,12 @@ def test_both_ways_agree_in_a_compiled_function() -> None:
 
 
 class Opened:
-    """A rotary embedding that counts how often it is opened."""
+    """A rotary embedding that counts the calls of `at`."""
 
     count = 0
 
     def at(self, positions: mx.array) -> tuple[Opened, mx.array]:
-        """Whose it is, and where."""
+        """Return itself and the positions."""
         self.count += 1
         return self, positions
 

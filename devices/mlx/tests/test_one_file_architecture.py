@@ -1,5 +1,5 @@
-"""An architecture is one file, whatever the library: the one of docs/add-a-model.md runs on torch
-and here, alike."""
+"""Tests that one file defines an architecture for every library: the example of
+docs/add-a-model.md gives the same results with torch and with MLX."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ class AsksTooMuch(Architecture):
 
 
 def example() -> str:
-    """The file that the page shows."""
+    """Return the example file of the page."""
     (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "add-a-model.md").read_text(), re.DOTALL)
     return code
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A small checkpoint of the page's architecture, whose one file can be imported."""
+    """A small checkpoint of the page's architecture; its file can be imported."""
     from tests import checkpoints
 
     checkpoints.save(checkpoints.CAUSAL["qwen2"](), tmp_path / "model")

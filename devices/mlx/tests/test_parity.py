@@ -1,7 +1,7 @@
-"""This device beside the processor's and beside transformers: whatever the schedule, the same
-tokens and log-probabilities.
+"""Compares this device with the CPU device and with transformers: same tokens and log-probabilities
+under every schedule.
 
-In float32 on tiny random checkpoints of every architecture, and on the embedded model.
+In float32 on tiny random checkpoints of several architectures, and on the embedded model.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ LENGTHS = (1, 5, 30, 17, 9)
 TO_DEVICE = 1e-3
 TO_TRANSFORMERS = 2e-4
 TO_16_BITS = 0.15
-"""Nats by which a log-probability of the embedded model in bfloat16 may differ between two orders
-of sums."""
+"""Tolerance in nats of the embedded model's log-probabilities in bfloat16, for different orders of
+summation."""
 
 
 def make_model(name: str) -> Any:
-    """A random transformers model in float32."""
+    """Return a random transformers model in float32."""
     from tests import checkpoints as tiny
 
     context = {"max_position_embeddings": CONTEXT}
@@ -51,7 +51,7 @@ def make_model(name: str) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A checkpoint, its transformers model, and both devices on it."""
+    """A checkpoint, its transformers model, and both devices started on it."""
 
     folder: Path
     model: Any
@@ -59,8 +59,8 @@ class Case:
     mlx: TokenEngine
 
     def both(self, runs: Sequence[tuple[dict[str, Any], Sequence[list[int]], int, dict[str, Any]]]) -> None:
-        """Runs of (how, prompts, tokens, sampling), each under a scheduler of its own, hold to the
-        processor's."""
+        """Assert that both devices give the same results for runs of (how, prompts, tokens,
+        sampling), each with a new scheduler."""
         for how, prompts, tokens, sampling in runs:
             found = self.mlx.session(**how).run(prompts, tokens, **sampling)
             wanted = self.host.session(**how).run(prompts, tokens, **sampling)
@@ -78,8 +78,8 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 def check_transformers(results: Sequence[Result], model: Any) -> None:
-    """Every log-probability, of prompts too where they were scored, is transformers' for the same
-    text."""
+    """Assert that all log-probabilities, including requested prompt log-probabilities, equal those
+    of transformers for the same tokens."""
     import torch
 
     for result in results:
@@ -153,7 +153,7 @@ def test_prefix_hits_change_nothing(case: Case) -> None:
     session = case.mlx.session()
     session.run([base], 4)
     if case.mlx.worker.limits.keeps_state:
-        session.run(others[1:], 4)  # a state is kept where prompts were seen to part
+        session.run(others[1:], 4)  # snapshots are taken where earlier prompts diverged
     found = session.run(others, 8)
     assert [result.cached for result in found] == [32, 20, 20, 20]
     check_same(found, case.host.session(prefix_cache=False).run(others, 8), TO_DEVICE)
@@ -198,7 +198,7 @@ def test_a_compiled_decode_step_gives_what_the_step_gives(embedded: tuple[LLM, L
 
 
 def test_in_16_bits_texts_part_only_where_two_tokens_are_nearly_equal() -> None:
-    """Where they part is printed, with the margin between the two tokens; up to there
+    """Prints where they diverge and the margin between the two tokens; up to there the
     log-probabilities agree."""
     params = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True, logprobs=4)
     texts: list[list[list[TokenLogprob]]] = []
@@ -211,7 +211,7 @@ def test_in_16_bits_texts_part_only_where_two_tokens_are_nearly_equal() -> None:
 
 
 def compare_16_bits(mine: Sequence[TokenLogprob], theirs: Sequence[TokenLogprob]) -> str:
-    """Where two texts part and how; asserts that rounding explains it."""
+    """Describe where two texts diverge; asserts that rounding explains it."""
     worst = 0.0
     for place, (one, other) in enumerate(zip(mine, theirs, strict=True)):
         if one.token_id != other.token_id:

@@ -1,5 +1,5 @@
-"""The embedded model's texts are those that the processor's device wrote down, greedy and drawn;
-without torch."""
+"""Tests that the embedded model's greedy and sampled texts equal those recorded from the CPU
+device; without torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from devices.mlx.tests import record
 from sglcore.engine.llm import LLM
 
 TOLERANCE = 1e-3
-"""Nats, of log-probabilities in float32 that were rounded to five digits."""
+"""Tolerance in nats of float32 log-probabilities that were rounded to five digits."""
 
 
 @pytest.fixture(scope="module")

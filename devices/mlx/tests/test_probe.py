@@ -1,4 +1,4 @@
-"""Machines on which MLX may run, as they are found: Macs, and Linux, where it must be asked for by
+"""Tests of the probe on machines where MLX may run: Macs, and Linux, where MLX must be asked for by
 name."""
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from tests.device.machines import NVIDIA, Files, machine
 
 
 def sysctl(**values: str | int) -> Files:
-    """Answers of the kernel of macOS; a double underscore stands for a dot."""
+    """Return sysctl values of macOS; a double underscore stands for a dot."""
     return {f"/sysctl/{name.replace('__', '.')}": f"{value}\n" for name, value in values.items()}
 
 
 def macos(version: str) -> Files:
-    """The system's own version file."""
+    """Return macOS's version file."""
     lines = ("<plist version='1.0'><dict>", f"<key>ProductVersion</key><string>{version}</string>", "</dict></plist>")
     return {"/System/Library/CoreServices/SystemVersion.plist": "\n".join(lines)}
 
 
 def mlx(version: str, backend: str = "", backend_version: str = "") -> Files:
-    """An installed MLX, as pip leaves it."""
+    """Return the files of an MLX that pip installed."""
     files = {
         "/site-packages/mlx/__main__.py": "raise RuntimeError('imported by a probe')",
         f"/site-packages/mlx-{version}.dist-info/METADATA": "",
@@ -45,12 +45,13 @@ LINUX = {"/proc/cpuinfo": "processor\t: 0\nmodel name\t: A Processor 9000\n"}
 
 
 def without(files: Files, *parts: str) -> Files:
-    """The same files but those whose path holds one of `parts`."""
+    """Return the files without those with one of `parts` in their path."""
     return {name: text for name, text in files.items() if not any(part in name for part in parts)}
 
 
 def answers(root: Path, *files: Files, named: bool = False) -> tuple[bool, bool, bool]:
-    """Hardware, driver, runtime; every fact has evidence, and a remedy where it does not hold."""
+    """Return whether hardware, driver and runtime hold. Asserts that every fact has evidence, and a
+    remedy if it does not hold."""
     report = probe(named, machine(root, *files))
     assert report.package.holds
     assert all(fact.evidence for fact in report.facts.values())

@@ -1,5 +1,5 @@
-"""Quantised checkpoints against the same weights unpacked, without torch; and forms that can not be
-run."""
+"""Tests quantised checkpoints against the same weights dequantised, without torch; and formats that
+are refused."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ IDS = (
     80,
 )
 FEW = 7
-"""So few tokens that experts are not sorted; all of `IDS` are."""
+"""So few tokens that they are not sorted by expert; all of `IDS` are sorted."""
 
 CONFIG = {
     "architectures": ["Qwen3MoeForCausalLM"],
@@ -71,14 +71,14 @@ CONFIG = {
     "attention_bias": True,
     "torch_dtype": "float32",
 }
-"""A dense layer and a sparse one, with biases: every kind of product that can be quantised."""
+"""A dense layer and a mixture-of-experts layer, with biases: every kind of quantisable product."""
 
 Tensors = dict[str, mx.array]
 Module = tuple[int, ...]
 
 
 def modules() -> dict[str, Module]:
-    """The modules that can be quantised, and the shapes of their weights."""
+    """Return the modules that can be quantised, and the shapes of their weights."""
     found: dict[str, Module] = {"model.embed_tokens": (VOCAB, HIDDEN), "lm_head": (VOCAB, HIDDEN)}
     for layer in range(2):
         attention = f"model.layers.{layer}.self_attn."
@@ -92,12 +92,12 @@ def modules() -> dict[str, Module]:
 
 
 def drawn(shape: Module, seed: int) -> mx.array:
-    """Random numbers."""
+    """Return a seeded random array."""
     return mx.array(np.random.default_rng(seed).normal(0, 0.2, shape).astype(np.float32))
 
 
 def others() -> Tensors:
-    """What is never quantised: norms and biases."""
+    """Return the tensors that are never quantised: norms and biases."""
     found = {"model.norm.weight": (HIDDEN,)}
     for layer in range(2):
         at = f"model.layers.{layer}."
@@ -110,18 +110,18 @@ def others() -> Tensors:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A quantisation: the form of all modules, and of some by name (None: plain)."""
+    """A quantisation: the format of all modules, and overrides by name (None: not quantised)."""
 
     form: Mapping[str, Any]
     modules: Mapping[str, Mapping[str, Any] | None]
 
     def of(self, name: str) -> Mapping[str, Any] | None:
-        """The form of a module."""
+        """Return the format of a module."""
         return self.modules.get(name, self.form)
 
     @property
     def config(self) -> dict[str, Any]:
-        """As `config.json` has it."""
+        """The quantisation as in `config.json`."""
         return {**self.form, **{name: form or False for name, form in self.modules.items()}}
 
 
@@ -154,7 +154,7 @@ CASES = {
 
 
 def write(folder: Path, tensors: Tensors, **changes: Any) -> Path:
-    """A checkpoint of one file."""
+    """Write a checkpoint of one file."""
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps({**CONFIG, **changes}))
     mx.save_safetensors(str(folder / "model.safetensors"), tensors)
@@ -162,8 +162,8 @@ def write(folder: Path, tensors: Tensors, **changes: Any) -> Path:
 
 
 def both(case: Case) -> tuple[Tensors, Tensors]:
-    """The tensors of the quantised checkpoint, and of the plain one with what the packed weights
-    stand for."""
+    """Return the tensors of the quantised checkpoint, and of a plain one with the dequantised
+    weights."""
     packed, plain = others(), others()
     for seed, (name, shape) in enumerate(modules().items()):
         weight, form = drawn(shape, seed), case.of(name)
@@ -187,7 +187,7 @@ def test_packed_weights_give_the_numbers_of_unpacked_ones(tmp_path: Path, name: 
 
 
 def kept(tensors: Tensors) -> list[mx.array]:
-    """The tensors as a model keeps them: the norms of heads have a row for each head."""
+    """Return the tensors as a model keeps them: head norms are repeated for each head."""
     repeated = {"q_norm": HEADS, "k_norm": KV_HEADS}
     counts = {name: next((repeated[part] for part in repeated if part in name), 1) for name in tensors}
     return [array for name, array in tensors.items() for _ in range(counts[name])]
@@ -224,12 +224,12 @@ def test_weights_in_sixteen_bits_are_computed_with_packed_ones(tmp_path: Path) -
 
 
 def drop(name: str) -> Callable[[Tensors], object]:
-    """A change that removes a tensor."""
+    """Return a change that removes a tensor."""
     return lambda tensors: tensors.pop(name)
 
 
 def put(name: str, tensor: mx.array) -> Callable[[Tensors], object]:
-    """A change that sets a tensor."""
+    """Return a change that sets a tensor."""
     return lambda tensors: tensors.update({name: tensor})
 
 

@@ -1,4 +1,5 @@
-"""Checkpoints that mlx_lm wrote, quantised and stacked, against mlx_lm's own forward."""
+"""Tests checkpoints written by mlx_lm, quantised and with stacked experts, against mlx_lm's own
+forward."""
 
 from __future__ import annotations
 
@@ -22,13 +23,13 @@ HYBRID = {
     "time_step_limit": [0.01, 2.0],
     "position_embedding_type": "rope",
 }
-"""What mlx_lm has of Granite 4: its norm knows no groups, and its positions are rotated unless a
-file calls them "nope"."""
+"""The part of Granite 4 that mlx_lm supports: one norm group, and rotary embeddings unless
+`position_embedding_type` is "nope"."""
 IDS = tuple(int(token) for token in np.random.default_rng(8).integers(3, 97, 40))
 
 
 def oracle(name: str) -> Any:
-    """A transformers model whose rows can be cut into groups of 32."""
+    """Return a transformers model with row lengths divisible by 32, the group size."""
     from tests import checkpoints
 
     made = {
@@ -54,8 +55,8 @@ def oracle(name: str) -> Any:
 
 
 def converted(name: str, folder: Path, **form: Any) -> Any:
-    """What mlx_lm makes of the oracle: its checkpoint in `folder`, quantised if a form is given,
-    and its model."""
+    """Convert the transformers model with mlx_lm: writes a checkpoint to `folder`, quantised if a
+    format is given, and returns mlx_lm's model."""
     from mlx_lm import utils
 
     from tests import checkpoints
@@ -71,7 +72,7 @@ def converted(name: str, folder: Path, **form: Any) -> Any:
 
 
 def name_as_published(file: Path) -> None:
-    """Give the numbers that transformers renamed the names that checkpoints were published with,
+    """Rename the settings that transformers has renamed back to the names in published checkpoints,
     which mlx_lm reads."""
     config = json.loads(file.read_text())
     config["model_type"] = config["model_type"].removesuffix("_text")
@@ -86,13 +87,13 @@ def name_as_published(file: Path) -> None:
 
 
 def wanted(model: Any) -> np.ndarray:
-    """The log-probabilities of mlx_lm's model."""
+    """Return the log-probabilities of mlx_lm's model."""
     logits = model(mx.array([IDS]))[0].astype(mx.float32)
     return np.array(logits - mx.logsumexp(logits, axis=-1, keepdims=True))
 
 
 def by_name(path: str, module: Any) -> bool | dict[str, Any]:
-    """Eight bits for values and what goes down, plain gates of experts, four bits for all else."""
+    """8 bits for v_proj and down_proj, no quantisation of expert gates, 4 bits for the rest."""
     if path.endswith(("v_proj", "down_proj")):
         return {"group_size": 32, "bits": 8}
     return not path.endswith("mlp.gate")

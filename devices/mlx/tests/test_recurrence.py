@@ -1,5 +1,5 @@
-"""The recurrences in chunks against the same sums token after token in float64, and over many
-tokens whose keys are alike."""
+"""Tests the chunked recurrences against a token-by-token computation in float64, and over many
+tokens with similar keys."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from sglcore_mlx.layers import recurrence
 
 ROWS, HEADS, KEYS, VALUES = 2, 4, 6, 5
 LENGTHS = ((1,), (5,), (16,), (3, 1, 1, 20), (37, 64), (130,))
-"""Of the pieces in which the tokens of a row come."""
+"""Lengths of the pieces into which the tokens of a row are split."""
 SIZES = (1, 4, 16, 64)
 
 Inputs = tuple[np.ndarray, ...]
 
 
 def drawn_delta(seed: int, length: int, alike: float = 0.0) -> Inputs:
-    """q, k, v, g, beta and states; `alike`: keys have so much in common, and little is
-    forgotten."""
+    """Return q, k, v, g, beta and states. `alike`: how similar the keys are; above 0 the state also
+    decays little."""
     rng = np.random.default_rng(seed)
     q, k = (rng.normal(size=(ROWS, HEADS, length, KEYS)) + 20 * alike for _ in range(2))
     q, k = (each / np.linalg.norm(each, axis=-1, keepdims=True) for each in (q, k))
@@ -34,7 +34,7 @@ def drawn_delta(seed: int, length: int, alike: float = 0.0) -> Inputs:
 
 
 def plain_delta(q: np.ndarray, k: np.ndarray, v: np.ndarray, g: np.ndarray, beta: np.ndarray, states: np.ndarray):
-    """Token after token."""
+    """Gated delta rule, token by token."""
     results = []
     for i in range(q.shape[2]):
         states = states * np.exp(g[:, :, i, None, None])
@@ -45,7 +45,7 @@ def plain_delta(q: np.ndarray, k: np.ndarray, v: np.ndarray, g: np.ndarray, beta
 
 
 def drawn_scan(seed: int, length: int) -> Inputs:
-    """x, g, B, C and states, of two groups of two heads."""
+    """Return x, g, B, C and states, for two groups of two heads."""
     rng = np.random.default_rng(seed)
     x = rng.normal(size=(ROWS, 2, 2, length, VALUES))
     before, after = (rng.normal(size=(ROWS, 2, 1, length, KEYS)) for _ in range(2))
@@ -54,7 +54,7 @@ def drawn_scan(seed: int, length: int) -> Inputs:
 
 
 def plain_scan(x: np.ndarray, g: np.ndarray, before: np.ndarray, after: np.ndarray, states: np.ndarray):
-    """Token after token."""
+    """Selective scan, token by token."""
     results = []
     for i in range(x.shape[3]):
         states = states * np.exp(g[..., i, None, None]) + x[..., i, :, None] * before[..., i, None, :]
@@ -69,7 +69,7 @@ RULES = {
 
 
 def by_mlx(rule: Callable, inputs: Inputs, axis: int, pieces: tuple[int, ...], chunk: int):
-    """Piece by piece, each from the states that the one before left."""
+    """Run a rule piece by piece, each from the states after the piece before."""
     *given, states = (mx.array(each.astype(np.float32)) for each in inputs)
     results, first = [], 0
     for length in pieces:
@@ -81,7 +81,7 @@ def by_mlx(rule: Callable, inputs: Inputs, axis: int, pieces: tuple[int, ...], c
 
 
 def holds(module: ModuleType, name: str, seed: int, pieces: tuple[int, ...], chunk: int, atol: float = 2e-5) -> bool:
-    """Whether a module's rule is the plain one."""
+    """Return whether a module's rule gives the token-by-token result."""
     draw, plain, axis = RULES[name]
     inputs = draw(seed, sum(pieces))
     found = by_mlx(getattr(module, name), inputs, axis, pieces, chunk)
@@ -96,7 +96,7 @@ def test_tokens_in_chunks_and_pieces_give_what_they_give_one_by_one(name: str, c
 
 
 def test_keys_that_are_alike_cost_no_precision() -> None:
-    """A series of powers would lose everything here."""
+    """An inverse by a power series would lose all precision here."""
     inputs = drawn_delta(3, 192, alike=1.0)
     found = by_mlx(recurrence.gated_delta_rule, inputs, 2, (192,), 64)
     for one, other in zip(found, plain_delta(*inputs), strict=True):

@@ -1,4 +1,4 @@
-"""Limits of the process are taken at a start and given back at its end."""
+"""Tests that process-wide memory limits are set at start and restored at the end."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from sglcore_mlx.residency import CACHE_SHARE, Residency
 
 
 class Limit:
-    """A limit of the process."""
+    """A process-wide limit; setting it returns the old value."""
 
     def __init__(self, value: int) -> None:
         self.value = value

@@ -1,5 +1,5 @@
-"""Cut-offs on MLX keep exactly the reference's candidates, ties to the lowest ids; and defects that
-this law catches."""
+"""Tests that cut-offs on MLX keep exactly the reference's candidates, with ties broken by the
+lowest id, and that planted defects are detected."""
 
 import math
 import random
@@ -72,8 +72,8 @@ def test_running_sums_are_exact_where_32_bits_and_floats_are_not():
 
 
 def share_that_must_round_up():
-    """A gap and a top_p in 2**-24 for which the best token's weight lies below the share by less
-    than one unit."""
+    """Return a gap and a top_p, in units of 2**-24, for which the best token's weight is less than
+    one unit below the share."""
     best = reference.weight(0)
     for gap in range(1, LIMIT):
         total = best + reference.weight(gap)
@@ -84,8 +84,8 @@ def share_that_must_round_up():
 
 
 def keeps_the_references_candidates(module):
-    """Whether a cut-off module keeps what the reference keeps, on random rows with ties and at
-    shares that end a tie."""
+    """Return whether a cut-off module keeps the reference's candidates, on random rows with ties
+    and with shares that end within a tie."""
     rng, tables = random.Random(7), make_race_tables(64)
     some = [rng.randrange(LIMIT + 1) for _ in range(200)]
     if module.token_weights(mx.array(some, mx.int32), tables.weight).tolist() != [

@@ -1,5 +1,5 @@
-"""Log-probabilities on MLX against float64, ranks and lists with ties to the lowest id; and defects
-that are caught."""
+"""Tests log-probabilities on MLX against float64, ranks and top lists with ties broken by the
+lowest id, and that planted defects are detected."""
 
 import math
 
@@ -13,7 +13,7 @@ from sglcore_mlx.sampling import logprobs
 
 
 def wanted(logits, targets, count):
-    """(chosen, ranks, ids, list) in float64, by sorting on (-logit, id)."""
+    """Return (chosen, ranks, ids, top list) in float64, by sorting on (-logit, id)."""
     rows = np.asarray(logits, np.float64)
     best = rows.max(-1, keepdims=True)
     norm = best + np.log(np.exp(rows - best).sum(-1, keepdims=True))
@@ -24,8 +24,8 @@ def wanted(logits, targets, count):
 
 
 def agrees_with_float64(module):
-    """Whether a module's log-probabilities are float64's within 1e-5, and its ranks and ids
-    exactly."""
+    """Return whether a module's log-probabilities agree with float64 within 1e-5, and its ranks and
+    ids exactly."""
     rng = np.random.default_rng(1)
     logits = np.concatenate([rng.normal(0, 3, (6, 90)), rng.integers(-2, 3, (6, 90))]).astype(np.float32)
     logits[8:10] = np.minimum(logits[8:10], 0.0)

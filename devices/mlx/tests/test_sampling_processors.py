@@ -1,5 +1,5 @@
-"""Penalties, bias, early bans and masks on MLX against the plain formula; and defects that this law
-catches."""
+"""Tests penalties, bias, early bans and masks on MLX against the plain formula, and that planted
+defects are detected."""
 
 import math
 import random
@@ -21,8 +21,8 @@ BANNED = (9, 11)
 
 
 def random_rows(count, seed):
-    """Rows with every kind of processor, their tokens so far (some of them placeholders), and
-    logits float32[count, VOCAB]."""
+    """Return rows with every kind of logit processor, their tokens so far (some are placeholders),
+    and logits float32[count, VOCAB]."""
     rng = random.Random(seed)
     rows = [(SamplingParams(**random_extras(rng, VOCAB)), 1, 0, rng.randrange(1, 6), BANNED) for _ in range(count)]
     history = [[rng.randrange(-2, VOCAB + 2) for _ in range(row[3] + rng.randrange(9))] for row in rows]
@@ -30,7 +30,7 @@ def random_rows(count, seed):
 
 
 def table_of(history, seed=1):
-    """int32[B, L]: the histories with garbage behind them, ids of the vocabulary and others."""
+    """Return int32[B, L]: the histories followed by random ids, valid and invalid ones."""
     width = max(len(tokens) for tokens in history) + 3
     table = np.random.default_rng(seed).integers(-5, VOCAB + 5, (len(history), width)).astype(np.int32)
     for row, tokens in zip(table, history, strict=True):
@@ -39,7 +39,7 @@ def table_of(history, seed=1):
 
 
 def processed(module, logits, rows, history):
-    """float32[B, V] of a module's penalties and bias."""
+    """Return float32[B, V]: logits after a module's penalties and bias."""
     positions = [len(tokens) for tokens in history]
     state = staged(rows, positions, history=table_of(history))
     found = module.apply_penalties(mx.array(logits), state.penalties, state.positions)
@@ -47,8 +47,8 @@ def processed(module, logits, rows, history):
 
 
 def plain(logits, row, tokens):
-    """The formula, one logit at a time in float64: repetition over all tokens, the other two over
-    the output."""
+    """Compute the formula in float64, one logit at a time: the repetition penalty over all tokens,
+    the other two over the output."""
     params, _, _, prompt_len, banned = row
     output, result = tokens[prompt_len:], []
     for v, x in enumerate(logits.tolist()):
@@ -61,7 +61,7 @@ def plain(logits, row, tokens):
 
 
 def follows_the_plain_formula(module):
-    """Whether the penalties and biases of a module are the plain formula's."""
+    """Return whether a module's penalties and bias agree with the plain formula."""
     logits, rows, history = random_rows(30, seed=1)
     found = processed(module, logits, rows, history)
     wanted = [plain(logits[i], row, history[i]) for i, row in enumerate(rows)]

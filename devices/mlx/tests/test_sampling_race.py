@@ -1,5 +1,5 @@
-"""The race on MLX: the golden draws, the reference's integers, ties, bad rows; and defects that
-these laws catch."""
+"""Tests the sampling race on MLX: the golden draws, the reference's integers, ties, bad rows, and
+that planted defects are detected."""
 
 import math
 import random
@@ -57,8 +57,8 @@ def test_a_batch_draws_what_the_reference_draws(seed):
 
 
 def noise_of(module, words):
-    """Gumbel noise that a module makes of given hashes: a row key of zero and one, and ids hashed
-    backwards."""
+    """Return a module's Gumbel noise for given hashes: with row key (0, 1), and the hash inverted
+    to find the ids."""
     seeds = [unmixed(word) for word in words]
     tables = module.make_race_tables(1)
     keys = mx.array([[0, 1]], mx.uint32)
@@ -66,8 +66,8 @@ def noise_of(module, words):
 
 
 def unmixed(word):
-    """The word whose hash under a key of zero and one is `word`: the rounds of `token_hash`
-    undone."""
+    """Return the input with the hash `word` under the key (0, 1): inverts the rounds of
+    `token_hash`."""
     inverse = pow(noise.MIX_2, -1, 1 << 32)
     word ^= word >> 16
     word = word * inverse & noise.WORD
@@ -80,8 +80,8 @@ def test_noise_is_the_references_at_every_edge():
 
 
 def draws_the_references_tokens(module):
-    """Whether hashes, keys, gaps and ties of a race module give the reference's tokens on level and
-    steep rows."""
+    """Return whether a race module's hashes, keys, gaps and ties give the reference's tokens, on
+    rows of equal and of unequal logits."""
     rng, vocab_size = random.Random(4), 97
     logits = np.array([[0.0] * vocab_size, (HALVES * 3)[:vocab_size], [-0.25 * v for v in range(vocab_size)]])
     logits = np.tile(logits, (40, 1)).astype(np.float32)
@@ -105,7 +105,8 @@ def draws_the_references_tokens(module):
 
 
 def level_tables(module):
-    """Tables of four tokens whose hashes are the same, so that all scores of a level row are."""
+    """Return tables of four tokens with equal hashes, so all scores of a row of equal logits are
+    equal."""
     tables = module.make_race_tables(4)
     return module.RaceTables(tables.gumbel, tables.weight, tables.ids, mx.zeros(4, mx.uint32))
 

@@ -1,5 +1,5 @@
-"""Whole batches on MLX against the torch sampler, bit for bit, as they are and inside `mx.compile`;
-and defects that the comparison catches."""
+"""Tests whole batches on MLX against the torch sampler, bit for bit, eagerly and in `mx.compile`,
+and that planted defects are detected."""
 
 import random
 
@@ -19,7 +19,7 @@ BANNED = (3, 4)
 
 
 class Case:
-    """A random batch with every kind of processor: what both samplers are given, as numpy
+    """A random batch with every kind of logit processor: the inputs of both samplers, as numpy
     arrays."""
 
     def __init__(self, seed, vocab_size=120, plain=False):
@@ -41,7 +41,7 @@ class Case:
 
 
 def random_masks(seed, count, vocab_size):
-    """Some rows, in no order, and the bits of what each may draw."""
+    """Return some rows in random order, and the bit masks of the tokens that each may draw."""
     rng = np.random.default_rng(seed)
     rows = rng.permutation(count)[: rng.integers(1, count + 1)].astype(np.int32)
     allowed = np.pad(rng.random((len(rows), vocab_size)) < 0.7, ((0, 0), (0, -vocab_size % 32)))
@@ -49,7 +49,7 @@ def random_masks(seed, count, vocab_size):
 
 
 def by_torch(case):
-    """(tokens, bad rows, logprobs or None) of the torch sampler, as numpy arrays."""
+    """Return (tokens, bad rows, logprobs or None) of the torch sampler, as numpy arrays."""
     import torch
 
     from sglcore.conformance import sampling_state as torch_state
@@ -70,8 +70,8 @@ def by_torch(case):
 
 
 def by_mlx(case, compiled=False, own=False, module=sampler_module):
-    """The same of a sampler module on MLX; `compiled` as a whole, or the draw alone by the
-    sampler's `own` means."""
+    """Return the same of a sampler module on MLX. `compiled`: all in `mx.compile`; `own`: the
+    sampler compiles its draw."""
     sampler, needs = module.Sampler(case.logits.shape[1], compiled=own), case.host.needs
 
     def draw(logits, positions, parts, more):
@@ -93,8 +93,8 @@ def by_mlx(case, compiled=False, own=False, module=sampler_module):
 
 
 def differences(found, wanted):
-    """What differs between two results: tokens, bad rows, ranks and ids in any bit; logprobs by
-    more than 1e-5."""
+    """Return the names of the parts that differ: tokens, bad rows, ranks and ids in any bit;
+    logprobs by more than 1e-5."""
     (tokens, bad, lists), (torch_tokens, torch_bad, torch_lists) = found, wanted
     names = [] if np.array_equal(tokens, torch_tokens) else ["tokens"]
     names += [] if np.array_equal(bad, torch_bad) else ["bad rows"]

@@ -1,5 +1,5 @@
-"""The HTTP server on this device: the same frontend, an engine process without torch, structured
-output included."""
+"""Tests the HTTP server on this device, with an engine process without torch, including structured
+output."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SCHEMA = {
 
 @contextmanager
 def serving(*flags: str) -> Iterator[str]:
-    """A server of the embedded model, as a process of its own on a free port."""
+    """Run a server of the embedded model in its own process on a free port."""
     command = [sys.executable, "-m", "sglcore.cli", "serve", "--device", "mlx", "--port", "0", "--quiet", *flags]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment())
     try:
@@ -39,7 +39,7 @@ def serving(*flags: str) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    """One for all tests."""
+    """URL of one server for all tests."""
     with serving() as address:
         yield address
 

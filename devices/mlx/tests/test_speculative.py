@@ -1,5 +1,5 @@
-"""Proposals change no text: with any drafter, drawn or greedy, compiled or not, planned ahead or
-not, tokens and log-probabilities are those of plain decode."""
+"""Tests that speculation does not change output: with any drafter, sampled or greedy, compiled or
+not, with or without overlap, tokens and log-probabilities equal those of plain decode."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def plain(folder: Path) -> Iterator[TokenEngine]:
-    """Proposes nothing."""
+    """An engine without speculation."""
     with TokenEngine(folder, max_requests=len(PROMPTS)) as engine:
         yield engine
 
 
 @pytest.fixture(scope="module")
 def wanted(plain: TokenEngine) -> Ran:
-    """What comes without proposals."""
+    """The results without speculation."""
     found = run(plain)
     assert "stop" in found.reasons and found.proposed == 0
     return found
@@ -57,7 +57,7 @@ def wanted(plain: TokenEngine) -> Ran:
 
 @pytest.fixture
 def engines(folder: Path) -> Iterator[Engines]:
-    """Makes engines that propose, and closes them."""
+    """A function that makes engines with speculation; closes them at the end."""
     made: list[TokenEngine] = []
 
     def make(drafter: str, wanted: Ran, tokens: int | None = 4, kind: str = "ngram", **settings: Any) -> TokenEngine:
@@ -103,7 +103,7 @@ def test_a_token_that_is_no_number_in_that_place_is_caught(tmp_path: Path, monke
 
 
 def check_spoiled(folder: Path, drafter: str) -> None:
-    """Tokens that nobody draws have embeddings that are not numbers."""
+    """Assert that output is the same with NaN embeddings of tokens that are never sampled."""
     write_tiny(folder, spoiled=True)
     never = [{"temperature": 1.0, "seed": seed, "logit_bias": dict.fromkeys(SPOILED, -(2.0**30))} for seed in range(4)]
     given: dict[str, Any] = {"prompts": PROMPTS[:4], "samplings": never}
@@ -131,7 +131,7 @@ def test_neither_pages_nor_the_number_of_proposals_change_a_text(
 def test_who_is_always_right_saves_steps_and_who_never_is_saves_none(engines: Engines, wanted: Ran) -> None:
     prompts = {"prompts": PROMPTS[:2], "samplings": SAMPLING[:2]}
     found = {name: run(engines(name, wanted, 3), overlap=False, **prompts) for name in DRAFTERS}
-    # The prompts' step draws the first token; then four at a time.
+    # The prompts' step gives the first token; each later step gives up to four.
     assert found["oracle"].steps == 1 + -(-(TOKENS - 1) // 4)
     assert found["adversary"].steps == TOKENS and found["adversary"].accepted == 0
     assert found["oracle"].steps < found["guessing"].steps < found["adversary"].steps
@@ -152,13 +152,13 @@ def test_texts_that_repeat_take_few_steps(tmp_path: Path, tokens: int, overlap: 
     with TokenEngine(folder, speculative="ngram", draft_tokens=tokens) as engine:
         found = run(engine, **given, overlap=overlap)
     check_same(found, alone)
-    # Of the first round nothing is known.
+    # In the first round the drafter knows no text.
     assert 84 / (found.steps - 12) >= 0.7 * (tokens + 1), found
 
 
 def write_circle(folder: Path, length: int) -> tuple[Path, list[int]]:
-    """A checkpoint whose greedy texts are so many tokens again and again, and these: after each
-    token the next one."""
+    """Write a checkpoint with greedy output that cycles through `length` tokens. Return the folder
+    and the tokens in order."""
     write_tiny(folder)
     weights = load_file(folder / "model.safetensors")
     for name, weight in weights.items():
@@ -208,9 +208,9 @@ def test_lengths_go_by_what_is_right_where_nobody_asks_for_one(engines: Engines,
 
 
 GRAMMARS = (11, None, 12, 13, None, 14, 15)
-"""The seed of each prompt's grammar; None: it is free."""
+"""The seed of each prompt's grammar; None: no grammar."""
 CHANGING = (12, 14)
-"""Of these, those that add to logits too."""
+"""Seeds of the grammars that also add to logits."""
 
 
 def constrain(requests: list[Request]) -> None:
@@ -282,7 +282,7 @@ def test_what_is_proposed_and_right_is_what_it_is_on_the_processors_device(
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_embedded_model_writes_what_it_writes_without(dtype: str) -> None:
-    """Drawn with a temperature, eight requests at once."""
+    """Greedy and sampled requests in one batch."""
     from sglcore.engine.start import embedded_model
 
     prompts = random_prompts(5, (9, 30, 17, 4), 900)

@@ -1,5 +1,5 @@
-"""What a start verifies, and what it refuses by name: before a model is read, or before its weights
-are."""
+"""Tests which speculative settings a start accepts, and which it refuses by name before it reads a
+model or its weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Defects planted where proposals are verified: each changes a text, or a number of steps."""
+"""Tests with defects planted in the verification of draft tokens: each changes the output or the
+number of steps."""
 
 from __future__ import annotations
 
@@ -57,7 +58,7 @@ class PositionsShifted(SpeculativeStepper):
 
 
 class SeesAhead(SpeculativeStepper):
-    """A token sees those that are verified after it."""
+    """A token attends to the tokens that are verified after it."""
 
     def _place(self, *given: Any) -> Placed:
         return Ahead(*(getattr(super(SeesAhead, self)._place(*given), name) for name in ("ids", "positions", "owners")))
@@ -76,7 +77,7 @@ class Ahead(Placed):
 
 
 class WritesPastItsCells(SpeculativeStepper):
-    """Whatever has no cell is verified all the same."""
+    """Tokens without a KV slot are verified too."""
 
     def _place(self, slots: mx.array, limits: mx.array, *given: Any) -> Placed:
         return super()._place(slots, limits + TOKENS, *given)
@@ -104,7 +105,8 @@ def test_a_defect_changes_a_text(engines: Engines, wanted: Ran, defect: type[Spe
 
 
 def test_tokens_without_cells_are_not_verified(engines: Engines, wanted: Ran) -> None:
-    """Small pages that are handed out in any order: what lies past a request's is another's."""
+    """With small pages in random order, the KV slots past a request's own belong to another
+    request."""
     given: dict[str, Any] = {"pages": 36, "scramble": 4}
     check_same(run(engines("oracle", wanted), **given), wanted)
     engine = engines("oracle", wanted)
@@ -142,7 +144,7 @@ class PenaltiesOfTheRoot(SampleStep):
         if history is None or logits.shape[0] % (TOKENS + 1):
             return super()._draw(logits, positions, arrived, history)
         columns = mx.arange(history.shape[1])[None]
-        # What is behind the root is no token.
+        # The entries after the root are not tokens.
         hidden = mx.where(columns < _of_the_root(positions)[:, None], history, -1)
         return super()._draw(logits, positions, arrived, hidden)
 
@@ -218,7 +220,7 @@ def test_padding_that_writes_to_a_living_cell_is_caught(
 
 
 def _with_other_ids(self: Any, slots: mx.array, *given: Any) -> Placed:
-    """Rows that repeat the first one's slot bring a token of their own, as padding rows do."""
+    """Gives rows that repeat the first row's slot, as padding rows do, another token."""
     made = module.place(self._state.last, self._drafts, slots, *given)
     repeats = (mx.arange(slots.shape[0]) > 0) & (slots == slots[0])
     return Placed(mx.where(repeats[:, None], 7, made.ids), made.positions, made.owners)

@@ -1,5 +1,5 @@
-"""Where tokens to verify go, how far proposals are right, and what is proposed: against searches by
-hand, and the core's own."""
+"""Tests the placement of draft tokens, their acceptance, and the drafter, against simple
+implementations in Python and the core's."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ SLOTS, TOKENS, VOCAB = 9, 4, 5
 
 
 def by_hand(text: list[int], tokens: int, least: int, most: int) -> list[int]:
-    """The longest suffix first, then the latest place where it occurred; again and again where that
-    ends."""
+    """Return the draft tokens: those after the latest occurrence of the longest matching suffix,
+    repeated when they reach the end of the text."""
     for length in range(min(most, len(text) - 1), least - 1, -1):
         suffix = text[len(text) - length :]
         for end in range(len(text) - 1, length - 1, -1):
@@ -33,8 +33,8 @@ def by_hand(text: list[int], tokens: int, least: int, most: int) -> list[int]:
 
 
 def texts(seed: int) -> tuple[list[list[int]], NDArray[np.int32], NDArray[np.int32], tuple[int, int, int]]:
-    """Five texts, as rows of a table with something behind their ends, their last places, and how
-    many are looked for."""
+    """Return five texts, a table with them as rows and a filler after their ends, their last
+    positions, and (draft tokens, shortest suffix, longest suffix)."""
     rnd = random.Random(seed)
     found = [[rnd.randint(0, rnd.choice([1, 3, 9])) for _ in range(rnd.randint(1, 30))] for _ in range(5)]
     least = rnd.randint(1, 3)
@@ -65,7 +65,8 @@ def test_proposals_are_those_of_the_core(seed: int) -> None:
 
 
 def tables(seed: int) -> dict[str, NDArray[np.int32]]:
-    """Four requests, whose limits lie before the root, within what is verified, and behind it."""
+    """Return tables of four requests with limits before the root, among the verified tokens, and
+    after them."""
     rng = np.random.default_rng(seed)
     proposals = rng.integers(0, VOCAB, (SLOTS, TOKENS))
     proposals[np.arange(TOKENS) >= rng.integers(0, TOKENS + 1, (SLOTS, 1))] = NONE
@@ -84,7 +85,7 @@ def tables(seed: int) -> dict[str, NDArray[np.int32]]:
 
 
 def drawn_of(given: dict[str, NDArray[np.int32]], width: int) -> NDArray[np.int32]:
-    """Often what was proposed."""
+    """Return drawn tokens that often equal the draft tokens."""
     drawn = given["guess"][:, :width].copy()
     proposed = np.maximum(given["proposals"][given["slots"]], 0)[:, : width - 1]
     is_right = np.random.default_rng(int(drawn.sum())).random(proposed.shape) < 0.8
@@ -140,7 +141,7 @@ def test_places_and_runs_are_those_of_the_core(seed: int, width: int) -> None:
     place_proposals(*state, known["slots"], known["limits"], known["nodes"], ids, positions, seq_lens, owners)
     mine = placed.ids.reshape(-1), placed.positions.reshape(-1), placed.lengths, placed.owners.reshape(-1)
     proposed = given["proposals"][given["slots"]][:, : width - 1]
-    # What stands where nothing is proposed is never right.
+    # A missing draft token is never accepted.
     mine[0][:] = mx.array(np.where(np.pad(proposed, ((0, 0), (1, 0))) < 0, 0, np.array(placed.ids)).reshape(-1))
     for one, other in zip(mine, (ids, positions, seq_lens, owners), strict=True):
         assert one.tolist() == other.tolist()
@@ -162,15 +163,16 @@ def test_cells_of_tokens_that_are_not_verified_are_those_of_padding() -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("threads", [1, 2])
 def test_logits_of_several_tokens_of_a_request_are_those_of_one_after_the_other(dtype: str, threads: int) -> None:
-    """How strict a law of texts can be: on this machine every row has the bits that it has alone;
-    what is held is a bound."""
+    """Shows how strict the comparisons of output can be: on this machine every row has the same
+    bits as alone; the test asserts a bound."""
     with running(dtype=dtype, threads=threads, graph="off", kv_cache_memory=32 << 20) as built:
         largest = built["stream_thread"].call(largest_difference, built, 3, 5)
     assert largest <= {"float32": 1e-4, "bfloat16": 0.1}[dtype], largest
 
 
 def largest_difference(built: Any, requests: int, width: int) -> float:
-    """Of the logits of so many tokens behind twenty others, in one step and one by one."""
+    """Return the largest difference between the logits of `width` tokens after twenty others,
+    computed in one step and one by one."""
     model, attention, first = built["model"], built["attention"], 20
     forward, page_size = DecodeForward(model, attention), built["sizes"].page_size
     ids = np.random.default_rng(0).integers(5, model.config.vocab_size, (requests, first + width)).astype(np.int32)

@@ -1,6 +1,6 @@
-"""Random traces of a device that verifies proposals: arrivals, aborts, stops, shared prefixes, too
-few pages. A request gets the tokens and the log-probabilities that it gets alone, without any, and
-every page and slot comes back. No torch."""
+"""Random traces of a device with speculation: arrivals, aborts, stops, shared prefixes, too few
+pages. A request gets the same tokens and log-probabilities as alone and without speculation, and
+every page and slot is freed. Does not use torch."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ MOST = 3
 
 
 class Remembering:
-    """Proposes what came after the same beginning in texts that are known, with mistakes. Waits for
-    the device."""
+    """Proposes the continuation of the same prefix in known texts, with mistakes. Waits for the
+    device."""
 
     def __init__(self, truth: Truth) -> None:
         self._truth = truth
@@ -34,7 +34,7 @@ class Remembering:
         self._next: dict[bytes, list[int]] = {}
 
     def learn(self) -> None:
-        """The texts that are known by now, each of its beginnings by itself."""
+        """Store the continuation of every prefix of the texts known so far."""
         for found in self._truth._known.values():
             text = np.array([*found.prompt, *found.tokens], np.int32)
             for end in range(len(found.prompt), len(text)):
@@ -56,7 +56,7 @@ class Remembering:
 
 @pytest.fixture(scope="module")
 def proposing(folder) -> Iterator[TokenEngine]:
-    """Verifies another number of proposals at each step."""
+    """An engine that verifies a different number of draft tokens at each step."""
     with open_engine(folder, speculative="ngram", draft_tokens=MOST) as made:
         yield made
 

@@ -1,5 +1,5 @@
-"""States beside cells on a hybrid: random lives with few snapshots, compiled steps whose padding is
-inert, pools that no step copies, and what a step moves. No torch.
+"""Tests of recurrent states on a hybrid model: random traces with few snapshots, inert padding of
+compiled steps, no copies of pools, and the moves of states. Does not use torch.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from sglcore_mlx.states import NONE, StatePool, state_bytes
 
 CHANNELS = 4 * 8 + 2 * 2 * 6
 STATE = 2 * 4 * (2 * CHANNELS + 4 * 8 * 6)
-"""Bytes of a request's state: in two layers, two tokens of the convolution and a matrix of each
+"""Bytes of a request's state: two layers with two tokens of the convolution and one matrix per
 head, in float32."""
 SNAPSHOTS = 3
 SEEDS = (3, 4, 13)
@@ -39,7 +39,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def opened(folder: Path, **settings: Any) -> TokenEngine:
-    """A device with few snapshots."""
+    """Start a device with few snapshots."""
     return open_engine(folder, **{"snapshot_memory": SNAPSHOTS * STATE, **settings})
 
 
@@ -71,7 +71,8 @@ def test_random_lives_give_each_request_what_it_gets_alone(engine: TokenEngine, 
 
 
 def live_by_slices(folder: Path, truth: Truth) -> set[str]:
-    """Lives whose prompts come by slices of one layer or two; the paths of their steps."""
+    """Run traces with layered prefill, one or two layers at a time; return the paths of the
+    steps."""
     with opened(folder, prompt_slices="1") as engine:
         for seed in SLICED_SEEDS:
             check_life(life_of(seed), play(engine.recorder, life_of(seed), overlap=True), truth)
@@ -92,7 +93,7 @@ def test_states_that_a_decode_step_left_between_two_slices_are_written(
 
 
 def lost_tails(patch: pytest.MonkeyPatch) -> None:
-    """A chunk leaves the convolution what it found."""
+    """A chunk does not update the convolution's state."""
     sound = CausalConv.__call__
 
     def defect(self: CausalConv, x: mx.array, tails: mx.array) -> tuple[mx.array, mx.array]:
@@ -105,24 +106,24 @@ class EarlySnapshots(StatePool):
     """Takes snapshots before the step."""
 
     def take(self, batch: ScheduleBatch, rows: int) -> list[Any]:
-        """Remembered."""
+        """Remember the states before the step."""
         self.taken = super().take(batch, rows)
         return self.taken
 
     def leave(self, batch: ScheduleBatch, states: list[Any]) -> None:
-        """Of what was taken."""
+        """Write snapshots from the states before the step."""
         super().leave(batch, self.taken)
         self._write(self._left.kept, self._left.copies)
         self._left = replace(self._left, states=states, kept=NONE, copies=NONE)
 
 
 def early(patch: pytest.MonkeyPatch) -> None:
-    """States are kept by a pool with this defect."""
+    """Use the pool with this defect."""
     patch.setattr(bring_up, "StatePool", EarlySnapshots)
 
 
 def rows(patch: pytest.MonkeyPatch) -> None:
-    """Every part of a prompt step begins with the states of the first row."""
+    """Every part of a prompt step begins with the states of the first rows."""
     patch.setattr(stepper, "extend_forward", planted(forward, "first += rows", "first += 0").extend_forward)
 
 
@@ -140,7 +141,7 @@ DEFECTS: dict[str, tuple[str, str]] = {
 
 
 def is_caught(folder: Path, truth: Truth) -> bool:
-    """Whether some life does not give what requests get alone."""
+    """Return whether a trace gives a request another result than it gets alone."""
     for seed in SEEDS:
         with opened(folder) as broken:
             try:
@@ -174,8 +175,8 @@ def test_a_planted_defect_of_the_states_is_caught(
 
 
 def check_padding(folder: Path, patch: pytest.MonkeyPatch, pool: type[StatePool]) -> None:
-    """Padding rows compute with what is no number; a batch of one to three fills up to four.
-    Nothing is compiled here, which takes seconds for each expression."""
+    """Padding rows compute with NaN; a batch of one to three rows is padded to four. `mx.compile`
+    is replaced, because it takes seconds for each expression."""
     write_tiny(folder, spoiled=True, hybrid=True)
     never = {"logit_bias": dict.fromkeys(SPOILED, -1e9), "temperature": 0.8}
     prompts = random_prompts(7, (5, 11, 3))
@@ -200,7 +201,7 @@ def test_padding_rows_that_are_written_are_caught(tmp_path: Path, monkeypatch: p
 
 
 def batch_of(slots: list[int], **moves: list[int]) -> ScheduleBatch:
-    """A decode step of these slots, `state_from` and `state_to` as given."""
+    """Return a decode step of these slots, with `state_from` and `state_to` as given."""
     count = len(slots)
     one = np.ones(count, np.int32)
     given: dict[str, Any] = {name: np.array(values, np.int32) for name, values in moves.items()}
@@ -221,7 +222,7 @@ def batch_of(slots: list[int], **moves: list[int]) -> ScheduleBatch:
 
 
 def step(pool: StatePool, batch: ScheduleBatch, rows: int) -> list[float]:
-    """One step that adds one to each row: what the rows were before it."""
+    """Run a step that adds one to each row; return the rows from before it."""
     (taken,) = pool.take(batch, rows)
     pool.leave(batch, [[each + 1 for each in taken]])
     first, second = (np.array(each.astype(mx.float32)) for each in taken)
@@ -237,7 +238,7 @@ def test_states_follow_their_slots_through_batches_snapshots_and_restores() -> N
     assert state_bytes(LAYERS) == 2 * 3 + 4 * 8
     assert step(pool, batch_of([2, 1], state_from=[0, 0], page_counts=[0, 0]), 2) == [0, 0]
     assert step(pool, batch_of([2, 1], state_to=[0, 2]), 4) == [1, 1, 0, 0]
-    assert step(pool, batch_of([2, 1]), 4) == [2, 2, 1, 1]  # the same rows, padding with them
+    assert step(pool, batch_of([2, 1]), 4) == [2, 2, 1, 1]  # the same rows, including padding
     assert step(pool, batch_of([1, 3], state_from=[-1, 2], page_counts=[1, 0]), 2) == [3, 2]
     assert step(pool, batch_of([3, 2, 1], state_to=[1, 0, 0]), 3) == [3, 3, 4]
     assert step(pool, batch_of([1], state_from=[1]), 1) == [4]
@@ -261,7 +262,7 @@ def test_nothing_moves_while_the_same_requests_decode(monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("is_held", [False, True])
 def test_a_batch_that_changes_copies_no_pool_unless_something_holds_it(is_held: bool) -> None:
-    """Rows that come and go are written where they belong; the pools themselves stay in place."""
+    """Rows are written to their places in the pools, and the pools are not copied."""
     pool = StatePool([[StateShape((1 << 18,), mx.float32)]] * 2, max_requests=30, num_snapshots=1)
     before = mx.get_active_memory()
     mx.reset_peak_memory()
@@ -271,7 +272,7 @@ def test_a_batch_that_changes_copies_no_pool_unless_something_holds_it(is_held: 
         batch = batch_of(slots, state_from=[0 if slots == [4] else -1] * len(slots))
         pool.leave(batch, [[each + 1 for each in layer] for layer in pool.take(batch, len(slots))])
         mx.eval(pool.arrays())
-    copied = mx.get_peak_memory() - before > 16 << 20  # a pool has 32
+    copied = mx.get_peak_memory() - before > 16 << 20  # a pool has 32 MiB
     assert copied is is_held
 
 

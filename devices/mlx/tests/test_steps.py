@@ -1,5 +1,4 @@
-"""What may not change a number: compiled steps, their padding, and how many streams share the
-work."""
+"""Tests that compiled steps, their padding, and the number of streams do not change results."""
 
 from __future__ import annotations
 
@@ -20,8 +19,8 @@ LENGTHS = (3, 17, 40, 9, 33)
 
 
 def run(sampling: dict[str, Any], overlap: bool = True, **settings: Any) -> tuple[list[Request], set[str]]:
-    """Prompts that join one after the other and end at different times; the paths of their
-    steps."""
+    """Run prompts that join one after the other and end at different times; also return the paths
+    of the steps."""
     with running(dtype="float32", **settings) as built:
         worker, paths = built["worker"], set()
         scheduler = Scheduler(worker.limits)
@@ -91,7 +90,7 @@ def test_sharing_the_work_over_two_streams_changes_nothing() -> None:
 
 
 def _padded_with(slot: int):
-    """Padding rows that take a living request's slot and write to its cell."""
+    """Defect: padding rows use a running request's slot and write to its KV slot."""
     right = stepper.decode_inputs
 
     def wrong(batch_type: Any, batch: Any, *others: Any) -> DecodeInputs:
@@ -112,7 +111,7 @@ def test_padding_that_writes_to_a_living_cell_is_caught(monkeypatch: pytest.Monk
 
 
 def test_tokens_of_the_step_before_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A defect of overlap: a step that reads the tokens of two steps ago."""
+    """Defect of overlap: a step reads the tokens of two steps ago."""
     wanted, _ = run(SAMPLING["greedy"], graph="off")
     held: list[Any] = []
     right = stepper.Stepper._decode_logits

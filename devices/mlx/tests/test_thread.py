@@ -1,4 +1,4 @@
-"""The stream's thread: calls in order, results and errors at their caller."""
+"""Tests of the stream's thread: calls run in order; results and errors reach the caller."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Random traces of a started device: arrivals, aborts, stops, shared prefixes, too few pages.
-Whatever happens, a request gets the tokens and the log-probabilities that it gets alone, and every
-page and slot comes back. No torch.
+"""Random traces of a started device: arrivals, aborts, stops, shared prefixes, too few pages. A
+request always gets the same tokens and log-probabilities as alone, and every page and slot is
+freed. Does not use torch.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from sglcore_mlx.stepper import Stepper
 CONTEXT = 48
 PAGE_SIZE = 4
 TOLERANCE = 1e-4
-"""Nats between two shapes of the same sums in float32."""
+"""Tolerance in nats between float32 sums computed with different shapes."""
 
 SEEDS = range(24)
 MOST_TICKS = 1500
@@ -58,7 +58,7 @@ MOST_TICKS = 1500
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A request to come at a tick. `leader`: the place of a sibling with the same prompt, or
+    """A request that arrives at a tick. `leader`: the index of a sibling with the same prompt, or
     None."""
 
     tick: int
@@ -72,7 +72,7 @@ class Arrival:
 
 @dataclass(frozen=True, slots=True)
 class Life:
-    """What happens when: `ends` are (tick, place of the request, "abort" or "stop")."""
+    """The events of a trace: `ends` are (tick, index of the request, "abort" or "stop")."""
 
     drive: Drive
     arrivals: tuple[Arrival, ...]
@@ -81,14 +81,14 @@ class Life:
 
 @dataclass(slots=True)
 class Lived:
-    """What came of a life, request by request, and the scheduler's counts at its end."""
+    """The result of each request of a trace, and the scheduler's counts at its end."""
 
     results: list[Result]
     stats: SchedulerStats
 
 
 def draw_life(rnd: Random) -> Life:
-    """A small life; everything that could interact is small enough to collide."""
+    """Return a random trace, with sizes so small that requests often affect each other."""
     pages = CONTEXT // PAGE_SIZE + rnd.choice([0, 1, 2, 5, 20])
     drive = Drive(chunk=rnd.choice([1, 2, 5, 16, 64]), pages=pages, prefix_cache=rnd.random() < 0.7)
     common = [rnd.randrange(FIRST_TOKEN, VOCAB) for _ in range(CONTEXT)]
@@ -124,7 +124,7 @@ def _draw_params(rnd: Random) -> SamplingParams:
 
 
 def make_request(place: int, arrival: Arrival, leader: Request | None = None) -> Request:
-    """The scheduler's request."""
+    """Return the scheduler's request."""
     prompt = np.array(arrival.prompt, np.int32)
     return Request(
         f"r{place}", prompt, arrival.params, arrival.seed, arrival.sample_index, arrival.stop_ids, leader=leader
@@ -132,7 +132,7 @@ def make_request(place: int, arrival: Arrival, leader: Request | None = None) ->
 
 
 def play(recorder: RecordingWorker, life: Life, *, overlap: bool) -> Lived:
-    """Live it to its end; every page and slot is counted after every step."""
+    """Run a trace to its end, counting all pages and slots after every step."""
     recorder.next_scheduler()
     scheduler = Scheduler(narrowed(recorder.limits, life.drive), prefix_cache=life.drive.prefix_cache)
     loop = Loop(scheduler, recorder, overlap=overlap)
@@ -164,15 +164,15 @@ def _happen(scheduler: Scheduler, life: Life, requests: Sequence[Request], tick:
 
 
 class Truth:
-    """What each request gets alone: whole prompts, all pages, one step at a time; kept, because
-    traces meet it again."""
+    """The result of each request alone: whole prompts, all pages, no overlap. Cached, because
+    several traces need it."""
 
     def __init__(self, recorder: RecordingWorker) -> None:
         self._recorder = recorder
         self._known: dict[Arrival, Result] = {}
 
     def __call__(self, arrival: Arrival) -> Result:
-        """The result of a life with this request only."""
+        """Return the result of a trace with this request only."""
         if arrival not in self._known:
             alone = Life(Drive(prefix_cache=False), (replace(arrival, tick=0, leader=None),), ())
             self._known[arrival] = play(self._recorder, alone, overlap=False).results[0]
@@ -180,8 +180,8 @@ class Truth:
 
 
 def check_life(life: Life, lived: Lived, truth: Callable[[Arrival], Result]) -> None:
-    """Everybody's tokens and scores are those of a run alone, up to where a request was ended from
-    outside."""
+    """Assert that every request has the same tokens and log-probabilities as alone, up to where it
+    was aborted or stopped."""
     ended = {place for _, place, _ in life.ends}
     for place, (arrival, found) in enumerate(zip(life.arrivals, lived.results, strict=True)):
         wanted = truth(arrival)
@@ -202,8 +202,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def open_engine(folder: Path, **settings: Any) -> TokenEngine:
-    """A device on a checkpoint, with a short context, and with work on more than one stream where
-    it is a processor."""
+    """Start a device on a checkpoint, with a short context, and on a CPU with more than one
+    stream."""
     fixed = {"max_model_len": CONTEXT, "max_requests": 4, "page_size": PAGE_SIZE, "poison": True, "threads": 2}
     return TokenEngine(folder, **{**fixed, **settings})
 
@@ -272,8 +272,7 @@ def test_a_prompt_in_chunks_of_one_token_is_not_taken_for_decoding(engine: Token
 
 
 def check_one_token_chunks(recorder: RecordingWorker, whole: TokenEngine) -> None:
-    """Two prompts token by token, beside each other, after another request ran in the same
-    slots."""
+    """Run two prompts together, token by token, after another request ran in the same slots."""
     life = Life(Drive(prefix_cache=False), tuple(_plain_arrival(0, prompt) for prompt in random_prompts(5, (9, 6))), ())
     wanted = play(whole.recorder, life, overlap=False)
     for chunk in (1, 2):
@@ -307,7 +306,7 @@ def _plain_arrival(tick: int, prompt: Sequence[int], **sampling: Any) -> Arrival
 
 
 class TakesOneTokenForDecode(Changed):
-    """A row with one token is taken to bring its slot's last sampled token."""
+    """Treats a row with one token as its slot's last sampled token."""
 
     def change(self, batch: ScheduleBatch) -> None:
         counts = np.diff(batch.token_offsets)
@@ -317,21 +316,21 @@ class TakesOneTokenForDecode(Changed):
 
 
 class KeepsSamplingState(Changed):
-    """All batches are taken to have one composition."""
+    """Treats all batches as having the same composition."""
 
     def change(self, batch: ScheduleBatch) -> None:
         batch.composition = 1
 
 
 class ForgetsHistory(Changed):
-    """A row enters its slot without the tokens before."""
+    """Drops the earlier tokens of a row that enters its slot."""
 
     def change(self, batch: ScheduleBatch) -> None:
         batch.history_ids = batch.history_offsets = None
 
 
 class DropsNewPages(Changed):
-    """Pages that come while a request decodes are forgotten."""
+    """Drops the pages that a request gets while it decodes."""
 
     def change(self, batch: ScheduleBatch) -> None:
         if batch.forward_mode.is_decode:
@@ -377,8 +376,8 @@ NEVER_SPOILED = {"logit_bias": dict.fromkeys(SPOILED, -1e9), "temperature": 0.8}
 
 
 def test_a_prompt_whose_numbers_are_none_ends_alone_and_leaves_no_trace(tmp_path: Path) -> None:
-    """Token 1 of this checkpoint has no number as embedding: its request ends with an error, in
-    whatever company."""
+    """Token 1 of this checkpoint has a NaN embedding: its request ends with an error in any
+    batch."""
     good = [_plain_arrival(tick, ids, **NEVER_SPOILED) for tick, ids in enumerate(random_prompts(6, (5, 11, 3, 8)))]
     bad = [_plain_arrival(tick, (7, SPOILED[1], 9), **NEVER_SPOILED) for tick in (0, 2, 3)]
     arrivals = (bad[0], good[0], good[1], bad[1], good[2], good[3], bad[2])
@@ -394,8 +393,8 @@ def test_a_prompt_whose_numbers_are_none_ends_alone_and_leaves_no_trace(tmp_path
 
 
 def test_padding_rows_of_compiled_steps_are_inert(tmp_path: Path) -> None:
-    """Padding rows compute with what is no number, and write it to page 0; a batch of one to three
-    fills up to four."""
+    """Padding rows compute with NaN and write it to page 0; a batch of one to three rows is padded
+    to four."""
     prompts = random_prompts(7, (5, 11, 3))
     with open_engine(write_tiny(tmp_path, spoiled=True)) as eager:
         wanted = [eager.session().run([prompt], 12, **NEVER_SPOILED)[0] for prompt in prompts]

@@ -1,5 +1,5 @@
-"""The worker contract step by step, without a scheduler: submit does not wait, tickets are
-collected once, a step's error comes out of its collect, and closing ends everything. No torch.
+"""Tests of the worker contract without a scheduler: submit does not wait, tickets are collected
+once, collect raises a step's error, and close ends everything. Does not use torch.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from sglcore_mlx.worker import MlxWorker
 PROMPT = random_prompts(1, (6,))[0]
 PAGE_SIZE = DEFAULTS["page_size"]
 SECONDS = 30
-"""No test waits longer for another thread."""
+"""Timeout of waits for other threads."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One request in a step: its slot, tokens computed before, this step's tokens, and the pages
-    that come new."""
+    """One request in a step: its slot, the number of tokens computed before, this step's tokens,
+    and its new pages."""
 
     slot: int
     prefix: int
@@ -52,7 +52,7 @@ class Row:
 
 
 def make_step(number: int, mode: ForwardMode, rows: Sequence[Row], *, composition: int = 0) -> ScheduleBatch:
-    """A greedy step of these rows, as a scheduler would send it."""
+    """Return a greedy step of these rows, as a scheduler would send it."""
     counts = np.array([len(row.ids) for row in rows], np.int32)
     prefix = np.array([row.prefix for row in rows], np.int32)
     greedy = [(SamplingParams(temperature=0.0, logprobs=2), 0)] * len(rows)
@@ -78,24 +78,24 @@ def _offsets(counts: Sequence[int] | np.ndarray) -> np.ndarray:
 
 
 def prefill(number: int, slot: int = 1, first_page: int = 1, ids: Sequence[int] = PROMPT) -> ScheduleBatch:
-    """A whole prompt in pages of its own."""
+    """Return a step with a whole prompt in its own pages."""
     pages = range(first_page, first_page + -(-len(ids) // PAGE_SIZE))
     return make_step(number, ForwardMode.EXTEND, [Row(slot, 0, ids, tuple(pages))])
 
 
 def decode(number: int, length: int, slot: int = 1, new_pages: Sequence[int] = ()) -> ScheduleBatch:
-    """The next token of a slot with `length` tokens in its cells; which token it is fed, only the
-    device knows."""
+    """Return a decode step of a slot with `length` tokens in the KV cache; only the device knows
+    the input token."""
     return make_step(number, ForwardMode.DECODE, [Row(slot, length, [-slot], new_pages)])
 
 
 def run(worker: ModelWorker, batch: ScheduleBatch) -> BatchResult:
-    """One step; waits."""
+    """Run one step; waits."""
     return worker.collect(worker.submit(batch))
 
 
 def two_tokens(worker: ModelWorker) -> list[int]:
-    """A prompt and a decode, one after the other."""
+    """Run a prompt, then a decode step; return the two tokens."""
     return [int(run(worker, step).token_ids[0]) for step in (prefill(1), decode(2, len(PROMPT)))]
 
 
@@ -180,9 +180,9 @@ def test_what_building_a_step_raises_comes_out_of_its_collect_and_others_go_on(w
 
 
 class Exploding:
-    """A model that divides by a singular matrix where it has three tokens: an error that only
-    running it can raise. After `further` operations MLX has the error before it waits for the step,
-    whose arrays can be read then."""
+    """A model that inverts a singular matrix for batches of three tokens, which fails only when it
+    runs. With many `further` operations MLX has the error before it waits for the step, and the
+    step's arrays can be read then."""
 
     further = 0
 
@@ -192,7 +192,7 @@ class Exploding:
         self._model = model
 
     def __call__(self, batch: ForwardBatch) -> mx.array:
-        """Hidden states, or none."""
+        """Return the hidden states; fails for three tokens."""
         hidden = self._model(batch)
         if batch.num_tokens == 3:
             hidden = hidden + mx.linalg.inv(mx.zeros((3, 3)), stream=mx.cpu).sum()
@@ -201,18 +201,18 @@ class Exploding:
         return hidden
 
     def logits(self, hidden: mx.array) -> mx.array:
-        """Those of the model."""
+        """Return the model's logits."""
         return self._model.logits(hidden)
 
 
 class ExplodingEarly(Exploding):
-    """With the error known before anything waits."""
+    """The error is known before anything waits."""
 
     further = 200
 
 
 def start_with(folder: Path, mutant: Mutant) -> StartedDevice:
-    """The device with one step of its bring-up changed."""
+    """Start the device with one step of its bring-up changed."""
     config = resolve_config({**DEFAULTS, "device": "mlx", "model": str(folder)}, {})
     return Target(package).broken_by(mutant).start(config, folder)
 
@@ -294,7 +294,7 @@ def test_two_workers_in_one_process_do_not_meet(folder: Path, tmp_path: Path) ->
 
 
 def write_encoder(folder: Path) -> Path:
-    """A random BERT of two layers, by numpy alone; returns the folder."""
+    """Write a random BERT of two layers, with numpy only; return the folder."""
     hidden, inner, vocab = 32, 48, 97
     dense = {"attention.self.query": (hidden, hidden), "attention.self.key": (hidden, hidden)}
     dense |= {"attention.self.value": (hidden, hidden), "attention.output.dense": (hidden, hidden)}

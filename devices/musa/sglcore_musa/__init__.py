@@ -1,4 +1,4 @@
-"""Moore Threads GPUs as a device. Nothing is imported but the declaration."""
+"""Moore Threads GPUs as a device. Importing this module loads only the declaration."""
 
 from sglcore.device.package import DevicePackage
 from sglcore.device.pci import ACCELERATOR_CLASSES, DISPLAY_CLASS, PciClaim
@@ -27,4 +27,4 @@ package = DevicePackage(
     communication=Communication("mccl", interface_variable="MCCL_SOCKET_IFNAME"),
     pci=frozenset({PciClaim(0x1ED5, ACCELERATOR_CLASSES | {DISPLAY_CLASS})}),
 )
-"""What `sglcore devices` and the core read."""
+"""The declaration that `sglcore devices` and the core read."""

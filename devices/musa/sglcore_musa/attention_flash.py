@@ -1,7 +1,7 @@
-"""FlashAttention over the paged pool, from whichever library of the vendor offers it by its public
-names.
+"""FlashAttention over the paged KV cache, from the first vendor library that offers it under its
+public name.
 
-One call serves decode and prefill: page-table rows, lengths and query offsets, all on the device.
+One call handles decode and prefill, with page table, lengths and query offsets on the device.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ARGUMENTS = frozenset(
     {"cache_seqlens", "page_table", "cu_seqlens_q", "max_seqlen_q", "softmax_scale", "causal", "window_size", "softcap"}
 )
 CAPABILITY = (3, 1)
-"""Its kernels are written for this generation."""
+"""The lowest capability that its kernels support."""
 
 
 def find() -> Callable[..., Any]:
@@ -63,12 +63,12 @@ class FlashAttention(PageRowsAttention):
 
     @classmethod
     def unavailable(cls) -> str:
-        """By the capability of the current GPU."""
+        """Check the capability of the current GPU."""
         found = musa().get_device_capability()
         return f"it is for GPUs of capability 3.1, this one has {found}" if found < CAPABILITY else ""
 
     def attend_pages(self, q: Tensor, k_pages: Tensor, v_pages: Tensor, plan: RowsPlan, layer: Attention) -> Tensor:
-        """One call of the library."""
+        """Attend with one call of the library."""
         left = window_left(layer.sliding_window)
         return call(
             q,

@@ -1,4 +1,4 @@
-"""The core's Triton attention, where a Triton for this GPU is installed."""
+"""The core's Triton attention, if a Triton for this GPU is installed."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from sglcore.runtime.kernels.triton import Tuning
 
 
 class TritonAttention(triton.TritonAttention):
-    """As the core's, launched for this GPU's warps."""
+    """The core's Triton attention, launched with this GPU's warp size."""
 
     def make_tuning(self) -> Tuning:
-        """As the kernel table's."""
+        """Return the kernel table's launch parameters."""
         return Tuning(lanes=lanes())

@@ -1,5 +1,5 @@
-"""The bring-up of a Moore Threads GPU: the standard order, with torch_musa imported before anything
-touches the device."""
+"""The bring-up of a Moore Threads GPU: the standard order, with an import of torch_musa before the
+device is used."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def extension(ledger: DecisionLedger) -> str:
 
 
 def kernel_choices(kernels: object, ledger: DecisionLedger) -> str:
-    """Why the Triton kernels do not run, if they do not."""
+    """Return why the Triton kernels do not run, and record it; empty if they run."""
     gap = triton_gap()
     if gap:
         ledger.record(Row("triton", "auto", "reference", gap, "the vendor's triton"))
@@ -49,8 +49,8 @@ def kernel_choices(kernels: object, ledger: DecisionLedger) -> str:
 
 
 def device_memory(device: torch.device, model: object) -> MemoryBudget:
-    """What the GPU has left once the weights are in, by the extension's own call: those of torch's
-    neutral interface fail in its releases before 2.11.0.post2. Waits for work in flight."""
+    """Return the memory that is left after loading the weights. Uses the extension's own call,
+    because torch's device-neutral one fails in releases before 2.11.0.post2. Waits."""
     musa().synchronize(device)
     musa().empty_cache()
     free, total = musa().mem_get_info(device)

@@ -6,13 +6,13 @@ from sglcore.device.facts import Facts
 from sglcore.runtime.extension import device_module
 
 BFLOAT16: tuple[int, int] = (2, 2)
-"""The compute capability from which GPUs compute in bfloat16: MTT S4000 does, MTT S80 and S3000
-(2.1) do not."""
+"""The lowest compute capability with bfloat16: MTT S4000 has it, MTT S80 and S3000 (2.1) have
+not."""
 
 
 def facts(index: int = 0) -> Facts:
-    """Streams, graphs and pinned memory; pages of the size that the vendor's attention library is
-    built for; number formats by the compute capability of the GPU, if it is there."""
+    """Return the facts: streams, graphs and pinned memory; the page size of the vendor's attention
+    library; dtypes by the GPU's compute capability, if the GPU is present."""
     musa = device_module("torch_musa", "musa", index)
     has_bfloat16 = musa is None or musa.get_device_capability(index) >= BFLOAT16
     return Facts(

@@ -1,4 +1,4 @@
-"""MUSA graphs. No compiler for this device ships with torch."""
+"""MUSA graphs. torch has no compiler for this device."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from sglcore_musa.vendor import musa
 
 
 def make_capture() -> TorchCapture:
-    """Through the extension's names."""
+    """Make a capture with the extension's classes."""
     return TorchCapture(musa().MUSAGraph, musa().graph_pool_handle)
 
 

@@ -1,5 +1,5 @@
-"""The kernel table of a Moore Threads GPU: the core's Triton kernels where a Triton for it is
-installed."""
+"""The kernel table of a Moore Threads GPU: the core's Triton kernels if a Triton for it is
+installed, otherwise the reference."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from sglcore.runtime.kernels.table import KernelTable
 from sglcore_musa.vendor import musa
 
 WARP = 32
-"""Threads of one warp of the newest generation; older ones have 128."""
+"""Threads per warp of the newest generation; older ones have 128."""
 
 
 def kernels() -> KernelTable:
-    """The table this device runs. The core's ledger row says which entries are the reference."""
+    """Return the kernel table. The core's ledger row says which entries are the reference."""
     if triton_gap():
         return KernelTable()
     from sglcore.runtime.kernels.triton import Tuning, triton_kernels
@@ -23,13 +23,13 @@ def kernels() -> KernelTable:
 
 
 def lanes() -> int:
-    """Threads of one warp of the current GPU, as its properties say."""
+    """Return the threads per warp of the current GPU, by its properties."""
     properties = musa().get_device_properties(musa().current_device())
     return getattr(properties, "warp_size", WARP)  # foreign: older extensions do not tell it
 
 
 def triton_gap() -> str:
-    """Why the core's Triton kernels can not run here; empty if they can."""
+    """Return why the core's Triton kernels can not run here; empty if they can."""
     try:
         triton = import_module("triton")
         import_module("sglcore.runtime.kernels.triton")

@@ -1,8 +1,8 @@
-"""What the system says about Moore Threads GPUs: device nodes, the PCI bus, the driver, torch_musa.
-Nothing is imported.
+"""Probes for Moore Threads GPUs: device nodes, the PCI bus, the driver, torch_musa. Does not import
+torch_musa.
 
-A shim that answers for another vendor's names proves nothing here, and is only named where the real
-extension is missing.
+A shim that emulates another vendor's names (torchada) does not count; it is only mentioned if the
+real extension is missing.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ EXTENSION = "install the torch_musa wheel that the vendor publishes for this tor
 
 
 def probe(named: bool, system: System) -> ProbeReport:
-    """Answer from what is seen through `system`; being named changes nothing."""
+    """Probe `system`; `named` has no effect."""
     nodes = _nodes(system)
     found = [DeviceInfo(index, node) for index, node in enumerate(nodes)]
     seen = visible_devices(found, system.environ, VISIBLE)
@@ -39,7 +39,7 @@ def probe(named: bool, system: System) -> ProbeReport:
 
 
 def _nodes(system: System) -> tuple[str, ...]:
-    """By number; the driver's control node has none."""
+    """Return the device nodes, sorted by number; the driver's control node has no number."""
     return tuple(node for node in system.numbered(NODES) if node.removeprefix("/dev/mtgpu").lstrip(".").isdigit())
 
 
@@ -97,7 +97,7 @@ def _runtime(system: System) -> Fact:
 
 
 def extension_version(system: System) -> str | None:
-    """The version of torch_musa, without importing it; None if it does not say."""
+    """Return the version of torch_musa without importing it; None if unknown."""
     found = re.search(r"__version__ = ['\"]([^'\"]+)['\"]", system.read("/site-packages/torch_musa/version.py") or "")
     if found or not system.is_this_machine:
         return found.group(1) if found else None
@@ -108,6 +108,6 @@ def extension_version(system: System) -> str | None:
 
 
 def same_release(torch: str, extension: str) -> bool:
-    """The extension is built on one minor version of torch's own interfaces, which are its own
-    first two numbers."""
+    """Return whether the extension fits torch: it is built for one minor version of torch, which
+    its first two numbers repeat."""
     return torch.split(".")[:2] == extension.split(".")[:2]

@@ -1,4 +1,4 @@
-"""The extension's own module of torch, by its own name."""
+"""Access to the extension's torch module."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ import torch
 
 
 def musa() -> Any:
-    """`torch.musa`, which exists once torch_musa is imported."""
+    """Return `torch.musa`, which exists after torch_musa is imported."""
     return torch.get_device_module("musa")

@@ -1,4 +1,4 @@
-"""The attention laws on this package's device; a missing or older library is refused with the
+"""The attention laws on this package's device; a missing or old library is refused with the
 reason."""
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tests.attention.on_packages import DECODE, EXTEND, HEADS, WINDOW, Placing
 from tests.attention.rows import Heads
 
 ATTENTION = ("flash_attention",)
-"""What the package brings; the core's Triton attention runs here in a few cases."""
+"""The package's own backend; only a few cases test the core's Triton attention here."""
 
 
 @pytest.mark.parametrize(("name", "heads"), [("flash_attention", Heads(8, 2, 128)), ("triton", WINDOW)])
@@ -38,7 +38,7 @@ def test_a_captured_bucket_of_triton_serves_other_lengths_pages_and_fewer_rows(p
 
 @pytest.fixture
 def find() -> Callable[[], Any]:
-    """How the package looks for the library."""
+    """The package's function that looks for the library."""
     return sys.modules[resolve(package.attention["flash_attention"]).__module__].find
 
 

@@ -1,4 +1,4 @@
-"""The bring-up: the extension comes before the device, and fits the torch that is loaded."""
+"""The bring-up imports the extension before the device is used, and checks that it fits torch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_the_extension_is_imported_before_any_step_and_memory_is_asked_after_the
 
 
 def plant(monkeypatch: pytest.MonkeyPatch, name: str, version: str) -> None:
-    """A module of some version."""
+    """Plant a fake module of a version."""
     planted = ModuleType(name)
     vars(planted)["__version__"] = version
     monkeypatch.setitem(sys.modules, name, planted)
@@ -51,7 +51,7 @@ TAKEN = 96 << 20
 
 @pytest.mark.needs("device")
 def test_what_the_gpu_has_in_all_is_told_from_what_is_free() -> None:
-    """Of a GPU of which something is taken, so that both differ."""
+    """Some memory is in use, so that total and free differ."""
     device = torch.device("musa:0")
     before, weights = device_memory(device, None), torch.zeros(TAKEN, dtype=torch.uint8, device=device)
     found = device_memory(device, weights)

@@ -1,5 +1,5 @@
-"""Which kernels run: the core's Triton kernels where a Triton for this GPU is at hand, else the
-reference, and why."""
+"""The core's Triton kernels run if a Triton for this GPU is installed, otherwise the reference,
+with a reason in the ledger."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from sglcore_musa.bring_up import kernel_choices
 
 
 def plant(monkeypatch: pytest.MonkeyPatch, *backends: str) -> None:
-    """A triton that compiles for some targets and does not interpret."""
+    """Plant a fake triton that compiles for some targets and does not interpret."""
     triton, found = ModuleType("triton"), ModuleType("triton.backends")
     runtime = SimpleNamespace(interpret=False)
     vars(triton).update(__version__="3.9.0", knobs=SimpleNamespace(runtime=runtime), backends=found)

@@ -1,5 +1,5 @@
-"""What the vendor's FlashAttention refuses, its reference refuses too, so that no call of this
-package may come to it."""
+"""The reference of the vendor's FlashAttention refuses what the library refuses, so tests on the
+simulator detect such calls of this package."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ WRONGS = (
 
 
 def calls() -> Calls:
-    """Pages of (tokens, elements of a head of keys, of values)."""
+    """Return the calls, with the additional argument `pages`: (tokens, key head size, value head
+    size)."""
     library = importlib.import_module("mate")
     modules = [importlib.import_module(f"sglcore_sim.vendors.{name}") for name in ("paged", "torch_musa_ops")]
 

@@ -1,4 +1,4 @@
-"""Ascend NPUs as a device. Nothing is imported but the declaration."""
+"""Ascend NPUs as a device. Importing this module loads only the declaration."""
 
 from sglcore.device.package import DevicePackage
 from sglcore.device.pci import PciClaim
@@ -26,4 +26,4 @@ package = DevicePackage(
     communication=Communication("hccl", interface_variable="HCCL_SOCKET_IFNAME", cluster_resource="NPU"),
     pci=frozenset({PciClaim(0x19E5)}),
 )
-"""What `sglcore devices` and the core read."""
+"""The declaration that `sglcore devices` and the core read."""

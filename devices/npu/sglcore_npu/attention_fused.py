@@ -1,9 +1,8 @@
-"""The vendor's fused attention over the paged pool: one operator for decode and for rows of several
-tokens.
+"""The vendor's fused attention over the paged KV cache: one operator for decode and prefill.
 
-It reads pages by a table on the device and lengths from the host, so a captured call is rewritten
-before it runs (`tasks`). Decode asks in the layout BSND with one query a row; longer rows in TND,
-packed, with the causal mask.
+It reads the page table from the device and lengths from the host, so a captured call is rewritten
+before each replay (`tasks`). Decode uses the layout BSND with one query per request; prefill the
+packed layout TND with the causal mask.
 """
 
 from __future__ import annotations
@@ -24,11 +23,12 @@ from sglcore_npu.tasks import HostLengths, Task, npu, record
 OPERATOR = "npu_fused_infer_attention_score"
 PAGE_SIZES = (128,)
 HEAD_DIMS = (64, 128)
-"""What packed rows take, shared heads of keys or not; one query a row would take more of both."""
+"""Page and head sizes that packed layout (TND) supports, with and without grouped KV heads; BSND
+supports more."""
 MASK = 2048
-"""The operator's compressed masks have this side; it shifts them over the whole matrix itself."""
+"""Side length of the operator's compressed mask, which it shifts over the whole matrix."""
 RIGHT_DOWN_CAUSAL = 3
-"""The sparse mode in which the last query sees the last key."""
+"""The sparse mode "causal" in which the last query sees the last key."""
 
 if not hasattr(torch.ops.npu, OPERATOR):  # foreign: operators are attributes that exist once they are registered
     raise Unavailable(f"torch_npu is not imported or lacks {OPERATOR}: pip install torch_npu of the version of torch")
@@ -36,8 +36,8 @@ if not hasattr(torch.ops.npu, OPERATOR):  # foreign: operators are attributes th
 
 @dataclass(slots=True)
 class FusedPlan(AttentionPlan):
-    """Page rows int32[B, pages]; on the host each row's keys, and where its queries end (None: one
-    query a row).
+    """`pages`: page table rows int32[B, pages]; on the host `lengths`: number of keys of each
+    request, and `ends`: cumulative number of queries (None: one query per request).
 
     A captured plan also keeps the `tasks` of its graph, and the operator's workspace for each
     (kv_heads, head_dim).
@@ -51,12 +51,12 @@ class FusedPlan(AttentionPlan):
 
 
 def query_ends(batch: ForwardBatch) -> list[int] | None:
-    """Where each row's queries end; None where every row brings one."""
+    """Return the cumulative number of queries of each request; None if each has one query."""
     return None if batch.extend_seq_lens_cpu is None else np.cumsum(batch.extend_seq_lens_cpu).tolist()
 
 
 class FusedAttention(AttentionBackend[FusedPlan]):
-    """Decoder attention without windows, in half precision."""
+    """Decoder attention without sliding windows, in half precision."""
 
     facts = AttentionFacts(
         page_sizes=PAGE_SIZES,
@@ -72,8 +72,7 @@ class FusedAttention(AttentionBackend[FusedPlan]):
         self._mask = ones.triu_(1)
 
     def plan(self, batch: ForwardBatch) -> FusedPlan:
-        """Gather page rows on the device, read lengths from the host's mirrors; waits for
-        nothing."""
+        """Gather page table rows on the device, and read lengths from the host; does not wait."""
         assert batch.seq_lens_cpu is not None
         rows = len(batch.seq_lens_cpu)
         pages = page_rows(self.req_to_token_pool, batch.req_pool_indices[:rows])
@@ -81,13 +80,15 @@ class FusedAttention(AttentionBackend[FusedPlan]):
         return FusedPlan(self, generation, pages, batch.seq_lens_cpu.tolist(), query_ends(batch))
 
     def capture_plan(self, bucket: Bucket) -> FusedPlan:
-        """Fixed page rows, that `refresh` writes; lengths of padding until then."""
+        """Make a plan with fixed page table rows, which `refresh` writes; lengths are 1 until
+        then."""
         pool, size = self.req_to_token_pool, bucket.batch_size
         pages = pool.page_table.new_zeros(size, pool.max_pages)
         return FusedPlan(self, self.token_to_kv_pool.generation, pages, [1] * size)
 
     def refresh(self, plan: FusedPlan, batch: ForwardBatch) -> HostLengths:
-        """One gather on the device; the new lengths for the graph's tasks."""
+        """Gather the page table rows on the device; returns the new lengths for the graph's
+        tasks."""
         assert batch.seq_lens_cpu is not None
         page_rows(self.req_to_token_pool, batch.req_pool_indices, out=plan.pages)
         plan.ends = query_ends(batch)
@@ -96,7 +97,7 @@ class FusedAttention(AttentionBackend[FusedPlan]):
         return HostLengths(plan.tasks, plan.lengths)
 
     def attend(self, q: Tensor, layer: Attention, batch: ForwardBatch, plan: FusedPlan) -> Tensor:
-        """Rows beyond the real ones come out as zero."""
+        """Attend; padding rows become zero."""
         queries = q.view(-1, layer.num_heads, layer.head_dim)
         if plan.ends is not None:
             return self._extend(queries, plan, plan.ends, layer).view(q.shape)
@@ -132,8 +133,8 @@ class FusedAttention(AttentionBackend[FusedPlan]):
         return out
 
     def _call(self, query: Tensor, plan: FusedPlan, layer: Attention, **layout: Any) -> dict[str, Any]:
-        """Arguments that every form of the operator takes; cells [cells, heads, dim] are pages
-        [pages, size, heads * dim]."""
+        """Return the arguments that all variants of the operator take; the KV cache [cells, heads,
+        dim] is viewed as pages [pages, size, heads * dim]."""
         size = self.token_to_kv_pool.page_size
         keys, values = self.token_to_kv_pool.kv(layer.layer_id)
         return {

@@ -1,5 +1,4 @@
-"""The NPU's bring-up: the standard order, with torch_npu imported before anything touches the
-device."""
+"""The NPU's bring-up: the standard order, with an import of torch_npu before the device is used."""
 
 from __future__ import annotations
 
@@ -17,8 +16,8 @@ from sglcore_npu.probe import same_release
 
 
 def extension(ledger: DecisionLedger) -> str:
-    """Import torch_npu, which registers the device and its operators, and allow it the layouts that
-    weights are kept in.
+    """Import torch_npu, which registers the device and its operators, and allow its internal weight
+    layouts.
 
     Raises DeviceError if it was built for another torch.
     """
@@ -36,7 +35,7 @@ def extension(ledger: DecisionLedger) -> str:
 
 
 def kernel_choices(model: LoadedModel, ledger: DecisionLedger) -> tuple[Row, ...]:
-    """Say in the ledger which implementation serves this model where that depends on it."""
+    """Record in the ledger which implementations depend on the model: weight layouts, experts."""
     layers = model.weights.linears
     packed = sum(takes_nz(layer.weight) for layer in layers) if offers("npu_format_cast") else 0
     what = f"{packed} of {len(layers)} weights in blocks"

@@ -6,15 +6,14 @@ from sglcore.device.facts import Facts
 from sglcore.runtime.extension import device_module
 
 STREAMS = 2048
-"""Streams of the runtime; every captured piece keeps one."""
+"""The runtime's number of streams; every captured piece keeps one."""
 RESERVED = 248
-"""Those that are left to the runtime, to collectives and to eager work."""
+"""Streams left for the runtime, collectives and eager work."""
 
 
 def facts(index: int = 0) -> Facts:
-    """Cell numbers are int32, pages lie whole and are as large as the attention operator wants
-    them, and a replay must be told the lengths by the host. Generations before A2, and 310P, do not
-    compute in bfloat16."""
+    """Return the facts: KV slot indices are int32, pages have the attention operator's size, and a
+    replay needs lengths from the host. Generations before A2, and 310P, do not support bfloat16."""
     npu = device_module("torch_npu", "npu", index)
     has_bfloat16 = npu is None or npu.is_bf16_supported()
     return Facts(

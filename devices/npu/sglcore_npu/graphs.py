@@ -1,5 +1,5 @@
-"""NPU graphs, and the host's update of attention at replay. No compiler for this device ships with
-torch."""
+"""NPU graphs, and the host's update of attention lengths at replay. torch has no compiler for this
+device."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from sglcore_npu.tasks import HostLengths, npu
 
 
 class NpuSegment:
-    """One captured graph. Its attention calls wait, inside the graph, for the host to tell them
-    their lengths."""
+    """One captured graph. Its attention calls wait on the device until the host has set their
+    lengths."""
 
     def __init__(self, graph: Any, updates: Any) -> None:
         self._graph = graph
@@ -20,13 +20,12 @@ class NpuSegment:
         self._done: Any = None
 
     def replay(self, update: object | None = None) -> None:
-        """Queue the new lengths on the update stream and the graph on the current stream."""
+        """Queue the update of lengths on the update stream, and the graph on the current stream."""
         if update is None:
             self._graph.replay()
             return
         assert isinstance(update, HostLengths)
-        # The run before must have spent its own lengths: the same tasks are rewritten, the same
-        # events recorded again.
+        # The previous run must have ended: the same tasks are rewritten, the same events recorded.
         if self._done is not None:
             self._updates.wait_event(self._done)
         update.apply(self._updates)
@@ -35,12 +34,12 @@ class NpuSegment:
         self._done.record(npu().current_stream())
 
     def reset(self) -> None:
-        """Free it; its memory goes back to the pool."""
+        """Free the graph; its memory returns to the pool."""
         self._graph.reset()
 
 
 def make_capture() -> TorchCapture:
-    """Through the extension's names, with a stream for updates."""
+    """Make a capture with the extension's classes, and a stream for updates."""
     updates = npu().Stream()
     return TorchCapture(npu().NPUGraph, npu().graph_pool_handle, lambda graph: NpuSegment(graph, updates))
 

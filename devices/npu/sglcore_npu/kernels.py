@@ -1,5 +1,5 @@
-"""The NPU's kernel table: the vendor's fused operators where torch_npu registers them, the
-reference elsewhere."""
+"""The NPU's kernel table: the vendor's fused operators if torch_npu registers them, otherwise the
+reference."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from sglcore.runtime.kernels.table import KernelTable, Limited, takes_one_dtype
 from sglcore_npu import sparse
 
 FRACTAL_NZ = 29
-"""The layout of blocks in which the matrix units read a weight without rearranging it."""
+"""The blocked weight layout, which the matrix units read without rearranging."""
 BLOCK = 16
-"""Elements of 16 bits along both sides of a block."""
+"""16-bit elements along both sides of a block."""
 STORED = (torch.float16, torch.bfloat16)
-"""Types of cells that the operator stores on an A2 or A3."""
+"""KV cache types that the store operator supports on an A2 or A3."""
 LARGE = 1 << 20
-"""Elements from which a weight is streamed rather than kept close: there the layout pays."""
+"""From this number of elements, a weight is streamed from memory, and the layout pays."""
 
 WIDEST_HEAD, MOST_HEADS = 896, 1000
-"""Bounds of the rotary operator, which it does not reach."""
+"""Exclusive limits of the rotary operator: head size and number of heads."""
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -42,8 +42,8 @@ def silu_and_mul(x: Tensor) -> Tensor:
 
 
 def store_kv(key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, out_cache_loc: Tensor) -> None:
-    """One operator for both caches; it takes pages, and a page of one cell makes its slots the
-    cells."""
+    """Store keys and values with one operator. It expects pages; with pages of one token its slots
+    are our KV slots."""
     if not key.shape[0]:
         return
     torch.ops.npu.npu_scatter_pa_kv_cache(
@@ -57,25 +57,25 @@ def store_kv(key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, out_c
 
 
 def takes_store(key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, out_cache_loc: Tensor) -> str:
-    """Cells of 16 bits."""
+    """Check for a KV cache of 16 bits."""
     if k_cache.dtype in STORED:
         return ""
     return f"it stores cells of float16 and bfloat16, not of {str(k_cache.dtype).removeprefix('torch.')}"
 
 
 def takes_nz(weight: Tensor) -> bool:
-    """Whether a matrix is large, has 16-bit elements, and both its sides are whole blocks."""
+    """Return whether a matrix is large, has 16-bit elements, and both sides are whole blocks."""
     aligned = all(size % BLOCK == 0 for size in weight.shape)
     return weight.dtype in (torch.float16, torch.bfloat16) and aligned and weight.numel() >= LARGE
 
 
 def pack_linear(weight: Tensor) -> Tensor:
-    """Laid out in blocks where that pays; torch's own linear reads both layouts."""
+    """Convert a weight to the blocked layout if that pays; torch's linear reads both layouts."""
     return torch.ops.npu.npu_format_cast(weight, FRACTAL_NZ) if takes_nz(weight) else weight
 
 
 def rotary(q: Tensor, k: Tensor, positions: Tensor, cos_sin_cache: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
-    """The vendor's x * cos + swapped(x) * sin."""
+    """Apply the rotary embedding with the vendor's x * cos + swapped(x) * sin."""
     tokens = q.shape[0]
     if not tokens:
         return torch.empty_like(q), torch.empty_like(k)
@@ -85,8 +85,8 @@ def rotary(q: Tensor, k: Tensor, positions: Tensor, cos_sin_cache: Tensor, head_
 
 
 def takes_rotary(q: Tensor, k: Tensor, positions: Tensor, cos_sin_cache: Tensor, head_dim: int) -> str:
-    """The operator's limits, by the vendor's page on npu_rotary_mul: less than 896 elements a head
-    and less than 1000 heads; and it rotates heads whole."""
+    """Check the operator's limits, by the vendor's page on npu_rotary_mul: less than 896 elements
+    per head, less than 1000 heads, and no partial rotation."""
     rotated, heads = cos_sin_cache.shape[1], max(q.shape[1], k.shape[1]) // head_dim
     if rotated != head_dim:
         return f"{rotated} of {head_dim} elements of a head are rotated"
@@ -112,12 +112,12 @@ OPERATORS: Mapping[str, Limited] = MappingProxyType(
         **sparse.OPERATORS,
     }
 )
-"""The entry of the table that an operator serves, by the name of its function."""
+"""By operator: a function for the kernel table; its name is the entry's name."""
 
 
 def kernels() -> KernelTable:
-    """The table this device runs; an operator that this torch_npu does not register leaves its
-    entry to the reference, and the ledger says so."""
+    """Make the kernel table. If torch_npu does not register an operator, its entry stays the
+    reference, with a reason for the ledger."""
     offered = {each.function.__name__: each for operator, each in OPERATORS.items() if offers(operator)}
     refused = (
         f"{operator} refused for {each.function.__name__}: this torch_npu does not register it; install a newer one"
@@ -128,5 +128,5 @@ def kernels() -> KernelTable:
 
 
 def offers(operator: str) -> bool:
-    """torch_npu registered this operator."""
+    """Return whether torch_npu registered this operator."""
     return hasattr(torch.ops.npu, operator)  # foreign: operators are attributes that exist once they are registered

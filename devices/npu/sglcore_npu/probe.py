@@ -1,5 +1,5 @@
-"""What the system says about Ascend NPUs: device nodes, the PCI bus, the driver, CANN, torch_npu.
-Nothing is imported."""
+"""Probes for Ascend NPUs: device nodes, the PCI bus, the driver, CANN, torch_npu. Does not import
+torch_npu."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ NODES = "/dev/davinci[0-9]*"
 MANAGER = "/dev/davinci_manager"
 VISIBLE = "ASCEND_RT_VISIBLE_DEVICES"
 INSTALLED = "/etc/ascend_install.info"
-"""Where the driver's installer writes its folder."""
+"""The file in which the driver's installer writes its folder."""
 DRIVER = "/usr/local/Ascend"
 TOOLKITS = ("/usr/local/Ascend/ascend-toolkit/latest", "/usr/local/Ascend/cann", "/usr/local/Ascend/nnrt/latest")
 OLDEST_CANN = (8, 3)
-"""From this version on the attention operator reads pages of packed requests."""
+"""The oldest version with an attention operator that reads pages in packed layout."""
 MOUNTS = (
     f"mount the NPU into the container: --device {MANAGER} --device /dev/davinci0 -v {DRIVER}/driver:{DRIVER}/driver"
 )
 
 
 def probe(named: bool, system: System) -> ProbeReport:
-    """Answer from what is seen through `system`; being named changes nothing."""
+    """Probe `system`; `named` has no effect."""
     nodes = _nodes(system)
     found = [DeviceInfo(index, node) for index, node in enumerate(nodes)]
     seen = visible_devices(found, system.environ, VISIBLE)
@@ -41,14 +41,14 @@ def probe(named: bool, system: System) -> ProbeReport:
 
 
 def _nodes(system: System) -> tuple[str, ...]:
-    """By number; the runtime numbers those that are here from 0."""
+    """Return the device nodes, sorted by number; the runtime numbers the present ones from 0."""
     return tuple(node for node in system.numbered(NODES) if node.removeprefix("/dev/davinci").isdigit())
 
 
 def _hardware(system: System, nodes: tuple[str, ...]) -> Fact:
     if nodes:
         return Fact(True, ", ".join(nodes))
-    # The vendor's network cards and storage have the same number, so its class decides.
+    # The vendor's network and storage cards have the same vendor id, so the PCI class decides.
     found = system.pci(package.pci)
     if found:
         return Fact(True, f"{found[0]} on the bus, without a node {NODES}")
@@ -68,7 +68,7 @@ def _driver(system: System, nodes: tuple[str, ...]) -> Fact:
 
 
 def driver_folder(system: System) -> str:
-    """Where the driver is installed."""
+    """Return the folder in which the driver is installed."""
     found = re.search(r"^Driver_Install_Path_Param=(\S+)", system.read(INSTALLED) or "", re.MULTILINE)
     return f"{found.group(1) if found else DRIVER}/driver"
 
@@ -85,14 +85,14 @@ def _library(system: System) -> str | None:
 
 
 def toolkit(system: System) -> str | None:
-    """The folder of CANN; None if there is none that holds its runtime library."""
+    """Return the folder of CANN; None if no folder has its runtime library."""
     named = [system.environ.get(name, "") for name in ("ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME")]
     folders = (folder for folder in (*named, *TOOLKITS) if folder)
     return next((folder for folder in folders if system.exists(f"{folder}/lib64/libascendcl.so")), None)
 
 
 def toolkit_version(system: System, folder: str) -> tuple[int, int] | None:
-    """Major and minor version of the CANN in `folder`; None if it does not say."""
+    """Return major and minor version of the CANN in `folder`; None if unknown."""
     for path in (f"{folder}/version.cfg", *system.glob(f"{folder}/*-linux/ascend_toolkit_install.info")):
         found = re.search(
             r"(?:toolkit_running_version=\[|^version=)\D*(\d+)\.(\d+)", system.read(path) or "", re.MULTILINE
@@ -126,7 +126,7 @@ def _runtime(system: System) -> Fact:
 
 
 def extension_version(system: System) -> str | None:
-    """The version of torch_npu, without importing it; None if it does not say."""
+    """Return the version of torch_npu without importing it; None if unknown."""
     found = re.search(r"__version__ = '([^']+)'", system.read("/site-packages/torch_npu/version.py") or "")
     if found or not system.is_this_machine:
         return found.group(1) if found else None
@@ -137,6 +137,6 @@ def extension_version(system: System) -> str | None:
 
 
 def same_release(torch: str, extension: str) -> bool:
-    """The extension is built on one minor version of torch's own interfaces, which are its own
-    first two numbers."""
+    """Return whether the extension fits torch: it is built for one minor version of torch, which
+    its first two numbers repeat."""
     return torch.split(".")[:2] == extension.split(".")[:2]

@@ -1,9 +1,8 @@
-"""Attention over the rows that DeepSeek-V3.2's indexer chose, as the vendor's operator for it. It
-takes lengths from the device, so a captured call is replayed as it is.
+"""Attention over the KV entries that DeepSeek-V3.2's indexer selects, with the vendor's operator.
+It reads lengths from the device, so a captured call can be replayed unchanged.
 
-Limits are those of the vendor's page on npu_sparse_flash_attention (docs/context of
-Ascend/op-plugin) and of what it rests on (aclnnSparseFlashAttention in cann/ops-transformer), on an
-A2 or A3: what all versions take.
+Limits are from the vendor's pages on npu_sparse_flash_attention (docs/context of Ascend/op-plugin)
+and aclnnSparseFlashAttention (cann/ops-transformer), for A2 and A3: what all versions support.
 """
 
 from __future__ import annotations
@@ -19,13 +18,12 @@ from sglcore.runtime.kernels.table import Limited
 
 HALF = (torch.float16, torch.bfloat16)
 LATENT, ROTATED = 512, 64
-"""Elements of a row that are key and value, and of those that hold its place."""
+"""Elements of a KV entry: the latent part (key and value), and the rotary part of the key."""
 MOST_HEADS = 128
 GATHERED = 1 << 26
-"""Elements of chosen rows that exist at a time, in either of two arrangements."""
+"""The most elements of gathered entries at a time; they exist in two layouts."""
 ABSORBED = 2
-"""The attention mode in which a row is the key and the value of all heads: the only one that there
-is."""
+"""The attention mode in which an entry is key and value of all heads; the operator's only mode."""
 
 
 def sparse_mqa(
@@ -39,9 +37,9 @@ def sparse_mqa(
     value_size: int,
     codec: RowCodec | None,
 ) -> Tensor:
-    """One operator over the chosen rows of some tokens at a time. It reads keys and what holds
-    their place apart, both without gaps, and a row has them side by side: so the chosen ones are
-    gathered first."""
+    """Attend over the selected entries of some tokens at a time. The operator reads the latent and
+    the rotary part from two contiguous tensors, but our entries hold them together, so the selected
+    entries are gathered first."""
     out = q.new_empty(*q.shape[:2], value_size)
     step = max(1, GATHERED // (chosen.shape[1] * rows.shape[1]))
     for first in range(0, q.shape[0], step):
@@ -51,9 +49,9 @@ def sparse_mqa(
 
 
 def _attend(q: Tensor, rows: Tensor, chosen: Tensor, scale: float) -> Tensor:
-    """Attend with one call in which each token is a request and its chosen rows are the text.
+    """Attend with one call in which each token is a request and its selected entries are the text.
 
-    A token without chosen rows reads row 0, and its result is set to 0.
+    A token without selected entries reads entry 0, and its result is set to 0.
     """
     tokens, width = chosen.shape
     counts = (chosen >= 0).sum(1, dtype=torch.int32)
@@ -92,7 +90,8 @@ def takes_sparse_mqa(
     value_size: int,
     codec: object,
 ) -> str:
-    """The published latent row in half precision, of one pool, for a power of two heads."""
+    """Check for entries of the published size in half precision, one pool, and a power of two
+    heads."""
     heads, size = q.shape[1:]
     if rows.dtype not in HALF or q.dtype != rows.dtype:
         asked, kept = (str(each.dtype).removeprefix("torch.") for each in (q, rows))
@@ -109,4 +108,4 @@ def takes_sparse_mqa(
 OPERATORS: Mapping[str, Limited] = MappingProxyType(
     {"npu_sparse_flash_attention": Limited(sparse_mqa, takes_sparse_mqa)}
 )
-"""As in `kernels`."""
+"""As in `kernels.OPERATORS`."""

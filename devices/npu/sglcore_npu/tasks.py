@@ -1,8 +1,8 @@
 """Attention calls inside a graph: the host rewrites their lengths at every replay.
 
-The operator takes the lengths of keys as a host list, and a capture makes them constant. So a
-captured call is a task group that can be rewritten. The graph waits for the call's event, which
-is recorded when the task group has its new lengths.
+The operator takes the lengths of keys as a host list, which a capture makes constant. A captured
+call is therefore a task group that can be rewritten. The graph waits for the call's event, which is
+recorded when the task group has its new lengths.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import torch
 
 
 def npu() -> Any:
-    """`torch.npu`, which exists once torch_npu is imported."""
+    """Return `torch.npu`, which exists after torch_npu is imported."""
     return torch.get_device_module("npu")
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One captured call: the driver's handle of it, the event that it waits for, and every argument
-    but the lengths."""
+    """One captured call: the driver's handle, the event that it waits for, and all arguments except
+    the lengths."""
 
     handle: Any
     event: Any
@@ -32,8 +32,8 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class HostLengths:
-    """What a replay must be told: `lengths` of every row's keys, for each of the graph's `tasks`,
-    in their order."""
+    """The update for a replay: `lengths`, the number of keys of every request, for all `tasks` of
+    the graph, in order."""
 
     tasks: Sequence[Task]
     lengths: list[int]
@@ -42,8 +42,8 @@ class HostLengths:
         """Rewrite every task on `stream`, a stream of the extension; returns when the last is
         queued.
 
-        What fails is raised, and no run of the graph may pass the events of the tasks that were
-        rewritten.
+        If a task fails, the events of the rewritten tasks are reset, so that no run of the graph
+        passes them, and the exception is raised.
         """
         with npu().stream(stream):
             for place, task in enumerate(self.tasks):
@@ -61,8 +61,7 @@ class HostLengths:
 
 
 def record(call: dict[str, Any], lengths: list[int]) -> Task:
-    """Queue a call on the current stream, which is capturing, so that its lengths can be
-    rewritten."""
+    """Queue a call on the current stream, which is capturing, as a task with rewritable lengths."""
     stream = npu().current_stream()
     event = npu().ExternalEvent()
     event.wait(stream)
@@ -76,5 +75,5 @@ def record(call: dict[str, Any], lengths: list[int]) -> Task:
 
 
 def run(call: dict[str, Any], lengths: list[int]) -> None:
-    """The operator over buffers that were made before: `out` of `call` receives the result."""
+    """Run the operator; `out` in `call` receives the result."""
     torch.ops.npu.npu_fused_infer_attention_score.out(**call, actual_seq_lengths_kv=lengths)

@@ -1,5 +1,4 @@
-"""The package's own calls over the Meta kernels of the real torch_npu: what they give, or what they
-raise."""
+"""Runs the package's calls on the Meta kernels of the real torch_npu: result shapes, or errors."""
 
 from __future__ import annotations
 
@@ -22,12 +21,12 @@ HEADS, KV_HEADS, DIM, PAGE = 8, 2, 128, 128
 
 
 def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """A tensor of no device."""
+    """Make a tensor on the meta device."""
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
 def attend(lengths: list[int] | None) -> Tensor:
-    """Attention of three rows that bring `lengths` tokens, or one each."""
+    """Attend with three requests of `lengths` new tokens, or of one each."""
     seq_lens = np.array([5, 130, 40], np.int32)
     tokens = sum(lengths) if lengths else len(seq_lens)
     layer = Attention(0, HEADS, KV_HEADS, DIM)
@@ -51,14 +50,14 @@ def attend(lengths: list[int] | None) -> Tensor:
 
 
 def store() -> None:
-    """Keys and values into their cells."""
+    """Store keys and values in the KV cache."""
     cache = empty(256, KV_HEADS, DIM)
     rows = empty(5, KV_HEADS, DIM)
     kernels.store_kv(rows, rows, cache, cache, empty(5, dtype=torch.int32))
 
 
 def attend_chosen() -> Tensor:
-    """Attention of seven tokens over eleven latent rows each."""
+    """Attend with seven tokens over eleven latent entries each."""
     rows, chosen = empty(9 * PAGE, 576), empty(7, 11, dtype=torch.int32)
     return sparse.sparse_mqa(empty(7, HEADS, 576), rows, chosen, None, None, None, 0.1, 512, None)
 
@@ -86,8 +85,8 @@ CALLS: tuple[tuple[str, Callable[[], Any]], ...] = (
 
 
 def answer() -> dict[str, Any]:
-    """The shapes that each call gives, or the text of what it raised."""
-    # The flag is of torch.npu, which answers without a device only that there is none to capture.
+    """Return the shapes of each call's results, or the text of its error."""
+    # Without a device torch.npu can not answer whether a stream is capturing.
     attention_fused.npu = lambda: _NotCapturing
     return {name: _shapes(call) for name, call in CALLS}
 

@@ -1,4 +1,4 @@
-"""The schemas of the operators in the namespace `npu`, by name."""
+"""Lists the schemas of the operators in the namespace `npu`."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ import torch
 
 
 def answer() -> list[str]:
-    """One line each."""
+    """Return one line per schema, sorted."""
     return sorted(str(schema) for schema in torch._C._jit_get_all_schemas() if schema.name.startswith("npu::"))

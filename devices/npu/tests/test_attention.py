@@ -1,5 +1,5 @@
-"""The fused operator equals the dense oracle, and is refused where the vendor's documentation says
-it does not serve."""
+"""The fused operator equals the dense oracle, and is refused for what the vendor's documentation
+excludes."""
 
 from __future__ import annotations
 
@@ -58,13 +58,13 @@ def test_rows_on_either_side_of_pages_and_blocks_are_whole(edge: int) -> None:
 
 
 def needs(**changes: Any) -> AttentionNeeds:
-    """What a plain model asks for."""
+    """Return the needs of a plain model, with changes."""
     plain = {"head_dims": (128,), "page_size": PAGE, "dtype": "bfloat16", "features": frozenset({"capture"})}
     return AttentionNeeds(**{**plain, "index_dtype": "int32", **changes})
 
 
 def chosen(wanted: AttentionNeeds) -> tuple[str, str]:
-    """The candidate that selection takes, and its reason."""
+    """Return the selected candidate, and the reason."""
     ledger = DecisionLedger()
     select_attention(package.attention, wanted, None, package.name, ledger)
     return ledger.rows[-1].effective, ledger.rows[-1].reason

@@ -1,4 +1,4 @@
-"""The bring-up: the extension comes before the device, and fits the torch that is loaded."""
+"""The bring-up imports the extension before the device is used, and checks that it fits torch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_the_extension_is_imported_before_any_step_and_memory_is_asked_after_the
 
 
 def plant(monkeypatch: pytest.MonkeyPatch, version: str) -> ModuleType:
-    """A torch_npu of some version."""
+    """Plant a fake torch_npu of a version."""
     planted = ModuleType("torch_npu")
     vars(planted).update(__version__=version, npu=SimpleNamespace(config=SimpleNamespace(allow_internal_format=False)))
     monkeypatch.setitem(sys.modules, "torch_npu", planted)

@@ -1,4 +1,4 @@
-"""The facts of an NPU follow from what the extension tells of its chip."""
+"""The facts of an NPU follow from the chip's properties in the extension."""
 
 from __future__ import annotations
 

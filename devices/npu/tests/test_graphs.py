@@ -1,5 +1,5 @@
 """The package's stream capture, and the lengths that the host rewrites: stale, unordered or missing
-ones are caught."""
+lengths are detected."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ROWS = [[(3, 1), (0, 1), (30, 1), (16, 1)], [(40, 1)], [(1, 1), (47, 1), (15, 1)
 
 
 class Decode:
-    """A captured decode bucket over static buffers, as a runner holds it."""
+    """A captured decode bucket with static buffers, as in a runner."""
 
     def __init__(self, first: Placed) -> None:
         layer, dtype = first.case.layer, first.dtype
@@ -56,8 +56,8 @@ class Decode:
         self.segment = captured(step, self.stream)
 
     def refresh(self, placed: Placed) -> HostLengths:
-        """Fill the buffers with a case over the same pools and refresh the plan, on the stream that
-        replays."""
+        """Fill the buffers with a case over the same pools, and refresh the plan, on the replay's
+        stream."""
         given = placed.batch
         with self.stream:
             for name, idle in (("req_pool_indices", 0), ("seq_lens", 1), ("out_cache_loc", 0)):
@@ -70,7 +70,7 @@ class Decode:
             return self.backend.refresh(self.plan, self.batch)
 
     def replay(self, update: HostLengths) -> None:
-        """On the stream of the runner."""
+        """Replay on the runner's stream."""
         with self.stream:
             self.segment.replay(update)
 
@@ -97,7 +97,7 @@ def first() -> Iterator[Placed]:
 
 
 def over_the_same_pools(first: Placed, seed: int) -> Placed:
-    """Another case over the pools that the graph reads."""
+    """Make another case over the pools that the graph reads."""
     other = on_device.over_the_same_pools(first, ROWS[seed], HEADS, seed)
     torch.accelerator.synchronize()
     return other
@@ -176,7 +176,7 @@ def test_an_update_that_fails_is_raised_and_lets_no_later_run_pass_on_its_events
 
 
 def captured(step: Callable[[], object], stream: torch.Stream) -> NpuSegment:
-    """One segment in a pool of its own."""
+    """Capture one segment in a new pool."""
     capture = make_capture()
     torch.accelerator.synchronize()
     with capture.capture(stream, capture.make_pool()) as segment:

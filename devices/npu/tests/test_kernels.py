@@ -1,5 +1,5 @@
-"""The vendor's operators give what the reference gives, for any number of tokens; the layout of
-weights pays where it is used."""
+"""The vendor's operators equal the reference for any number of tokens; the blocked layout is used
+only for weights where it pays."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DTYPES = pytest.mark.parametrize("dtype", list(BOUNDS))
 
 
 def compare(entry: str, *given: Any) -> None:
-    """An entry of the device's table and of the reference's, over the same values."""
+    """Compare an entry of the device's table with the reference, on the same values."""
     dtype = given[0].dtype
     placed = [value.to(DEVICE) if isinstance(value, torch.Tensor) else value for value in given]
     found = getattr(kernels(), entry)(*placed)
@@ -31,7 +31,7 @@ def compare(entry: str, *given: Any) -> None:
 
 
 def values(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
-    """Random values."""
+    """Make random values."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 

@@ -1,5 +1,5 @@
-"""What the vendor's operators refuse by their documentation, the references refuse too, so that no
-call of this package may come to it."""
+"""The reference operators refuse what the vendor's operators refuse by their documentation, so
+tests on the simulator detect such calls of this package."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ MASK = torch.ones(references.MASK, dtype=torch.bool).triu_(1)
 
 
 def half(*shape: int) -> Tensor:
-    """Zeros."""
+    """Make zeros in float16."""
     return torch.zeros(shape, dtype=torch.float16)
 
 
 def attend(packed: bool, sizes: tuple[int, int, int, int], cut: Any, **given: Any) -> Any:
-    """The operator over two rows, of one query or packed; `sizes` are those of a head and a page,
-    and the heads of both."""
+    """Call the operator for two requests, with one query each or packed. `sizes`: head size, query
+    heads, KV heads, page size."""
     dim, heads, kv_heads, page = sizes
     queries, pages = half(*((3,) if packed else (2, 1)), heads, dim), half(PAGES, page, kv_heads * dim)
     parts = {"query": queries, "key": pages, "value": pages.clone()}
@@ -37,18 +37,18 @@ def attend(packed: bool, sizes: tuple[int, int, int, int], cut: Any, **given: An
 
 
 def attention(packed: bool) -> Calls:
-    """Good arguments of either layout."""
+    """Return valid arguments of either layout."""
     given = {"packed": packed, "sizes": (64, 4, 2, PAGE), "cut": ((), None), "actual_seq_lengths_kv": [5, 130]}
     return Calls(attend, given, ROWS[packed], [references])
 
 
 def sized(dim: int, heads: int, kv_heads: int, page: int, says: str) -> Wrong:
-    """Other sizes."""
+    """Return a violation by other sizes."""
     return Wrong("sizes", lambda _: (dim, heads, kv_heads, page), says)
 
 
 def cut(names: str, change: Any, says: str) -> Wrong:
-    """Something made of some of the tensors."""
+    """Return a violation by changing some of the tensors."""
     return Wrong("cut", lambda _: (names.split(), change), says)
 
 
@@ -81,12 +81,12 @@ ROWS = {
 
 
 def ints(*values: int) -> Tensor:
-    """int32 in one dimension."""
+    """Make an int32 tensor of one dimension."""
     return torch.tensor(values, dtype=torch.int32)
 
 
 def sparse(heads: int, lengths: Tensor, key: Tensor, value: Tensor | None, **given: Any) -> Any:
-    """Attention over chosen rows, whose values are the keys unless said otherwise."""
+    """Call attention over selected entries; by default the values are the keys."""
     each = {"actual_seq_lengths_query": ints(1, 1), "actual_seq_lengths_kv": lengths, "sparse_mode": 0}
     each |= {"query": half(2, 1, heads, 512), "query_rope": half(2, 1, heads, 64), "scale_value": 0.1}
     return references.sparse_attention(**{**each, **given}, key=key, value=key if value is None else value)
@@ -165,11 +165,11 @@ SMALL: dict[str, tuple[Any, dict[str, Any], tuple[Wrong, ...]]] = {
         ),
     ),
 }
-"""The smaller operators, by name: the call, good arguments, and what is refused."""
+"""The smaller operators by name: the call, valid arguments, and violations."""
 
 
 def small(name: str) -> Calls:
-    """One of them."""
+    """Return the calls of one of them."""
     return Calls(*SMALL[name], [references])
 
 

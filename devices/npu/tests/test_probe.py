@@ -1,5 +1,5 @@
-"""Ascend machines as they are found: complete, in containers, hidden, with an old CANN, or with the
-wrong torch_npu."""
+"""Probes of Ascend machines: complete, in containers, with hidden devices, with an old CANN, or
+with the wrong torch_npu."""
 
 from __future__ import annotations
 
@@ -39,19 +39,19 @@ SERVER = {**NODES, **NPU_PCI, **DRIVER, **cann(), **extension(), **CPU_TORCH}
 
 
 def without(files: Files, *parts: str) -> Files:
-    """The same files but those whose path holds one of `parts`."""
+    """Return the files without those that have one of `parts` in their path."""
     return {name: text for name, text in files.items() if not any(part in name for part in parts)}
 
 
 @pytest.fixture(autouse=True)
 def only_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What this process has loaded is no part of the machine that a test lays out."""
+    """Hide modules that this process has loaded: they are not part of a test's machine."""
     for name in ("torch_npu", "torchada"):
         monkeypatch.delitem(sys.modules, name, raising=False)
 
 
 def answers(root: Path, files: Files, **environ: str) -> tuple[bool, bool, bool]:
-    """Hardware, driver, runtime."""
+    """Return whether hardware, driver and runtime are found."""
     report = probe(False, machine(root, files, environ=environ))
     assert report.package.holds
     assert all(fact.remedy for fact in report.facts.values() if not fact.holds)

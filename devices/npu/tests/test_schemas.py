@@ -1,5 +1,5 @@
-"""Every operator that the package calls is the vendor's: by the stored schemas of the real
-extension, and by its wheel."""
+"""Every operator that the package calls exists in the real extension: checked against its stored
+schemas, and against its wheel."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ HERE = Path(__file__).parent
 
 
 def beside(name: str) -> ModuleType:
-    """A module beside this one."""
+    """Import a module of this folder."""
     spec = importlib.util.spec_from_file_location(name, HERE / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -35,7 +35,7 @@ def beside(name: str) -> ModuleType:
 
 
 def called() -> set[str]:
-    """The operators that the sources call as `torch.ops.npu.NAME` or
+    """Return the operators that the sources call as `torch.ops.npu.NAME` or
     `torch.ops.npu.NAME.overload`."""
     calls = (node for file in SOURCES for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Call))
     names = (ast.unparse(call.func) for call in calls)
@@ -63,7 +63,7 @@ def test_what_the_table_asks_for_is_what_it_calls() -> None:
 
 
 def arguments(name: str) -> dict[str, Any]:
-    """The arguments of an operator's stored schema, by name."""
+    """Return the arguments of an operator's stored schema, by name."""
     schema = torch._C.parse_schema(f"npu::{references.stored_schemas()[name]}")
     return {argument.name: argument for argument in schema.arguments}
 
@@ -82,7 +82,7 @@ def test_a_captured_call_names_arguments_of_the_out_variant_and_all_that_it_want
 
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
-    """What the vendor's wheel answers to `asked_schemas` and to `asked_meta`."""
+    """The answers of `asked_schemas` and `asked_meta` with the vendor's wheel."""
     module = beside("wheel")
     found = module.find()
     if found is None:

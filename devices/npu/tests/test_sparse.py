@@ -1,5 +1,5 @@
-"""The vendor's attention over chosen rows is the reference's, eagerly and in graphs; what it does
-not take is refused by its reason, and what is wrong with a call shows."""
+"""The vendor's attention over selected entries equals the reference, eagerly and in graphs.
+Unsupported calls are refused with a reason, and defects are caught."""
 
 from __future__ import annotations
 
@@ -33,8 +33,9 @@ CONTEXT, PAGE = 160, 16
 ROW = {"kv_lora_rank": sparse.LATENT, "qk_rope_head_dim": sparse.ROTATED, "index_head_dim": 128}
 SMALL = {"num_hidden_layers": 2, "max_position_embeddings": CONTEXT}
 MOST = 0.02
-"""Of nine in ten log-probabilities in float16: a choice between rows, or experts, that score nearly
-alike may be either, which moves some more, on the reference's kernels too. A defect moves most."""
+"""Tolerance of nine in ten log-probabilities in float16. Entries or experts with nearly equal
+scores may be selected differently, which changes some more, with the reference's kernels too. A
+defect changes most."""
 
 
 # -- the entry
@@ -42,7 +43,7 @@ alike may be either, which moves some more, on the reference's kernels too. A de
 
 
 def hold(table: KernelTable) -> None:
-    """The kit's law of the entry."""
+    """Run the kit's law for the entry."""
     trial: Any = SimpleNamespace(case="sparse_mqa", note=lambda *seen: None, tolerance=RELATIVE.__getitem__)
     compare(trial, table, facts())
 
@@ -57,7 +58,7 @@ def test_the_operator_gives_what_the_reference_gives() -> None:
 def test_rows_that_are_gathered_in_parts_are_those_that_are_gathered_at_once(
     at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One token after the other, and in parts of which the last is smaller."""
+    """With one token at a time, and with parts of two; the last part is smaller."""
     (given,) = (
         call for call in inputs(Draw(1, torch.float16), 3, True) if call[1].shape[1] == sparse.LATENT + sparse.ROTATED
     )
@@ -67,7 +68,7 @@ def test_rows_that_are_gathered_in_parts_are_those_that_are_gathered_at_once(
 
 
 def row(*sizes: int, dtype: torch.dtype = torch.float16) -> torch.Tensor:
-    """What a call is asked for with."""
+    """Make a meta tensor for a call."""
     return torch.empty(1, *sizes, dtype=dtype, device="meta")
 
 
@@ -79,7 +80,7 @@ def attention(
     bits: int = 16,
     dtype: torch.dtype = torch.float16,
 ) -> Any:
-    """A call of `sparse_mqa`."""
+    """Return the arguments of a call of `sparse_mqa`."""
     kept = row(size, dtype=dtype) if bits == 16 else row(RowCodec(size, 64).num_bytes, dtype=torch.uint8)
     sinks_of = row(dtype=torch.float32).expand(heads) if sinks else None
     given = row(heads, size, dtype=dtype), kept, row(9, dtype=torch.int32), None, None, sinks_of, 1.0, value
@@ -135,8 +136,8 @@ def test_a_defect_is_caught(old: str, new: str) -> None:
 
 
 class Case:
-    """A checkpoint of DeepSeek-V3.2 whose weights are float16 values, with rows of the published
-    size; its oracle."""
+    """A DeepSeek-V3.2 checkpoint with float16 weights and KV entries of the published size, and its
+    oracle."""
 
     def __init__(self, folder: Path) -> None:
         self.oracle = deepseek_v32(**SMALL, **ROW)
@@ -146,14 +147,14 @@ class Case:
         self.folder = save(self.oracle, folder)
 
     def engine(self, **settings: Any) -> TokenEngine:
-        """One on this device's kernels, whose unwritten rows are no numbers."""
+        """Make an engine with this device's kernels; unwritten entries are NaN."""
         given = {"dtype": "float16", "page_size": PAGE, "max_model_len": CONTEXT, "poison": True, "kernels": "auto"}
         given |= {"max_batch_tokens": 24, "graph_token_buckets": (24,), "attention_backend": None, "max_requests": 4}
         return TokenEngine(self.folder, scramble_pages=3, **{**given, **settings})
 
     def error_of_most(self, engine: TokenEngine) -> float:
-        """What nine in ten log-probabilities of some texts are within, of transformers'. Ragged
-        prompts in chunks that join late; texts of more tokens than are chosen."""
+        """Return the 90th percentile of the differences of log-probabilities to transformers'. The
+        prompts are ragged, chunked and staggered, with more tokens than are selected."""
         errors: list[float] = []
         for result in engine.run(random_prompts(5, (3, 19, 90)), 6, score_prompts=True, stagger=2):
             ids = result.prompt + result.tokens
@@ -180,7 +181,7 @@ def test_a_model_with_rows_of_the_published_size_runs_on_the_operator_as_transfo
 
 
 def forgets_places(q: torch.Tensor, *more: Any) -> torch.Tensor:
-    """Queries do not know where they are."""
+    """`sparse_mqa` without the rotary part of queries."""
     return sparse.sparse_mqa(torch.cat((q[..., : sparse.LATENT], q[..., sparse.LATENT :] * 0), dim=-1), *more)
 
 

@@ -1,9 +1,8 @@
-"""The vendor's real torch_npu on a machine without CANN: its wheel unpacked, and empty libraries in
-place of CANN's.
+"""Runs the vendor's real torch_npu on a machine without CANN: unpacks its wheel, and makes stub
+libraries in place of CANN's.
 
-Run as a program, it imports that torch_npu in this process and prints, as JSON, what modules of
-these tests ask of it: `python wheel.py MODULE ...`, each of which has a function `answer() ->
-object`.
+As a program (`python wheel.py MODULE ...`) it imports that torch_npu, calls the function `answer()
+-> object` of each named module of this folder, and prints the results as JSON.
 """
 
 from __future__ import annotations
@@ -23,13 +22,15 @@ STORED = Path(__file__).resolve().parents[3] / "build" / "wheels"
 
 
 def find() -> Path | None:
-    """The wheel: what the variable names, or else one below `build/wheels`."""
+    """Return the wheel that the variable names, or one below `build/wheels`; None if there is
+    none."""
     named = os.environ.get(VARIABLE)
     return Path(named) if named else next(iter(sorted(STORED.glob("torch_npu-*.whl"))), None)
 
 
 def unpack(wheel: Path, folder: Path) -> Path:
-    """The unpacked wheel with its empty libraries beside it; needs a C compiler and binutils."""
+    """Unpack the wheel, and make stub libraries below `folder`; needs a C compiler and binutils.
+    Waits."""
     import torch
 
     with zipfile.ZipFile(wheel) as archive:
@@ -54,31 +55,31 @@ def unpack(wheel: Path, folder: Path) -> Path:
 
 
 def symbols(file: Path, which: str) -> Iterable[str]:
-    """Names in a library's dynamic table, without their versions."""
+    """Return the names in a library's dynamic symbol table, without versions."""
     text = subprocess.run(["nm", "-D", which, "-P", str(file)], capture_output=True, text=True, check=False).stdout
     return {line.split()[0].partition("@")[0] for line in text.splitlines()}
 
 
 def needed(file: Path) -> list[str]:
-    """The libraries that a library names."""
+    """Return the libraries that a library depends on."""
     text = subprocess.run(["readelf", "-d", str(file)], capture_output=True, text=True, check=True).stdout
     return [line.split("[")[1].rstrip("]") for line in text.splitlines() if "(NEEDED)" in line]
 
 
 def installed() -> str:
-    """The libraries that the loader knows, as it lists them."""
+    """Return the loader's list of known libraries."""
     return subprocess.run(["/sbin/ldconfig", "-p"], capture_output=True, text=True, check=False).stdout
 
 
 def linked(file: Path) -> list[str]:
-    """Where the loader finds what a library names."""
+    """Return the paths at which the loader finds a library's dependencies."""
     text = subprocess.run(["ldd", str(file)], capture_output=True, text=True, check=True).stdout
     return [part.split()[0] for line in text.splitlines() if "=> /" in line for part in [line.split("=> ")[1]]]
 
 
 def ask(folder: Path, *modules: str) -> list[Any]:
-    """What `answer()` of each of these modules beside this one gives in a process that has imported
-    the unpacked torch_npu."""
+    """Return the results of `answer()` of these modules, in a process that has imported the
+    unpacked torch_npu. Waits. Raises RuntimeError."""
     paths = [str(folder), str(Path(__file__).parent), *filter(None, sys.path)]
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "LD_LIBRARY_PATH": str(folder / "stubs")}
     environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"

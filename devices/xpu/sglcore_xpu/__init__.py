@@ -1,12 +1,12 @@
-"""Intel GPUs as a device. Nothing is imported but the declaration."""
+"""Intel GPUs as a device. Importing this module loads only the declaration."""
 
 from sglcore.device.package import DevicePackage
 from sglcore.device.pci import PciClaim
 from sglcore.device.topology import Communication
 
 GRAPHICS = ":00:02.0"
-"""Where the vendor's processors have their own graphics. A virtual machine may have cards elsewhere
-on this bus."""
+"""The PCI address suffix of Intel CPUs' integrated graphics. A virtual machine may have cards at
+other addresses of this bus."""
 
 package = DevicePackage(
     name="xpu",
@@ -30,5 +30,5 @@ package = DevicePackage(
     communication=Communication("xccl", cluster_resource="GPU"),
     pci=frozenset({PciClaim(0x8086, frozenset({0x0300, 0x0302, 0x0380}), GRAPHICS)}),
 )
-"""What `sglcore devices` and the core read. The vendor's processing accelerators (class 1200) are
-no GPUs."""
+"""The declaration that `sglcore devices` and the core read. The vendor's processing accelerators
+(PCI class 1200) are not GPUs."""

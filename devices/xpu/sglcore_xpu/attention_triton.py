@@ -1,4 +1,4 @@
-"""The core's Triton attention, launched as the capability of an Intel GPU wants."""
+"""The core's Triton attention, with launch parameters for an Intel GPU's capability."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from sglcore_xpu.kernels import COMPILER, TRITON, tuning
 
 
 class TritonAttention(PortableAttention):
-    """Decoder attention of every page size, head size, window, softcap and sink."""
+    """Decoder attention for every page size and head size, with windows, softcaps and sinks."""
 
     @classmethod
     def unavailable(cls) -> str:
-        """By what the installed Triton compiles for."""
+        """Check that the installed Triton compiles for Intel GPUs."""
         missing = triton_gap(COMPILER)
         return f"{missing}; {TRITON}" if missing else ""
 
     def make_tuning(self) -> Tuning:
-        """As the kernel table's."""
+        """Return the kernel table's launch parameters."""
         return tuning(read_capability())

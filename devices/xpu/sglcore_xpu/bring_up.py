@@ -1,5 +1,5 @@
-"""The bring-up of an Intel GPU: the standard order, with what the GPU can do said in the ledger,
-and its memory asked."""
+"""The bring-up of an Intel GPU: the standard order, plus the GPU's capability for the ledger, and
+its memory."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from sglcore_xpu.capability import Capability, read_capability
 
 
 def capability(device: torch.device, ledger: DecisionLedger) -> Capability:
-    """What the GPU is, for the ledger."""
+    """Read the GPU's capability and record it in the ledger."""
     found = read_capability(device)
     ledger.record(Row("GPU", "auto", str(found), found.evidence, "--device xpu:INDEX chooses another"))
     return found
 
 
 def device_memory(facts: Facts, model: object) -> MemoryBudget:
-    """As any accelerator's. Not every driver tells what is free: then all counts as free that this
-    process has not taken."""
+    """Return the memory budget, as for any accelerator. If the driver does not report free memory,
+    all memory that this process has not reserved counts as free."""
     try:
         return accelerator.device_memory(facts, model)
     except RuntimeError:

@@ -1,4 +1,4 @@
-"""What an Intel GPU can do, as its driver says; launch configurations follow from these values."""
+"""The capability of an Intel GPU from its driver; launch parameters depend on it."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class Capability:
-    """The properties of one GPU that decide something. `cores`: Xe cores (sub-slices), each with
-    several vector engines; `lanes`: the sizes that a sub-group may have, ascending; `local_bytes`:
-    memory that a work-group shares; `has_matrix`: engines that multiply matrices, whose sub-groups
-    are of the smallest size."""
+    """The relevant properties of one GPU. `cores`: Xe cores (sub-slices), each with several vector
+    engines; `lanes`: the possible sub-group sizes, ascending; `local_bytes`: shared memory of a
+    work-group; `has_matrix`: it has matrix engines, which use the smallest sub-group size."""
 
     name: str
     cores: int
@@ -27,13 +26,14 @@ class Capability:
 
     @property
     def evidence(self) -> str:
-        """The figures that launches are tuned by."""
+        """The values that determine launch parameters."""
         matrix = "matrix engines" if self.has_matrix else "no matrix engines"
         return f"{self.engines} vector engines, sub-groups of {' or '.join(map(str, self.lanes))}, {matrix}"
 
 
 def read_capability(device: torch.device | None = None) -> Capability:
-    """Of a GPU, or the current one; raises what torch raises if there is none."""
+    """Read the capability of a GPU, or of the current one. Raises torch's error if there is
+    none."""
     found = torch.xpu.get_device_properties(torch.xpu.current_device() if device is None else device)
     return Capability(
         found.name,

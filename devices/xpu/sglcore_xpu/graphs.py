@@ -1,5 +1,5 @@
-"""SYCL graphs by torch's own names. What other threads do on other queues is no part of a capture,
-so it takes no error mode."""
+"""SYCL graphs through torch's classes. A capture ignores other threads' work on other queues, so it
+has no error mode."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from sglcore.runtime.graphs.torch_capture import TorchCapture
 
 
 def make_capture() -> TorchCapture:
-    """A graph of torch's own for this device."""
+    """Make a capture with torch's graph class for this device."""
     return TorchCapture(torch.xpu.XPUGraph, torch.xpu.graph_pool_handle, error_mode=None)
 
 

@@ -1,5 +1,5 @@
-"""The kernel table of an Intel GPU: the core's Triton kernels, launched in sub-groups of the sizes
-that this GPU has."""
+"""The kernel table of an Intel GPU: the core's Triton kernels, launched with sub-group sizes of the
+GPU."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 COMPILER = "intel"
 TRITON = "install the Triton of this torch: pip install --force-reinstall torch from its xpu index, which brings it"
 WIDEST = 32
-"""Threads of a sub-group in kernels without products, as the compiler takes by itself."""
+"""Sub-group size of kernels without matrix products; the compiler's default."""
 
 
 def kernels() -> KernelTable:
-    """The table for the current GPU; raises `DeviceError` if no Triton that compiles for it is
-    installed."""
+    """Return the table for the current GPU. Raises `DeviceError` if no Triton that compiles for it
+    is installed."""
     if missing := triton_gap(COMPILER):
         raise DeviceError(f"the kernels of this device can not be used: {missing}", remedy=TRITON)
     from sglcore.runtime.kernels.triton import triton_kernels

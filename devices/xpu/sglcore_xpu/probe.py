@@ -1,5 +1,5 @@
-"""What the system says about Intel GPUs: render nodes, the PCI bus, Level Zero, the torch build.
-Nothing is imported."""
+"""Probes for Intel GPUs: render nodes, the PCI bus, Level Zero, the torch build. Does not import
+torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NODES = "/dev/dri/renderD*"
 VENDOR = "8086:"
 DRIVERS = ("i915", "xe")
 LIBRARIES = ("libze_loader.so.1", "libze_intel_gpu.so.1")
-"""Level Zero's loader, and the GPU driver that it loads; what torch's own wheels do not bring."""
+"""Level Zero's loader, and the GPU driver that it loads; torch's wheels do not contain them."""
 MASK, SELECTOR, HIERARCHY = "ZE_AFFINITY_MASK", "ONEAPI_DEVICE_SELECTOR", "ZE_FLAT_DEVICE_HIERARCHY"
 TORCH = "pip install torch==2.13.0 --index-url https://download.pytorch.org/whl/xpu, with --force-reinstall over another build"
 DESELECTED = f"unset {SELECTOR}, or say level_zero:gpu there"
@@ -26,8 +26,7 @@ MOUNTS = "a container takes --device /dev/dri"
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """A render node that one of Intel's drivers serves. `tiles`: the devices that it is to the
-    runtime."""
+    """A render node of an Intel GPU. `tiles`: the number of devices that it is for the runtime."""
 
     node: str
     driver: str
@@ -36,13 +35,12 @@ class Gpu:
 
     @property
     def is_graphics(self) -> bool:
-        """A processor's own, by its place."""
+        """Whether it is a CPU's integrated graphics, by its PCI address."""
         return self.address.endswith(GRAPHICS)
 
 
 def probe(named: bool, system: System) -> ProbeReport:
-    """Answer from what is seen through `system`. A processor's own graphics count only when
-    `named`."""
+    """Probe `system`. Integrated graphics count only if `named`."""
     gpus = render_nodes(system)
     seen = _visible(system, gpus)
     return ProbeReport(
@@ -58,7 +56,7 @@ def probe(named: bool, system: System) -> ProbeReport:
 def render_nodes(system: System) -> tuple[Gpu, ...]:
     """Return the render nodes of Intel GPUs, cards first.
 
-    The runtime hides a processor's own graphics when there is a card.
+    The runtime hides integrated graphics if there is a card.
     """
     found = (_gpu(system, node) for node in system.numbered(NODES))
     return tuple(sorted((gpu for gpu in found if gpu is not None), key=lambda gpu: gpu.is_graphics))
@@ -79,8 +77,8 @@ def _gpu(system: System, node: str) -> Gpu | None:
 
 
 def _visible(system: System, gpus: tuple[Gpu, ...]) -> Visible:
-    """What torch counts: cards only, where there is one. None is listed where a variable chooses
-    them by what no file tells."""
+    """Return the devices that torch counts: only cards, if there is one. The list is empty if a
+    variable selects devices by numbers that no file contains."""
     environ = {name: value for name in (SELECTOR, MASK) if (value := system.environ.get(name))}
     if environ.get(MASK) == "default":
         del environ[MASK]
@@ -98,8 +96,8 @@ def _visible(system: System, gpus: tuple[Gpu, ...]) -> Visible:
 
 
 def selects_none(selector: str) -> bool:
-    """Whether a selector leaves torch nothing, which takes devices of Level Zero alone. Terms with
-    a ! take devices away, from all where no other term is there."""
+    """Return whether a selector leaves no device for torch, which uses Level Zero only. Terms with
+    "!" exclude devices; without other terms they exclude from all devices."""
     terms = [term.strip().lower() for term in selector.split(";") if term.strip()]
     taken = [term for term in terms if not term.startswith("!")]
     away = {term[1:] for term in terms if term.startswith("!")}

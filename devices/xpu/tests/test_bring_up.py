@@ -1,5 +1,5 @@
-"""The bring-up: a GPU is described before anything is made for it, and a driver that does not tell
-what is free stops nothing."""
+"""The bring-up reads a GPU's capability before it makes kernels and models, and works with a driver
+that does not report free memory."""
 
 from __future__ import annotations
 

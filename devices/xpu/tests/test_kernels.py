@@ -1,5 +1,5 @@
-"""Launches follow the GPU's properties; what is missing is refused with what to install, and
-nothing falls back unseen."""
+"""Launch parameters follow the GPU's properties; a missing library is refused with a remedy, and
+every fallback is in the ledger."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ GRAPHICS = Capability("UHD", 2, 32, (8, 16), 256, 32 << 10, False)
 
 
 def warps(capability: Capability, entry: str) -> object:
-    """How many sub-groups a program of an entry has."""
+    """Return the number of sub-groups per program of an entry."""
     made = tuning(capability)
     return made.options(getattr(made, entry))["num_warps"]
 

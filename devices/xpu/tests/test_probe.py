@@ -1,5 +1,5 @@
-"""Intel machines as they are found: cards, processors with graphics, containers, parts of several
-tiles, a torch for others."""
+"""Probes of Intel machines: cards, CPUs with integrated graphics, containers, GPUs with several
+tiles, and a torch for other devices."""
 
 from __future__ import annotations
 

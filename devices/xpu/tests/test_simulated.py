@@ -1,5 +1,5 @@
-"""The simulated Intel GPU: torch.xpu runs its own shipped code on it, and it offers no name that
-torch.xpu lacks."""
+"""The simulated Intel GPU: torch.xpu's own code runs on it, and it has no property that torch.xpu
+does not document."""
 
 from __future__ import annotations
 

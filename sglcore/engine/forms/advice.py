@@ -1,5 +1,5 @@
-"""Every form in which a cluster may hold a model, the fastest for some load first, with the command
-that starts it."""
+"""Every parallel configuration in which a cluster can hold a model, fastest first for a given load,
+with the command that starts it."""
 
 from __future__ import annotations
 
@@ -17,11 +17,10 @@ from sglcore.engine.forms.cost import Costs, Rows, Seconds
 from sglcore.engine.forms.shape import shape_of
 
 CHUNK = 2048
-"""Tokens of prompts in one step of a shard."""
+"""Prompt tokens in one step of a shard."""
 ENOUGH = 1.05
-"""The speed-up that two micro-batches must have in the prediction; a start with `auto` measures and
-decides.
-"""
+"""The predicted speed-up that two micro-batches must have; a start with `auto` measures and
+decides."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +34,7 @@ class Load:
     output_len: int
 
     def __post_init__(self) -> None:
-        """Raise ConfigError for what is not above zero."""
+        """Raise ConfigError for values that are not above zero."""
         for name, value in asdict(self).items():
             if value < 1:
                 raise ConfigError(f"{name} is {value}", wanted="1 or more")
@@ -48,9 +47,9 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """One parallel configuration and what is predicted for it. `advise` makes it.
+    """One parallel configuration and its predicted performance. `advise` makes it.
 
-    Rates are of all copies together, with prefill and decode counted.
+    Rates are for all copies together, with prefill and decode counted.
     """
 
     topology: Topology
@@ -58,7 +57,7 @@ class Advice:
     copies: int
     """Copies of the model."""
     step: Seconds
-    """Seconds of a decode step, by what they go for."""
+    """Seconds of a decode step, by use."""
     prompt_rate: float
     """Prompt tokens per second."""
     rate: float
@@ -70,17 +69,17 @@ class Advice:
     weight_bytes: float
     """Bytes of weights on each device."""
     halved_prompts: float = 1.0
-    """How many times as fast a prefill step is in two halves."""
+    """Speed-up of a prefill step as two micro-batches."""
     halved_step: float = 1.0
-    """How many times as fast a decode step is in two halves."""
+    """Speed-up of a decode step as two micro-batches."""
 
     @property
     def is_for_halves(self) -> bool:
-        """Two halves would be faster by enough for a start to try it."""
+        """Whether two micro-batches are predicted to be fast enough for a start to try them."""
         return max(self.halved_prompts, self.halved_step) >= ENOUGH
 
     def command(self, model: str, per_host: int) -> str:
-        """What starts a copy, on each of its hosts."""
+        """Return the command that starts a copy, for each of its hosts."""
         topology = self.topology
         widths = (("tp", topology.tp), ("dp", topology.dp), ("ep", topology.ep))
         words = [f"--{name} {value}" for name, value in widths if value > 1]
@@ -90,7 +89,7 @@ class Advice:
         return " ".join(("sglcore serve", model, *words))
 
     def as_json(self, model: str, per_host: int) -> dict[str, Any]:
-        """The same as plain values, with the command."""
+        """Return the same as plain values, with the command."""
         return {**asdict(self), "most": self.step.most, "command": self.command(model, per_host)}
 
 
@@ -106,12 +105,13 @@ def advise(config: ModelConfig, cluster: Cluster, load: Load) -> tuple[Advice, .
 
 
 def advise_folder(folder: Path, cluster: Cluster, load: Load) -> tuple[Advice, ...]:
-    """The same for the model of a checkpoint folder."""
+    """Return the same for the model of a checkpoint folder."""
     return advise(read_config(folder), cluster, load)
 
 
 def _forms(config: ModelConfig, cluster: Cluster) -> Iterator[Topology]:
-    """With all devices in use; a copy takes an equal part of a host, or whole hosts."""
+    """Yield topologies that use all devices; a copy takes an equal part of a host, or whole
+    hosts."""
     per_host = cluster.links.per_host
     for tp in divisors(cluster.devices):
         if (tp <= per_host and per_host % tp) or (tp > per_host and tp % per_host):
@@ -131,7 +131,7 @@ def _advice(costs: Costs, load: Load) -> Advice:
     copies, dp = costs.cluster.devices // topology.tp, topology.dp
     tokens = costs.cache_tokens(load.length)
     fitting = tokens // dp // load.length
-    each = min(-(-load.requests // (copies * dp)), fitting)  # of a shard
+    each = min(-(-load.requests // (copies * dp)), fitting)  # requests of each shard
     running = min(load.requests, each * copies * dp)
     rows = Rows(max(each, 1), max(each, 1), load.input_len + load.output_len // 2)
     chunk = min(CHUNK, load.input_len)
@@ -155,8 +155,8 @@ def _advice(costs: Costs, load: Load) -> Advice:
 
 
 def text_of(found: Sequence[Advice], model: str, cluster: Cluster, top: int) -> str:
-    """A table of the first `top`, then the command of the winner. Forms without room for one
-    request are counted."""
+    """Return a table of the first `top` configurations, then the command of the best.
+    Configurations without room for one request are counted."""
     fitting = [each for each in found if each.running]
     per_host = cluster.links.per_host
     if not fitting:

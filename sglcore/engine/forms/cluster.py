@@ -1,5 +1,5 @@
-"""A cluster as numbers, from a small TOML file: what a device does, what links carry, how many
-there are."""
+"""A cluster as numbers, from a small TOML file: the performance of a device, of links, and the
+number of devices."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from sglcore.device.links import Link, Links
 
 @dataclass(frozen=True, slots=True)
 class DeviceNumbers:
-    """Bytes of `memory`, bytes a second from it (`bandwidth`), operations a second with elements of
-    16 bits (`flops`) and with weights of 8 bits (`flops_8bit`), and seconds from one kernel to the
-    next (`launch`)."""
+    """`memory` in bytes, memory `bandwidth` in bytes/s, `flops` with 16-bit elements and
+    `flops_8bit` with 8-bit weights in operations/s, and `launch`, the seconds from one kernel to
+    the next."""
 
     memory: float
     bandwidth: float
@@ -29,10 +29,10 @@ class DeviceNumbers:
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """Alike `hosts`, each with `links.per_host` devices. Rows go to experts in `bytes_out` an
-    element (None: as they are), one copy for each host and there for each rank that has some of
-    their experts (`is_copy_per_rank`), or one for each expert; the rank with most of them has
-    `imbalance` times the mean."""
+    """Identical `hosts`, each with `links.per_host` devices. Hidden states are sent to experts with
+    `bytes_out` bytes per element (None: unchanged): with `is_copy_per_rank` one copy to each host,
+    and from there to each rank with chosen experts; otherwise one copy per chosen expert. The
+    busiest rank has `imbalance` times the mean load."""
 
     device: DeviceNumbers
     links: Links
@@ -43,7 +43,7 @@ class Cluster:
 
     @property
     def devices(self) -> int:
-        """All of them."""
+        """Number of devices."""
         return self.hosts * self.links.per_host
 
 
@@ -56,13 +56,13 @@ _TABLES: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = MappingProxyTyp
         "experts": ((), ("copies", "bytes_out", "imbalance")),
     }
 )
-"""The tables of a file: the names that each must have, and those that it may have. `gb_s` is what
-one rank sends a second."""
+"""Tables of a file: the required names and the optional names. `gb_s`: what one rank sends per
+second."""
 
 
 def read_cluster(file: Path) -> Cluster:
-    """A cluster's file. Raises ConfigError for one that is not there, no TOML, or has other names
-    or values than are known."""
+    """Read a cluster's file. Raises ConfigError if it does not exist, is not TOML, or has unknown
+    names or values."""
     try:
         given = tomllib.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:

@@ -1,8 +1,8 @@
-"""How long a step takes in each form of ranks, predicted: a roofline of each layer, and what its
-collectives cost.
+"""Predicted time of a step in each parallel configuration: a roofline for each layer, and the cost
+of its collectives.
 
-A prediction is a bound that no kernel goes below by the numbers it is given: good for comparing
-forms, not for promising times. Experts are chosen evenly, and shards have equally many rows.
+A prediction is a lower bound from the given numbers: good for comparing configurations, not for
+promising times. Experts are chosen evenly, and shards have equal numbers of rows.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from sglcore.engine.forms.cluster import Cluster
 from sglcore.engine.forms.shape import LayerShape, ModelShape
 
 LAUNCHES = 10
-"""Kernels of a layer that wait for each other."""
+"""Kernels of a layer that run one after the other."""
 MEMORY_SHARE = 0.9
-"""The part of a device's memory that weights and cache may take; the rest is for what a step
-computes."""
+"""The part of a device's memory for weights and cache; the rest is for intermediate results of a
+step."""
 
 
 @dataclass(frozen=True, slots=True)
 class Seconds:
-    """Seconds of a step by what they go for: reading weights, reading the cache, arithmetic,
-    collectives, launches."""
+    """Seconds of a step by use: reading weights, reading the cache, arithmetic, collectives,
+    launches."""
 
     weights: float = 0.0
     cache: float = 0.0
@@ -36,12 +36,12 @@ class Seconds:
 
     @property
     def total(self) -> float:
-        """All of them."""
+        """The sum of all."""
         return sum(astuple(self))
 
     @property
     def most(self) -> str:
-        """What most of them go for."""
+        """The name of the largest part."""
         return max(zip(astuple(self), (field.name for field in fields(self)), strict=True))[1]
 
 
@@ -58,14 +58,16 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """A model on a cluster in one form. Ranks are those of one copy of the model."""
+    """A model on a cluster in one parallel configuration. Ranks are those of one copy of the
+    model."""
 
     model: ModelShape
     cluster: Cluster
     topology: Topology
 
     def step(self, rows: Rows) -> Seconds:
-        """All layers and the output layer. Every rank takes as long as the slowest."""
+        """Return the time of all layers and the output layer. Every rank takes as long as the
+        slowest."""
         kinds = {layer: self.model.layers.count(layer) for layer in self.model.layers}
         total = self._output(rows)
         for layer, count in kinds.items():
@@ -83,7 +85,8 @@ class Costs:
         return 2 * max(found.total - found.links, found.links)
 
     def attention(self, layer: LayerShape, rows: Rows) -> Seconds:
-        """Projections and scores of a shard's rows, and the sum over its ranks."""
+        """Return the time of projections and scores of a shard's rows, and of the all-reduce over
+        its ranks."""
         model, width = self.model, self.topology.attn_tp
         held = self._attention_weights(layer)
         seen = layer.seen(rows.context)
@@ -93,8 +96,8 @@ class Costs:
         return projected + scored + self._links(self.cluster.links.all_reduce(width, self._row_bytes(rows.count)))
 
     def blocks(self, layer: LayerShape, rows: Rows) -> Seconds:
-        """What every row passes, divided among all ranks; with it the experts, where each rank has
-        a part of every one."""
+        """Return the time of the dense weights, which are divided among all ranks; also of the
+        experts, if each rank has a part of every expert (`ep` is 1)."""
         tp, every = self.topology.tp, rows.count * self.topology.dp
         found = times(self._links(self._all_rows(rows)), self._sums(layer))
         if layer.block:
@@ -108,8 +111,8 @@ class Costs:
         return found
 
     def experts(self, layer: LayerShape, rows: Rows) -> Seconds:
-        """Whole experts on each rank: rows go there and back, and those of a shard are put together
-        again."""
+        """Return the time of whole experts on each rank: rows are sent to experts and back, and the
+        rows of a shard are gathered again."""
         ep, model = self.topology.ep, self.model
         if ep == 1 or not layer.expert:
             return Seconds()
@@ -129,8 +132,8 @@ class Costs:
         return work + self._links(moved + together)
 
     def carried(self, rows: float, element: float) -> float:
-        """Seconds until so many rows of each rank, of `element` bytes, are where their experts are,
-        or back from there."""
+        """Return the seconds to send `rows` rows of each rank, of `element` bytes per element, to
+        their experts or back."""
         links, ep, chosen = self.cluster.links, self.topology.ep, self.model.chosen
         each = rows * self.model.hidden * element
         if not self.cluster.is_copy_per_rank:
@@ -139,7 +142,7 @@ class Costs:
         return links.all_to_all(ep, each * copies_to_ranks(ep, chosen), each * copies_to_ranks(hosts, chosen))
 
     def weight_bytes(self) -> float:
-        """Of one rank."""
+        """Bytes of weights on one rank."""
         model, tp = self.model, self.topology.tp
         part = self.topology.ep if self.topology.ep > 1 else tp
         found = model.tables / self.topology.attn_tp * model.row_bytes
@@ -149,13 +152,13 @@ class Costs:
         return found
 
     def request_bytes(self, length: int) -> float:
-        """Of the cache of a request of so many tokens, on each rank of its shard."""
+        """Return the cache bytes of a request of `length` tokens, on each rank of its shard."""
         each = (self._cache_elements(layer) * layer.seen(length) for layer in self.model.layers)
         return sum(each) * self.model.row_bytes
 
     def cache_tokens(self, length: int) -> int:
-        """Tokens that fit in all shards together, in requests of that length; 0 where the weights
-        leave no room."""
+        """Return the tokens that fit in all shards together, in requests of `length` tokens; 0 if
+        the weights leave no room."""
         room = MEMORY_SHARE * self.cluster.device.memory - self.weight_bytes()
         return max(int(room * length / self.request_bytes(length)), 0) * self.topology.dp
 
@@ -168,23 +171,24 @@ class Costs:
 
     @property
     def _key_parts(self) -> int:
-        """In how many parts heads of keys are divided; further ranks hold the same ones."""
+        """Number of parts into which key heads are divided; further ranks hold copies."""
         return min(self.topology.attn_tp, self.model.kv_heads)
 
     def _output(self, rows: Rows) -> Seconds:
-        """Each request's last row to logits of 4 bytes, which all ranks of its shard have then."""
+        """Return the time of the output layer on each request's last row; all ranks of its shard
+        get the logits, of 4 bytes each."""
         model, width = self.model, self.topology.attn_tp
         held = model.vocabulary * model.hidden / width
         read = self._roofline(held * model.row_bytes, 0, 2 * rows.sequences * held, model.row_bytes)
         return read + self._links(self.cluster.links.all_gather(width, rows.sequences * model.vocabulary * 4))
 
     def _sums(self, layer: LayerShape) -> int:
-        """Blocks of a layer that end in a sum over all ranks."""
+        """Return the number of blocks of a layer that end in a sum over all ranks."""
         return layer.num_blocks + (1 if layer.expert and self.topology.ep == 1 else 0)
 
     def _all_rows(self, rows: Rows) -> float:
-        """Rows of a shard to those of all, and sums of them back; with one shard that is the sum
-        alone."""
+        """Return the seconds to gather the rows of all shards and to scatter their sums; with one
+        shard, of the all-reduce alone."""
         links, topology = self.cluster.links, self.topology
         if topology.dp == 1:
             return links.all_reduce(topology.tp, self._row_bytes(rows.count))
@@ -198,8 +202,8 @@ class Costs:
         return Seconds(links=seconds)
 
     def _roofline(self, weights: float, cache: float, flops: float, element: float) -> Seconds:
-        """Bytes read or operations, whichever takes longer (Williams, Waterman and Patterson
-        2009)."""
+        """Return the time to read the bytes or to do the operations, whichever is longer (roofline:
+        Williams, Waterman and Patterson 2009)."""
         device = self.cluster.device
         reading = (weights + cache) / device.bandwidth
         computing = flops / (device.flops_8bit if element == 1 else device.flops)
@@ -209,7 +213,7 @@ class Costs:
 
 
 def times(seconds: Seconds, count: int) -> Seconds:
-    """So often."""
+    """Return all parts multiplied by `count`."""
     return Seconds(*(each * count for each in astuple(seconds)))
 
 

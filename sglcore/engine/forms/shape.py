@@ -1,4 +1,5 @@
-"""What a model's layers have to read, keep and multiply, counted from its configuration."""
+"""Sizes of a model's layers for cost estimates: weights to read, cache to keep, operations; counted
+from the configuration."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ UNKNOWN = (
 Their costs are unknown here.
 """
 MXFP4 = 17 / 32
-"""Bytes of a 4-bit float with its part of a scale of 8 bits for 32 of them."""
+"""Bytes of a 4-bit float, with its share of an 8-bit scale for 32 of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,25 +36,25 @@ class LayerShape:
     by_heads: int
     """Attention weights that are divided among ranks by query heads."""
     by_keys: int
-    """Attention weights that are divided among ranks by heads of keys, as far as there are
-    enough."""
+    """Attention weights that are divided among ranks by key heads, up to the number of key
+    heads."""
     cache_whole: int
     """KV cache of a token that every rank keeps."""
     cache_by_keys: int
-    """KV cache of a token that is divided among ranks by heads of keys."""
+    """KV cache of a token that is divided among ranks by key heads."""
     score_flops: int
-    """Floating-point operations of a query for each token before it, over all heads."""
+    """Floating-point operations of a query for each token that it sees, over all heads."""
     window: int | None
     """The sliding window in tokens. None: full attention."""
     block: int
-    """Weights that every row passes, divided among all ranks."""
+    """Dense weights that every row uses, divided among all ranks."""
     num_blocks: int
-    """Blocks in which these are."""
+    """Number of blocks with these weights."""
     expert: int
     """Weights of one expert. 0: the layer has no experts."""
 
     def seen(self, length: int) -> int:
-        """Of so many tokens those that the next one sees."""
+        """Return how many of `length` tokens the next token sees."""
         return length if self.window is None else min(length, self.window)
 
 
@@ -86,7 +87,7 @@ class ModelShape:
 
     @property
     def parameters(self) -> int:
-        """All of them, but for norms and biases."""
+        """All parameters, without norms and biases."""
         each = (
             layer.whole + layer.by_heads + layer.by_keys + layer.block + layer.expert * self.experts
             for layer in self.layers
@@ -135,7 +136,7 @@ def _check(config: ModelConfig) -> None:
 
 
 def _bytes(config: ModelConfig, module: str) -> float:
-    """Bytes of an element of a linear layer's weight, without its scales."""
+    """Return the bytes of an element of a linear layer's weight, without scales."""
     quantization = read_quantization(config.raw)
     scheme = None if quantization is None else quantization.scheme(f"model.{module}")
     if scheme is not None:
@@ -154,7 +155,7 @@ def _layer(config: ModelConfig, layer: int) -> LayerShape:
     if moe is None or not moe.layers[layer]:
         block = 3 * hidden * config.intermediate_size
         return LayerShape(**attention, window=window, block=block, num_blocks=1, expert=0)
-    attention["whole"] += hidden * moe.num_experts  # the gate
+    attention["whole"] += hidden * moe.num_experts  # the router
     shared = 3 * hidden * moe.shared_size
     expert = 3 * hidden * moe.intermediate_size
     return LayerShape(**attention, window=window, block=shared, num_blocks=1 if shared else 0, expert=expert)
@@ -174,8 +175,8 @@ def _plain(config: ModelConfig) -> dict[str, Any]:
 
 
 def _latent(config: ModelConfig) -> dict[str, Any]:
-    """Multi-head latent attention, its keys and values absorbed into queries and outputs
-    (DeepSeek-V2, section 2.1)."""
+    """Return the sizes of multi-head latent attention, with keys and values absorbed into queries
+    and outputs (DeepSeek-V2, section 2.1)."""
     words, hidden, heads = config.words, config.hidden_size, config.num_attention_heads
     kv, rope, nope, value = (
         words[name] for name in ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")

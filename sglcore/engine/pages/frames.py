@@ -1,8 +1,8 @@
-"""Frames of the TCP reference, and one connection: a thread that sends what is queued, and one that
-receives.
+"""Frames of the TCP page transfer, and one connection with two threads: one sends queued frames,
+one receives.
 
-A frame is a head, three numbers and a body. Each side beats while it has nothing to say, so silence
-is a loss.
+A frame is a head, three numbers and a body. Each side sends heartbeats while idle, so silence means
+that the peer is lost.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from sglcore.engine.reading import read_exactly
 MAGIC = 0x5350
 _HEAD = struct.Struct("<HHIQQ")
 LONGEST = 1 << 32
-"""Bytes of a frame at most: more is a damaged stream."""
+"""Largest number of bytes of a frame; a larger number means a damaged stream."""
 Parts = Sequence[bytes | memoryview]
 
 
@@ -43,7 +43,7 @@ class Kind(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """One that came, from `peer`."""
+    """A frame that arrived from `peer`."""
 
     peer: int
     kind: Kind
@@ -54,14 +54,14 @@ class Frame:
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """The last that comes from a peer."""
+    """The last item that comes from a peer."""
 
     peer: int
     why: str
 
 
 def send_frame(stream: socket.socket, kind: Kind, region: int = 0, lease: int = 0, parts: Parts = ()) -> None:
-    """Send one; waits. Raises OSError."""
+    """Send a frame; waits. Raises OSError."""
     stream.sendall(_HEAD.pack(MAGIC, kind, region, lease, sum(len(part) for part in parts)))
     for part in parts:
         stream.sendall(part)
@@ -98,14 +98,14 @@ class _Outgoing:
 
 
 class Connection:
-    """A peer's stream, after both have greeted. From `start` on, `post` is called by its threads
-    with what came and, once and at last, with its loss; what was queued and not sent has then
-    FAILED."""
+    """The stream of a peer after both sides have greeted. After `start`, its threads call `post`
+    with each frame that arrives, and last and once with the loss of the peer. Queued frames that
+    were not sent then have the state FAILED."""
 
     def __init__(
         self, number: int, stream: socket.socket, name: str, silence: float, post: Callable[[Frame | Lost], None]
     ) -> None:
-        """`silence`: seconds without a word after which the peer is lost."""
+        """`silence`: seconds without a frame after which the peer is lost."""
         self.number, self.name = number, name
         self._stream, self._silence, self._post = stream, silence, post
         self._queue: queue.SimpleQueue[_Outgoing | None] = queue.SimpleQueue()
@@ -118,7 +118,7 @@ class Connection:
         ]
 
     def start(self) -> None:
-        """Send and receive."""
+        """Start the threads that send and receive."""
         for thread in self._threads:
             thread.start()
 
@@ -132,13 +132,13 @@ class Connection:
         self._queue.put(_Outgoing(kind, region, lease, parts, ends))
 
     def break_off(self, why: str) -> None:
-        """Part with the peer; both threads end. Idempotent."""
+        """Disconnect from the peer; both threads end. Idempotent."""
         self._why = self._why or why
         with suppress(OSError):
             self._stream.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """The same, and wait for the threads."""
+        """Disconnect from the peer and wait for the threads."""
         self.break_off("this engine has ended")
         self._queue.put(None)
         for thread in self._threads:

@@ -43,9 +43,9 @@ class First(msgspec.Struct, array_like=True, tag=2, gc=False):
 
 
 class Refusal(msgspec.Struct, array_like=True, tag=3, gc=False):
-    """The prompt will not come, and no more is written to the lease.
+    """The prompt will not be computed, and nothing more is written to the lease.
 
-    `refused`: the requester made the error.
+    `refused`: the error is the requester's.
     """
 
     lease: int
@@ -54,45 +54,46 @@ class Refusal(msgspec.Struct, array_like=True, tag=3, gc=False):
 
 
 class PageSide(Protocol):
-    """What an engine's loop has to do with another engine."""
+    """The part of an engine's loop that deals with other engines."""
 
     @property
     def has_work(self) -> bool:
-        """A call of `begin` may have something to do."""
+        """Whether a call of `begin` may have something to do."""
         ...
 
     @property
     def lacks(self) -> str:
-        """Why no request can be served now; empty: they can."""
+        """Why no request can be served now; empty: requests can be served."""
         ...
 
     def mark(self, requests: list[Request]) -> None:
-        """Requests are about to be queued. Raises RequestError for what cannot be."""
+        """Prepare requests that are about to be queued. Raises RequestError for one that cannot be
+        served."""
         ...
 
     def begin(self, seconds: float) -> list[EngineOutput]:
-        """Before a step: what has come; waits so long for it."""
+        """Take what has arrived, before a step; waits at most `seconds` for it."""
         ...
 
     def end(self, outputs: list[EngineOutput]) -> list[EngineOutput]:
-        """After one: send what there is to send; returns the outputs that are for this engine's own
+        """Send what there is to send, after a step; returns the outputs for this engine's own
         clients."""
         ...
 
     def fileno(self) -> int:
-        """Readable while there is something to take in."""
+        """A descriptor that is readable while there is something to take."""
         ...
 
     def close(self) -> None:
-        """Part with all other engines. Idempotent."""
+        """Disconnect from all other engines. Idempotent."""
         ...
 
 
 def pack_logprobs(found: TokenLogprobs) -> bytes:
-    """As bytes."""
+    """Encode as bytes."""
     return encode(found)
 
 
 def unpack_logprobs(packed: bytes) -> TokenLogprobs:
-    """The inverse."""
+    """Decode what `pack_logprobs` encoded."""
     return decode(bytearray(packed))

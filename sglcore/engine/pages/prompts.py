@@ -39,7 +39,7 @@ class Job:
     target: Ints
     """int32: the peer's pages, from `first_page` on."""
     sent: int
-    """Leading pages of the prompt that are written, or need not be."""
+    """Leading pages of the prompt that are written, or that the peer does not need."""
     transfers: list[Transfer] = field(default_factory=list)
     """The transfers that were started."""
     last: EngineOutput | None = None
@@ -95,7 +95,7 @@ class PromptSide:
         return own
 
     def fileno(self) -> int:
-        """The transfer's."""
+        """The descriptor of the transfer."""
         return self._transfer.fileno()
 
     def close(self) -> None:
@@ -127,7 +127,7 @@ class PromptSide:
                     job.last = job.last or output
 
     def _advance(self, job: Job) -> bool:
-        """Whether the job has come to its end."""
+        """Advance a job; returns whether it has ended."""
         if not job.is_cancelled:
             self._write(job)
         if job.last is None or any(each.progress is Progress.PENDING for each in job.transfers):
@@ -138,8 +138,8 @@ class PromptSide:
         return True
 
     def _write(self, job: Job) -> None:
-        """Pages that are full, and with the first token the last one too. A request that gave way
-        computes again what it had; it is not sent again."""
+        """Send full pages, and with the first token the last page too. A preempted request computes
+        its tokens again; pages that were sent are not sent again."""
         request, size = job.request, self._engine.limits.page_size
         cells = min(request.num_cells, len(request.prompt_ids))
         full = -(-cells // size) if request.output_ids else cells // size

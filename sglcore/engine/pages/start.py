@@ -1,5 +1,5 @@
-"""How an engine comes to share its pages: what does not combine is refused before anything is
-loaded; then the two meet."""
+"""How an engine joins a disaggregated group: settings that do not combine are refused before
+anything is loaded; then the engines connect."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ MEETING_SECONDS = 120.0
 
 @dataclass(frozen=True, slots=True)
 class PageOptions:
-    """An engine's part. `peers` are HOST:PORT of prompt engines, `address` is where one listens,
-    `secret` what both know."""
+    """The page options of an engine. `peers`: HOST:PORT of prompt engines; `address`: where a
+    prompt engine listens; `secret`: shared by both sides."""
 
     role: str = "both"
     peers: tuple[str, ...] = ()
@@ -52,8 +52,8 @@ def options_of(server: ServerConfig, replica: int = 0) -> PageOptions:
 
 
 def settled(config: EngineConfig, options: PageOptions) -> EngineConfig:
-    """The configuration of an engine that has a part. Raises ConfigError, before anything is
-    loaded, for what does not go together."""
+    """Return the configuration of an engine with a role. Raises ConfigError for settings that do
+    not combine, before anything is loaded."""
     _check_options(options)
     if options.role == "both":
         return config
@@ -96,7 +96,7 @@ def _check_options(options: PageOptions) -> None:
 
 
 def check_worker(started: Started) -> PageMemory:
-    """The pages of a worker that may exchange them. Raises ConfigError."""
+    """Return the page memory of a worker that may exchange pages. Raises ConfigError."""
     limits, worker = started.worker.limits, started.worker
     what = {
         "it generates no text": not limits.generates,
@@ -114,8 +114,8 @@ def check_worker(started: Started) -> PageMemory:
 
 
 def open_pages(options: PageOptions, started: Started) -> Callable[[TokenEngine], PageSide] | None:
-    """What makes the engine's side, connected; None where it has no part. Waits and raises as
-    `meet`."""
+    """Return a factory of the engine's page side, connected; None if the engine has no role. Waits
+    and raises as `meet`."""
     if options.role == "both":
         return None
     transfer = meet(options, started)
@@ -125,8 +125,9 @@ def open_pages(options: PageOptions, started: Started) -> Callable[[TokenEngine]
 
 
 def meet(options: PageOptions, started: Started) -> TcpPages:
-    """The transfer of an engine with a part; one that decodes waits for those that compute prompts.
-    Raises ConfigError where the model's pages cannot go elsewhere, or mean another thing there."""
+    """Return the transfer of an engine with a role; a decode engine waits for its prompt engines.
+    Raises ConfigError if the model's pages cannot be sent, or have another layout on the other
+    side."""
     memory = check_worker(started)
     layout = layout_of(memory, identity_of(started.model_path))
     transfer = TcpPages(memory, layout, options.address, options.secret, options.silence)

@@ -1,9 +1,9 @@
-"""The reference of page transfer: over TCP, one connection for each pair of engines, by way of the
-host's memory.
+"""The reference page transfer: over TCP, one connection for each pair of engines, through host
+memory.
 
-Pages that come lie on the host until the worker's own thread writes them, between two steps. It
-writes what comes for a lease that was cancelled and is not drained, as a library does that writes
-past the host: so who uses such pages again is found out.
+Received pages stay on the host until the worker's own thread writes them, between two steps. Pages
+for a lease that is cancelled but not drained are still written, as by a library that writes without
+the host; so a caller that reuses such pages too early is found out.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from sglcore.engine.pages.frames import Connection, Frame, Kind, Lost, receive_f
 from sglcore.engine.reading import is_readable
 
 SILENCE = 20.0
-"""Seconds without a word after which a peer is lost."""
+"""Seconds without a frame after which a peer is lost."""
 GREETING = 5.0
 """Seconds that a new connection may take to identify itself."""
 LONGEST_HELLO = 1 << 16
-"""Bytes in which it does."""
+"""Bytes of the greeting at most."""
 
 
 class Hello(msgspec.Struct):
-    """What a side says of itself first."""
+    """The greeting: what a side reports about itself first."""
 
     layout: dict[str, str | int]
     secret: str = ""
@@ -48,13 +48,13 @@ class _Lease:
 
 
 class TcpPages:
-    """A PageTransfer. `address` is where it listens, HOST:PORT, with `listens`."""
+    """A PageTransfer over TCP. `address`: HOST:PORT where it listens, if `listens` was given."""
 
     def __init__(
         self, memory: PageMemory, layout: Layout, listens: str = "", secret: str = "", silence: float = SILENCE
     ) -> None:
-        """`listens`: HOST:PORT (a port of 0 takes a free one); who connects must know the `secret`.
-        Raises ConfigError."""
+        """`listens`: HOST:PORT (port 0 takes a free one); a peer must know the `secret`. Raises
+        ConfigError."""
         self._memory, self._layout, self._secret, self._silence = memory, layout, secret, silence
         self._connections: dict[int, Connection] = {}
         self._numbers = 0
@@ -74,21 +74,21 @@ class TcpPages:
 
     @property
     def peers(self) -> tuple[int, ...]:
-        """Those that are connected."""
+        """Numbers of the connected peers."""
         return tuple(self._connections)
 
     @property
     def has_news(self) -> bool:
-        """Something has come."""
+        """Whether something has arrived."""
         return bool(self._inbox) or is_readable(self._awake)
 
     @property
     def num_leases(self) -> int:
-        """Leases that have not ended."""
+        """Number of leases that have not ended."""
         return len(self._leases)
 
     def connect(self, address: str) -> int:
-        """Greet and be greeted; waits 5 seconds at most for each."""
+        """Connect and exchange greetings; waits at most 5 seconds for each."""
         host, _, port = address.rpartition(":")
         with ExitStack() as stack:
             try:
@@ -104,7 +104,7 @@ class TcpPages:
         return self._greet(stream, address)
 
     def name(self, peer: int) -> str:
-        """A peer's address."""
+        """Return a peer's address."""
         found = self._connections.get(peer)
         return f"peer {peer}" if found is None else found.name
 
@@ -113,7 +113,7 @@ class TcpPages:
         self._queue(peer, Kind.TOLD, parts=(body,))
 
     def receive(self, seconds: float = 0.0) -> list[Told]:
-        """Write the pages that came, and return the rest."""
+        """Write the pages that arrived, and return everything else."""
         if is_readable(self._awake, 0.0 if self._inbox else seconds):
             with suppress(BlockingIOError):
                 while os.read(self._awake, 4096):
@@ -132,13 +132,13 @@ class TcpPages:
         return self._offered
 
     def cancel(self, lease: int) -> None:
-        """Ask the writer to stop. Its DRAINED frame comes after all that it has written."""
+        """Ask the writer to stop. Its DRAINED frame comes after everything that it has written."""
         found = self._leases.get(lease)
         if found is not None and not found.is_drained:
             self._queue(found.peer, Kind.CANCEL, lease=lease)
 
     def end(self, lease: int) -> None:
-        """Pages that come for it from here on break the connection."""
+        """End a lease. Pages that arrive for it later break the connection."""
         self._leases.pop(lease, None)
 
     def drained(self, lease: int) -> bool:
@@ -151,7 +151,8 @@ class TcpPages:
     def write(
         self, peer: int, lease: int, source: Ints, target: Ints, layers: tuple[int, int] | None = None
     ) -> Transfer:
-        """The pages are read at once, which waits for this device, not for the peer."""
+        """Read the pages at once, which waits for this device, and queue them; does not wait for
+        the peer."""
         transfer = Transfer()
         connection = self._connections.get(peer)
         if connection is None:
@@ -168,11 +169,11 @@ class TcpPages:
         return transfer
 
     def fileno(self) -> int:
-        """The reading end of a pipe."""
+        """The read end of a pipe."""
         return self._awake
 
     def close(self) -> None:
-        """Part with all peers, and free what was opened."""
+        """Disconnect from all peers, and free all resources."""
         with self._lock:
             if self._is_closed:
                 return
@@ -199,8 +200,8 @@ class TcpPages:
         elif frame.kind is Kind.TOLD:
             return Told(frame.peer, bytes(frame.body))
         elif frame.kind is Kind.CANCEL:
-            # Frames are sent in order, and who is told in this thread writes no more: nothing of
-            # this lease can follow.
+            # Frames are sent in order, and this thread, which got the message, writes no more
+            # pages: no page of this lease can follow.
             self._queue(frame.peer, Kind.DRAINED, frame.lease)
             return Told(frame.peer, cancelled=frame.lease)
         elif frame.kind is Kind.DRAINED and (lease := self._leases.get(frame.lease)) is not None:
@@ -231,7 +232,7 @@ class TcpPages:
             os.write(self._wake, b"\0")
 
     def _greet(self, stream: socket.socket, name: str) -> int:
-        """The peer is known before anything is taken that comes from it."""
+        """Check the peer's greeting before anything else of it is processed."""
         with self._lock:
             if self._is_closed:
                 stream.close()
@@ -253,7 +254,7 @@ class TcpPages:
                 stream, where = self._listener.accept()
             except OSError:
                 return
-            # One thread for each: a peer that sends nothing does not keep other peers waiting.
+            # One thread for each, so that a peer that sends nothing does not block other peers.
             threading.Thread(
                 target=self._hear_out, args=(stream, _name(where)), name="pages greeting", daemon=True
             ).start()
@@ -301,8 +302,8 @@ def _name(where: tuple[str, int]) -> str:
 
 
 def wait_for(transfer: TcpPages, address: str, seconds: float) -> int:
-    """A peer that may not be up yet. Raises ConfigError if it does not come, or has another
-    layout."""
+    """Connect to a peer that may not be up yet. Raises ConfigError if it does not come up, or has
+    another layout."""
     end = time.monotonic() + seconds
     while True:
         try:

@@ -18,15 +18,14 @@ from sglcore.device.selection import Choice
 OWN = frozenset(
     {"model", "hf_token", "device", "node_rank", "leader", "join_timeout", "threads", "system_root", "sources"}
 )
-"""Settings that hosts may have each their own: where the files lie, which of its devices, who it
-is."""
+"""Settings that each host may have on its own: where files are, which device, which node."""
 DECIDED = ("speculative",)
-"""Settings that the leader decides where they are left open ("auto"), by a measurement and once: a
-leader that starts again has them decided, and nodes still have them open."""
+"""Settings that the leader decides once by a measurement where they are "auto". A restarted leader
+has them decided while nodes still have "auto"."""
 LIBRARIES = ("torch", "numpy")
-"""Whose versions must be the same as well, where they are installed."""
+"""Libraries that must have the same version on all hosts, if they are installed."""
 BLOCK = 64 << 10
-"""Bytes of each file of a checkpoint that are compared, from its beginning, besides its size."""
+"""Bytes at the beginning of each checkpoint file that are compared, in addition to its size."""
 
 
 def shared_facts(config: EngineConfig, folder: Path, choice: Choice) -> dict[str, Any]:
@@ -46,8 +45,8 @@ def shared_facts(config: EngineConfig, folder: Path, choice: Choice) -> dict[str
 
 
 def differences(own: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
-    """Each thing that is not the same, with both values; nothing if all is. What the `other` leaves
-    to the leader is."""
+    """Return each difference with both values; empty if there is none. Settings that `other` leaves
+    to the leader do not count."""
     names = dict.fromkeys((*own, *other))
     left_open = {_flag(name) for name in DECIDED if other.get(_flag(name)) == "auto"}
     return [
@@ -63,12 +62,12 @@ def decisions(config: EngineConfig) -> dict[str, Any]:
 
 
 def with_decisions(config: EngineConfig, found: Mapping[str, Any]) -> EngineConfig:
-    """A node's configuration, with the leader's `decisions`."""
+    """Return a node's configuration with the leader's `decisions`."""
     return replace(config, **{name: found[name] for name in DECIDED})
 
 
 def files_digest(folder: Path) -> str:
-    """Twelve digits for the names, sizes and beginnings of a checkpoint's files."""
+    """Return twelve digits for the names, sizes and beginnings of a checkpoint's files."""
     found = hashlib.sha256()
     for file in sorted(folder.iterdir()) if folder.is_dir() else [folder]:
         if file.is_file():

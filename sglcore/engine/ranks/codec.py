@@ -1,5 +1,5 @@
-"""Steps and their results as bytes: generated from the declarations of the records, so that a new
-field travels by itself.
+"""Steps and their results as bytes. The encoding is generated from the declarations of the records,
+so a new field needs no code here.
 
 A frame's body is a head (msgpack of the record's values in the order of their declaration),
 followed by the bytes of its arrays, which are read in place. A value of an unknown kind is an
@@ -25,11 +25,11 @@ from sglcore.device.worker import BatchResult, TokenLogprobs
 from sglcore.sampling.batch import SamplingBatch
 
 RECORDS = (ScheduleBatch, SamplingBatch, BatchResult, TokenLogprobs, SwapCounts, StepPlan)
-"""What may cross. The place of a record is its name on the wire."""
+"""Records that can be encoded. The index of a record is its name on the wire."""
 DTYPES = tuple(np.dtype(name) for name in ("int32", "bool", "float32", "int64", "float64", "uint8"))
-"""The element types of arrays, by their place."""
+"""The element types of arrays, by index."""
 ALIGN = 8
-"""Arrays begin at multiples of so many bytes."""
+"""Arrays begin at multiples of this number of bytes."""
 
 _CODES: Mapping[np.dtype, int] = MappingProxyType({dtype: code for code, dtype in enumerate(DTYPES)})
 _TAGS: Mapping[type, int] = MappingProxyType({record: tag for tag, record in enumerate(RECORDS)})
@@ -45,8 +45,8 @@ _ONE_SHOT: Mapping[str, Callable[[], Any]] = MappingProxyType(
 
 
 def encode(record: Any) -> bytes:
-    """One of RECORDS. Raises TypeError for a value of another kind, and ValueError for a one-shot
-    value that is set."""
+    """Encode one of RECORDS. Raises TypeError for a value of another kind, and ValueError for a
+    one-shot value that is set."""
     arrays: list[np.ndarray] = []
     head = msgspec.msgpack.encode(_plain(record, arrays))
     parts = [len(head).to_bytes(8, "little"), head, bytes(-len(head) % ALIGN)]
@@ -56,15 +56,15 @@ def encode(record: Any) -> bytes:
 
 
 def decode(body: bytearray) -> Any:
-    """What was encoded; arrays are views of `body`, which belongs to them."""
+    """Decode a record; its arrays are views of `body`, which must not be reused."""
     size = int.from_bytes(body[:8], "little")
     values = msgspec.msgpack.decode(memoryview(body)[8 : 8 + size])
     return _Reader(body, 8 + size + -size % ALIGN).record(values)
 
 
 def _plain(value: Any, arrays: list[np.ndarray]) -> Any:
-    """A value as msgpack has it: an array is [code, *shape], a record is {tag: values}, a mapping
-    of records [-1, keys, values], a tuple of numbers [-2, *numbers]."""
+    """Return a value in msgpack's types: an array is [code, *shape], a record {tag: values}, a
+    mapping of records [-1, keys, values], a tuple of numbers [-2, *numbers]."""
     kind = type(value)
     if kind in _PLAIN:
         return value
@@ -123,14 +123,14 @@ class _Reader:
 
 @cache
 def _reader(kind: type) -> Callable[[Any], tuple[Any, ...]]:
-    """Reads all declared fields, in order."""
+    """Return a function that reads all declared fields, in order."""
     return attrgetter(*(item.name for item in fields(kind)))
 
 
 @cache
 def _makers(kind: type) -> tuple[int, tuple[tuple[int, Callable[[Any], Any]], ...]]:
-    """How many fields there are, and by its place what makes a field's value of what msgpack has of
-    it, where that is another."""
+    """Return the number of fields, and for fields that msgpack does not return in their own type:
+    index and conversion."""
     named = fields(kind)
     found = [(place, _maker(item.name, str(item.type))) for place, item in enumerate(named)]
     return len(named), tuple((place, make) for place, make in found if make is not None)

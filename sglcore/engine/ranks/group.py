@@ -1,8 +1,8 @@
 """A group of ranks as one worker: the scheduler cannot tell it from a single device.
 
-Every rank of a shard of requests receives the same encoded batch; the first of them returns the
-results. The leader, which is this process, never touches a device. What ends one rank ends them
-all: every open step then raises WorkerLost, at once, and only a new start helps.
+Every rank of a shard receives the same encoded batch; the shard's first rank returns the results.
+The leader, which is this process, never touches a device. If one rank ends, all end: every open
+step raises WorkerLost at once, and only a new start helps.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from sglcore.engine.ranks.wire import Channel, Gone, Kind
 
 @dataclass(slots=True, eq=False)
 class _Shard:
-    """The ranks of one shard of requests, and the composition that they were sent last."""
+    """The ranks of one shard, and the composition that was sent to them last."""
 
     steps: tuple[Channel, ...]
     sent: int | None = None
 
 
 class RankGroup:
-    """A ModelWorker of several processes. Not thread-safe: one loop owns it. Where requests are in
-    several shards, a step of one runs when those of all others have been submitted too."""
+    """A ModelWorker of several processes. Not thread-safe: one loop owns it. With several shards, a
+    step of one shard runs when the steps of all other shards have been submitted too."""
 
     def __init__(
         self,
@@ -40,8 +40,8 @@ class RankGroup:
         shards: int = 1,
         at_end: Callable[[], None] = lambda: None,
     ) -> None:
-        """`steps` are the ranks' channels, by rank, and `limits` those of every rank. `at_end` is
-        called once all have ended."""
+        """`steps`: the channels of the ranks, by rank; `limits`: the limits of every rank. `at_end`
+        is called once when all ranks have ended."""
         self.limits = replace(limits, runs_ahead=True)
         self._watch, self._steps, self._at_end = watch, tuple(steps), at_end
         each = len(self._steps) // shards
@@ -53,7 +53,7 @@ class RankGroup:
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """The numbers of the ranks' processes."""
+        """Process numbers of the ranks."""
         return tuple(member.process.pid for member in self._watch.members)
 
     def submit(self, batch: ScheduleBatch) -> Ticket:
@@ -62,14 +62,14 @@ class RankGroup:
         shard = self._shards[0 if batch.step_plan is None else batch.step_plan.shard]
         if batch.forward_mode not in (ForwardMode.EMBED, ForwardMode.IDLE):
             if batch.composition == shard.sent:
-                batch.sampling = None  # the ranks keep that of a composition while it lasts
+                batch.sampling = None  # the ranks keep the sampling of a composition while it lasts
             shard.sent = batch.composition
         self._tell(shard, Kind.STEP, encode(batch))
         return Ticket(batch.step, shard)
 
     def collect(self, ticket: Ticket) -> BatchResult:
-        """Wait for a step's results; once per ticket, in order. Those of tickets that were dropped
-        are passed over. Raises WorkerLost."""
+        """Wait for a step's results; once per ticket, in order. Results of dropped tickets are
+        skipped. Raises WorkerLost."""
         shard, ticket.payload = ticket.payload, None
         if not isinstance(shard, _Shard):
             raise ValueError(f"step {ticket.step} was collected before; a ticket is collected once")
@@ -86,7 +86,7 @@ class RankGroup:
             raise self._failure
 
     def close(self) -> None:
-        """Let every rank free its device and end; kill what does not. Waits. Idempotent."""
+        """Let every rank free its device and end; kill a rank that does not. Waits. Idempotent."""
         if self._is_closing.is_set():
             return
         self._is_closing.set()
@@ -98,7 +98,7 @@ class RankGroup:
         self._at_end()
 
     def _drain(self) -> None:
-        """Ask all first, then wait for each: they leave together."""
+        """Send the request to end to all ranks first, then wait for each: they leave together."""
         told: list[Channel] = []
         for channel in self._steps:
             try:
@@ -155,8 +155,8 @@ class RankGroup:
 
 
 def end_all(watch: Watch, steps: Sequence[Channel]) -> None:
-    """Hang up, kill what still runs, and wait until it has ended: nothing of an epoch outlives
-    it."""
+    """Hang up, kill processes that still run, and wait until they have ended: no process of an
+    epoch outlives it."""
     for channel in steps:
         channel.hang_up()
     for member in watch.members:
@@ -168,8 +168,7 @@ def end_all(watch: Watch, steps: Sequence[Channel]) -> None:
 
 
 def close_all(watch: Watch, steps: Sequence[Channel]) -> None:
-    """Give back what channels of ranks that have ended hold, once no other thread waits on one.
-    Idempotent."""
+    """Free the channels of ended ranks, when no other thread waits on one. Idempotent."""
     watch.close()
     for channel in (*steps, *(member.control for member in watch.members)):
         channel.close()
@@ -178,5 +177,5 @@ def close_all(watch: Watch, steps: Sequence[Channel]) -> None:
 def _wait(process: Any, seconds: float) -> None:
     try:
         process.wait(seconds)
-    except Exception:  # whatever says that it lives: it is killed next
+    except Exception:  # any error means that it may live: it is killed next
         process.kill()

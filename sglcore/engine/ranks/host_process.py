@@ -1,8 +1,8 @@
-"""A node that is not the first: it finds the leader, starts the ranks that it is told of, and ends
-with them.
+"""The process of a node other than the first: it finds the leader, starts the ranks that the leader
+orders, and ends with them.
 
-It serves nothing and loads nothing itself. Where the leader is gone, or silent, its ranks end: a
-model that lacks a part is none.
+It serves no requests and loads no model itself. If the leader is gone or silent, the node ends its
+ranks: a model that lacks a part cannot run.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from sglcore.engine.reading import is_readable
 from sglcore.engine.start import choose, fetched, no_progress
 
 TRY_EVERY = 0.5
-"""Seconds between two tries to reach a leader that is not there yet."""
+"""Seconds between two tries to reach a leader that is not up yet."""
 ONE_TRY = 5.0
-"""Seconds of a try at most."""
+"""Seconds that one try may take."""
 LOOK_EVERY = 0.05
 """Seconds between two looks at the processes of ranks."""
 FAILED = 1
@@ -76,9 +76,9 @@ class Node:
     stopping: Stopping = field(default_factory=Stopping)
 
     def follow(self) -> int:
-        """Join the leader and hold ranks until they end. The exit code: 0 if the leader has closed
-        them. Waits. Raises WorkerLost where there is no leader, and ConfigError for what keeps this
-        node from being one of its."""
+        """Join the leader and hold ranks until they end. Returns the exit code: 0 if the leader
+        closed them. Waits. Raises WorkerLost if there is no leader, and ConfigError if this node
+        cannot be part of the group."""
         host, port = self.placement.leader
         channel = Channel(reach(host, port, self.join_timeout), EPOCH)
         try:
@@ -88,7 +88,7 @@ class Node:
                 return LEADER_GONE
             config = with_decisions(config, order.decided)
             leader, own = channel.addresses
-            if is_loopback(own):  # the leader's own machine: others know it by this address
+            if is_loopback(own):  # the leader's own machine: other nodes know it by this address
                 leader = own = order.address
             ranks: dict[int, RankProcess] = {}
             self.stopping.is_holding = True
@@ -104,7 +104,7 @@ class Node:
             channel.close()
 
     def _introduce(self, channel: Channel) -> tuple[EngineConfig, tuple[ChosenDevice, bool]]:
-        """Say what this node has. What keeps it from taking part is said there, too."""
+        """Report this node's devices and facts to the leader, or why it cannot take part."""
         try:
             config, folder = self.prepare()
             choice = choose(config, DecisionLedger())
@@ -126,7 +126,8 @@ class Node:
         return config, (choice.chosen, package.is_host)
 
     def _order(self, channel: Channel) -> Order | None:
-        """What the leader says once all nodes are there; None: it ended before."""
+        """Return the leader's order, sent once all nodes have joined; None: the leader ended
+        before."""
         channel.wait_at_most(self.join_timeout)
         host, port = self.placement.leader
         try:
@@ -159,7 +160,7 @@ class Node:
 
 
 class Following:
-    """Ranks of this node, and the channel to their leader. One thread."""
+    """The ranks of this node and the channel to their leader. One thread."""
 
     def __init__(self, channel: Channel, ranks: dict[int, RankProcess], order: Order, stopping: Stopping) -> None:
         self._channel, self._ranks, self._order, self._stopping = channel, ranks, order, stopping
@@ -167,7 +168,7 @@ class Following:
         self._stops_at: float | None = None
 
     def run(self) -> int:
-        """Until all ranks have ended; the exit code."""
+        """Run until all ranks have ended; returns the exit code."""
         for rank, process in self._ranks.items():
             self._say(Kind.STARTED, [rank, process.pid])
         heard = spoke = time.monotonic()
@@ -197,7 +198,7 @@ class Following:
         return self._channel.receive() if is_readable(self._channel, LOOK_EVERY) else None
 
     def _have_ended(self) -> bool:
-        """Tell the leader of each end that is new."""
+        """Report each new end of a rank to the leader; returns whether all have ended."""
         for rank, process in self._ranks.items():
             if rank not in self._codes and (code := process.poll()) is not None:
                 self._codes[rank] = code
@@ -217,13 +218,14 @@ class Following:
         return now >= self._stops_at
 
     def _close(self) -> int:
-        """The leader wants no more of them."""
+        """End as the leader ordered."""
         end_ranks(self._ranks)
         self._have_ended()
         return self._outcome()
 
     def _left_alone(self) -> int:
-        """The leader is gone. Its ranks may have been closed by it a moment before."""
+        """Return the exit code after the leader is gone; it may have closed the ranks a moment
+        before."""
         end = time.monotonic() + self._order.beat
         while not self._have_ended() and time.monotonic() < end:
             time.sleep(LOOK_EVERY)
@@ -240,11 +242,11 @@ class Following:
         try:
             self._channel.send(kind, msgspec.msgpack.encode(values))
         except Gone:
-            pass  # the next look at the channel tells
+            pass  # the next read of the channel reports it
 
 
 def end_ranks(ranks: dict[int, RankProcess]) -> None:
-    """Kill what still runs, and wait until it has ended."""
+    """Kill ranks that still run, and wait until they have ended."""
     for process in ranks.values():
         if process.poll() is None:
             process.kill()
@@ -253,7 +255,8 @@ def end_ranks(ranks: dict[int, RankProcess]) -> None:
 
 
 def reach(host: str, port: int, seconds: float) -> socket.socket:
-    """A stream to the leader; tries until it is there. Raises WorkerLost after so many seconds."""
+    """Return a stream to the leader; tries until the leader is up. Raises WorkerLost after
+    `seconds`."""
     end = time.monotonic() + seconds
     while True:
         try:
@@ -270,7 +273,8 @@ def reach(host: str, port: int, seconds: float) -> socket.socket:
 
 
 def _resolved(host: str) -> str:
-    """What a name means here: one that means this machine itself is the most common mistake."""
+    """Describe the addresses of a host name on this machine: a name that resolves to the machine
+    itself is the most common mistake."""
     try:
         found = sorted({str(each[4][0]) for each in socket.getaddrinfo(host, None)})
     except OSError:
@@ -279,9 +283,8 @@ def _resolved(host: str) -> str:
 
 
 def follow(node: Node, *, restart: bool = False) -> int:
-    """`Node.follow`, told to end by SIGTERM and SIGINT; with `restart`, again and again until the
-    leader has closed it. A leader that is not there any more is waited for as long as the first
-    one."""
+    """Run `Node.follow`; SIGTERM and SIGINT end it. With `restart`, run it again until the leader
+    has closed the node; a leader that is gone is waited for as long as the first one."""
     with _signals(node.stopping):
         while True:
             code = node.follow()
@@ -292,7 +295,8 @@ def follow(node: Node, *, restart: bool = False) -> int:
 
 @contextmanager
 def _signals(stopping: Stopping) -> Iterator[None]:
-    """The first asks to end; a second ends at once, and so does one while nothing is held."""
+    """Handle signals: the first one requests an end; a second one ends at once, and so does the
+    first while the node holds no ranks."""
 
     def told(number: int, frame: object) -> None:
         if stopping.is_asked or not stopping.is_holding:
@@ -308,8 +312,8 @@ def _signals(stopping: Stopping) -> Iterator[None]:
 
 
 def main() -> int:
-    """Be a node, with a HostSpec as one line of JSON on the standard input; when that closes, this
-    process ends."""
+    """Run a node with a HostSpec as one line of JSON on standard input; the process ends when
+    standard input closes."""
     with open(0, "rb", closefd=False) as given:
         spec = msgspec.json.decode(given.readline(), type=HostSpec)
     logging.basicConfig(level=logging.INFO, format=f"%(levelname)s node {spec.placement['node']}: %(message)s")

@@ -1,9 +1,9 @@
-"""The leader's side of ranks on several hosts: it waits for the other nodes, compares what they
-have with its own, tells each which ranks to start, and knows at once, or after some silence, that
-one is gone.
+"""The leader's side of ranks on several hosts: it waits for the other nodes, compares their facts
+with its own, orders the ranks that each starts, and detects, at once or after some silence, that a
+node is gone.
 
-A node speaks on one channel. The ranks that it starts speak to the leader on their own, as those of
-this machine do.
+A node has one channel to the leader. The ranks that it starts have channels of their own, as the
+ranks of this machine have.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from sglcore.engine.ranks.wire import LONGEST_HELLO, Channel, Frame, Gone, Kind
 from sglcore.engine.reading import is_readable
 
 HELLO_SECONDS = 5.0
-"""How long a frame may take that has begun to come."""
+"""Seconds that a frame may take after its first byte."""
 ANSWER_SECONDS = 2.0
 """Seconds that a node may take to report that its ranks have ended; without contact it ends them by
 itself.
@@ -67,15 +67,15 @@ class Order(msgspec.Struct, frozen=True):
     epoch: int
     """The number of this start of the ranks."""
     secret: str
-    """What a rank shows to be let in."""
+    """The secret that a rank sends to be admitted."""
     beat: float
-    """Seconds between two signs of life."""
+    """Seconds between two heartbeats."""
     silence: float
-    """Seconds without one after which the leader is gone."""
+    """Seconds without a heartbeat after which the leader counts as gone."""
     interface_variables: tuple[str, ...]
     """Environment variables that are set to the network interface."""
     decided: dict[str, Any]
-    """What the leader has decided of the configuration."""
+    """Settings that the leader has decided."""
 
 
 class HostSpec(msgspec.Struct, frozen=True):
@@ -86,14 +86,14 @@ class HostSpec(msgspec.Struct, frozen=True):
 
 
 def host_spec(config: EngineConfig, placement: Placement) -> bytes:
-    """One line for `main`."""
+    """Return one line for `main`."""
     return msgspec.json.encode(HostSpec(plain_config(config), asdict(placement))) + b"\n"
 
 
 @dataclass(slots=True)
 class Joined:
-    """A node that has joined: its channel, its address, and the leader's as this node has reached
-    it."""
+    """A node that has joined: its channel, its address, and the leader's address as this node
+    reached it."""
 
     facts: NodeFacts
     channel: Channel
@@ -103,14 +103,14 @@ class Joined:
 
 @dataclass(slots=True)
 class Remote:
-    """The process of a rank on another host, as its supervisor sees it."""
+    """The process of a rank on another host, as the supervisor sees it."""
 
     host: RemoteHost
     pid: int = 0
     code: int | None = None
 
     def poll(self) -> int | None:
-        """Its exit code, as far as its host has said."""
+        """Return its exit code, as far as its host has reported it."""
         return self.code
 
     def wait(self, timeout: float) -> int:
@@ -120,7 +120,7 @@ class Remote:
         return self.host.wait_for(self, timeout)
 
     def kill(self) -> None:
-        """Have its host end all its ranks. Idempotent."""
+        """Let its host end all its ranks. Idempotent."""
         self.host.end()
 
 
@@ -128,7 +128,8 @@ class RemoteHost:
     """One node, and the thread that listens to it."""
 
     def __init__(self, joined: Joined, beat: float, silence: float) -> None:
-        """`beat`, `silence`: seconds between two words, and after which it is gone."""
+        """`beat`: seconds between two heartbeats; `silence`: seconds without one after which the
+        node is gone."""
         self.address = joined.address
         self.ranks: dict[int, Remote] = {}
         self._channel, self._beat, self._silence = joined.channel, beat, silence
@@ -137,13 +138,13 @@ class RemoteHost:
         self._is_gone = False
 
     def begin(self, order: Order) -> None:
-        """Have it start its ranks; does not wait for them. Raises Gone."""
+        """Let the node start its ranks; does not wait for them. Raises Gone."""
         self.ranks = {each["rank"]: Remote(self) for each in order.ranks}
         self._channel.send(Kind.ORDER, msgspec.msgpack.encode(order))
         threading.Thread(target=self._run, name=f"host {self.address}", daemon=True).start()
 
     def hang_up_with(self, channels: Sequence[Channel]) -> None:
-        """The channels of its ranks, which end with it."""
+        """Note the channels of its ranks, which end with the node."""
         with self._changed:
             self._of_ranks = list(channels)
             is_gone = self._is_gone
@@ -159,7 +160,7 @@ class RemoteHost:
         self._say(Kind.CLOSE)
 
     def wait_for(self, rank: Remote, timeout: float) -> int:
-        """The exit code of one of its ranks. Raises TimeoutError."""
+        """Return the exit code of one of its ranks. Raises TimeoutError."""
         end = time.monotonic() + timeout
         with self._changed:
             while rank.code is None:
@@ -170,7 +171,7 @@ class RemoteHost:
             return rank.code
 
     def close(self) -> None:
-        """Speak no more with it: it ends. Idempotent."""
+        """Close the channel: the node ends. Idempotent."""
         self.end()
         self._channel.hang_up()
 
@@ -229,21 +230,21 @@ class Gathering:
     nodes: int
     """Nodes, the leader among them."""
     shared: Mapping[str, Any]
-    """What all nodes must have in common."""
+    """Facts that all nodes must have in common."""
     progress: Callable[[str, int, int], None]
-    """Reports the phase, and how many of how many nodes are there."""
+    """Reports the phase, the number of nodes that have joined, and the number of nodes."""
     check: Callable[[NodeFacts, str], None]
     """`check(facts, address)` raises ConfigError for a node that has too little."""
     found: dict[int, Joined] = field(default_factory=dict)
     """The nodes that joined, by number."""
     _waiting: list[Channel] = field(default_factory=list)
-    """Connections that have said nothing yet."""
+    """Connections that have sent nothing yet."""
     _selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
     """Waits for the listener and for these connections."""
 
     def wait(self, seconds: float, where: str) -> list[Joined]:
-        """All of them, by number, once all are there. Raises ConfigError for one that does not fit,
-        and WorkerLost where some are missing after so many seconds."""
+        """Return all nodes, by number, once all have joined. Raises ConfigError for a node that
+        does not fit, and WorkerLost if some are missing after `seconds`."""
         self._selector.register(self.listener, selectors.EVENT_READ)
         end = time.monotonic() + seconds
         try:
@@ -295,7 +296,7 @@ class Gathering:
         try:
             self._check(joined)
         except ConfigError:
-            self.found[-1] = joined  # it is told, too
+            self.found[-1] = joined  # so that the error is sent to it, too
             raise
         self.found[facts.node] = joined
 
@@ -337,8 +338,8 @@ class Gathering:
 def spec_at(
     order: Order, place: Mapping[str, Any], leader: str, own: str, config: dict[str, Any], chosen: str
 ) -> RankSpec:
-    """What a rank of a node is told. `leader` and `own`: the addresses of the leader, as this node
-    reaches it, and of the node."""
+    """Return the spec of a rank on a node. `leader` and `own`: the addresses of the leader, as this
+    node reaches it, and of the node."""
     host = f"[{leader}]" if ":" in leader else leader
     return RankSpec(
         config=config,

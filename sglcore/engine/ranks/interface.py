@@ -1,4 +1,4 @@
-"""The network interface that has an address of this machine, for libraries that want its name."""
+"""The network interface that has an address of this machine, for libraries that need its name."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ _IPV6 = Path("/proc/net/if_inet6")
 
 
 def interface_of(address: str) -> str | None:
-    """The name of the interface with this address, which is one in digits; None if no interface
-    says that it is its own."""
+    """Return the name of the interface with this address (in digits); None if no interface has
+    it."""
     if sys.platform != "linux":
         return None
     wanted = ipaddress.ip_address(address.partition("%")[0])

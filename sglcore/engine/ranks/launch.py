@@ -1,5 +1,5 @@
-"""Which of the processes of one model this process is, from flags or from the launcher's
-environment variables.
+"""Which process of a model this process is, from flags or from the launcher's environment
+variables.
 
 A *node* is what a launcher starts: a host, or with torchrun one process of a host. Each node holds
 the same number of consecutive ranks; node 0 has the leader and the server. Nothing here opens a
@@ -28,17 +28,17 @@ WAYS = "--node-rank R --leader HOST:PORT on each host, torchrun, a LeaderWorkerS
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The number of this node, the number of nodes, and where they were stated.
+    """The number of this node, the number of nodes, and the source of these numbers.
 
     `find_placement` makes it.
     """
 
     launcher: str
-    """Who starts the nodes, for a person."""
+    """The launcher's name, for a person."""
     reason: str
     """Why this was chosen, for a person."""
     nodes: int = 1
-    """Nodes."""
+    """Number of nodes."""
     node: int = 0
     """The number of this node."""
     leader: tuple[str, int] = ("", 0)
@@ -48,12 +48,12 @@ class Placement:
     neighbours: int = 1
     """Nodes on this machine."""
     cluster: str = ""
-    """The address of a Ray cluster that starts the other nodes; empty: none does."""
+    """The address of a Ray cluster that starts the other nodes; empty: no cluster."""
     restarter: str = ""
-    """What starts all nodes again when one ends, and by which option; empty: nothing does."""
+    """What restarts all nodes when one ends, and by which option; empty: nothing."""
 
     def row(self, requested: str, met: str = "") -> Row:
-        """What was decided. `met`: how the hosts reach each other."""
+        """Return the decision for the ledger. `met`: how the hosts reach each other."""
         where = self.launcher if self.nodes == 1 else f"{self.nodes} nodes by {self.launcher}"
         return Row("placement", requested, where, f"{self.reason}{met and f'; {met}'}", "--nodes 1, or " + WAYS)
 
@@ -108,9 +108,9 @@ def _by_hand(config: EngineConfig, node: int) -> Placement:
 
 
 def by_torchrun(environ: Mapping[str, str]) -> Placement | None:
-    """One of several processes of torchrun; None: it started none, or this one alone. Raises
-    ConfigError for variables that are no numbers. Its own store has MASTER_PORT, so the leader
-    takes the next one."""
+    """Return the placement of one of several torchrun processes; None if torchrun started none, or
+    this one alone. Raises ConfigError for variables that are not numbers. The leader listens on the
+    port after MASTER_PORT, which torchrun's own store uses."""
     if any(not environ.get(name) for name in TORCHRUN) or _number(environ, "WORLD_SIZE") == 1:
         return None
     return Placement(
@@ -126,7 +126,8 @@ def by_torchrun(environ: Mapping[str, str]) -> Placement | None:
 
 
 def by_worker_set(environ: Mapping[str, str]) -> Placement | None:
-    """One pod of several of a LeaderWorkerSet; None: this is none."""
+    """Return the placement of one of several pods of a LeaderWorkerSet; None if this is no such
+    pod."""
     if any(not environ.get(name) for name in WORKER_SET) or _number(environ, "LWS_GROUP_SIZE") == 1:
         return None
     return Placement(
@@ -146,8 +147,8 @@ def _by_ray(config: EngineConfig, cluster: str, why: str) -> Placement:
 
 
 def _agreed(config: EngineConfig, launched: Placement) -> Placement:
-    """What a launcher says, with the leader's address where a flag gives another. Raises
-    ConfigError where flags contradict it."""
+    """Return a launcher's placement, with the leader's address from a flag if one is set. Raises
+    ConfigError if flags contradict the launcher."""
     if config.nodes not in (1, launched.nodes):
         raise ConfigError(
             f"nodes is {config.nodes}, and {launched.launcher} has started {launched.nodes}", remedy="leave --nodes out"

@@ -1,8 +1,8 @@
-"""Other hosts by Ray: a group of places, one on each host, and in each an actor that starts a node
-as its child.
+"""Other hosts by Ray: a placement group with one bundle on each host, and in each bundle an actor
+that starts a node as its child.
 
-Ray places them and tells of their ends; all else goes over our own channels. What is here of
-clusters and actors serves replicas as well.
+Ray places the actors and reports their ends; everything else uses our own channels. Replicas use
+the code for clusters and actors here too.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from typing import Any
 from sglcore.device.errors import ConfigError, WorkerLost
 
 OBJECT_STORE_BYTES = 128 << 20
-"""Of a cluster that is begun here: nothing large goes through Ray."""
+"""Object store of a cluster that is started here: nothing large goes through Ray."""
 HEAD_SECONDS = 5.0
-"""A cluster's head that has not answered by then is not there."""
+"""Seconds after which a cluster's head that has not answered counts as missing."""
 NODE = "sglcore.engine.ranks.host_process"
 PINNED = 0.001
-"""How much of the resource by which Ray names a host a place takes that must be there."""
+"""Amount of Ray's per-host resource that a bundle requests to be placed on that host."""
 
 
 class ChildActor:
-    """The actor: one process as a child of its own. The child ends when the actor does, because its
-    input closes."""
+    """The actor: it runs one process as its child. The child ends when the actor does, because its
+    standard input closes."""
 
     def __init__(self, module: str, spec: bytes, variables: Mapping[str, str]) -> None:
-        """`module` is run, `spec` is one line for its input."""
+        """`module` is run with `spec` as one line on its standard input."""
         self._process = subprocess.Popen(
             [sys.executable, "-m", module],
             stdin=subprocess.PIPE,
@@ -48,22 +48,22 @@ class ChildActor:
         self._process.stdin.flush()
 
     def place(self) -> tuple[str, int]:
-        """The machine's address and the child's process number."""
+        """Return the machine's address and the child's process number."""
         return ray_module().util.get_node_ip_address(), self._process.pid
 
     def wait(self) -> int:
-        """The child's exit code; waits until it has ended. Negative: the signal that ended it."""
+        """Return the child's exit code; waits until it has ended. Negative: the signal that ended
+        it."""
         return self._process.wait()
 
 
 class RayHosts:
-    """Places on `nodes` hosts of a cluster, this one among them, and the actors in all but this
-    one's. Ray is spoken to on a thread of our own: on the main one it would take SIGTERM for
-    itself."""
+    """Bundles on `nodes` hosts of a cluster, this one among them, and actors in all but this
+    host's. Ray runs on a thread of our own: on the main thread it would handle SIGTERM itself."""
 
     def __init__(self, cluster: str, nodes: int, bundle: Mapping[str, float]) -> None:
-        """`cluster`: the address of its head, auto or local; `bundle`: what each host gives. Raises
-        ConfigError where it cannot be joined. Waits for it."""
+        """`cluster`: the address of its head, auto or local; `bundle`: the resources of each host.
+        Waits for the cluster. Raises ConfigError if it cannot be joined."""
         check_installed()
         self._nodes, self._bundle = nodes, dict(bundle)
         self._group: Any = None
@@ -78,19 +78,19 @@ class RayHosts:
             raise
 
     def begin(self, specs: Sequence[bytes], seconds: float) -> None:
-        """Start the other nodes, each told its line, once there is a place on so many hosts. Raises
-        ConfigError where there is none after so many seconds. Waits."""
+        """Start the other nodes, each with its line of `specs`, once the cluster has room on enough
+        hosts. Waits. Raises ConfigError if there is no room after `seconds`."""
         self._aside(lambda: self._begin(specs, seconds))
 
     def check(self) -> None:
-        """Raise WorkerLost if a node has ended, or its actor. Does not wait."""
+        """Raise WorkerLost if a node or its actor has ended. Does not wait."""
         self._aside(self._check)
 
     def close(self) -> None:
-        """Give the places back, and leave the cluster. Idempotent."""
+        """Free the bundles and leave the cluster. Idempotent."""
         try:
             self._aside(self._close)
-        except RuntimeError:  # the thread has ended: this was called before
+        except RuntimeError:  # the thread has ended: close was called before
             return
         self._thread.shutdown()
 
@@ -152,7 +152,7 @@ class RayHosts:
 
 
 def check_installed() -> None:
-    """Raise ConfigError if Ray is not."""
+    """Raise ConfigError if Ray is not installed."""
     if find_spec("ray") is None:
         raise ConfigError(
             "Ray is asked for, and it is not installed",
@@ -162,10 +162,10 @@ def check_installed() -> None:
 
 
 def connect(address: str, room: int) -> bool:
-    """Join a cluster, or begin one with `room` CPUs at least; waits. False: this process was in one
-    already. Raises ConfigError.
+    """Join a cluster, or start one with at least `room` CPUs. Waits. Returns False if this process
+    was in one already. Raises ConfigError.
 
-    Not called on the main thread, where Ray would take SIGTERM for itself.
+    Not called on the main thread, where Ray would handle SIGTERM itself.
     """
     assert threading.current_thread() is not threading.main_thread()
     ray = ray_module()
@@ -207,7 +207,8 @@ def _try_head(address: str) -> None:
 
 
 def last_line(text: str) -> str:
-    """Where errors that came over a wire have what went wrong."""
+    """Return the last line of an error's text, where errors from a remote process have the
+    cause."""
     return text.strip().rpartition("\n")[2].strip()
 
 

@@ -1,5 +1,5 @@
-"""What collectives of ranks cost on this machine: processes connect as ranks do, measure, and end.
-No model is loaded.
+"""Measured cost of collectives between ranks on this machine: processes connect as ranks do,
+measure, and end. No model is loaded.
 
 A process is started as `python -m sglcore.engine.ranks.links`. Its standard input has two lines: a
 RankSpec as JSON (its `address` is the folder for the results), and the sizes in bytes.
@@ -37,7 +37,7 @@ from sglcore.engine.start import bring_up, choose, embedded_model
 MEASURE = "sglcore.runtime.parallel.measure:measure"
 """A reference: this side loads no tensor library."""
 PATIENCE = 300.0
-"""Seconds for all of it."""
+"""Seconds for the whole measurement."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,8 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """A link by which an operation takes what was measured, off by the part `error` at most."""
+    """A link fitted to the measurements of an operation; `error` is the largest relative
+    deviation."""
 
     link: Link
     error: float
@@ -59,7 +60,8 @@ class Fit:
 
 @dataclass(frozen=True, slots=True)
 class LinkFigures:
-    """What `ranks` ranks on this machine took, on a device, and the link of each operation."""
+    """Measurements of `ranks` ranks on this machine, on a device, and the fitted link of each
+    operation."""
 
     device: str
     ranks: int
@@ -68,7 +70,7 @@ class LinkFigures:
 
 
 def spawn_measuring(spec: RankSpec, sizes: Sequence[int]) -> subprocess.Popen[bytes]:
-    """The process of a rank, which begins at once; does not wait."""
+    """Start the process of a rank; does not wait."""
     command = [sys.executable, "-m", "sglcore.engine.ranks.links"]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True)
     assert process.stdin is not None
@@ -111,7 +113,8 @@ def measure_links(config: EngineConfig, sizes: Sequence[int], spawn: Spawn = spa
 
 
 def fits_of(measured: Sequence[Measured], ranks: int) -> dict[str, Fit]:
-    """The link of each operation, by a ring for sums and by a tree of messages for exchanges."""
+    """Return the link of each operation: sums modelled as a ring, exchanges as a tree of
+    messages."""
     shapes = {
         "all_reduce": (2 * (ranks - 1), 2 * (ranks - 1) / ranks),
         "all_to_all": (ceil(log2(ranks)), (ranks - 1) / ranks),
@@ -128,8 +131,8 @@ def fits_of(measured: Sequence[Measured], ranks: int) -> dict[str, Fit]:
 
 
 def _wait(processes: Sequence[subprocess.Popen[bytes]], folder: Path) -> None:
-    """Until all have ended well. Raises WorkerLost once one has not, with its last words, or when
-    they take too long."""
+    """Wait until all have ended without error. Raises WorkerLost, with the last words of the
+    process, when one fails or when they take too long."""
     until = time.monotonic() + PATIENCE
     while any(process.poll() is None for process in processes):
         if time.monotonic() > until:
@@ -148,7 +151,7 @@ def _check(processes: Sequence[subprocess.Popen[bytes]], folder: Path) -> None:
 
 
 def main() -> int:
-    """Be one rank."""
+    """Run one rank."""
     with open(0, "rb", closefd=False) as given:
         spec = msgspec.json.decode(given.readline(), type=RankSpec)
         sizes = msgspec.json.decode(given.readline(), type=list[int])
@@ -166,7 +169,8 @@ def main() -> int:
 
 
 def _measured(spec: RankSpec, place: Place, sizes: Sequence[int]) -> list[tuple[str, int, float]]:
-    """By the steps of the package's own bring-up, as far as the ranks have met."""
+    """Return measurements, made with the package's own bring-up up to the step in which the ranks
+    connect."""
     config = config_of_plain(spec.config)
     choice, ledger = choose(config, DecisionLedger()), DecisionLedger(strict=config.strict)
     check_same(choice.chosen, ChosenDevice.decode(spec.chosen))

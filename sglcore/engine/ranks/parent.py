@@ -1,6 +1,5 @@
-"""A child process that ends when its parent ends, in any way: the parent's end of the child's
-standard input closes then.
-"""
+"""A child process that ends when its parent ends for any reason: the parent's end of the child's
+standard input closes then."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ def end_with_parent(code: int) -> None:
 
 
 def _follow(code: int) -> None:
-    # Not by sys.stdin: its lock would be held when the interpreter ends.
+    # Not sys.stdin: its lock would be held when the interpreter ends.
     while os.read(0, 4096):
         pass
     os._exit(code)

@@ -1,5 +1,5 @@
-"""The process of one rank: steps from the leader in, and from the first rank of a shard their
-results out. It knows no scheduler.
+"""The process of one rank: it takes steps from the leader; the first rank of a shard returns their
+results. It has no scheduler.
 
 Started as `python -m sglcore.engine.ranks.rank_process`, with a RankSpec as one line of JSON on its
 standard input. When the leader is gone its channels close, and the process ends.
@@ -40,11 +40,11 @@ from sglcore.engine.start import bring_up, choose, model_folder
 LEADER_GONE = 3
 """The exit code of a rank after its leader ended without a message."""
 FAILED = 1
-"""The exit code of a rank that has said why it ends."""
+"""The exit code of a rank that has reported why it ends."""
 HOST_INTERFACE = "GLOO_SOCKET_IFNAME"
-"""By which the back end for host tensors is told its interface."""
+"""The variable that sets the interface of the back end for host tensors."""
 PROGRESS_EVERY = 0.1
-"""Seconds between two words about the same phase."""
+"""Seconds between two reports about the same phase."""
 
 
 def main() -> int:
@@ -61,7 +61,7 @@ def run(spec: RankSpec) -> int:
     ranks wait for it.
     """
     for name in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(name, signal.SIG_IGN)  # the leader is told, drains, and then closes its ranks
+        signal.signal(name, signal.SIG_IGN)  # the leader gets it, drains and closes its ranks
     place = Place.from_plain(spec.place)
     logging.basicConfig(level=logging.INFO, format=f"%(levelname)s rank {place.rank}: %(message)s")
     tell_interface(spec, place, os.environ)
@@ -80,9 +80,10 @@ def run(spec: RankSpec) -> int:
 
 
 def tell_interface(spec: RankSpec, place: Place, environ: MutableMapping[str, str]) -> None:
-    """Have the libraries of collectives take the interface by which hosts reach each other, else
-    they take whatever the host's name resolves to; what a person has set stays. A launcher's
-    variables go: ranks are told their places."""
+    """Set the network interface for the libraries of collectives to the one by which hosts reach
+    each other; otherwise they take the one that the host's name resolves to. Variables that a
+    person has set stay. A launcher's variables are removed: ranks get their places from the
+    spec."""
     for name in [name for name in environ if name in TORCHRUN or name.startswith("TORCHELASTIC_")]:
         del environ[name]
     is_one_host = not spec.own_address and place.neighbours == place.topology.world
@@ -101,11 +102,11 @@ def _channel(spec: RankSpec, place: Place, use: str) -> Channel:
 
 
 class Control:
-    """The channel on which a rank says how it is, from a thread of its own: whatever the forward
-    does, beats go out."""
+    """The channel on which a rank reports its state. A thread of its own sends heartbeats, whatever
+    the forward does."""
 
     def __init__(self, channel: Channel, beat: float) -> None:
-        """`beat` in seconds."""
+        """`beat`: seconds between two heartbeats."""
         self.phase, self.step = "starting", -1
         self._channel, self._beat = channel, beat
         self._lock = threading.Lock()
@@ -114,15 +115,15 @@ class Control:
         threading.Thread(target=self._run, name="beats", daemon=True).start()
 
     def progress(self, phase: str, done: int, total: int) -> None:
-        """How far a start is; not too often."""
+        """Report the progress of a start, at most every PROGRESS_EVERY seconds."""
         self.phase, now = phase, time.monotonic()
         if phase != self._told or done == total or now >= self._next:
             self._told, self._next = phase, now + PROGRESS_EVERY
             self.say(Kind.PROGRESS, [phase, done, total])
 
     def fail(self, error: BaseException) -> None:
-        """The last word: what happened, whether it only follows from another rank's end, and how
-        the leader exits."""
+        """Send the last message: the error, whether it only follows from another rank's end, and
+        the leader's exit code."""
         follows = any(type(each).__name__ == "CollectiveError" for each in (error, error.__cause__, error.__context__))
         if isinstance(error, SglcoreError):
             text, code = str(error), error.exit_code
@@ -132,7 +133,7 @@ class Control:
         self.say(Kind.FAILED, [text, follows, code, self.phase])
 
     def say(self, kind: Kind, values: Any) -> None:
-        """Send one word; a leader that is gone does not hear it."""
+        """Send a message; if the leader is gone, the process ends."""
         try:
             with self._lock:
                 self._channel.send(kind, msgspec.msgpack.encode(values))
@@ -141,21 +142,22 @@ class Control:
 
     def _run(self) -> None:
         while True:
-            # The leader says nothing here, so this is its end, or the host's.
+            # The leader sends nothing on this channel: readable means that the leader or its host
+            # has ended.
             if is_readable(self._channel, self._beat) or os.getppid() != self._parent:
                 os._exit(LEADER_GONE)
             self.say(Kind.BEAT, [self.step, self.phase])
 
 
 class KnownSampling:
-    """How the rows of the last composition are sampled, which the leader sends once: a step of
-    other widths asks for it again."""
+    """The sampling state of the last composition's rows. The leader sends it once for a
+    composition; later batches of the composition come without it."""
 
     def __init__(self) -> None:
         self._known: tuple[int, HostSampling] | None = None
 
     def completed(self, batch: ScheduleBatch) -> ScheduleBatch:
-        """The batch, with what was sent for its composition."""
+        """Return the batch with the sampling state of its composition."""
         if batch.sampling is not None:
             self._known = batch.composition, batch.sampling
         elif self._known is not None and self._known[0] == batch.composition:
@@ -164,7 +166,8 @@ class KnownSampling:
 
 
 def serve(spec: RankSpec, place: Place, steps: Channel, control: Control) -> None:
-    """Bring this rank up, say so, and run what comes. Raises what a step raises, and Gone."""
+    """Bring this rank up, report it, and run the steps that arrive. Raises what a step raises, and
+    Gone."""
     config = config_of_plain(spec.config)
     worker, ready = start_rank(config, ChosenDevice.decode(spec.chosen), place, control)
     control.say(Kind.READY, ready)
@@ -192,7 +195,7 @@ def serve(spec: RankSpec, place: Place, steps: Channel, control: Control) -> Non
 def start_rank(
     config: EngineConfig, chosen: ChosenDevice, place: Place, control: Control
 ) -> tuple[ModelWorker, dict[str, Any]]:
-    """The worker of this rank, and what the leader is told of it. Waits for the other ranks."""
+    """Return the worker of this rank, and its report to the leader. Waits for the other ranks."""
     folder = model_folder(config)
     choice = choose(config, DecisionLedger())
     check_same(choice.chosen, chosen)

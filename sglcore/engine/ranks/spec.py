@@ -32,11 +32,11 @@ class RankSpec(msgspec.Struct, frozen=True):
     epoch: int
     """The number of this start of the ranks."""
     secret: str
-    """What the rank shows to be let in."""
+    """The secret that the rank sends to be admitted."""
     beat: float = 1.0
-    """Seconds between two signs of life of the rank."""
+    """Seconds between two heartbeats of the rank."""
     own_address: str = ""
-    """The address of this machine as other hosts reach it; empty: there are none."""
+    """The address of this machine as other hosts reach it; empty: there are no other hosts."""
     interface_variables: tuple[str, ...] = ()
     """Environment variables that are set to the network interface."""
 
@@ -53,16 +53,17 @@ class RankProcess(Protocol):
 
     @property
     def pid(self) -> int:
-        """Its number."""
+        """Its process number."""
         ...
 
     def poll(self) -> int | None:
-        """Its exit code, negative for the signal that ended it; None while it runs. Does not
+        """Return its exit code, negative for the signal that ended it; None while it runs. Does not
         wait."""
         ...
 
     def wait(self, timeout: float) -> int:
-        """The same; waits for its end. Raises an exception after `timeout` seconds."""
+        """Wait for its end and return its exit code. Raises an exception after `timeout`
+        seconds."""
         ...
 
     def kill(self) -> None:
@@ -75,7 +76,8 @@ Spawn = Callable[[RankSpec], RankProcess]
 
 
 def spawn_local(spec: RankSpec) -> RankProcess:
-    """A child of this process. It ends when this one does, for then its channels close."""
+    """Start a child of this process. It ends when this one does, because its channels close
+    then."""
     command = [sys.executable, "-m", "sglcore.engine.ranks.rank_process"]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True, env=dict(os.environ))
     assert process.stdin is not None
@@ -97,5 +99,5 @@ def spec_of(config: EngineConfig, chosen: ChosenDevice, place: Place, *, is_host
 
 
 def limits_text(limits: object) -> str:
-    """Limits for a person, who looks for what differs."""
+    """Return limits as text for a person who compares them."""
     return ", ".join(f"{name}={value}" for name, value in asdict(limits).items())  # pyright: ignore[reportArgumentType]

@@ -36,7 +36,8 @@ from sglcore.engine.reading import is_readable
 
 Progress = Callable[[str, int, int], None]
 REASON: Ref = "sglcore.runtime.speculative.combinations:reason_in_shards"
-"""Why shards of requests do not propose in a way; a reference, as the engine knows no runtime."""
+"""Returns why shards cannot use a kind of draft tokens; a reference, because the engine does not
+import the runtime."""
 OWN_FILES: Ref = "sglcore.models.registry:ARCHITECTURES"
 """The architectures with a file of their own."""
 HELLO_SECONDS = 5.0
@@ -54,8 +55,8 @@ class RankOptions:
 
 
 def check_ranks(config: EngineConfig, folder: Path, choice: Choice, placement: Placement = ALONE) -> None:
-    """Raise ConfigError, before any process starts, for what does not go with several ranks, or
-    with so many."""
+    """Raise ConfigError, before any process starts, for settings that do not combine with several
+    ranks, or with this number of ranks."""
     check_devices(config, choice, placement)
     _check_shards(config)
     if config.model_impl == "transformers":
@@ -104,7 +105,7 @@ def check_devices(config: EngineConfig, choice: Choice, placement: Placement = A
 
 
 def _check_shards(config: EngineConfig) -> None:
-    """Raise ConfigError for what does not go with several shards of requests."""
+    """Raise ConfigError for settings that do not combine with several shards."""
     if config.dp == 1:
         return
     if config.hisparse not in (None, "off"):
@@ -188,7 +189,7 @@ def topology_of(config: EngineConfig) -> Topology:
 
 
 def _rows(topology: Topology, backend: str) -> list[Row]:
-    """What the ledger says of ranks."""
+    """Return the ledger's rows about ranks."""
     how = f"{topology.world} processes, each with its part of every layer, over {backend}"
     rows = [Row("ranks", str(topology.tp), f"{topology.tp} of tensors", how, "--tp 1")]
     if topology.dp > 1:
@@ -203,7 +204,7 @@ def _rows(topology: Topology, backend: str) -> list[Row]:
 def _gather(
     listener: socket.socket, processes: Mapping[int, RankProcess], epoch: int, secret: str, patience: Patience
 ) -> dict[tuple[int, str], Channel]:
-    """The two channels of every rank, once all have connected. Raises WorkerLost where one ends
+    """Return the two channels of every rank, once all have connected. Raises WorkerLost if one ends
     before."""
     found: dict[tuple[int, str], Channel] = {}
     end = time.monotonic() + patience.starting
@@ -221,7 +222,7 @@ def _gather(
 
 
 def _greet(listener: socket.socket, epoch: int, secret: str, found: dict[tuple[int, str], Channel]) -> None:
-    """Take in who connects, if it knows the secret."""
+    """Accept a connection if it has the secret."""
     stream, _ = listener.accept()
     channel = Channel(stream, epoch)
     channel.wait_at_most(HELLO_SECONDS)
@@ -238,8 +239,8 @@ def _greet(listener: socket.socket, epoch: int, secret: str, found: dict[tuple[i
 
 
 def _come_up(watch: Watch) -> Limits:
-    """The limits of every rank, once all are ready; what one raises on the way is raised. Waits for
-    all at once."""
+    """Return the limits that all ranks share, once all are ready. Waits for all at once; raises the
+    error of a rank that fails."""
     while not watch.is_ready:
         failure = watch.go_round()
         if failure is not None:

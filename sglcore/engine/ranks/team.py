@@ -1,6 +1,5 @@
-"""Starts the process of each rank, and defines where ranks meet: on this machine, or on several
-hosts.
-"""
+"""Starts the process of each rank, on this machine or on several hosts, and defines where ranks
+connect."""
 
 from __future__ import annotations
 
@@ -30,13 +29,13 @@ from sglcore.engine.ranks.spec import RankProcess, Spawn, spec_of
 from sglcore.engine.ranks.wire import Channel, listen, tcp_address
 
 SILENCES = 5
-"""Beats that are missed before something is gone."""
+"""Missed heartbeats after which a peer counts as gone."""
 
 
 @dataclass
 class Team:
-    """How the ranks of one start come to be. `starts` begins the processes of each node's ranks, by
-    rank, and does not wait; `hosts` are the others."""
+    """How the ranks of one start are started. `starts`: starts the processes of each node's ranks,
+    by rank, without waiting; `hosts`: the other hosts."""
 
     listener: socket.socket
     starts: list[Callable[[], dict[int, RankProcess]]]
@@ -45,16 +44,16 @@ class Team:
     cluster: RayHosts | None = None
 
     def host_of(self, rank: int) -> str:
-        """The address of the host of a rank; empty: this one."""
+        """Return the address of the host of a rank; empty: this host."""
         return next((host.address for host in self.hosts if rank in host.ranks), "")
 
     def tie(self, found: Mapping[tuple[int, str], Channel]) -> None:
-        """Channels of ranks end with the host of each."""
+        """Let the channels of ranks end with the host of each."""
         for host in self.hosts:
             host.hang_up_with([channel for (rank, _), channel in found.items() if rank in host.ranks])
 
     def close(self) -> None:
-        """Other hosts end, and what they hold. Idempotent."""
+        """End the other hosts and their ranks. Idempotent."""
         for host in self.hosts:
             host.close()
         if self.cluster is not None:
@@ -124,7 +123,7 @@ class Maker:
         progress: Callable[[str, int, int], None],
         cluster: RayHosts | None,
     ) -> list[Joined]:
-        """The other nodes, once they are there."""
+        """Return the other nodes, once they have joined."""
         shared, seconds = shared_facts(self.config, folder, self.choice), self.config.join_timeout
 
         def look(phase: str, done: int, total: int) -> None:
@@ -137,13 +136,13 @@ class Maker:
         return Gathering(listener, self.placement.nodes, shared, look, self._check_devices).wait(seconds, where)
 
     def _told_by_cluster(self, node: int, where: str) -> bytes:
-        """What a node is told that Ray starts: this one's configuration, and any device of the same
-        name."""
+        """Return the line for a node that Ray starts: this node's configuration, with any device of
+        the same name."""
         config = replace(self.config, device=self.choice.package.name)
         return host_spec(config, replace(self.placement, node=node, leader=host_and_port(where)))
 
     def _team(self, listener: socket.socket, port: int, joined: list[Joined]) -> Team:
-        """All ranks, once every node has joined."""
+        """Return a team of all ranks, once every node has joined."""
         silence = self.told["beat"] * SILENCES
         hosts = [RemoteHost(each, self.told["beat"], silence) for each in joined]
         address = advertised(joined)
@@ -208,9 +207,9 @@ class Maker:
             )
 
     def _listen(self, own: str) -> tuple[socket.socket, str, int]:
-        """Where nodes find this one: at the address that is given, if it is one of this machine by
-        which others can reach it, else at all of them; or at the address `own`, on a free port.
-        Raises ConfigError."""
+        """Listen for nodes: at the given address if it is one of this machine that other machines
+        can reach, else at all addresses; or at the address `own`, on a free port. Raises
+        ConfigError."""
         host, port = (own, 0) if own else self.placement.leader
         try:
             listener, address = listen(None, bindable(host), port)
@@ -224,8 +223,8 @@ class Maker:
 
 
 def advertised(joined: list[Joined]) -> str:
-    """The leader's address for everybody: one by which a node has reached it, from another machine
-    if there is one."""
+    """Return the leader's address for all nodes: one by which a node has reached it, from another
+    machine if there is one."""
     reached = [each.reached for each in joined]
     return next((each for each in reached if not is_loopback(each)), reached[0])
 
@@ -236,8 +235,8 @@ def _begin(remote: RemoteHost, order: Order) -> dict[int, RankProcess]:
 
 
 def bindable(host: str) -> str:
-    """What to listen at for a host's name: itself where it is an address, or one name of this
-    machine that others can use."""
+    """Return the address to listen at for a host name: the only address of the name, if it is one
+    of this machine that others can use; else empty (all addresses)."""
     found = {str(each[4][0]) for each in _resolve(host)}
     if len(found) != 1:
         return ""
@@ -263,7 +262,8 @@ def _resolve(host: str) -> list[Any]:
 
 
 def _free_port(address: str) -> int:
-    """One of this machine, for the ranks to meet; rank 0 takes it a moment later."""
+    """Return a free port of this machine, where the ranks will connect; rank 0 takes it a moment
+    later."""
     with socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET) as found:
         return found.getsockname()[1]
 
@@ -273,6 +273,7 @@ def _url(address: str, port: int) -> str:
 
 
 def _folder() -> str | None:
-    """Where what ranks of one machine share lies in memory, if there is such a place."""
+    """Return a folder in memory for files that ranks of one machine share; None if there is
+    none."""
     memory = "/dev/shm"
     return memory if os.path.isdir(memory) and os.access(memory, os.W_OK) else None

@@ -41,7 +41,7 @@ class Patience:
 
 @dataclass(slots=True)
 class Member:
-    """What the supervisor knows of one rank."""
+    """The supervisor's knowledge of one rank."""
 
     rank: int
     """Its number."""
@@ -50,30 +50,30 @@ class Member:
     control: Channel
     """Its control channel."""
     heard: float
-    """When it was heard last, in seconds of `time.monotonic`."""
+    """Time of its last message, by `time.monotonic`."""
     phase: str = "starting"
-    """What it does, for a person."""
+    """Its current activity, for a person."""
     step: int = -1
     """The last step that the rank reported. -1: none."""
     ready: dict[str, Any] | None = None
     """The rank's report when it was ready. None: it is not ready yet."""
     report: tuple[str, bool, int, str] | None = None
-    """Its last word: the text, whether it follows from another's end, the exit code it wants, its
-    phase. None: it runs."""
+    """Its last message: the text, whether it follows from another rank's end, the exit code for the
+    leader, its phase. None: it runs."""
     is_gone: bool = False
-    """Its channel has closed."""
+    """Whether its channel has closed."""
     host: str = ""
     """The host of its process; empty: this one."""
 
     @property
     def name(self) -> str:
-        """What a person knows it by."""
+        """Its name for a person."""
         return f"rank {self.rank} (process {self.process.pid}{self.host and f' on {self.host}'})"
 
 
 @dataclass(slots=True)
 class Watch:
-    """All ranks of one epoch. Not thread-safe: one thread at a time goes round."""
+    """All ranks of one epoch. Not thread-safe: one thread at a time calls `go_round`."""
 
     members: Sequence[Member]
     patience: Patience
@@ -87,12 +87,12 @@ class Watch:
 
     @property
     def is_ready(self) -> bool:
-        """Every rank has come up."""
+        """Whether every rank has come up."""
         return all(member.ready is not None for member in self.members)
 
     def go_round(self) -> SglcoreError | None:
-        """Take in what ranks say; waits for it, a round at most. The error that ended them all,
-        once there is one."""
+        """Process messages of ranks; waits for them, a round at most. Returns the error that ended
+        the ranks, once there is one."""
         for key, _ in self.selector.select(self.patience.round):
             self._hear(key.data)
         now = time.monotonic()
@@ -104,7 +104,7 @@ class Watch:
         return self._cause() if any(member.is_gone or member.report for member in self.members) else None
 
     def close(self) -> None:
-        """Listen no more."""
+        """Stop listening."""
         self.selector.close()
 
     def _hear(self, member: Member) -> None:
@@ -131,8 +131,8 @@ class Watch:
             member.report = tuple(values)
 
     def _cause(self) -> SglcoreError:
-        """The first failing rank's own word, or how it ended; not what followed from it in
-        others."""
+        """Return the error of the rank that failed first, or how it ended; not a consequence in
+        another rank."""
         end = time.monotonic() + self.patience.settle
         while (cause := self._first()) is None and time.monotonic() < end:
             for key, _ in self.selector.select(self.patience.settle / 10):
@@ -140,8 +140,8 @@ class Watch:
         return cause or self._told(next(member for member in self.members if member.report or member.is_gone))
 
     def _first(self) -> SglcoreError | None:
-        """A rank that ended by itself, rather than by another's end; None: so far there are only
-        consequences."""
+        """Return the error of a rank that ended by itself and not because another ended; None: so
+        far there are only consequences."""
         for member in self.members:
             if member.report is not None and not member.report[1]:
                 return self._told(member)
@@ -171,7 +171,7 @@ def _end(process: RankProcess) -> str:
 
 
 def ended(code: int) -> str:
-    """What an exit code says."""
+    """Return the meaning of an exit code."""
     if code == HOST_GONE:
         return "is gone with its host, which has ended or can not be heard any more,"
     return f"ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"

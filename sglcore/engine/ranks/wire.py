@@ -1,7 +1,7 @@
-"""Frames on a stream socket: the same within a machine and between machines. A peer that is gone is
-the end of the stream.
+"""Frames on a stream socket, the same within a machine and between machines. The end of the stream
+means that the peer is gone.
 
-A frame has the epoch of the ranks that it belongs to; one of another epoch is counted and dropped.
+A frame has the epoch of its ranks; a frame of another epoch is counted and dropped.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from sglcore.engine.reading import read_exactly
 MAGIC = 0x5347
 _HEAD = struct.Struct("<HHIQ")
 LONGEST = 1 << 32
-"""Bytes of a frame at most: more is a damaged stream."""
+"""Largest number of bytes of a frame; a larger number means a damaged stream."""
 LONGEST_HELLO = 1 << 20
 """The same limit for the first frame, before the sender is identified."""
 
 
 class Kind(IntEnum):
-    """What a frame says. To a rank: STEP (a batch), COLLECT, CLOSE. From one: HELLO, PROGRESS,
+    """The kind of a frame. To a rank: STEP (a batch), COLLECT, CLOSE. From a rank: HELLO, PROGRESS,
     READY, BEAT, FAILED, RESULT, CLOSED. To another host: ORDER (the ranks to start), BEAT, CLOSE.
-    From one: HELLO, FAILED, BEAT, STARTED, ENDED."""
+    From another host: HELLO, FAILED, BEAT, STARTED, ENDED."""
 
     HELLO = 1
     STEP = 2
@@ -54,7 +54,7 @@ class Frame:
 
 
 class Gone(SglcoreError):
-    """The other end of a channel has closed it, most often by ending."""
+    """The other end of a channel has closed it, most often because its process ended."""
 
     exit_code = 1
 
@@ -63,7 +63,7 @@ class Channel:
     """One end of a stream. One thread may send while another receives."""
 
     def __init__(self, stream: socket.socket, epoch: int) -> None:
-        """`epoch` of the ranks, below 2**32. The stream belongs to the channel."""
+        """`epoch`: that of the ranks, below 2**32. The channel owns the stream."""
         self.dropped = 0
         self._stream, self._epoch = stream, epoch
         self._limit: float | None = None
@@ -71,33 +71,33 @@ class Channel:
             stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def fileno(self) -> int:
-        """Its number for a selector; -1 once it is closed."""
+        """Return the descriptor for a selector; -1 once it is closed."""
         return self._stream.fileno()
 
     @property
     def addresses(self) -> tuple[str, str]:
-        """Of a TCP stream: the address of the other end, and that of this machine by which they
-        speak. Raises OSError."""
+        """The two addresses of a TCP stream: that of the other end, and that of this machine.
+        Raises OSError."""
         return self._stream.getpeername()[0], self._stream.getsockname()[0]
 
     def send(self, kind: Kind, body: bytes | bytearray = b"") -> None:
-        """Send a frame; waits where the other end reads too slowly. Raises Gone."""
+        """Send a frame; waits if the other end reads too slowly. Raises Gone."""
         self.send_packed(self.packed(kind, body))
 
     def packed(self, kind: Kind, body: bytes | bytearray = b"") -> bytes:
-        """A frame's bytes, for several channels of one epoch."""
+        """Return a frame's bytes, for several channels of one epoch."""
         return _HEAD.pack(MAGIC, kind, self._epoch, len(body)) + body
 
     def send_packed(self, frame: bytes) -> None:
-        """Send what `packed` gave."""
+        """Send a frame that `packed` returned."""
         try:
             self._stream.sendall(frame)
         except OSError as error:
             raise Gone(f"the other end of a channel is gone: {error}") from None
 
     def receive(self, most: int = LONGEST) -> Frame:
-        """The next frame of this epoch, of `most` bytes; waits for it. Raises Gone at the end of
-        the stream, and for one that is damaged or longer."""
+        """Return the next frame of this epoch, of at most `most` bytes; waits for it. Raises Gone
+        at the end of the stream, and for a damaged or longer frame."""
         until = None if self._limit is None else time.monotonic() + self._limit
         while True:
             magic, kind, epoch, size = _HEAD.unpack(self._exactly(_HEAD.size, until))
@@ -124,7 +124,7 @@ class Channel:
             self._stream.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Idempotent."""
+        """Close the stream. Idempotent."""
         self.hang_up()
         self._stream.close()
 
@@ -140,9 +140,9 @@ class Channel:
 
 
 def listen(folder: Path | None, host: str = "", port: int = 0) -> tuple[socket.socket, str]:
-    """A socket on which ranks find their leader, and its address: a file in `folder`, or without
-    one TCP at an address `host` of this machine, "" for all of them; port 0 is a free one. Raises
-    OSError."""
+    """Return a socket on which ranks find their leader, and its address: a file in `folder`, or
+    without a folder TCP at the address `host` of this machine ("" for all addresses); port 0 takes
+    a free one. Raises OSError."""
     if folder is not None:
         stream = socket.socket(socket.AF_UNIX)
         stream.bind(str(folder / "ranks"))
@@ -155,13 +155,13 @@ def listen(folder: Path | None, host: str = "", port: int = 0) -> tuple[socket.s
 
 
 def tcp_address(host: str, port: int) -> str:
-    """How `connect` is told of a TCP socket."""
+    """Return a TCP address in the form that `connect` takes."""
     return f"tcp:{host}:{port}"
 
 
 def connect(address: str, timeout: float | None = None) -> socket.socket:
-    """A stream to the leader at what `listen` gave; waits, for TCP `timeout` seconds at most.
-    Raises OSError."""
+    """Return a stream to the leader at an address from `listen`. Waits, for TCP at most `timeout`
+    seconds. Raises OSError."""
     kind, _, where = address.partition(":")
     if kind == "unix":
         stream = socket.socket(socket.AF_UNIX)

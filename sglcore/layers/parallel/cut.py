@@ -1,4 +1,4 @@
-"""Which part of a checkpoint's tensor a rank holds."""
+"""The part of a checkpoint's tensor that a rank holds."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from dataclasses import dataclass
 from torch import Tensor
 
 Range = tuple[int, int]
-"""[first, last)."""
+"""The half-open range [first, last)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Of dimension `dim`, which has `whole` entries in the checkpoint: the `ranges`, one after the
-    other. What a target holds beyond them is padding, and zero."""
+    """The `ranges` of dimension `dim`, one after another; the dimension has `whole` entries in the
+    checkpoint. A target's entries beyond the ranges are padding, and zero."""
 
     dim: int
     whole: int
     ranges: tuple[Range, ...]
 
     def shape(self, target: Tensor) -> tuple[int, ...]:
-        """That of the checkpoint's tensor."""
+        """Return the shape of the checkpoint's tensor."""
         found = list(target.shape)
         found[self.dim] = self.whole
         return tuple(found)

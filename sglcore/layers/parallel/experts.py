@@ -1,5 +1,5 @@
-"""What each rank holds of experts: all of them, and of each a part of what is inside, however a
-checkpoint stores them."""
+"""The parts of experts for tensor parallel: each rank has a part of the intermediate size of every
+expert, for all ways in which a checkpoint stores experts."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from sglcore.layers.parallel.cut import Range
 from sglcore.runtime.kernels.mxfp4 import GROUP
 
 CutTensor = Callable[..., None]
-"""`cut(name, whole, *ranges, dim=0)`: of a tensor below the block's scope a rank has these ranges
-of one dimension."""
+"""`cut(name, whole, *ranges, dim=0)`: this rank has these ranges of one dimension of a tensor below
+the block's scope."""
 
 
 def both(part: Range, size: int) -> tuple[Range, Range]:
-    """Of gate over up, of `size` rows each."""
+    """Return the ranges of a part in gate over up, with `size` rows each."""
     return part, (part[0] + size, part[1] + size)
 
 
 def cut_experts(cut: CutTensor, experts: int, size: int, part: Range, parts: Sequence[str] = EXPERT_PARTS) -> None:
-    """`experts` gated ones of `size` inside, stored one by one, all in one tensor, or as two
-    `parts`."""
+    """Cut gated experts with intermediate size `size`, stored one by one, all in one tensor, or as
+    two `parts`."""
     down = parts[-1]
     if len(parts) == 2:
         cut(f"{parts[0]}.weight", 2 * size, *both(part, size), dim=1)
@@ -32,7 +32,7 @@ def cut_experts(cut: CutTensor, experts: int, size: int, part: Range, parts: Seq
 
 
 def cut_ungated(cut: CutTensor, experts: int, size: int, part: Range) -> None:
-    """Those without gates."""
+    """Cut experts without gates."""
     cut("experts.up_proj", size, part, dim=1)
     _cut_each(cut, experts, size, part, ("up_proj",), "down_proj")
 
@@ -46,8 +46,8 @@ def _cut_each(cut: CutTensor, experts: int, size: int, part: Range, rows: Sequen
 
 
 def cut_clamped(cut: CutTensor, size: int, part: Range) -> None:
-    """Those with biases, gate and up in turn, [experts, inputs, outputs]; or as codes, [experts,
-    outputs, groups of inputs]."""
+    """Cut experts with biases and interleaved gate and up: plain, [experts, inputs, outputs], or as
+    codes, [experts, outputs, groups of inputs]."""
     pairs = 2 * part[0], 2 * part[1]
     cut("experts.gate_up_proj", 2 * size, pairs, dim=2)
     cut("experts.gate_up_proj_bias", 2 * size, pairs, dim=1)

@@ -25,7 +25,7 @@ class SharedNorm(RMSNorm):
         self._norm = self._add_norm = None
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Return this rank's part of the normed rows, of its part [T, size]."""
+        """Return this rank's part of the normed rows, from its part `x` [T, size]."""
         wide = x.float()
         squares = self._group.all_reduce(wide.square().mean(-1, keepdim=True)) / self._group.size
         normed = wide * torch.rsqrt(squares + self.eps)
@@ -33,17 +33,17 @@ class SharedNorm(RMSNorm):
 
 
 class SharedGroupNorm:
-    """As the kernel table's `gated_rms_norm` with the gate first, where each of `groups` lies on
+    """As the kernel table's `gated_rms_norm` with the gate first, if each of `groups` is split over
     several ranks."""
 
     __slots__ = ("_group", "_groups")
 
     def __init__(self, groups: int, group: AnyGroup) -> None:
-        """A rank's row is of one group."""
+        """Each rank's part of a row belongs to one group."""
         self._groups, self._group = groups, group
 
     def __call__(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float, gate_first: bool) -> Tensor:
-        """[T, size] of this rank, and its weight [1, size], to [T, size]."""
+        """This rank's part [T, size], with its weight [1, size], to [T, size]."""
         wide = x.float() * F.silu(gate.float())
         each = self._group.size // self._groups
         squares = wide.new_zeros(len(x), self._groups)

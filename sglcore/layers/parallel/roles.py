@@ -1,8 +1,8 @@
-"""Which linear layers are divided among ranks, and how, by the names that a model's files give
-them: a layer that no rule names is whole on every rank, which is right whatever it is.
+"""Rules for dividing linear layers among ranks, by the layers' names in model files. A layer
+without a rule is whole on every rank, which is always correct.
 
 A product that is divided by its outputs has *sections*: queries of all heads, then keys of all
-heads, and so on. A rank has a run of heads of each.
+heads, and so on. A rank has consecutive heads of each section.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from sglcore.layers.parallel.cut import Range
 _BY_INPUTS = frozenset({"o_proj", "out_proj", "o_b_proj", "down_proj", "Wo"})
 _HEADS_OF_SEQUENCES = ("classifier.", "pooler.")
 QUERIES = frozenset({"q_proj", "q_b_proj"})
-"""A product by itself that makes heads of queries, wherever it is not an indexer's."""
+"""Names of unfused layers that compute query heads, outside an indexer."""
 WHOLE = frozenset({"q_a_proj", "kv_proj"})
 """First names of fused layers that compute data which all heads share."""
 OF_ALL_HEADS = ("indexer.", "compressor.")
@@ -27,8 +27,8 @@ OF_ALL_HEADS = ("indexer.", "compressor.")
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """`count` things of `size` outputs each. Those that are `shared` are held by several ranks
-    where there are fewer."""
+    """`count` units (such as heads) of `size` outputs each. If `shared`, several ranks hold the
+    same unit when there are fewer units than ranks."""
 
     count: int
     size: int
@@ -36,18 +36,18 @@ class Section:
 
     @property
     def outputs(self) -> int:
-        """Of all things."""
+        """The outputs of all units."""
         return self.count * self.size
 
     def part(self, shard: Shard) -> Range:
-        """The outputs of a rank, of this section's."""
+        """Return the range of a rank's outputs within this section."""
         first, last = shard.kv_heads(self.count) if self.shared else shard.part(self.count)
         return first * self.size, last * self.size
 
 
 def is_by_inputs(scope: str, name: str) -> bool:
-    """What ends a block: each rank multiplies the inputs that it made, and the results are
-    summed."""
+    """Whether a layer is divided by its inputs, as the last layer of a block: each rank multiplies
+    the inputs that it computed, and the results are summed."""
     if scope.endswith(_HEADS_OF_SEQUENCES):
         return False
     return name in _BY_INPUTS or (name == "dense" and scope.endswith("output."))
@@ -75,14 +75,14 @@ def sections(config: ModelConfig, scope: str, parts: Sequence[tuple[str, int]]) 
 
 
 def of_attention(config: ModelConfig, has_gate: bool = False) -> tuple[Section, ...]:
-    """Queries, keys and values, and perhaps a gate for each query."""
+    """Return the sections of queries, keys and values, and perhaps a gate for each query."""
     queries = Section(config.num_attention_heads, config.head_dim)
     keys = Section(config.num_key_value_heads, config.head_dim, shared=True)
     return (queries, keys, keys, *((queries,) if has_gate else ()))
 
 
 def _of_delta_net(config: ModelConfig) -> tuple[Section, ...]:
-    """Queries, keys, values, gates, b and a."""
+    """Return the sections of queries, keys, values, gates, b and a."""
     net = delta_net_config(config)
     keys, values = Section(net.key_heads, net.key_dim), Section(net.value_heads, net.value_dim)
     each = Section(net.value_heads, 1)
@@ -90,19 +90,20 @@ def _of_delta_net(config: ModelConfig) -> tuple[Section, ...]:
 
 
 def _of_mamba2(config: ModelConfig) -> tuple[Section, ...]:
-    """Gates, heads, inputs and outputs of states by group, and time steps."""
+    """Return the sections of gates, heads, input and output matrices of states by group, and time
+    steps."""
     space = mamba2_config(config)
     heads, groups = Section(space.heads, space.head_dim), Section(space.groups, space.width, shared=True)
     return heads, heads, groups, groups, Section(space.heads, 1)
 
 
 def _of_convolution(config: ModelConfig) -> tuple[Section, ...]:
-    """One gate, the other, and what they weigh."""
+    """Return the sections of the input gate, the output gate and the input."""
     return (Section(config.hidden_size, 1),) * 3
 
 
 def kept(divided: Sequence[Section], shard: Shard) -> tuple[Range, ...]:
-    """The outputs of a rank, among all of a product's, in order."""
+    """Return the ranges of a rank's outputs in a product, in order of sections."""
     found, start = [], 0
     for section in divided:
         first, last = section.part(shard)
@@ -112,7 +113,7 @@ def kept(divided: Sequence[Section], shard: Shard) -> tuple[Range, ...]:
 
 
 def by_part(parts: Sequence[tuple[str, int]], ranges: Sequence[Range]) -> tuple[tuple[Range, ...], ...]:
-    """The same among the outputs of each part."""
+    """Return `ranges` of a product as ranges within each of its parts."""
     found, start = [], 0
     for _, count in parts:
         inside = [(max(first, start), min(last, start + count)) for first, last in ranges]
@@ -122,7 +123,7 @@ def by_part(parts: Sequence[tuple[str, int]], ranges: Sequence[Range]) -> tuple[
 
 
 def runs(places: Sequence[int]) -> tuple[Range, ...]:
-    """Ascending places as ranges."""
+    """Return ascending indices as ranges."""
     found: list[Range] = []
     for place in places:
         if found and found[-1][1] == place:

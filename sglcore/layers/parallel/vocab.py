@@ -1,4 +1,4 @@
-"""The embedding and the output layer with the rows of the vocabulary divided among ranks."""
+"""The embedding and the output layer, with the vocabulary divided among ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sglcore.runtime.parallel.group import AnyGroup
 
 
 class SharedEmbedding:
-    """A row for each id: from the rank that has it, and zeros from the others, summed."""
+    """A row for each id: from the rank that has it, zeros from the others, summed over ranks."""
 
     __slots__ = ("_first", "_group", "_rows", "own")
 
@@ -30,19 +30,19 @@ class SharedEmbedding:
         return self._group.all_reduce(rows.masked_fill_(elsewhere[:, None], 0))
 
     def embed(self, batch: ForwardBatch) -> Tensor:
-        """As that of `Embedding`."""
+        """As `Embedding.embed`."""
         if batch.input_embeds is not None:
             return batch.input_embeds.clone()
         return self(batch.input_ids)
 
     def row(self, index: int) -> Tensor:
-        """[size]."""
+        """Return row `index`, [size]."""
         return self(torch.tensor([index], dtype=torch.int32, device=self.own.weight.device))[0]
 
 
 class SharedHead:
-    """Hidden states to logits: each rank's columns side by side, without those that only fill up
-    the last part."""
+    """Hidden states to logits: concatenates the ranks' columns and drops the padding of the last
+    part."""
 
     __slots__ = ("_group", "_own", "_vocab_size")
 

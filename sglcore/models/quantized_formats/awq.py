@@ -1,6 +1,6 @@
 """AWQ, version gemm: each word packs eight integers along the output features, out of order.
 
-Stored are `qweight` int32 [K, N / 8], `qzeros` int32 [K / G, N / 8] and `scales` [K / G, N].
+Tensors: `qweight` int32 [K, N / 8], `qzeros` int32 [K / G, N / 8] and `scales` [K / G, N].
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from sglcore.models.quantized import QuantizedWeight, Stored
 from sglcore.models.quantized_formats.tensors import FLOATS, WORDS, Format, LayerTensors, small_integers
 
 PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
-"""Where in a word the integer of each of eight neighbouring output features is."""
+"""The index in a word of each of eight neighbouring output features."""
 
 
 def read(layer: LayerTensors) -> Stored:
-    """The weight, with its zeros."""
+    """Read the weight with its zeros. Raises `CheckpointError` if N is not a multiple of 8."""
     if layer.rows % 8:
         raise CheckpointError(f"'{layer.module}' has {layer.rows} output features", wanted="a multiple of 8 for awq")
     group = layer.group
@@ -28,7 +28,7 @@ def read(layer: LayerTensors) -> Stored:
 
 
 def _in_order(words: Tensor) -> Tensor:
-    """uint8 [a, 8 * b] of words int32 [a, b]."""
+    """Unpack words int32 [a, b] to uint8 [a, 8 * b], in order."""
     return small_integers(words, 4).unflatten(1, (words.shape[1], 8))[:, :, list(PLACES)].flatten(1)
 
 

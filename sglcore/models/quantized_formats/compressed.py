@@ -1,10 +1,10 @@
-"""Integers of compressed-tensors: signed, in words along the input features ("packed") or one a
-byte ("integers").
+"""Integers of compressed-tensors: signed, packed in words along the input features ("packed") or
+one in each byte ("integers").
 
-Packed: `weight_packed` int32 [N, K * bits / 32], `weight_scale`, `weight_shape`, and for asymmetric
-ones `weight_zero_point` in words along the output features. One a byte: `weight` int8 [N, K],
-`weight_scale`, and `weight_zero_point` int8 as the scale. Words hold the integers plus 2 ** (bits -
-1).
+- Packed: `weight_packed` int32 [N, K * bits / 32], `weight_scale`, `weight_shape`, and for
+  asymmetric weights `weight_zero_point`, packed along the output features. Words hold the integers
+  plus 2 ** (bits - 1).
+- Bytes: `weight` int8 [N, K], `weight_scale`, and `weight_zero_point` int8 with the scale's shape.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from sglcore.models.quantized_formats.tensors import BYTES, WHOLE, WORDS, ZEROS,
 
 
 def read_packed(layer: LayerTensors) -> Stored:
-    """The weight; with scattered groups if `weight_g_idx` is not in order."""
+    """Read a packed weight, with scattered groups if `weight_g_idx` is not in order."""
     bits, each = layer.scheme.bits, 32 // layer.scheme.bits
     if layer.has("weight_shape"):
         _check_shape(layer)
@@ -30,7 +30,8 @@ def read_packed(layer: LayerTensors) -> Stored:
 
 
 def read_integers(layer: LayerTensors) -> Stored:
-    """The weight; -128 is the code 0, which is another sign bit."""
+    """Read a weight with one integer in each byte. -128 becomes code 0: the sign bit is
+    inverted."""
     codes = layer.read("weight", BYTES, (layer.rows, layer.columns)).view(torch.uint8) ^ 0x80
     scales = layer.scales("weight_scale")
     zeros = None

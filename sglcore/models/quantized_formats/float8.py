@@ -1,7 +1,7 @@
-"""Floats of 8 bits (e4m3) with a scale for the tensor, for each row, or for blocks.
+"""8-bit floats (e4m3) with a scale for the tensor, for each row, or for blocks.
 
 The scale is `weight_scale`, or for blocks `weight_scale_inv`, perhaps a power of two (ue8m0); both
-are multiplied with. The activations' own scales are not needed: activations stay wide.
+are multiplied with. The scales of activations are not needed: activations are not quantised.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ SCALES = ("weight_scale", "weight_scale_inv")
 
 
 def read(layer: LayerTensors) -> Stored:
-    """The floats and their scales."""
+    """Read the floats and their scales."""
     floats = layer.read("weight", (torch.float8_e4m3fn,), (layer.rows, layer.columns))
     suffix = next((name for name in SCALES if layer.has(name)), None)
     if suffix is None:
@@ -25,7 +25,7 @@ def read(layer: LayerTensors) -> Stored:
         )
     rows, columns = layer.scheme.block
     if rows is None:
-        # Checkpoints that say "fp8" alone have one scale for the tensor, or one for each row.
+        # Checkpoints that only say "fp8" have one scale for the tensor, or one for each row.
         scales = layer.read(suffix, FLOATS, (), (1,), (1, 1), (layer.rows, 1), (layer.rows,)).float()
         count = scales.numel()
         return ScaledFloats(floats, scales.reshape(count, 1), (1 if count == layer.rows else layer.rows, layer.columns))

@@ -1,9 +1,9 @@
-"""GPTQ: words along the input features, zeros along the output features, and perhaps groups out of
-order.
+"""GPTQ: codes are packed along the input features, zeros along the output features; groups may be
+out of order.
 
-Stored are `qweight` int32 [K * bits / 32, N], `qzeros` int32 [K / G, N * bits / 32], `scales` [K /
-G, N], and `g_idx` int32 [K], the group of each column. The first version of the format stores zeros
-less one.
+Tensors: `qweight` int32 [K * bits / 32, N], `qzeros` int32 [K / G, N * bits / 32], `scales` [K / G,
+N], and `g_idx` int32 [K], the group of each column. The first version of the format stores zeros
+minus 1.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from sglcore.models.quantized_formats.tensors import FLOATS, WHOLE, WORDS, Forma
 
 
 def read(layer: LayerTensors) -> Stored:
-    """The weight; with scattered groups if `g_idx` is not in order."""
+    """Read the weight, with scattered groups if `g_idx` is not in order."""
     bits, each = layer.scheme.bits, 32 // layer.scheme.bits
     group = layer.group
     groups = layer.columns // group
@@ -32,7 +32,8 @@ def read(layer: LayerTensors) -> Stored:
 
 
 def ordered(layer: LayerTensors, weight: QuantizedWeight, suffix: str) -> Stored:
-    """The weight as it is if the groups of its columns are in order, or are not said (all -1)."""
+    """Return the weight unchanged if its groups are in order or not given (all -1), else with
+    scattered groups. Raises `CheckpointError` for a group that does not exist."""
     group_of = layer.read(suffix, WHOLE, (layer.columns,)).long()
     if bool((group_of == torch.arange(layer.columns) // weight.group).all()) or bool((group_of == -1).all()):
         return weight

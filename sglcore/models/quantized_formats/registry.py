@@ -1,4 +1,4 @@
-"""Which format reads a scheme's kind."""
+"""Maps the kinds of quantisation schemes to the formats that read them."""
 
 from __future__ import annotations
 
@@ -17,4 +17,4 @@ FORMATS: Mapping[str, Format] = MappingProxyType(
         "float8": float8.FORMAT,
     }
 )
-"""By `Scheme.kind`."""
+"""The formats by `Scheme.kind`."""

@@ -1,5 +1,5 @@
-"""What all formats share: a layer's tensors with checked types and shapes, and small integers out
-of words."""
+"""Common parts of all formats: a layer's tensors with checked types and shapes, and unpacking of
+small integers from words."""
 
 from __future__ import annotations
 
@@ -16,16 +16,15 @@ from sglcore.models.quantized import Stored
 WORDS = (torch.int32,)
 BYTES = (torch.int8,)
 WHOLE = (torch.int32, torch.int64)
-"""Of indices and sizes, which no kernel reads."""
+"""Types of indices and sizes, which no kernel reads."""
 ZEROS = (torch.int8, torch.int32)
-"""Of zeros that are not in words."""
+"""Types of zeros that are not packed in words."""
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 @dataclass(frozen=True, slots=True)
 class LayerTensors:
-    """The stored tensors of a linear layer, by suffix; `rows` and `columns` are those of its
-    weight."""
+    """The stored tensors of a linear layer, by suffix; `rows` and `columns` are its weight's."""
 
     module: str
     rows: int
@@ -38,8 +37,8 @@ class LayerTensors:
         return suffix in self.stored
 
     def read(self, suffix: str, dtypes: Sequence[torch.dtype], *shapes: tuple[int, ...]) -> Tensor:
-        """A tensor on the host; raises `CheckpointError` unless it has one of the types, and one of
-        the shapes."""
+        """Read a tensor to the host. Raises `CheckpointError` unless it has one of the types and
+        one of the shapes."""
         tensor = self.stored[suffix]()
         if tensor.dtype not in dtypes:
             raise self._misfit(f"{suffix}' has the type {_text(tensor.dtype)}", [_text(dtype) for dtype in dtypes])
@@ -56,8 +55,8 @@ class LayerTensors:
 
     @property
     def group(self) -> int:
-        """Columns that share a scale; raises `CheckpointError` if they do not divide the
-        weight's."""
+        """The number of columns that share a scale. Raises `CheckpointError` if it does not divide
+        the weight's columns."""
         size = self.scheme.block[1] or self.columns
         if self.columns % size:
             raise CheckpointError(
@@ -68,8 +67,8 @@ class LayerTensors:
         return size
 
     def scales(self, suffix: str, dtypes: Sequence[torch.dtype] = FLOATS) -> Tensor:
-        """float32 [rows, groups] of a scale for the tensor, for each row, or for each row's
-        groups."""
+        """Read scales as float32 [rows, groups], from one for the tensor, one for each row, or one
+        for each group of each row."""
         groups = self.columns // self.group
         if self.scheme.block[0] is None:
             return self.read(suffix, dtypes, (), (1,), (1, 1)).float().reshape(1, 1).expand(self.rows, 1).contiguous()
@@ -83,8 +82,8 @@ def _text(dtype: torch.dtype) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """The suffixes that every layer of a format has, those that some have, and how they become a
-    weight."""
+    """A format: the suffixes that each of its layers has, those that some have, and the function
+    that reads a weight."""
 
     needs: tuple[str, ...]
     may_have: tuple[str, ...]
@@ -92,7 +91,7 @@ class Format:
 
 
 def small_integers(words: Tensor, bits: int, dim: int = -1) -> Tensor:
-    """uint8 integers of 2, 4 or 8 bits out of int32 words [a, b], lowest bits first, along
+    """Unpack integers of 2, 4 or 8 bits from int32 words [a, b] to uint8, lowest bits first, along
     dimension 0 or -1."""
     if dim == 0:
         return small_integers(words.T.contiguous(), bits).T

@@ -28,7 +28,7 @@ class Unavailable(ImportError):
     """Raised by a backend's module on import if a library that it needs is missing.
 
     The text names the library and the remedy. Requirements on the device are checked by
-    `AttentionBackend.unavailable`, because an import never asks a device.
+    `AttentionBackend.unavailable`, because an import must not query a device.
     """
 
 
@@ -45,14 +45,14 @@ class AttentionFacts:
     dtypes: tuple[str, ...] | None = None
     """Element types. None: any."""
     padding_len: int = 1
-    """The sequence length that a padding row must show."""
+    """The sequence length of padding rows."""
     features: frozenset[str] = frozenset()
     """Features beyond causal attention over pages."""
     takes_stored: bool = False
-    """It reads new keys and values from the KV pool alone, so attention works where k and v are
-    None."""
+    """New keys and values are read from the KV pool only, so `k` and `v` may be None."""
     layouts: tuple[str, ...] | None = (CELL_MAJOR,)
-    """Layouts of the pools that it reads. None: any, because it reads by `read_cells` alone."""
+    """Layouts of the pools that the backend reads. None: any, because it only calls
+    `read_cells`."""
 
     def takes_layout(self, layout: str) -> bool:
         """Return whether the backend reads a pool of this layout."""
@@ -61,7 +61,7 @@ class AttentionFacts:
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """The model's attention: what a backend must serve.
+    """The attention that a model needs from a backend.
 
     `layers` has (kv_heads, head_dim) of each layer. `windows` and `softcaps` are the values that
     occur; `features` are those that the layers need.
@@ -85,9 +85,9 @@ class Bucket:
 
 @dataclass(slots=True)
 class AttentionPlan:
-    """What a backend prepared for one batch.
+    """The data that a backend prepared for one batch.
 
-    `generation` is that of the pool; the plan may hold addresses of its cells.
+    `generation` is the pool's generation; the plan may hold addresses of its KV slots.
     """
 
     planner: AttentionBackend[Any]
@@ -96,10 +96,7 @@ class AttentionPlan:
 
 Plan = TypeVar("Plan", bound=AttentionPlan)
 HostUpdate = object
-"""Values that a replay must patch into the graph.
-
-Only the vendor's graph backend understands them.
-"""
+"""Values that a replay must patch into the graph. Only the vendor's graph backend reads them."""
 
 
 class AttentionBackend(ABC, Generic[Plan]):
@@ -146,7 +143,7 @@ class AttentionBackend(ABC, Generic[Plan]):
         return self.token_to_kv_pool.generation
 
     def cells_of(self, layer: Attention, batch: ForwardBatch) -> tuple[TokenToKVPool, Tensor | None]:
-        """Return the pool of a layer, and the cells int[T] of this batch's tokens in it."""
+        """Return the pool of a layer, and the KV slots int[T] of this batch's tokens in it."""
         return self.token_to_kv_pool, batch.out_cache_loc
 
     def rows_of(self, batch: ForwardBatch) -> list[tuple[Tensor, Tensor]]:
@@ -155,10 +152,11 @@ class AttentionBackend(ABC, Generic[Plan]):
 
     @classmethod
     def unavailable(cls) -> str:
-        """Return why the backend cannot run on the current device, with the remedy.
+        """Return why the backend cannot run on the current device, with the remedy; empty if it
+        can.
 
-        Empty if it can. Selection calls it once. A missing library is reported by `Unavailable`
-        when the module is imported.
+        Selection calls it once. A missing library is reported by `Unavailable` when the module is
+        imported.
         """
         return ""
 
@@ -179,14 +177,14 @@ class AttentionBackend(ABC, Generic[Plan]):
 
     @abstractmethod
     def attend(self, q: Tensor, layer: Attention, batch: ForwardBatch, plan: Plan) -> Tensor:
-        """Attend q [T, heads * head_dim] to the cells, including this step's keys and values.
+        """Attend q [T, heads * head_dim] to the KV slots, including this step's keys and values.
 
         Return q's shape. Padding rows may hold anything and must not change other rows. No host
         reads.
         """
 
     def encode(self, q: Tensor, k: Tensor, v: Tensor, layer: Attention, plan: Plan) -> Tensor:
-        """Attend within this step, for a layer without cells: k and v [T, kv_heads * head_dim].
+        """Attend within this step, for a layer without KV slots: k and v [T, kv_heads * head_dim].
 
         Only for backends with the feature `encoder`; raises TypeError for others.
         """
@@ -211,7 +209,7 @@ class AttentionBackend(ABC, Generic[Plan]):
     def forward(
         self, q: Tensor, k: Tensor | None, v: Tensor | None, layer: Attention, batch: ForwardBatch | None
     ) -> Tensor:
-        """Store k, v [T, kv_heads * head_dim] in the batch's cells and attend.
+        """Store k, v [T, kv_heads * head_dim] in the batch's KV slots and attend.
 
         k and v are None if the layer has stored them already, or has none. Raises as `planned`
         does.

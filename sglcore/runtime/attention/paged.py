@@ -1,4 +1,5 @@
-"""Helpers for libraries of paged attention: page rows, page lists, cell lists, and their offsets.
+"""Helpers for libraries of paged attention: page rows, page lists, KV slot lists, and their
+offsets.
 
 Everything is computed on the device without a wait. Lengths come from both sides of the batch.
 """
@@ -38,7 +39,7 @@ def offsets(counts: NDArray[np.int32]) -> Tensor:
 
 
 def device_offsets(counts: Tensor) -> Tensor:
-    """Return the same for counts int32[B] on the device."""
+    """Return `offsets` of counts int32[B], computed on the device."""
     ends = counts.new_zeros(counts.shape[0] + 1)
     torch.cumsum(counts, 0, dtype=torch.int32, out=ends[1:])
     return ends
@@ -59,7 +60,7 @@ def page_list(pool: ReqToTokenPool, slots: Tensor, starts: Tensor, total: int) -
 
 
 def cell_list(pool: ReqToTokenPool, slots: Tensor, starts: Tensor, total: int) -> Tensor:
-    """Return the cells of all rows' tokens, concatenated: int32[total].
+    """Return the KV slots of all rows' tokens, concatenated: int32[total].
 
     `starts` int32[B + 1] counts tokens.
     """
@@ -116,15 +117,12 @@ def pinned(host: Tensor, like: Tensor) -> Tensor:
 
 
 def page_rows(pool: ReqToTokenPool, slots: Tensor, out: Tensor | None = None) -> Tensor:
-    """Return the page-table rows of slots: int32[B, pages per request].
-
-    Written to `out` if given.
-    """
+    """Return the page-table rows of slots, int32[B, pages per request]; in `out` if given."""
     return torch.index_select(pool.page_table, 0, slots, out=out)
 
 
 def as_pages(cells: Tensor, page_size: int) -> Tensor:
-    """View cells [cells, kv_heads, dim] as pages [pages, page_size, kv_heads, dim]."""
+    """View KV slots [cells, kv_heads, dim] as pages [pages, page_size, kv_heads, dim]."""
     return cells.view(-1, page_size, cells.shape[1], cells.shape[2])
 
 
@@ -137,8 +135,5 @@ def with_padding(out: Tensor, q: Tensor) -> Tensor:
 
 
 def window_left(window: int | None) -> int:
-    """Return the number of tokens before itself that a query sees, as libraries count.
-
-    -1 for all.
-    """
+    """Return how many tokens before itself a query sees, as libraries take it; -1: all."""
     return -1 if window is None else window - 1

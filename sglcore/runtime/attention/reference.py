@@ -1,8 +1,8 @@
-"""The reference backend: torch's scaled dot-product attention over gathered cells of any pool.
+"""The reference backend: torch's scaled dot-product attention over gathered KV slots of any pool.
 
 Slow and simple; it defines correct results. Rows with one token are attended together, longer rows
-one by one. Only cells of the row itself are read: columns after a row's length repeat its last cell
-and are masked, so garbage elsewhere in the pool cannot change the result.
+one by one. Only KV slots of the row itself are read: columns after a row's length repeat its last
+KV slot and are masked, so garbage elsewhere in the pool cannot change the result.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class SingleRows:
     """The first R rows of the batch, with one token each.
 
     `slots` and `seq_lens` int32[R] on the device, at most `longest` tokens each; `visible` int32[R]
-    as in the batch. `gathers`: cells int32[R * L] and mask bool[R, 1, 1, L] for each window, made
-    by the first layer that needs them.
+    as in the batch. `gathers`: KV slots int32[R * L] and mask bool[R, 1, 1, L] for each window,
+    made by the first layer that needs them.
     """
 
     count: int
@@ -59,8 +59,8 @@ class LongRow:
 class CapturedRows:
     """Sizes for a backend with capture; slots and lengths are read from the batch.
 
-    `offsets` int32[n] counts the tokens of each of `batch_size` requests, `places` int32[context]
-    those of the longest one.
+    `offsets` int32[n] are 0 to n - 1, for the n tokens of each of `batch_size` requests. `places`
+    int32[context] are the indices of all tokens that a request may have.
     """
 
     batch_size: int
@@ -146,8 +146,8 @@ class ReferenceAttention(AttentionBackend[ReferencePlan]):
             mask &= is_seen(
                 part.visible[:, None], part.seq_lens[:, None] - 1 - columns - (0 if starts is None else starts)
             )
-        # Unseen cells may hold NaN, and NaN times a weight of 0 is NaN: read the row's own cell
-        # instead.
+        # Unseen KV slots may hold NaN, and NaN times a weight of 0 is NaN: read the row's own KV
+        # slot instead.
         positions = torch.where(mask, columns, counts - 1)
         if starts is not None:
             positions = positions + starts
@@ -169,7 +169,7 @@ class ReferenceAttention(AttentionBackend[ReferencePlan]):
         return LongRow(start, end, self._cells(slots, positions[None]).view(-1), masks)
 
     def _cells(self, slots: Tensor, positions: Tensor) -> Tensor:
-        """Return cells int32[R, L] of positions int32[R, L] in slots int32[R]."""
+        """Return KV slots int32[R, L] of positions int32[R, L] in slots int32[R]."""
         pool = self.req_to_token_pool
         pages = pool.page_table[slots[:, None], positions // pool.page_size]
         return pages * pool.page_size + positions % pool.page_size
@@ -260,7 +260,7 @@ class ReferenceAttention(AttentionBackend[ReferencePlan]):
 
 
 def _encoder_mask(row: LongRow, layer: Attention, device: torch.device) -> Tensor | None:
-    """Return the mask bool [n, n] of a row without cells, cached by window.
+    """Return the mask bool [n, n] of a row without KV slots, cached by window.
 
     None: no token is masked.
     """
@@ -275,7 +275,7 @@ def _encoder_mask(row: LongRow, layer: Attention, device: torch.device) -> Tenso
 
 
 def is_seen(visible: Tensor, back: Tensor) -> Tensor:
-    """Return whether rows with words `visible` see the cells `back` before their own.
+    """Return whether rows with words `visible` see the KV slots `back` before their own.
 
     Both are int32 and broadcast.
     """

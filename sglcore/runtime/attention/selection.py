@@ -1,6 +1,6 @@
-"""Selects the attention backend.
+"""Select the attention backend: the first candidate with the needed capabilities.
 
-Ordered candidates, declared capabilities, a reason for every refusal.
+Every refusal has a reason.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ OF_ROWS: Mapping[str, Ref] = MappingProxyType(
 FROZEN = "frozen"
 """The feature of layers with queries only.
 
-It needs a backend that reads keys and values from cells.
+It needs a backend that reads keys and values from KV slots.
 """
 
 
@@ -126,7 +126,7 @@ def choose_attention(
     whom: str,
     ledger: DecisionLedger,
 ) -> type[AttentionBackend]:
-    """Return the first backend that serves a shape over these cells.
+    """Return the first backend that serves a shape over these KV slots.
 
     It must also support capture if graphs are configured.
     """

@@ -1,4 +1,4 @@
-"""Blocks of cells in Triton, for decode and extend attention."""
+"""Blocks of KV slots in Triton, for decode and extend attention."""
 
 # A kernel is not Python to a type checker.
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false, reportOperatorIssue=false
@@ -34,8 +34,7 @@ def load_cells(
 
 @triton.jit
 def is_seen(word, back):
-    """Return whether a row with this word of `visible` sees the cell `back` before its own.
-
-    `visible` is that of `ForwardInputs`.
+    """Return whether a row with this `ForwardInputs.visible` sees the KV slot `back` before its
+    own.
     """
     return (back > 31) | ((word >> (31 - tl.minimum(tl.maximum(back, 0), 31))) & 1 != 0)

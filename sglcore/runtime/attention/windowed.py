@@ -1,8 +1,8 @@
-"""Attention of models that drop tokens outside the sliding window.
+"""Attention of models that free the KV pages outside the sliding window.
 
-One backend for such layers, one for the others. Attention depends on position differences only. In
-a sliding-window layer a request therefore begins at the first page that it still has: with fewer
-tokens, and with a page table and cells of its own.
+Sliding-window layers have one backend, the other layers another. Attention depends only on
+differences of positions. In a sliding-window layer a request can therefore begin at the first page
+that it still has: these layers see fewer tokens, and have a page table and KV slots of their own.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class WindowedPlan(AttentionPlan):
 
 
 class WindowedAttention(AttentionBackend[WindowedPlan]):
-    """Serves what both of its backends serve; the facts are their intersection."""
+    """Serves only what both backends serve: its facts are the intersection of theirs."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class WindowedAttention(AttentionBackend[WindowedPlan]):
         its own.
 
         `full` attends in the other layers, over the table and the pool given here (None: there are
-        no other layers). `shape` is that of the whole model.
+        no other layers). `shape` is the shape of the whole model.
         """
         self.window, self.full, self._windowed = window, full, frozenset(windowed)
         self.facts = _common([part.facts for part in self.parts], token_to_kv_pool.layout)
@@ -67,7 +67,7 @@ class WindowedAttention(AttentionBackend[WindowedPlan]):
 
     @property
     def parts(self) -> tuple[AttentionBackend[Any], ...]:
-        """The backend of full layers, if there is one, and that of sliding-window layers."""
+        """The backend of full-attention layers, if any, and that of sliding-window layers."""
         return (self.window,) if self.full is None else (self.full, self.window)
 
     @property
@@ -76,7 +76,7 @@ class WindowedAttention(AttentionBackend[WindowedPlan]):
         return self.token_to_kv_pool.generation + self.window.generation
 
     def cells_of(self, layer: Attention, batch: ForwardBatch) -> tuple[TokenToKVPool, Tensor | None]:
-        """Return pool and cells of the layer's kind."""
+        """Return pool and KV slots of the layer's kind."""
         if layer.layer_id in self._windowed:
             return self.window.token_to_kv_pool, batch.window_cache_loc
         return super().cells_of(layer, batch)

@@ -52,7 +52,7 @@ class CapturedPrompt(Protocol):
     def replay(self, num_tokens: int) -> Tensor:
         """Run it with the first `num_tokens` rows real, and return its output buffer.
 
-        The active context must be that of the real batch, with its plan.
+        The active context must have the real batch, with its plan.
         """
         ...
 

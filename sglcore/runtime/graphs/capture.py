@@ -40,8 +40,8 @@ class StreamCapture(Protocol):
     def capture(self, stream: torch.Stream, pool: object) -> AbstractContextManager[Segment]:
         """Record the work that a block queues on `stream`, which is current inside the block.
 
-        The segment can be replayed after the block. Raises on failure, and what the block raises.
-        The caller warms up.
+        The segment can be replayed after the block. Raises if the capture fails, and re-raises
+        exceptions of the block. The caller warms up.
         """
         ...
 

@@ -1,6 +1,6 @@
 """Policy of decode graphs: a bucket is a batch size.
 
-Its plan is refreshed in place before each replay.
+The plan of a bucket is refreshed in place before each replay.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class CapturedBucket:
-    """A graph with everything it reads.
+    """A graph with everything that it reads.
 
-    Its static batch view, its plan or those of its two micro-batches, and the generation of the
-    pools at capture.
+    These are the static batch view and the plan, or the plans of two micro-batches. `generation`
+    has the generations of the pools at capture.
     """
 
     batch: ForwardBatch

@@ -11,12 +11,9 @@ from dataclasses import dataclass
 from sglcore.device.ledger import Row
 
 MOST_CAPTURED = 256
-"""Requests of the largest decode graph that is captured by default.
-
-A capture queues a step, computes nothing.
-"""
+"""Maximum requests of a decode graph by default. A capture only records, it computes nothing."""
 MOST_RECORDED = 64
-"""The same for devices that must compute a step to record it."""
+"""The same limit for devices that must compute a step to record it."""
 
 
 @dataclass(frozen=True, slots=True)

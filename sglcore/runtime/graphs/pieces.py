@@ -60,7 +60,7 @@ class Pieces:
 class Uncaptured:
     """Segments of a warm-up forward.
 
-    Every call returns zeros, so that no request's cell is written. Also allocates the memory
+    Every call returns zeros, so that no request's KV slot is written. Also allocates the memory
     between segments. `has_calls`: an operation used the segments.
     """
 

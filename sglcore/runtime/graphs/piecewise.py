@@ -1,6 +1,5 @@
-"""Piecewise graphs: a prefill forward compiled as one graph and split at attention.
-
-The pieces are captured.
+"""Piecewise graphs: a prefill forward is traced as one graph and split at attention; the pieces are
+compiled and captured.
 """
 
 from __future__ import annotations
@@ -131,7 +130,7 @@ def trace(step: Callable[[], Tensor], compiler: PieceCompiler = as_traced) -> Sp
 
 
 def _alone(step: Callable[[], Tensor]) -> Callable[[], Tensor]:
-    """Return a copy of the function with a code object of its own.
+    """Return a copy of the function with its own code object.
 
     Torch caches compiled code, and limits recompilation, by code object.
     """

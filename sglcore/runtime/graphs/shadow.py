@@ -64,10 +64,10 @@ def _difference(one: Tensor, other: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """A copy of what a forward reads and overwrites, except KV cells.
+    """A copy of what a forward reads and overwrites, except KV slots.
 
-    The states of slots int[B], and rows of other tensors with their values; for models with
-    recurrent layers, the kept state inputs of verified tokens are among these.
+    It has the states of slots int[B], and rows of other tensors with their values. For models with
+    recurrent layers these rows include the kept state inputs of verified tokens.
     """
 
     pool: StatePool | None
@@ -89,7 +89,7 @@ class Held:
         return cls(pool, slots, states, [(tensor, places, tensor[places]) for tensor, places, _ in rows])
 
     def now(self) -> Held:
-        """Copy the present values of the same places."""
+        """Copy the current values of the same rows."""
         return self._read(self.pool, self.slots, self.rows)
 
     def write(self) -> None:
@@ -101,7 +101,7 @@ class Held:
 
 
 def leaving_cells(context: ForwardContext, batch: ForwardBatch, forward: Step) -> Tensor:
-    """Run `forward` and restore the KV cells of the batch's tokens.
+    """Run `forward` and restore the KV slots of the batch's tokens.
 
     Otherwise the eager values, which differ in the last bits, would replace those of the replay.
     """

@@ -1,7 +1,7 @@
-"""Stream capture with a graph class like torch's own.
+"""Stream capture with a graph class like torch's own, with `capture_begin`, `capture_end`, `replay`
+and `reset`.
 
-`capture_begin`, `capture_end`, `replay`, `reset`. A device with such a class in its torch module
-provides the class and the pool's handle, nothing else.
+A device with such a class in its torch module provides only the class and the handle of the pool.
 """
 
 from __future__ import annotations

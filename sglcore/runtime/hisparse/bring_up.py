@@ -30,9 +30,8 @@ def asks_for_hisparse(asked: str | None) -> bool:
 
 
 def check_swapped(asked: str | None, architecture: str, layers: Sequence[Attention]) -> None:
-    """Raise ConfigError if a model has no sparse rows or reads too many per token.
-
-    Too many is more than the device keeps.
+    """Raise ConfigError if a model has no sparse rows, or if a token reads more rows than the
+    device keeps.
     """
     hisparse = parse_hisparse_config(asked)
     if hisparse is None:

@@ -2,7 +2,7 @@
 
 A decode step swaps in the rows that it chose; a prefill step gathers all rows of its requests. The
 pool has all rows, by pages, so that prefix hits, preemption and aborts work on pages only. Each
-slot caches the rows that it used last; what an earlier request left there is invalid.
+request slot caches the rows that it used last; the cached rows of an earlier request are invalid.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ class Swapped:
     def choose(self, layer_id: int, chosen: Tensor, slots: Tensor) -> Tensor:
         """Return int32 [T, K]: the entries that an indexer chose, as rows of the tensor of `read`.
 
-        `slots` int32 [T] are those of the tokens. Call once per layer and step. Runs inside graphs.
+        `slots` int32 [T] has the request slot of each token. Call once per layer and step. Runs
+        inside graphs.
         """
         rows, self.copies = self.hisparse.swap_in(layer_id, chosen, slots)
         return rows
@@ -157,9 +158,9 @@ class HiSparseCoordinator:
 
 
 def rows_read(host: HostRows | None, layer: Attention, rows: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """Yield tokens and the rows that they read of a layer.
+    """Yield parts of the tokens, each with the tensor of rows that it reads in a layer.
 
-    These are all `rows` if they are on the device, otherwise those of `host`.
+    That is `rows`, for all tokens, if the rows are on the device; otherwise the tensors of `host`.
     """
     if host is None or swapped_rows(layer.rows) is None:
         yield ALL, rows

@@ -21,27 +21,27 @@ INT32 = 4
 
 @dataclass(frozen=True, slots=True)
 class SwapShape:
-    """The layers whose rows lie in host memory, and what the device keeps of them. `swap_shape`
-    makes it.
+    """The layers with KV rows in host memory, and the device memory for their cached rows.
+    `swap_shape` makes it.
     """
 
     names: Mapping[int, str]
-    """By the layer's id, the name of its rows that lie in host memory."""
+    """Name of the rows in host memory, by layer id."""
     indexers: tuple[int, ...]
     """Ids of the layers that choose rows, each for itself and for the layers after it until the
     next indexer."""
     kept: KeptRows
-    """The form of the rows."""
+    """Format of the rows."""
     top_k: int
-    """Rows that a token reads."""
+    """Number of rows that a token reads."""
     buffer_rows: int
-    """Rows of each layer and request that stay on the device."""
+    """Number of rows of each layer and request that stay on the device."""
     page_size: int
-    """Tokens in a page."""
+    """Tokens per page."""
     pages: int
-    """Pages of the longest request."""
+    """Maximum pages of a request."""
     rooms: int
-    """Staging rooms, for all requests together."""
+    """Number of staging rooms, for all requests together."""
 
     @property
     def rows_per_page(self) -> int:
@@ -65,9 +65,9 @@ class SwapShape:
 
     @property
     def sizes(self) -> SwapSizes:
-        """What step statistics are computed from.
+        """Sizes for the statistics of a step.
 
-        A layer reads the choice of the last indexer up to it.
+        A layer reads the choice of the last indexer before it, or its own.
         """
         readers = Counter(bisect_right(self.indexers, layer) - 1 for layer in self.names)
         layers = tuple(readers[group] for group in range(len(self.indexers)))

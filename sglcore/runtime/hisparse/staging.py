@@ -1,8 +1,8 @@
 """Stages the rows of a prefill step on the device, one layer and some requests at a time.
 
-A step reads (layer, part) after (layer, part). While one is read, the older rows of the next one
-are copied to another room on a stream of its own; the rows stored in this step follow when they are
-there.
+A step reads one (layer, part) after another. While it reads one, the older rows of the next one are
+copied into another room, on a copy stream if the device has streams. The rows that this step stores
+follow once they are written.
 """
 
 from __future__ import annotations

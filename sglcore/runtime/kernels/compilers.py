@@ -1,4 +1,4 @@
-"""Checks which compilers the installed Triton has. Imports nothing of it before it is asked."""
+"""Checks which compilers the installed Triton has. Imports Triton only when called."""
 
 from __future__ import annotations
 

@@ -14,27 +14,27 @@ Function = TypeVar("Function", bound=Kernel)
 
 @dataclass(eq=False)
 class Entry(Generic[K]):
-    """One declared operation of the kernel table. A table's attribute of its name is the function
-    that runs there.
+    """One declared operation of the kernel table. A table's attribute of the same name is the
+    function that runs.
     """
 
     reference: Kernel
-    """The function that defines it. A device may replace it."""
+    """The function that defines the results. A device may replace it."""
     is_optional: bool = False
-    """Only a device has it; elsewhere it is None."""
+    """Only tables of some devices have the entry; elsewhere it is None."""
     rests_on: tuple[str, ...] = ()
-    """The entries on which it depends. A table loses this entry when a device replaces one of
-    them."""
+    """Entries on which this one depends. If a device replaces one of them, its table loses this
+    entry, unless it replaces this one too."""
     writes: tuple[str, ...] = ()
-    """The arguments that are its results."""
+    """Names of the arguments that receive the results."""
     spoils: tuple[str, ...] = ()
-    """The arguments that it may write besides. It writes no others."""
+    """Names of further arguments that it may overwrite. It writes no others."""
     shapes: tuple[tuple[Any, ...], ...] = ()
-    """The shapes of arguments that may have any value: T is the number of rows, a star means
-    float32 whatever the others are, and arguments that are no tensors stand as they are. Empty: the
-    conformance kit makes its arguments."""
+    """Argument shapes for generated tests, for arguments that may have any value: T is the number
+    of rows, a star means float32 regardless of the other dtypes, and arguments that are no tensors
+    stand as they are. Empty: the conformance kit has a generator for this entry."""
     name: str = ""
-    """Its name in the table."""
+    """Name in the table."""
 
     @property
     def parameters(self) -> tuple[str, ...]:

@@ -16,7 +16,7 @@ from sglcore.runtime.kernels.reference import clamped_swiglu, relu2, silu_and_mu
 
 
 def grouped_moe(hidden: Tensor, weights: Tensor, ids: Tensor, w13: Tensor, w2: Tensor) -> Tensor:
-    """The table's `moe`.
+    """Implement `KernelTable.moe`.
 
     Rows are copied for each choice and sorted by expert; the sum is in a wider dtype. Rows of H and
     of I elements must be multiples of 16 bytes, and bfloat16 if a compiler traces this; torch
@@ -26,7 +26,7 @@ def grouped_moe(hidden: Tensor, weights: Tensor, ids: Tensor, w13: Tensor, w2: T
 
 
 def grouped_relu2_moe(hidden: Tensor, weights: Tensor, ids: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
-    """The table's `relu2_moe`, computed in the same way."""
+    """Implement `KernelTable.relu2_moe`, computed in the same way."""
     return _grouped(hidden, weights, ids, w1, w2, lambda part, experts: relu2(part), None)
 
 
@@ -41,7 +41,7 @@ def grouped_clamped_moe(
     alpha: float,
     limit: float,
 ) -> Tensor:
-    """The table's `clamped_moe`, computed in the same way."""
+    """Implement `KernelTable.clamped_moe`, computed in the same way."""
 
     def activate(part: Tensor, experts: Tensor) -> Tensor:
         return clamped_swiglu(part + b13[experts], alpha, limit)
@@ -58,7 +58,7 @@ def _grouped(
     activate: Callable[[Tensor, Tensor], Tensor],
     b2: Tensor | None,
 ) -> Tensor:
-    """`activate` receives the output of the first product and each row's expert."""
+    """Compute the MoE. `activate` gets the output of the first product and each row's expert."""
     tokens, choices = ids.shape
     experts, rows = w13.shape[0], tokens * choices
     # Rows without an expert sort after the last group; the products leave undefined values there,

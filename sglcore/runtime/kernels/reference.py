@@ -74,7 +74,7 @@ def embedding(ids: Tensor, weight: Tensor) -> Tensor:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Root mean square norm (Zhang and Sennrich 2019).
+    """Apply root mean square norm (Zhang and Sennrich 2019).
 
     Float32 until the product with the weight, which has the weight's dtype.
     """
@@ -90,12 +90,12 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-    """Layer norm (Ba et al. 2016)."""
+    """Apply layer norm (Ba et al. 2016)."""
     return F.layer_norm(x, weight.shape, weight, bias, eps)
 
 
 def rotary(q: Tensor, k: Tensor, positions: Tensor, cos_sin_cache: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
-    """Rotary embedding (Su et al. 2021).
+    """Apply rotary embedding (Su et al. 2021).
 
     Element i of the rotated part is paired with element i + half.
     """
@@ -116,29 +116,29 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, head_dim: int) -> Tensor:
 
 
 def silu_and_mul(x: Tensor) -> Tensor:
-    """SwiGLU (Shazeer 2020), gate first."""
+    """Apply SwiGLU (Shazeer 2020), gate first."""
     gate, up = x.chunk(2, dim=-1)
     return F.silu(gate) * up
 
 
 def gelu_tanh_and_mul(x: Tensor) -> Tensor:
-    """GeGLU (Shazeer 2020) with the tanh approximation, gate first."""
+    """Apply GeGLU (Shazeer 2020) with the tanh approximation, gate first."""
     gate, up = x.chunk(2, dim=-1)
     return F.gelu(gate, approximate="tanh") * up
 
 
 def gelu(x: Tensor) -> Tensor:
-    """GELU (Hendrycks and Gimpel 2016), exact."""
+    """Apply GELU (Hendrycks and Gimpel 2016), exact."""
     return F.gelu(x)
 
 
 def softcap(x: Tensor, cap: float) -> Tensor:
-    """A smooth bound (Gemma 2, section 2)."""
+    """Bound values smoothly (Gemma 2, section 2)."""
     return torch.tanh(x / cap) * cap
 
 
 def top_k_routing(logits: Tensor, k: int, normalize: bool) -> tuple[Tensor, Tensor]:
-    """Softmax over all experts, then the K largest."""
+    """Compute a softmax over all experts, then choose the K largest."""
     weights, ids = torch.topk(torch.softmax(logits.float(), dim=-1), k, dim=-1)
     if normalize:
         weights = weights / weights.sum(dim=-1, keepdim=True)
@@ -146,14 +146,14 @@ def top_k_routing(logits: Tensor, k: int, normalize: bool) -> tuple[Tensor, Tens
 
 
 def sigmoid(x: Tensor) -> Tensor:
-    """The logistic function."""
+    """Apply the logistic function."""
     return torch.sigmoid(x)
 
 
 def sigmoid_routing(
     logits: Tensor, bias: Tensor, k: int, groups: int, top_groups: int, normalize: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Routing balanced by a bias (DeepSeek-V3, section 2.1.2).
+    """Route with a bias that balances experts (DeepSeek-V3, section 2.1.2).
 
     Takes the best groups by the sum of their two best experts, then the best experts in them. The
     bias affects the choice, not the weights.
@@ -172,7 +172,7 @@ def sigmoid_routing(
 
 
 def group_limited_routing(logits: Tensor, k: int, groups: int, top_groups: int, scale: float) -> tuple[Tensor, Tensor]:
-    """Routing limited to few devices (DeepSeek-V2, section 2.2.2).
+    """Route to experts on few devices (DeepSeek-V2, section 2.2.2).
 
     Takes the groups with the best experts, then the best experts in them.
     """
@@ -199,7 +199,7 @@ def moe(hidden: Tensor, weights: Tensor, ids: Tensor, w13: Tensor, w2: Tensor) -
 
 
 def relu2_moe(hidden: Tensor, weights: Tensor, ids: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
-    """As `moe`, for experts without a gate."""
+    """Compute as `moe`, for experts without a gate."""
 
     def run(expert: int) -> Tensor:
         return F.linear(relu2(F.linear(hidden, w1[expert])), w2[expert])
@@ -213,7 +213,10 @@ def relu2(x: Tensor) -> Tensor:
 
 
 def clamped_swiglu(x: Tensor, alpha: float, limit: float) -> Tensor:
-    """SwiGLU with a sharper gate, plus the gate alone (gpt-oss); gate and up are interleaved."""
+    """Apply SwiGLU with a sharper gate, plus the gate alone (gpt-oss).
+
+    Gate and up are interleaved.
+    """
     gate, up = x[..., ::2].clamp(max=limit), x[..., 1::2].clamp(-limit, limit)
     return (up + 1) * (gate * torch.sigmoid(gate * alpha))
 
@@ -229,7 +232,7 @@ def clamped_moe(
     alpha: float,
     limit: float,
 ) -> Tensor:
-    """As `moe`: run every expert on every token."""
+    """Compute as `moe`: run every expert on every token."""
 
     def run(expert: int) -> Tensor:
         return _clamped(hidden, w13[expert], b13[expert], w2[expert], b2[expert], alpha, limit)
@@ -244,7 +247,7 @@ def limited_silu_and_mul(x: Tensor, limit: float) -> Tensor:
 
 
 def limited_moe(hidden: Tensor, weights: Tensor, ids: Tensor, w13: Tensor, w2: Tensor, limit: float) -> Tensor:
-    """As `moe`: run every expert on every token."""
+    """Compute as `moe`: run every expert on every token."""
 
     def run(expert: int) -> Tensor:
         return F.linear(limited_silu_and_mul(F.linear(hidden, w13[expert]), limit), w2[expert])
@@ -253,13 +256,13 @@ def limited_moe(hidden: Tensor, weights: Tensor, ids: Tensor, w13: Tensor, w2: T
 
 
 def sqrtsoftplus_routing(logits: Tensor, bias: Tensor, k: int, scale: float) -> tuple[Tensor, Tensor]:
-    """The bias affects the choice, not the weights."""
+    """Route with a bias that affects the choice, not the weights."""
     scores = torch.sqrt(F.softplus(logits.float()))
     return _weighed(scores, torch.topk(scores + bias, k, dim=-1)[1], scale, logits.dtype)
 
 
 def hash_routing(logits: Tensor, input_ids: Tensor, table: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """The token id chooses the experts, logits weight them (Roller et al. 2021, Hash Layers)."""
+    """Choose experts by token id and weight them by logits (Roller et al. 2021, Hash Layers)."""
     scores = torch.sqrt(F.softplus(logits.float()))
     return _weighed(scores, table.index_select(0, input_ids).long(), scale, logits.dtype)
 
@@ -363,14 +366,14 @@ def gated_linear(x: Tensor, weight: Tensor) -> Tensor:
 def cache_locations(
     page_table: Tensor, slots: Tensor, positions: Tensor, page_size: int, out_cache_loc: Tensor
 ) -> None:
-    """Compute the cell of each token from its slot's page table."""
+    """Compute the KV slot of each token from its slot's page table."""
     pages = (positions // page_size).add_(slots, alpha=page_table.shape[1])
     torch.remainder(positions, page_size, out=out_cache_loc)
     out_cache_loc.add_(page_table.view(-1).index_select(0, pages), alpha=page_size)
 
 
 def draw(logits: Tensor, state: SamplingState, tables: RaceTables) -> tuple[Tensor, Tensor]:
-    """The sampler's own function, in torch."""
+    """Call the sampler's own function, in torch."""
     return draw_rows(logits, state, tables)
 
 
@@ -419,5 +422,5 @@ def pack_parts(parts: Sequence[Tensor], done: Callable[[int], None]) -> Tensor |
 
 
 def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """The sampler's own function, in torch."""
+    """Call the sampler's own function, in torch."""
     return draw_greedy(logits)

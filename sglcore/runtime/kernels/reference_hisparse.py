@@ -18,7 +18,7 @@ def swap_in(
     loads: Tensor,
     counts: Tensor,
 ) -> None:
-    """An LRU cache for each request."""
+    """Update the LRU cache of each request."""
     places, count = held.shape[1], chosen.shape[1]
     is_real = (chosen >= 0) & (slots > 0).unsqueeze(1)
     own, line = slots.long(), order[slots.long()].long()
@@ -59,7 +59,7 @@ def _with_spare(lines: Tensor) -> Tensor:
 
 
 def copy_rows(source: Tensor, target: Tensor, loads: Tensor, counts: Tensor) -> None:
-    """Copies that are not counted go from row 0 to row 0."""
+    """Copy the counted rows. Copies that are not counted go from row 0 to row 0."""
     inside = torch.arange(loads.shape[2], device=loads.device) < counts.unsqueeze(1)
     taken, given = loads.masked_fill(~inside, 0).long().flatten(1).unbind(0)
     target[given] = source[taken]

@@ -36,7 +36,7 @@ def causal_conv(
     lengths: Tensor | None,
     targets: Tensor | None = None,
 ) -> Tensor:
-    """Depthwise convolution over a token and the W - 1 before it, as in Mamba (Gu and Dao 2023)."""
+    """Convolve each channel over a token and the W - 1 before it (Gu and Dao 2023, Mamba)."""
     if targets is not None:
         own, places = _apart(tails, slots)
         out = causal_conv(x, weight, bias, silu, own, places, starts, lengths)
@@ -65,7 +65,7 @@ def gated_delta_rule(
     lengths: Tensor | None,
     targets: Tensor | None = None,
 ) -> Tensor:
-    """S = exp(g) S; S = S + k (beta (v - S^T k))^T; S^T q, with q and k of length 1.
+    """Compute S = exp(g) S; S = S + k (beta (v - S^T k))^T; S^T q, with q and k of length 1.
 
     Yang et al. 2024, Gated Delta Networks.
     """
@@ -112,7 +112,8 @@ def selective_scan(
     lengths: Tensor | None,
     targets: Tensor | None = None,
 ) -> Tensor:
-    """S = exp(dt A) S + dt x B^T; S C + D x, with dt = softplus(dt + bias) within its limits.
+    """Compute S = exp(dt A) S + dt x B^T; S C + D x, with dt = softplus(dt + bias) within its
+    limits.
 
     Dao and Gu 2024, Mamba 2.
     """
@@ -141,7 +142,7 @@ def selective_scan(
 
 
 def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, gate_first: bool) -> Tensor:
-    """Root mean square norm of each group, multiplied by silu(gate).
+    """Apply root mean square norm to each group and multiply by silu(gate).
 
     The product comes before the norm (Mamba 2) or after it (Gated Delta Networks).
     """

@@ -64,7 +64,7 @@ def index_key_store(
     out_rows: Tensor,
     codec: RowCodec | None,
 ) -> None:
-    """Layer norm, rotation of the first elements in pairs (i, i + half), and store."""
+    """Apply layer norm, rotate the first elements in pairs (i, i + half), and store."""
     values = F.layer_norm(x.float(), weight.shape, weight.float(), bias.float(), eps)
     cos, sin = cos_sin_cache.index_select(0, positions).chunk(2, dim=-1)
     half = cos.shape[-1]
@@ -178,8 +178,8 @@ def compress(kv_gate: Tensor, state: Tensor, ape: Tensor, reads: Tensor, writes:
     kv, gate = torch.where((reads >= 0).view(events * span, 1), new, held).view(events, span, 2, width).unbind(2)
     gate = gate + ape.float().repeat(span // ratio, 1)
     if span > ratio:
-        # The first half of the channels is that of the older block, the second half that of the
-        # newer.
+        # The first half of the channels comes from the older block, the second half from the newer
+        # one.
         kv, gate = (torch.cat((each[:, :ratio, :size], each[:, ratio:, size:]), dim=1) for each in (kv, gate))
     absent = (reads == -1).unsqueeze(-1)
     weights = torch.softmax(gate.masked_fill(absent, -torch.inf), dim=1)
@@ -238,7 +238,7 @@ def sparse_mqa(
     value_size: int,
     codec: RowCodec | None,
 ) -> Tensor:
-    """Softmax attention over the chosen rows of both lists; a row is key and value."""
+    """Apply softmax attention over the chosen rows of both lists; a row is key and value."""
     out = torch.empty(*q.shape[:2], value_size, dtype=q.dtype, device=q.device)
     width = chosen.shape[1] + (0 if more_chosen is None else more_chosen.shape[1])
     for part in _parts(q.shape[0], width * q.shape[2]):

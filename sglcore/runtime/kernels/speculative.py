@@ -10,10 +10,10 @@ class SpeculativeKernels:
     """Operations on B requests with N tokens each: a root and N - 1 draft tokens.
 
     The root is the last sampled token. Tables by slot, all int32: `last` [S] has the root,
-    `lengths` [S] the number of cells before it, `proposals` [S, K] the draft tokens, N - 1 <= K, -1
-    for none. `slots` and `limits` are int32 [B], each slot once; a token at or past its request's
-    limit has no cell. `owners` int32 [B * N] is the slot of each token, 0 for a token that is not
-    verified.
+    `lengths` [S] the number of KV slots before it, `proposals` [S, K] the draft tokens, N - 1 <= K,
+    -1 for none. `slots` and `limits` are int32 [B], each slot once; a token at or past its
+    request's limit has no KV slot. `owners` int32 [B * N] is the slot of each token, 0 for a token
+    that is not verified.
     """
 
     place_proposals = entry(reference_speculative.place_proposals, writes=("ids", "positions", "seq_lens", "owners"))
@@ -74,6 +74,6 @@ class SpeculativeKernels:
     int32 [S, N - 1])`, N <= 32.
 
     Stores the trees that `tree_build` returns for their slots, in the form that `tree_walk` reads.
-    The word of a node is that of `ForwardInputs.visible`: all cells before the root, and those of
-    its ancestors.
+    The word of a node is that of `ForwardInputs.visible`: all KV slots before the root, and those
+    of its ancestors.
     """

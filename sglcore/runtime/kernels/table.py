@@ -200,10 +200,10 @@ class KernelTable(SpeculativeKernels, SparseKernels, HiSparseKernels):
     """`store_kv(key, value [T, kv_heads, D], k_cache, v_cache [cells, kv_heads, D], out_cache_loc
     int [T])`.
 
-    Writes row t to cell out_cache_loc[t] of both caches, cast to their dtype. Cells are distinct,
-    except that any number of padding rows may name cell 0, which is never read. For cell-major
-    pools only, as are `rotary_and_store` and `norm_rotary_and_store`: other pools have a `store` of
-    their own (`runtime/memory/pools.py`).
+    Writes row t to KV slot out_cache_loc[t] of both caches, cast to their dtype. KV slots are
+    distinct, except that any number of padding rows may name KV slot 0, which is never read. For
+    cell-major pools only, as are `rotary_and_store` and `norm_rotary_and_store`: other pools have a
+    `store` of their own (`runtime/memory/pools.py`).
     """
     cache_locations = entry(reference.cache_locations, writes=("out_cache_loc",))
     """`cache_locations(page_table int32 [slots, P], slots int32 [T], positions int32 [T],

@@ -11,7 +11,7 @@ from sglcore.device.facts import Facts
 from sglcore.step.sizing import MemoryBudget, size_text
 
 DEFAULT_SHARE = 0.85
-"""The share of free memory that KV cells may take.
+"""The share of free memory that KV slots may take.
 
 The rest is for activations, graphs and the allocator.
 """

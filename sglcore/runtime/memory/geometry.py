@@ -1,6 +1,6 @@
 """What each layer of a model keeps, and its bytes.
 
-A layer keeps cells of all tokens, cells of a sliding window, KV rows, or a recurrent state.
+A layer keeps KV slots of all tokens, KV slots of a sliding window, KV rows, or a recurrent state.
 """
 
 from __future__ import annotations

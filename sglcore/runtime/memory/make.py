@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 class WindowPools:
     """The pools of sliding-window layers, with the ids of these layers.
 
-    `table` is their page table. `token_to_kv` has their cells; it is the pool of all layers if
+    `table` is their page table. `token_to_kv` has their KV slots; it is the pool of all layers if
     layers keep KV rows of their own.
     """
 
@@ -33,7 +33,7 @@ class WindowPools:
 
 @dataclass(frozen=True, slots=True)
 class Pools:
-    """The pools of one worker: page table, cells, token table, states, windows."""
+    """The pools of one worker: page table, KV slots, token table, states, windows."""
 
     req_to_token: ReqToTokenPool
     token_to_kv: KVPool
@@ -68,9 +68,9 @@ def make_cells(
     windowed: Collection[int],
     is_encoder: bool,
 ) -> tuple[TokenToKVPool, TokenToKVPool | None]:
-    """Return the cells of layers that keep all tokens, and of `windowed` layers if any.
+    """Return the KV slots of layers that keep all tokens, and of `windowed` layers if any.
 
-    An encoder gets one page of cells.
+    An encoder gets one page of KV slots.
     """
 
     def cells(count: int, of_windows: bool) -> TokenToKVPool:

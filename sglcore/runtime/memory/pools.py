@@ -1,6 +1,6 @@
-"""Where requests and their KV are on the device: a page table by slot, and cells by layer.
+"""KV memory on the device: a page table by request slot, and KV slots by layer.
 
-Slot 0 and page 0 are reserved for padding rows, so what these write or read harms no request.
+Slot 0 and page 0 are reserved for padding rows, so that padding never touches a request's data.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class WindowTable(ReqToTokenPool):
 
 
 class KVPool(Protocol):
-    """What `num_layers` layers keep of the tokens of pages.
+    """The KV storage of `num_layers` layers, in pages.
 
     `generation` changes when an address changes. `layout` names the pool's memory layout; a
     backend's facts name the layouts that it reads.
@@ -111,29 +111,30 @@ class KVPool(Protocol):
 
 
 class TokenToKVPool(KVPool, Protocol):
-    """Cells with keys and values per head. A forward calls `store` and `kv` for each layer.
+    """KV slots with keys and values per head. A forward calls `store` and `kv` for each layer.
 
     Callers that do not know the layout use `read_cells` and `write_cells`.
     """
 
     def store(self, layer_id: int, key: Tensor, value: Tensor, out_cache_loc: Tensor) -> None:
-        """Store row t of key and value [T, kv_heads, head_dim] in cell out_cache_loc[t].
+        """Store row t of key and value [T, kv_heads, head_dim] in KV slot out_cache_loc[t].
 
-        Cells are distinct, except that padding rows name cell 0. Runs inside graphs; no host reads.
+        KV slots are distinct, except that padding rows name KV slot 0. Runs inside graphs; no host
+        reads.
         """
         ...
 
     def read_cells(self, layer_id: int, cells: Tensor) -> tuple[Tensor, Tensor]:
-        """Return keys and values of cells int [N], each a new tensor [N, kv_heads, head_dim].
+        """Return keys and values of KV slots int [N], each a new tensor [N, kv_heads, head_dim].
 
         The dtype is the one that attention computes in. Runs inside graphs.
         """
         ...
 
     def write_cells(self, layer_id: int, cells: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Write keys and values [N, kv_heads, head_dim] to distinct cells with plain torch.
+        """Write keys and values [N, kv_heads, head_dim] to distinct KV slots with plain torch.
 
-        No other cell changes.
+        No other KV slot changes.
         """
         ...
 
@@ -159,7 +160,7 @@ class MHATokenToKVPool:
         """`layers` has (kv_heads, head_dim) of each layer; page 0 is added to `num_pages`.
 
         `kernels`: the table with the `store_kv` to use (None: the reference). `zeros(shape, dtype)`
-        allocates cells (None: torch.zeros, which writes all of them at once).
+        allocates KV slots (None: torch.zeros, which writes all of them at once).
         """
         self.generation = 0
         self.page_size = page_size

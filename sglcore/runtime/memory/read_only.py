@@ -1,4 +1,4 @@
-"""A read-only view of another model's cells: writing raises."""
+"""A read-only view of another model's KV slots: writing raises."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from sglcore.runtime.memory.pools import TokenToKVPool
 
 
 class ReadOnlyPoolError(RuntimeError):
-    """A model tried to store keys and values in cells of another model."""
+    """A model tried to store keys and values in KV slots of another model."""
 
 
 class ReadOnlyPool:
@@ -33,7 +33,7 @@ class ReadOnlyPool:
 
     @property
     def num_cells(self) -> int:
-        """Number of cells of the pool."""
+        """Number of KV slots of the pool."""
         return self._pool.num_cells
 
     @property
@@ -51,7 +51,7 @@ class ReadOnlyPool:
         return self._pool.kv(layer_id)
 
     def read_cells(self, layer_id: int, cells: Tensor) -> tuple[Tensor, Tensor]:
-        """Return keys and values of cells, as the pool does."""
+        """Return keys and values of KV slots, as the pool does."""
         return self._pool.read_cells(layer_id, cells)
 
     def store(self, layer_id: int, key: Tensor, value: Tensor, out_cache_loc: Tensor) -> NoReturn:

@@ -116,7 +116,7 @@ class StatePool:
         return moves
 
     def copy_in(self, arrived: Mapping[str, Tensor]) -> None:
-        """Before the forward: zero or restore the slots named by `changes`. Does not wait."""
+        """Zero or restore the slots named by `changes`, before the forward. Does not wait."""
         entering, zeroed = arrived.get("state_entering"), arrived.get("state_zeroed")
         for state in self._tensors():
             if entering is not None:
@@ -126,7 +126,7 @@ class StatePool:
         self._copy(arrived, "state_sources", "state_restored")
 
     def copy_out(self, arrived: Mapping[str, Tensor]) -> None:
-        """After the forward: copy slots to the snapshots named by `changes`. Does not wait."""
+        """Copy slots to the snapshots named by `changes`, after the forward. Does not wait."""
         self._copy(arrived, "state_kept", "state_copies")
 
     def runs(self, slots: Tensor, width: int) -> Runs:

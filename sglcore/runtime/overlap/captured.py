@@ -1,6 +1,6 @@
 """Two micro-batches of a decode in one captured graph.
 
-The split is that of the bucket and never changes; the plans are refreshed.
+The split is fixed for each bucket; the plans are refreshed.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Predicts when two interleaved micro-batches are faster than the whole batch.
 
-Based on measured costs of a layer. A layer computes for c seconds and waits for m seconds. The
-share e of c does not shrink with the rows, because weights are read twice. The whole batch takes c
-+ m. If one micro-batch always computes while the other waits, two take the larger of (1 + e) c and
-the sum of their waits. If the pieces between waits differ, the number of waits by which the first
-is ahead decides how much of that is reached.
+Based on measured costs of a layer, which computes for c seconds and waits for m seconds. A share e
+of c does not shrink with the rows, because weights are read twice. The whole batch takes c + m. If
+one micro-batch always computes while the other waits, two take the larger of (1 + e) c and the sum
+of their waits. If the pieces between waits differ, the number of waits by which the first
+micro-batch is ahead decides how much of that is reached.
 """
 
 from __future__ import annotations

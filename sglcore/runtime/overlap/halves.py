@@ -64,8 +64,8 @@ class Halves:
     def run(self, model: Model, context: ForwardContext, batch: ForwardBatch, cut: int) -> Tensor:
         """Return hidden states [T, H] of a batch split after `cut` tokens.
 
-        `context` is common to both micro-batches. Does not wait for the device. Raises what one
-        micro-batch raises, after the other has been ended.
+        `context` is common to both micro-batches. Does not wait for the device. An exception in one
+        micro-batch is raised after the other has been ended.
         """
         parts = self.parts(batch, cut)
         for part, backend in zip(parts, self.backends, strict=True):

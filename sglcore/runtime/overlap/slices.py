@@ -5,8 +5,8 @@ slices does not overwrite the plan. The plan is made once; a slice with a change
 
 With a lane, slices run on a stream of their own, concurrently with decode steps. The lane waits for
 the inputs, and steps after the last slice wait for the lane. In between neither waits, because they
-write to cells, states and slots of different requests. On a partitioned device each prompt uses the
-stream of one part, chosen by the number of decode rows.
+write to KV slots, states and slots of different requests. On a partitioned device each prompt uses
+the stream of one part, chosen by the number of decode rows.
 """
 
 from __future__ import annotations
@@ -61,21 +61,21 @@ class OpenPrompt:
     """A prompt that is computed layer by layer. `Slices.open` makes it."""
 
     host: ScheduleBatch
-    """The batch that opened it."""
+    """The host batch that opened the prompt."""
     rows: RowPlan
-    """Which of its rows sample a token."""
+    """The rows that sample a token."""
     staged: ForwardBatch
-    """The batch as it was staged."""
+    """The staged batch."""
     arrays: StagedArrays | None
     """Further staged arrays. None: there are none."""
     inputs: SamplingInputs
-    """The inputs of sampling."""
+    """Sampling inputs."""
     view: ForwardBatch
-    """The batch with which its layers run, with the plan of attention."""
+    """The batch with which the layers run, with its attention plan."""
     state: Any
-    """What the next layer takes."""
+    """Input state of the next layer."""
     done: int = 0
-    """Layers that have run."""
+    """Number of layers that have run."""
 
 
 class Slices:
@@ -105,9 +105,9 @@ class Slices:
             self._join()
 
     def end(self) -> Passed | None:
-        """Return an event after the work queued last, for which no other step waits.
+        """Record an event after the work queued last and return it; None without streams.
 
-        None without streams.
+        No other step waits for it.
         """
         stream = self._forward if self._lane is None else self._lane
         return None if stream is None else Passed(stream)

@@ -115,8 +115,9 @@ class _Second(Generic[Result]):
 def take_turns(first: Callable[[], Result], second: Callable[[], Result], stagger: int = 0) -> tuple[Result, Result]:
     """Run both functions interleaved and return both results.
 
-    The first starts and passes `stagger` pauses before the second starts. Raises what one of them
-    raised, after the other was ended at its pause; an exception from that is added as a note.
+    The first starts and passes `stagger` pauses before the second starts. An exception in one of
+    them is raised after the other was ended at its pause; an exception from that is added as a
+    note.
     """
     other = _Second(second, stagger)
     try:

@@ -1,4 +1,4 @@
-"""Sampling decided by one rank.
+"""Sampling by one rank for all ranks of a group.
 
 If each rank drew its own token, ranks would diverge and wait for each other.
 """

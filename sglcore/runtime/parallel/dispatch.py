@@ -91,7 +91,7 @@ class MakeDispatcher(Protocol):
     def __call__(self, group: AnyGroup, each: int, max_rows: int) -> Dispatcher:
         """Return a dispatcher for the ranks of `group`.
 
-        Each rank has `each` expert places and brings at most `max_rows` rows.
+        Each rank has `each` expert places and sends at most `max_rows` rows.
         """
         ...
 

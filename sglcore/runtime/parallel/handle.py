@@ -57,7 +57,7 @@ class Launched:
     __slots__ = ("_held", "_result", "_size", "_turn", "_work")
 
     def __init__(self, work: dist.Work, turn: Turn, result: Tensor, held: Tensor, size: int) -> None:
-        """`turn` is that of the micro-batch that launched the work, `held` the input, `size` the
+        """`turn` belongs to the micro-batch that launched the work; `held` is the input, `size` the
         number of ranks.
         """
         self._work: dist.Work | None = work

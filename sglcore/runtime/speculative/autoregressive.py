@@ -1,8 +1,8 @@
 """Draft tokens from a draft model, one after another.
 
-Every forward of the target rewrites the draft's cells. A draft that reads features keeps token i +
-1 and the target's features of token i in cell i (EAGLE, MTP). Any other draft keeps token i, as the
-target does.
+Every forward of the target rewrites the draft's KV slots. A draft that reads features keeps token i
++ 1 and the target's features of token i in KV slot i (EAGLE, MTP). Any other draft keeps token i,
+as the target does.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from sglcore.runtime.split import filter_batch
 class AutoregressiveDrafter(ABC):
     """Runs one forward of a model for each draft token.
 
-    The first forward has the target's rows, the others one row per request. `lookahead`: how many
-    places the token in a cell is after the cell.
+    The first forward has the target's rows, the others one row per request. `lookahead`: distance
+    from the position of a KV slot to the position of the token that it holds.
     """
 
     lookahead: int
@@ -41,7 +41,7 @@ class AutoregressiveDrafter(ABC):
 
     @abstractmethod
     def take_in(self, rows: DraftRows) -> Tensor:
-        """Write cells for the target's rows.
+        """Write KV slots for the target's rows.
 
         Return hidden states [R, H] for the first draft tokens.
         """
@@ -69,7 +69,7 @@ class AutoregressiveDrafter(ABC):
         return self.runner.forward(batch)[0]
 
     def decode(self, rows: DraftRows, ids: Tensor, beyond: int, hidden: Tensor | None = None) -> ForwardBatch:
-        """Return a decode batch of one token per request, in the cell at length + `beyond`."""
+        """Return a decode batch of one token per request, in the KV slot at length + `beyond`."""
         slots, positions = placed(rows.slots, rows.lengths + beyond, rows.limits)
         room = self.runner.attn_backend.req_to_token_pool.max_tokens
         most_lens = np.minimum(rows.most_lens + np.int32(beyond + 1), np.int32(room))
@@ -112,7 +112,7 @@ class StandaloneDrafter(AutoregressiveDrafter):
         if rows.batch.forward_mode.is_decode if plan is None else plan.is_decode:
             return self.run(self._with_roots(rows, roots))[rows.batch.num_tokens :]
         # If one data-parallel shard has a prefill, all shards run their roots separately; later
-        # forwards overwrite wrong cells.
+        # forwards overwrite wrong KV slots.
         self.run(replace(rows.batch, input_embeds=None, plan_record=None))
         return self.run(self.decode(rows, roots, 0)) if len(roots) or plan is not None else roots
 
@@ -136,7 +136,7 @@ class StandaloneDrafter(AutoregressiveDrafter):
 def placed(slots: Tensor, positions: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
     """Return slots and positions int32[R].
 
-    Those at or past `ends` move to position 0 of slot 0 (scratch).
+    Those at or past `ends` are replaced by position 0 of slot 0 (scratch).
     """
     usable = positions < ends
     return slots * usable, positions * usable
@@ -174,6 +174,6 @@ def decode_batch(
 
 
 def no_tokens(like: ForwardBatch, plan: StepPlan, features: Tensor | None = None) -> ForwardBatch:
-    """Return a batch without rows, with features [0, F], because other shards have rows."""
+    """Return a batch without rows and features [0, F], for a step of other shards' rows."""
     given = {"forward_mode": ForwardMode.IDLE, "input_embeds": None, "features": features, "step_plan": plan}
     return replace(filter_batch(like, 0, 0), **given)

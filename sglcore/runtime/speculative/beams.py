@@ -1,8 +1,8 @@
 """Draft trees from a draft model: beams of several tokens each.
 
 The likeliest candidates become the tree. Each beam sees its own branch. Row b of the forward for
-tokens of depth s has cell w * (s - 1) + b after the known ones, and a word that says which of the
-cells before it belong to its ancestors. All beams of a frozen draft see the same cells.
+tokens of depth s has KV slot w * (s - 1) + b after the known ones, and a word that says which of
+the KV slots before it belong to its ancestors. All beams of a frozen draft see the same KV slots.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def parents_of(hidden: Tensor, beams: Beams, depth: int) -> Tensor:
 
 
 class CellBeams(AutoregressiveDrafter):
-    """A draft with cells: one forward over the target's rows, then one per further depth.
+    """A draft with KV slots: one forward over the target's rows, then one per further depth.
 
     The later forwards have `shape.width` rows per request; the last depth needs none.
     """
@@ -106,16 +106,16 @@ class CellBeams(AutoregressiveDrafter):
     def batch(
         self, rows: DraftRows, beams: Beams, depth: int, hidden: Tensor, seen: Tensor | None
     ) -> tuple[ForwardBatch, Tensor]:
-        """Return the decode batch of the beams' tokens, and what each beam sees.
+        """Return the decode batch of the beams' tokens, and the visibility bits of each beam.
 
-        The batch yields candidates of `depth`. What beams see are bits int32[R, w] of the visible
-        cells after the known ones; `seen` are those of the depth before.
+        The batch yields candidates of `depth`. The bits int32[R, w] mark the KV slots after the
+        known ones that a beam sees; `seen` has the bits of the depth before.
         """
         count, width = beams.tokens.shape
         own, bits = slice((depth - 2) * width, (depth - 1) * width), self._bits
         before = bits.own.new_zeros(1).expand(count, width) if seen is None else seen.gather(1, beams.origins.long())
         seen = before.bitwise_or(bits.own[own])
-        # A draft without features also has a cell of the root.
+        # A draft without features also has a KV slot of the root.
         known = 1 - self.lookahead
         slots, cells = placed(
             rows.slots[:, None], rows.lengths[:, None] + (bits.places[own] + known), rows.limits[:, None]
@@ -137,14 +137,14 @@ class StandaloneTreeDrafter(CellBeams, StandaloneDrafter):
 
 
 class FrozenTreeDrafter(FrozenDrafter):
-    """Draft trees from a model without cells of its own.
+    """Draft trees from a model without KV slots of its own.
 
-    All beams of a request have the same position and cells; each has the features of its own
+    All beams of a request have the same position and KV slots; each has the features of its own
     branch.
     """
 
     def __init__(self, runner: ModelRunner, shape: TreeShape, feature_size: int) -> None:
-        """`runner` and `feature_size` are those of `FrozenDrafter`."""
+        """For `runner` and `feature_size` see `FrozenDrafter`."""
         super().__init__(runner, shape.nodes - 1, feature_size)
         self.shape = shape
         self._depths = shape.depths_of_records(runner.token_table.last.device)
@@ -154,7 +154,7 @@ class FrozenTreeDrafter(FrozenDrafter):
         return self.grow(rows).tokens
 
     def grow(self, rows: DraftRows) -> DraftTree:
-        """Like `CellBeams.grow`."""
+        """Grow trees as `CellBeams.grow` does."""
         count = len(rows.most_lens)
         if rows.is_chain or not count:
             return chained(self.follow(rows, self.shape.depth if count else 0), self.tokens)

@@ -1,8 +1,8 @@
 """Draft tokens in blocks, from a draft model that fills in masks (DFlash, arXiv 2602.06036).
 
-Cell i of the draft's pool holds the target's features of token i. Each row of a block is a decode
-row with the block's end as its length, so that it also sees later rows of the block: a forward
-stores all cells before it attends.
+KV slot i of the draft's pool holds the target's features of token i. Each row of a block is a
+decode row with the block's end as its length, so that it also sees later rows of the block: a
+forward stores all KV slots before it attends.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ class BlockModel(Protocol):
         ...
 
     def inject(self, features: Tensor, batch: ForwardBatch, /) -> None:
-        """Store keys and values of projected features in the cells of the batch's tokens."""
+        """Store keys and values of projected features in the KV slots of the batch's tokens."""
         ...
 
 
 class BlockDrafter:
-    """Stores target features in the draft's cells, then runs each root with its masks.
+    """Stores target features in the draft's KV slots, then runs each root with its masks.
 
     One forward per step.
     """
@@ -68,7 +68,7 @@ class BlockDrafter:
         return torch.stack([rows.draw(logits[:, depth - 1], depth) for depth in range(1, rows.wanted + 1)], 1)
 
     def inject(self, rows: DraftRows) -> None:
-        """Write the cells of all tokens that the target computed."""
+        """Write the KV slots of all tokens that the target computed."""
         assert rows.features is not None
         batch = self.runner.prepared(replace(rows.batch, input_embeds=None, plan_record=None))
         with forward_context(self.runner.context(batch)):
@@ -77,7 +77,7 @@ class BlockDrafter:
     def block(self, rows: DraftRows) -> ForwardBatch:
         """Return a decode batch of every row of each request's block.
 
-        A row without a cell goes to slot 0; no other row sees it.
+        A row without a KV slot goes to slot 0; no other row sees it.
         """
         limits, places = rows.limits[:, None], rows.lengths[:, None] + self._steps
         slots, positions = placed(rows.slots[:, None], places, limits)

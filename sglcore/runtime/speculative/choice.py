@@ -51,12 +51,12 @@ EAGLE, EAGLE3, MTP, STANDALONE, DFLASH, FROZEN = MODELS = (
 COUPLED, REJECTION, BLOCK = "coupled", "rejection", "block"
 """The choices of `speculative_verify`.
 
-`coupled` accepts a draft token if it is what the target draws.
+`coupled` accepts a draft token if it equals the token that the target draws.
 """
 DRAFT_LOADER: Ref = "sglcore.models.draft:load_draft"
 DRAFT_KIND: Ref = "sglcore.models.draft:kind_of"
 OFFERED: Ref = "sglcore.models.draft:offered_head"
-"""Functions that load a draft, tell its kind, and find the draft of a checkpoint.
+"""Functions that load a draft, return its kind, and find the draft of a checkpoint.
 
 References, because models import the runtime.
 """
@@ -64,11 +64,11 @@ References, because models import the runtime.
 IN_TREES = (EAGLE, EAGLE3, MTP, STANDALONE, FROZEN)
 """Kinds that may draft trees: those with a model that drafts one token at a time."""
 TREE_MASK = "tree_mask"
-"""The feature of attention backends that can mask single cells for a row."""
+"""The feature of attention backends that can mask single KV slots for a row."""
 TREE_TOKENS, TREE_DEPTH = 7, 5
 """Default draft tokens and depth of a tree.
 
-The depth is reduced if there are too few tokens or cells.
+The depth is reduced if there are too few tokens or KV slots.
 """
 
 LoadDraft = Callable[[Path, str], Any]
@@ -79,8 +79,8 @@ LoadDraft = Callable[[Path, str], Any]
 class StepShape:
     """The shape of one runner's decode steps.
 
-    `widths` are the possible rows per request. `feature_size` is the number of elements that each
-    row brings. `aux_layers` are the layers before which a drafter reads the model (empty: the model
+    `widths` are the possible rows per request. `feature_size` is the number of feature elements of
+    each row. `aux_layers` are the layers before which a drafter reads the model (empty: the model
     runs unchanged). `takes_prompts`: it also runs prefill.
     """
 
@@ -100,9 +100,9 @@ class Speculation:
     """What a start has decided about speculation. `choose_speculation` makes it."""
 
     kind: str
-    """The kind of drafter, one of WITHOUT_MODEL or MODELS."""
+    """Kind of drafter, one of WITHOUT_MODEL or MODELS."""
     lengths: tuple[int, ...]
-    """Numbers of draft tokens that a step may have, ascending."""
+    """Possible numbers of draft tokens in a step, ascending."""
     draft: LoadedModel | None = None
     """The draft model. None: the kind needs none."""
     aux_layers: tuple[int, ...] | None = None
@@ -111,11 +111,11 @@ class Speculation:
     rule: str = COUPLED
     """The rule by which draft tokens are accepted."""
     is_tried: bool = False
-    """Keep it only if a trial shows that it is faster than no speculation."""
+    """Speculation is kept only if a trial shows that it is faster."""
     tree: TreeShape | None = None
-    """The shape of draft trees. None: drafts are chains."""
+    """Shape of draft trees. None: drafts are chains."""
     heads: int = 1
-    """Layers of the draft model that each make one token. 1: one layer makes all."""
+    """Layers of the draft model that propose one token each. 1: one layer proposes all tokens."""
 
     @property
     def summary(self) -> str:
@@ -151,7 +151,7 @@ class Speculation:
         if self.kind == DFLASH:
             return StepShape((model.config.words["block_size"],))
         if self.heads > 1:
-            # The draft rewrites `heads` - 1 cells before those of the target.
+            # The draft rewrites `heads` - 1 KV slots before those of the target.
             return StepShape(tuple(each + self.heads - 1 for each in widths), model.feature_size)
         if self.kind == FROZEN:
             return StepShape((1,), model.feature_size, takes_prompts=False)
@@ -179,7 +179,7 @@ def most_drafts(config: EngineConfig) -> int:
 def most_rows(config: EngineConfig) -> int:
     """Return the maximum rows per request in one forward of a decode step.
 
-    In addition to the tokens to verify, a draft may run a new root, or cells that its further
+    In addition to the tokens to verify, a draft may run a new root, or KV slots that its further
     layers rewrite.
     """
     drafts = most_drafts(config)
@@ -190,9 +190,9 @@ def most_rows(config: EngineConfig) -> int:
 def _lengths(config: EngineConfig, is_divided: bool = False) -> tuple[int, ...]:
     if config.draft_width > 1:
         return (config.draft_tokens or TREE_TOKENS,)
-    # The number of draft tokens is fixed if the text is only exact in distribution, because it
-    # would change the text, and with several ranks, which would choose differently. Data-parallel
-    # shards get it with each step.
+    # The number of draft tokens is fixed under a rule that is only exact in distribution, because
+    # another number would change the text, and with several ranks, because each would choose its
+    # own. Data-parallel shards get the number with each step.
     fixed = None if config.speculative_verify == COUPLED and not is_divided else DRAFT_TOKENS
     return lengths_of(config.draft_tokens or fixed, DRAFT_TOKENS)
 
@@ -210,8 +210,9 @@ def choose_speculation(
     """Return the configured speculation; None: off. Records it in the ledger.
 
     `is_divided`: on several ranks, which must verify the same number of tokens in each step.
-    `in_shards`: these have requests of their own. `no_trees`: why trees become chains. Raises
-    ConfigError for a model that cannot undo a token, and what loading the draft raises.
+    `in_shards`: these ranks are data-parallel shards with separate requests. `no_trees`: why trees
+    become chains. Raises ConfigError for a model that cannot undo a token, and the exceptions of
+    loading the draft.
     """
     asked, rule = config.speculative or "not asked", config.speculative_verify
     kind, why, is_tried = _kind(config, model, folder)
@@ -248,7 +249,7 @@ def _tree_of(
 ) -> tuple[EngineConfig, TreeShape | None]:
     """Return the configuration and the configured tree.
 
-    A chain if the device cannot mask single cells. Raises ConfigError if the model or the
+    A chain if the device cannot mask single KV slots. Raises ConfigError if the model or the
     configuration does not allow the tree.
     """
     tree = _tree(config, kind)

@@ -13,7 +13,7 @@ from torch import Tensor
 from sglcore.runtime.forward_batch import ForwardBatch
 
 NONE = -1
-"""Marks that there is no draft token here, nor after it."""
+"""No draft token here or after it."""
 
 DrawDraft = Callable[[Tensor, int], Tensor]
 """`draw(logits float[R, V], depth) -> int32[R]`: draw a draft token with the requests' own
@@ -32,51 +32,49 @@ logarithms of their estimated acceptance probabilities.
 
 @dataclass(slots=True)
 class DraftRows:
-    """What a forward of the target computed, T tokens, from which the drafter continues. The worker
+    """The output of a target forward over T tokens, from which the drafter continues. The worker
     makes it.
 
     R requests sampled in this step.
     """
 
     batch: ForwardBatch
-    """The batch of the forward: an EXTEND of prompts, or a decode of `width` rows of each
-    request."""
+    """Batch of the forward: a prefill, or a decode with `width` rows per request."""
     width: int
-    """Rows of each request; 1 for prompts."""
+    """Rows per request; 1 in a prefill."""
     ids: Tensor
-    """int32[T]: the token after each of the batch's tokens: the prompt's next one, or the one that
-    the target drew."""
+    """int32[T]: the token after each of the batch's tokens: the next prompt token, or the token
+    that the target drew."""
     features: Tensor | None
-    """[T, F]: what the drafter reads of the target. None: it reads nothing."""
+    """[T, F]: the target's features for the drafter. None: it reads none."""
     select: Tensor
-    """int[R]: the token whose `ids` is the request's new root. The target has no KV slot of the
-    root yet."""
+    """int[R]: index in `ids` of each request's new root, which has no KV slot of the target yet."""
     slots: Tensor
-    """int32[R]: the request's slot."""
+    """int32[R]: request slots."""
     lengths: Tensor
-    """int32[R]: the request's KV slots."""
+    """int32[R]: number of valid KV slots of each request."""
     limits: Tensor
-    """int32[R]: KV slots that are in its pages. What lies at or past that goes to slot 0."""
+    """int32[R]: KV slots in the pages of each request. Tokens at or past it go to slot 0."""
     most_lens: NDArray
-    """int32[R] on the host: upper bounds of `lengths`, exact where steps do not overlap."""
+    """int32[R] on the host: upper bounds of `lengths`, exact if steps do not overlap."""
     host_limits: NDArray
     """int32[R]: `limits` on the host."""
     draw: DrawDraft
     """Draws draft tokens as the requests' own sampling would."""
     wanted: int
-    """How many draft tokens to make of each request."""
+    """Number of draft tokens to propose per request."""
     history: Tensor | None = None
-    """int32[slots + 1, context + 1]: tokens 0..lengths of each slot. None: the drafter does not
-    read it."""
+    """int32[slots + 1, context + 1]: tokens 0..lengths of each request slot. None: the drafter does
+    not read it."""
     is_chain: bool = False
-    """Each draft token must follow the one before; no tree."""
+    """Draft a chain, not a tree."""
     rank: RankDrafts | None = None
     """Ranks the candidates of a draw, for trees. None: the shard has no rows in this step."""
     begins: Tensor | None = None
-    """int32[B], of prompts: 1 where a request enters its slot with these tokens, 0 where it
-    continues earlier ones. None: the batch is a decode."""
+    """int32[B], in a prefill: 1 if a request enters its slot with these tokens, 0 if it continues
+    earlier ones. None: the batch is a decode."""
     goes_on: bool = False
-    """Some of these prompts continue earlier chunks."""
+    """Some of the prompts continue earlier chunks."""
 
 
 def no_rows(batch: ForwardBatch, features: Tensor, wanted: int, history: Tensor | None = None) -> DraftRows:

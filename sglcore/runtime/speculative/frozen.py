@@ -1,8 +1,8 @@
-"""Draft tokens from a draft model without cells of its own.
+"""Draft tokens from a draft model without KV slots of its own.
 
-Its queries attend to the target's cells. No forward of the draft adds cells. It knows its earlier
-draft tokens only by its own hidden states. All its forwards of a step therefore have the same
-position and cells, and attention is planned once.
+Its queries attend to the target's KV slots. No forward of the draft adds KV slots. It knows its
+earlier draft tokens only by its own hidden states. All its forwards of a step therefore have the
+same position and KV slots, and attention is planned once.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class FrozenDrafter:
     reads_history = False
 
     def __init__(self, runner: ModelRunner, tokens: int, feature_size: int) -> None:
-        """`runner` is the draft's, over the target's page table and cells.
+        """`runner` is the draft's, over the target's page table and KV slots.
 
         The next forward reads the last `feature_size` elements of each of its output rows.
         """
@@ -58,7 +58,7 @@ class FrozenDrafter:
     def first(self, rows: DraftRows) -> ForwardBatch:
         """Return the batch of each root, with the target's features of the token before it.
 
-        Its position is that of the token before it, the last one with a cell.
+        Its position is that of the token before it, the last one with a KV slot.
         """
         assert rows.features is not None
         self._epoch += 1
@@ -82,7 +82,7 @@ class FrozenDrafter:
     def following(self, batch: ForwardBatch, ids: Tensor, hidden: Tensor) -> ForwardBatch:
         """Return the batch for the next draft token, with new ids and features.
 
-        Position and cells are the same.
+        Position and KV slots are the same.
         """
         features = features_of(hidden, self._feature_size)
         return replace(batch, input_ids=ids, features=features, turn=self.later(batch))

@@ -1,9 +1,10 @@
 """Multi-token prediction by several layers, one draft token each.
 
-DeepSeek-AI 2024, arXiv 2412.19437, section 2.2. Cell i of layer j (from 0) has token i + 1 + j and
-the output of layer j - 1 for cell i; layer 0 has the target's features of token i. The last j cells
-of a text therefore depend on draft tokens. With k layers, every forward begins k - 1 cells before
-those of the target and rewrites them from the accepted text; their inputs are kept by slot.
+DeepSeek-AI 2024, arXiv 2412.19437, section 2.2. KV slot i of layer j (from 0) has token i + 1 + j
+and the output of layer j - 1 for KV slot i; layer 0 has the target's features of token i. The last
+j KV slots of a text therefore depend on draft tokens. With k layers, every forward begins k - 1 KV
+slots before those of the target and rewrites them from the accepted text; their inputs are kept by
+slot.
 """
 
 from __future__ import annotations
@@ -36,12 +37,12 @@ class HeadsModel(Protocol):
 
 
 class Window(NamedTuple):
-    """The last cells of B requests before the target's forward.
+    """The last KV slots of B requests before the target's forward.
 
-    In a verification also the cells of that forward. There are N rows per request, C >= N. `slots`
-    int32[B]; `batch` is a decode of all rows. `ids` int32[B, C] are the tokens after each row,
-    possibly with a few more; the first `known` int32[B] of them are text. `features` [B * N, H] are
-    the input of the first layer.
+    In a verification also the KV slots of that forward. There are N rows per request, C >= N.
+    `slots` int32[B]; `batch` is a decode of all rows. `ids` int32[B, C] are the tokens after each
+    row, possibly with a few more; the first `known` int32[B] of them are text. `features` [B * N,
+    H] are the input of the first layer.
     """
 
     slots: Tensor
@@ -52,9 +53,10 @@ class Window(NamedTuple):
 
 
 class MultiHeadDrafter:
-    """Runs one forward of each layer over the same cells; each layer proposes the next draft token.
+    """Runs one forward of each layer over the same KV slots; each layer proposes the next draft
+    token.
 
-    All layers run at every step, even if fewer tokens are wanted, so that every cell is written.
+    All layers run at every step, even if fewer tokens are wanted, so that every KV slot is written.
     """
 
     reads_history = False
@@ -69,8 +71,8 @@ class MultiHeadDrafter:
         self._back = back = self.tokens - 1
         device = runners[0].token_table.last.device
         self._steps = torch.arange(max(2 * self.tokens, slots), dtype=torch.int32, device=device)
-        # By slot: the tokens after its last cells, the target's features of these, the cells before
-        # the request's first prefilled token, and the draft tokens after the known text.
+        # By slot: the tokens after its last KV slots, the target's features of these, the KV slots
+        # before the request's first prefilled token, and the draft tokens after the known text.
         self._ids = torch.zeros(slots, back, dtype=torch.int32, device=device)
         self._features = torch.zeros(slots, back, model.feature_size, dtype=model.dtype, device=device)
         self._starts = torch.zeros(slots, dtype=torch.int32, device=device)
@@ -150,7 +152,7 @@ class MultiHeadDrafter:
             yield hidden.index_select(0, rows.select)
 
     def verified(self, rows: DraftRows, features: Tensor) -> Window:
-        """Return the cells before a verification and its own.
+        """Return the KV slots before a verification and its own.
 
         Host lengths are those of the verification, as far as the host knows them.
         """
@@ -171,7 +173,7 @@ class MultiHeadDrafter:
         return Window(rows.slots, decode, ids, known, features)
 
     def before_chunks(self, rows: DraftRows, first: Tensor, ends: Tensor) -> Window:
-        """Return the cells before prefill chunks.
+        """Return the KV slots before prefill chunks.
 
         The tokens of a chunk are `first` <= i <= `ends` int32[B] of the batch.
         """
@@ -188,18 +190,18 @@ class MultiHeadDrafter:
         return Window(slots, decode, ids, known, self._features.index_select(0, slots).flatten(0, 1))
 
     def front(self, slots: Tensor, cells: Tensor) -> tuple[Tensor, Tensor]:
-        """Return slots and positions int32[B, k - 1] of the last cells before `cells` int32[B].
+        """Return slots and positions int32[B, k - 1] of the last KV slots before `cells` int32[B].
 
-        Cells before the request's first go to position 0 of slot 0.
+        KV slots before the request's first go to position 0 of slot 0.
         """
         places = cells[:, None] + (self._steps[: self._back] - self._back)
         usable = places >= self._starts.index_select(0, slots)[:, None]
         return slots[:, None] * usable, places * usable
 
     def keep(self, slots: Tensor, ids: Tensor, features: Tensor) -> None:
-        """Store inputs of the last k - 1 cells of slots int32[B].
+        """Store inputs of the last k - 1 KV slots of slots int32[B].
 
-        These are the tokens after the cells, and the target's features.
+        These are the tokens after the KV slots, and the target's features.
         """
         self._ids.index_put_((slots,), ids.view(-1, self._back))
         self._features.index_put_((slots,), features.view(-1, self._back, features.shape[-1]))
@@ -250,7 +252,7 @@ class MultiHeadDrafter:
         return turned
 
     def _front_ends(self, cells: NDArray[np.int32]) -> NDArray[np.int32]:
-        """Return int32[B, k - 1]: the lengths of the rows before cells int32[B, 1]."""
+        """Return int32[B, k - 1]: the lengths of the rows before KV slots int32[B, 1]."""
         steps = np.arange(1 - self._back, 1, dtype=np.int32)
         return np.maximum(cells + steps, np.int32(1))
 

@@ -68,8 +68,8 @@ def make_tree_drafter(speculation: Speculation, shape: TreeShape, runner: ModelR
 def cells_of_drafts(speculation: Speculation, drafter: Drafter) -> int:
     """Return `Limits.draft_cells`.
 
-    A draft model without features also has a cell of the root; a frozen draft needs only the cells
-    of nodes.
+    A draft model without features also has a KV slot of the root; a frozen draft needs only the KV
+    slots of nodes.
     """
     if speculation.tree is None:
         return 0

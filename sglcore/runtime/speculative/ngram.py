@@ -1,6 +1,5 @@
-"""Draft tokens without a model.
-
-What followed the last tokens at an earlier place in the same text (prompt lookup).
+"""Draft tokens without a model: the tokens that followed the same suffix earlier in the text
+(prompt lookup).
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Verification that is exact in distribution, not in tokens.
 
-Draft tokens are drawn from distributions and noise of their own, and accepted or replaced so that
-the output has the target's distribution. By token: accept X with min(1, p(X) / q(X)), else draw
-from (p - q)+ (arXiv 2211.17192). By block: the longest prefix accepted by its own random number
-(arXiv 2403.10444), which accepts at least as many tokens.
+Draft tokens are drawn from the draft's distributions with separate noise, and accepted or replaced
+so that the output has the target's distribution. By token: accept X with min(1, p(X) / q(X)), else
+draw from (p - q)+ (arXiv 2211.17192). By block: the longest prefix accepted by its own random
+number (arXiv 2403.10444), which accepts at least the same number of tokens.
 """
 
 from __future__ import annotations
@@ -206,7 +206,7 @@ class RejectionWorker(SpeculativeWorker):
     def _propose(self, rows: DraftRows) -> None:
         super()._propose(rows)
         if self._laws is not None:
-            # Draft tokens without a cell of their own depend on which other requests have none:
+            # Draft tokens without a KV slot of their own depend on which other requests have none:
             # drop them.
             steps = torch.arange(self._proposals.shape[1], dtype=torch.int32, device=rows.limits.device)
             without = rows.lengths[:, None] + steps >= rows.limits[:, None]

@@ -1,8 +1,8 @@
 """Draft trees: how beams grow a tree, which nodes are kept, and which path is accepted.
 
 EAGLE-2, arXiv 2406.16858. A tree of N nodes has the root, the last sampled token, as node 0.
-Parents come before their children; the children of a node are different tokens. Node n has the cell
-n places after the root's, whatever its depth.
+Parents come before their children; the children of a node are different tokens. Node n has the KV
+slot n places after the root's, whatever its depth.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from sglcore.runtime.kernels.table import KernelTable
 from sglcore.runtime.speculative.drafter import NONE
 
 MOST_NODES = 32
-"""Maximum nodes of a tree, and maximum cells of beams: the bits of a word."""
+"""Maximum nodes of a tree, and maximum KV slots of beams: the bits of a word."""
 MOST_RECORDS = 2048
 """Maximum candidate tokens of a tree: the capacity of one program of a kernel."""
 
@@ -40,7 +40,7 @@ class TreeShape:
 
     @property
     def cells(self) -> int:
-        """Cells after the known ones that beams write."""
+        """KV slots after the known ones that beams write."""
         return self.width * (self.depth - 1)
 
     @property
@@ -119,7 +119,7 @@ class TreeRecords:
 
 
 class CellBits:
-    """One bit for each cell after the known ones, and visibility words made from such bits.
+    """One bit for each KV slot after the known ones, and visibility words made from such bits.
 
     Bits are int32[cells].
     """
@@ -133,8 +133,8 @@ class CellBits:
     def words(self, seen: Tensor, cells: slice) -> Tensor:
         """Return `ForwardInputs.visible` for rows in `cells`.
 
-        The rows see the cells of bits `seen` int32[R, n] and all known cells. The row's own bit
-        becomes the highest bit of its word.
+        The rows see the KV slots of bits `seen` int32[R, n] and all known KV slots. The row's own
+        bit becomes the highest bit of its word.
         """
         return (seen << (31 - self.places[cells])).bitwise_or_(self._before[cells])
 

@@ -1,6 +1,7 @@
-"""The worker that verifies draft trees: the same step.
+"""The worker that verifies draft trees.
 
-The accepted path is put in order before later stages read it.
+Its step is that of `SpeculativeWorker`; the accepted path becomes a chain before later stages read
+it.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class Growing(Protocol):
     """A drafter of trees."""
 
     def grow(self, rows: DraftRows) -> DraftTree:
-        """Like `Drafter.advance`, with the structure of the tree."""
+        """Do what `Drafter.advance` does, and return the structure of the tree."""
         ...
 
 
@@ -128,10 +129,10 @@ def along(sampled: SampledTokens[Tensor], order: Tensor) -> SampledTokens[Tensor
 
 
 def move_path(pool: TokenToKVPool, cells: Tensor, path: Tensor) -> None:
-    """Copy keys and values of path nodes to the cells after the root's.
+    """Copy keys and values of path nodes to the KV slots after the root's.
 
-    Nodes are int32[B, steps], cells int[B, N]. All cells are read before one is written; a node
-    that is already at its place stays.
+    Nodes are int32[B, steps], KV slots int[B, N]. All KV slots are read before one is written; a
+    node that is already at its place stays.
     """
     sources, places = cells.gather(1, path[:, 1:].long()).flatten(), cells[:, 1 : path.shape[1]].flatten()
     for layer in range(pool.num_layers):

@@ -1,9 +1,9 @@
 """The worker that verifies draft tokens.
 
-One target forward over each request's last token and its draft tokens. A draft token is accepted if
-it equals the token that the target draws in its place, so the text is the same as without
-speculation. Between steps, tables by slot on the device hold the number of valid cells and the
-draft tokens.
+It runs one target forward over each request's last token and draft tokens. A draft token is
+accepted if it equals the token that the target draws in its place, so the text is the same as
+without speculation. Between steps, tables by slot on the device hold the number of valid KV slots
+and the draft tokens.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from sglcore.step.sampling import NO_INPUTS, SamplingInputs
 
 @dataclass(frozen=True, slots=True)
 class VerifiedRows:
-    """The rows of verifications as long as they are the same.
+    """The rows of verification steps, valid as long as the composition is the same.
 
     `composition` is the host's version number, `slots` and `limits` are int32[B] on the device, and
     `cell_limits` are the limits on the host.
@@ -69,7 +69,7 @@ class SpeculativeWorker(TpModelWorker):
     """Composes the target's runner and a drafter.
 
     A decode step verifies up to `limits.draft_tokens` draft tokens per request; `length` chooses
-    how many. Prefill is that of the plain worker.
+    how many. Prefill works as in the plain worker.
     """
 
     def __init__(
@@ -248,7 +248,7 @@ class SpeculativeWorker(TpModelWorker):
     def _place(self, staged: ForwardBatch, rows: VerifiedRows, nodes: Tensor | None) -> None:
         """Place each token of a request by the tables of its slot.
 
-        A token without a cell, or without a mask that it needs, goes to slot 0.
+        A token without a KV slot, or without a mask that it needs, goes to slot 0.
         """
         tables = self._table.last, self._lengths, self._proposals
         inputs = staged.input_ids, staged.positions, staged.seq_lens, staged.req_pool_indices
@@ -283,10 +283,10 @@ class SpeculativeWorker(TpModelWorker):
     def _decide(
         self, staged: ForwardBatch, rows: VerifiedRows, logits: Tensor, state: SamplingState
     ) -> tuple[SampledTokens[Tensor], Tensor]:
-        """Return the sampled tokens of B * N rows and `runs` int32[4, B].
+        """Return the sampled tokens of B * N rows and `runs` int32[4, B], as in the kernel
+        `accept_proposals`.
 
-        `runs` are those of the kernel `accept_proposals`. Also updates the tables for the next
-        step. Logits are float[B * N, V].
+        Also updates the tables for the next step. Logits are float[B * N, V].
         """
         sampled = self._sampling.sampler.sample(logits, state)
         return sampled, self._accept(staged, rows, sampled)
@@ -367,15 +367,16 @@ class SpeculativeWorker(TpModelWorker):
 def replace_proposals(table: Tensor, slots: Tensor, given: Tensor) -> None:
     """Replace rows `slots` int32[B] of table int32[S, k] by `given` int32[B, k].
 
-    Rows stay where nothing is given.
+    A row does not change if its row of `given` starts with NONE.
     """
     table.index_put_((slots,), torch.where(given[:, :1] < 0, table.index_select(0, slots), given))
 
 
 def _chunk_arrays(batch: ScheduleBatch, rows: RowPlan) -> dict[str, NDArray]:
-    """Return the token after each chunk, its end, whether its request is new.
+    """Return the arrays of a prefill step.
 
-    Slots and limits of sampled rows.
+    For each chunk the token after it, its last row, and whether its request is new; for each
+    sampled row its slot and limit.
     """
     assert batch.cell_limits is not None
     following = np.full(batch.batch_size, -1, np.int32) if batch.next_ids is None else batch.next_ids

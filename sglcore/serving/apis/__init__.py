@@ -1,1 +1,1 @@
-"""The protocols, one folder each: from request bodies to runs, and from events to answers."""
+"""The protocols, one folder each: they turn request bodies into runs, and events into answers."""

@@ -1,5 +1,5 @@
-"""What answers of all protocols share: their shape, their bytes, their headers, and how the
-document describes them."""
+"""Answers of all protocols: common shape, encoding, headers, and description in the OpenAPI
+document."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from sglcore.serving.replicas.errors import Failure
 DONE = b"data: [DONE]\n\n"
 """The last event of OpenAI's streams."""
 WARNINGS = "x-sglcore-warnings"
-"""The header that tells what of a request had no effect."""
+"""The header that names the parts of a request without effect."""
 CUT = "x-sglcore-max-tokens"
-"""The header that tells how many tokens the context holds of an answer that may have had more."""
+"""The header with the token limit that the context set, if an answer may have had more."""
 MOST_WARNED = 1000
 """Characters of names in that header."""
 
@@ -79,7 +79,7 @@ class StreamForm:
     """How the parts of a stream are written."""
 
     media_type: str
-    """Its header content-type."""
+    """The content-type header."""
     keep_alive: bytes
     """Bytes that readers skip, sent after a silent period for clients that give up on silent
     streams.
@@ -89,15 +89,16 @@ class StreamForm:
 EVENTS = StreamForm("text/event-stream; charset=utf-8", b": keep-alive\n\n")
 """Server-sent events. The keep-alive is a comment, which clients skip."""
 LINES = "application/x-ndjson"
-"""The content-type of streams that have a JSON value in each line."""
+"""The content-type of streams with one JSON value per line."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """An answer made of events as they come. `held` is left when it has ended, however it ends.
+    """An answer of events that are sent as they arrive. `held` is left when it has ended, for any
+    reason.
 
-    The status is sent with the first event: what is raised before it is an answer like any other,
-    what is raised after it is one more event, which `on_error` gives.
+    The status is sent with the first event. An error before it is an ordinary answer; an error
+    after it is one more event, which `on_error` makes.
     """
 
     events: AsyncGenerator[bytes, None]
@@ -122,12 +123,12 @@ def as_json(
 
 
 def event(value: Any) -> bytes:
-    """One server-sent event with a JSON value."""
+    """Return one server-sent event with a JSON value."""
     return b"data: " + encode(value) + b"\n\n"
 
 
 def named_events(values: Iterable[Mapping[str, Any]]) -> bytes:
-    """Server-sent events with JSON values, each named by its `type`."""
+    """Return server-sent events with JSON values, each named by its `type`."""
     return b"".join(b"event: " + value["type"].encode() + b"\n" + event(value) for value in values)
 
 
@@ -152,14 +153,14 @@ def add_unknown(headers: MutableHeaders, names: Iterable[str]) -> None:
 
 
 def shown(names: Iterable[str]) -> str:
-    """A client's names as a header or a log may have them."""
+    """Return a client's names in a form that is safe for a header or a log."""
     found = ", ".join(name.encode("ascii", "backslashreplace").decode() for name in names)
     return "".join(letter if letter.isprintable() else "?" for letter in found)[:MOST_WARNED]
 
 
 def warned(names: Iterable[str], outputs: Sequence[RequestOutput] = ()) -> dict[str, str]:
-    """The headers about ignored fields and about answers that the context cuts, if there are
-    any."""
+    """Return the headers about ignored fields and about answers that the context limits; empty if
+    there are none."""
     cut = cut_of(outputs)
     text = shown(names)
     ignored = {WARNINGS: f"ignored: {text}"} if text else {}
@@ -167,7 +168,8 @@ def warned(names: Iterable[str], outputs: Sequence[RequestOutput] = ()) -> dict[
 
 
 def warnings_of(sample: Completion) -> dict[str, Any]:
-    """The field about what of its schema a sample does not keep to, if there is anything to say."""
+    """Return the field about parts of its schema that a sample violates; empty if there is nothing
+    to report."""
     return {"warnings": sample.warnings} if sample.warnings else {}
 
 
@@ -181,11 +183,11 @@ def documented(
     statuses: Iterable[int] = WITH_BODY,
     error: type[Answer] = ErrorAnswer,
 ) -> dict[int | str, Any]:
-    """The `responses` of an endpoint: its answer (no model: JSON of this form), its stream if it
-    has one, its errors.
+    """Return the `responses` of an endpoint: its answer (without a model: JSON of this form), its
+    stream if it has one, its errors.
 
     `events` names the schema of an event's data; empty: the events have several. `lines`: the
-    stream has an object in each line.
+    stream has one object per line.
     """
     content = {} if model is not None else {"application/json": {"schema": {"type": form}}}
     if events is not None:
@@ -198,13 +200,13 @@ def documented(
 
 
 def documented_errors(statuses: Iterable[int], error: type[Answer] = ErrorAnswer) -> dict[int | str, Any]:
-    """The part of `responses` that is about these statuses."""
+    """Return the part of `responses` for these statuses."""
     return {status: {"model": error, "description": _SAID[status]} for status in statuses}
 
 
 def events_of(name: str) -> dict[str, Any]:
-    """A stream in the document; `name` is the schema of an event's JSON data; empty: all kinds of
-    data."""
+    """Return a stream for the document; `name` is the schema of an event's JSON data; empty: all
+    kinds of data."""
     data: dict[str, Any] = {"type": "string"}
     if name:
         data |= {"contentMediaType": "application/json", "contentSchema": {"$ref": f"#/components/schemas/{name}"}}

@@ -22,8 +22,8 @@ BlockKind = Literal["reasoning", "text", "tool"]
 
 @dataclass(slots=True)
 class Block:
-    """One block: its place among all of them, and its text so far (of a tool call: the arguments,
-    JSON)."""
+    """One block: its index among all blocks, and its text so far (for a tool call: the arguments as
+    JSON text)."""
 
     index: int
     kind: BlockKind
@@ -32,11 +32,11 @@ class Block:
     pieces: list[str] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     id: str = ""
-    """What the protocol calls it."""
+    """The protocol's id of the block."""
 
     @property
     def text(self) -> str:
-        """All text so far."""
+        """Return all text so far."""
         return "".join(self.pieces)
 
     @property
@@ -54,7 +54,7 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class BlockChange:
-    """What happened to a block. `text` and `logprobs` are what it grew by."""
+    """A change of a block. `text` and `logprobs`: the added part."""
 
     kind: Literal["opened", "grew", "closed"]
     block: Block
@@ -63,7 +63,7 @@ class BlockChange:
 
 
 class Blocks:
-    """Blocks of one answer. At most one is open; `all` holds them in order."""
+    """The blocks of one answer. At most one is open; `all` holds them in order."""
 
     def __init__(self) -> None:
         self.all: list[Block] = []
@@ -71,8 +71,8 @@ class Blocks:
         self._early: list[TokenLogprob] = []
 
     def take(self, delta: Delta | None, logprobs: Sequence[TokenLogprob] = ()) -> list[BlockChange]:
-        """The changes that a delta makes. Log-probabilities are kept for text; those of other
-        blocks are dropped."""
+        """Return the changes that a delta causes. Log-probabilities are kept for text; those of
+        other blocks are dropped."""
         if delta is None:
             self._early += logprobs
             return []
@@ -89,7 +89,7 @@ class Blocks:
         return [*changes, BlockChange("grew", block, delta.text, known)]
 
     def finish(self) -> list[BlockChange]:
-        """Close the block that is open, if any."""
+        """Close the open block, if any."""
         if self._open is None:
             return []
         block, self._open = self._open[0], None

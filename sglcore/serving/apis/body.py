@@ -1,7 +1,7 @@
-"""What all bodies share: strict fields, collected unknown names, reported ignored fields.
+"""Common parts of all bodies: strict fields, collected unknown names, reported ignored fields.
 
-Also unions that a `type` word tells apart, with a member for every type that this server does not
-support: such a value is read completely, so that the error can name its type.
+Also unions by a `type` word, with a member for every type that this server does not support: such a
+value is read completely, so that the error can name its type.
 """
 
 from __future__ import annotations
@@ -18,24 +18,25 @@ from sglcore.serving.apis.unknown import UnknownFields
 MOST_SEED = 2**64 - 1
 MOST_INT32 = 2**31 - 1
 UNUSED = object()
-"""Marks a field that clients send and this server has no use for."""
+"""Marks a field that clients send and that this server does not use."""
 OTHER = "other"
-"""The tag of a kind that this server does not have."""
+"""The tag of a type that this server does not support."""
 
 T = TypeVar("T")
 Ignored = Annotated[T | None, UNUSED]
-"""The type of such a field; answers tell which of them were given."""
+"""The type of such a field; answers report which of them were given."""
 Items = Annotated[list[T], Field(fail_fast=True)]
-"""A list of a request. The first wrong item ends its reading: an error for each of a million would
-fill the memory."""
+"""A list of a request. Reading stops at the first wrong item: an error for each of a million items
+would fill the memory."""
 
 
 def _whole(value: Any) -> Any:
-    """JSON has one kind of number: 16.0 is an integer too."""
+    """Convert a whole float to an integer: JSON has one kind of number, so 16.0 is an integer
+    too."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-# A bound stands before the validator: after it, the JSON schema would not have the bound.
+# The bound comes before the validator; after it, the JSON schema would not have the bound.
 Int = Annotated[int, BeforeValidator(_whole)]
 """An integer of a request."""
 Count = Annotated[int, Field(ge=0, le=MOST_INT32), BeforeValidator(_whole)]
@@ -43,14 +44,15 @@ Count = Annotated[int, Field(ge=0, le=MOST_INT32), BeforeValidator(_whole)]
 Positive = Annotated[int, Field(ge=1, le=MOST_INT32), BeforeValidator(_whole)]
 """1 or more."""
 TopK = Annotated[int, Field(ge=-1, le=MOST_INT32), BeforeValidator(_whole)]
-"""0 and -1 keep all tokens."""
+"""An integer; 0 and -1 keep all tokens."""
 Seed = Annotated[int, Field(ge=-1, json_schema_extra={"maximum": MOST_SEED}), BeforeValidator(_whole)]
-"""What `SamplingParams` takes as a seed, or -1 for any; it checks the upper bound, which is no
-64-bit float."""
+"""A seed for `SamplingParams`, or -1 for any. That class checks the upper bound, which no 64-bit
+float can represent."""
 
 
 def entries(most: int) -> BeforeValidator:
-    """An object of at most so many entries; a greater one is refused before they are read."""
+    """Return a validator for an object of at most `most` entries; a larger one is refused before
+    its entries are read."""
 
     def check(value: Any) -> Any:
         if isinstance(value, dict) and len(value) > most:
@@ -66,11 +68,11 @@ class Body(BaseModel):
 
     model_config = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False, protected_namespaces=())
     known: ClassVar[frozenset[str]]
-    """What a request may call its fields."""
+    """Names that a request may use for its fields."""
     ignored: ClassVar[frozenset[str]]
-    """The names of those that are `Ignored`."""
+    """Names of the `Ignored` fields."""
     sampled: ClassVar[Mapping[str, type[Body]]] = MappingProxyType({})
-    """Fields that hold how tokens are drawn, and what they are read as."""
+    """Fields that hold sampling parameters, and the class that reads them."""
 
     @classmethod
     def __pydantic_init_subclass__(cls, **given: Any) -> None:
@@ -87,11 +89,11 @@ class Body(BaseModel):
         return value
 
     def given(self, *names: str) -> dict[str, Any]:
-        """Those of the named fields that have a value: not left out, not null."""
+        """Return the named fields that have a value: not missing, not null."""
         return {name: value for name in names if (value := getattr(self, name)) is not None}
 
     def warnings(self) -> tuple[str, ...]:
-        """The ignored fields that were given a value."""
+        """Return the ignored fields that were given a value."""
         return tuple(sorted(name for name in self.ignored if getattr(self, name) is not None))
 
 
@@ -103,15 +105,15 @@ class OtherKind(BaseModel):
 
 
 def kind_of(value: Any, default: str = "") -> str:
-    """The `type` word of a raw value or a parsed one; `default` if it names none."""
+    """Return the `type` word of a raw or parsed value; `default` if it has none."""
     fields = dict(value) if isinstance(value, Mapping | BaseModel) else {}
     found = fields.get("type")
     return found if isinstance(found, str) else default
 
 
 def by_kind(words: Mapping[str, str], default: str = OTHER) -> Discriminator:
-    """A discriminator: `words` maps the `type` words to tags; a value without the word has the tag
-    `default`."""
+    """Return a discriminator: `words` maps `type` words to tags; a value without the word gets the
+    tag `default`."""
 
     def choose(value: Any) -> str:
         kind = kind_of(value)

@@ -14,12 +14,12 @@ from sglcore.serving.replicas.errors import InvalidRequest, parameter_of
 from sglcore.serving.replicas.frontend import Frontend
 
 SHOWN = 60
-"""Characters of a caller's word that an error repeats."""
+"""Characters of a caller's text that an error repeats."""
 
 
 def check_model(frontend: Frontend, name: str | None) -> str:
-    """The name under which a request is answered: no name means the main one. Raises InvalidRequest
-    (404)."""
+    """Return the name under which a request is answered; without a name, the main one. Raises
+    InvalidRequest (404)."""
     if not name:
         return frontend.names[0]
     if name not in frontend.names:
@@ -34,8 +34,8 @@ def check_model(frontend: Frontend, name: str | None) -> str:
 
 
 def check_ready(frontend: Frontend) -> None:
-    """Raise NotReady, with the phase, unless requests may come: those that come while an engine is
-    started again wait."""
+    """Raise NotReady, with the phase, unless requests are accepted. Requests during an engine's
+    restart wait."""
     if not frontend.health.takes_requests:
         raise frontend.health.refusal()
 
@@ -62,8 +62,8 @@ def fingerprint(frontend: Frontend) -> str:
 
 
 def check_limit(field: str, found: int | None, most: int, what: str = "") -> None:
-    """Raise InvalidRequest if a number is over this server's limit; `what` it counts, if it is not
-    the field's value."""
+    """Raise InvalidRequest if a number exceeds this server's limit; `what` it counts, if not the
+    field's value."""
     if found is not None and found > most:
         raise InvalidRequest(
             f"{field} has {found} {what}" if what else f"{field} is {found}",
@@ -86,8 +86,8 @@ def refuse_kind(what: str, kind: str, wanted: str, param: str) -> NoReturn:
 
 
 def refuse_fields(body: Mapping[str, Any], reasons: Mapping[str, str]) -> None:
-    """Raise InvalidRequest about the first field that is given and is among `reasons`, which say
-    why it cannot be had."""
+    """Raise InvalidRequest about the first given field that is in `reasons`, with the reason why it
+    is not supported."""
     for name, reason in reasons.items():
         if body.get(name) not in (None, False, [], {}):
             raise InvalidRequest(f"{name}: {reason}", remedy="leave it out", param=name, code="unsupported_parameter")

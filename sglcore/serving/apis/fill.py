@@ -1,4 +1,4 @@
-"""Prompts of models that were trained to fill in what stands between two texts."""
+"""Prompts for models that are trained to fill in text between two texts."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ FILL = (
     ("<|fim_begin|>", "<|fim_hole|>", "<|fim_end|>"),
     ("<PRE>", "<SUF>", "<MID>"),
 )
-"""Tokens before the text, after it and in its place, by which models are trained to fill in
+"""Marks before the text, after it and in its place, with which models are trained to fill in
 (Bavarian et al. 2022)."""
 
 
 def fill_marks(frontend: Frontend) -> tuple[str, str, str] | None:
-    """Those of this model's tokenizer; None if it has none."""
+    """Return the marks of this model's tokenizer; None if it has none."""
     tokenizer = frontend.codec.tokenizer
     return next((each for each in FILL if all(tokenizer.token_to_id(mark) is not None for mark in each)), None)
 
 
 def filled(frontend: Frontend, before: str, after: str, *, param: str, instead: str) -> str:
-    """The prompt for what stands between two texts. Raises InvalidRequest if the model has no
-    tokens for it, TextError where no text is read: `param` is the field to blame, and `instead`
-    what to do."""
+    """Return the prompt for the text between two texts. Raises InvalidRequest if the model has no
+    tokens for it, and TextError if there is no text. `param`: the field that the error names;
+    `instead`: the remedy."""
     frontend.codec.need_text("filling in between two texts", param)
     marks = fill_marks(frontend)
     if marks is None:

@@ -1,5 +1,4 @@
-"""Log-probabilities as OpenAI's answers write them: the records of completions, and those of
-chats."""
+"""Log-probabilities in OpenAI's forms: the records of completions and of chats."""
 
 from __future__ import annotations
 
@@ -10,11 +9,11 @@ from sglcore.schedule.output import TokenLogprob
 from sglcore.serving.apis.token_text import TokenTexts
 
 LEAST = -9999.0
-"""What stands for a probability of zero: JSON has no infinity."""
+"""Stands for a probability of zero, because JSON has no infinity."""
 
 
 class CompletionLogprobs:
-    """The record of one choice, in parts when it streams: offsets run on from part to part."""
+    """The record of one choice, in parts if it streams: offsets continue from part to part."""
 
     def __init__(self, texts: TokenTexts, *, offset: int = 0, shows_special: bool = False) -> None:
         """`offset`: characters of the choice's text before the first token."""
@@ -23,8 +22,8 @@ class CompletionLogprobs:
         self._shows_special = shows_special
 
     def record(self, ids: Sequence[int], found: Sequence[TokenLogprob | None], wanted: int) -> dict[str, list[Any]]:
-        """tokens, token_logprobs, top_logprobs (the chosen token and the `wanted` most likely) and
-        text_offset.
+        """Return tokens, token_logprobs, top_logprobs (the chosen token and the `wanted` most
+        likely) and text_offset.
 
         None stands for the first token of a prompt, which nothing predicts.
         """
@@ -43,14 +42,14 @@ class CompletionLogprobs:
     def _take(self, token_id: int) -> int:
         before = self._offset
         if self._shows_special or not self._texts.is_special(token_id):
-            # A character counts where its first byte is; UTF-8 marks all others.
+            # A character counts at its first byte; UTF-8 marks all other bytes.
             self._offset += sum(byte & 0xC0 != 0x80 for byte in self._texts.data(token_id))
         return before
 
 
 def chat_logprobs(texts: TokenTexts, found: Sequence[TokenLogprob], wanted: int) -> dict[str, Any]:
-    """The record of a chat's choice: each token with its bytes and the `wanted` most likely
-    ones."""
+    """Return the record of a chat's choice: each token with its bytes and the `wanted` most likely
+    tokens."""
     return {
         "content": [
             {
@@ -64,13 +63,13 @@ def chat_logprobs(texts: TokenTexts, found: Sequence[TokenLogprob], wanted: int)
 
 
 def prompt_scores(texts: TokenTexts, found: Sequence[TokenLogprob | None], wanted: int) -> list[Any]:
-    """A prompt's log-probabilities: for each token a map from token ids to rank and text, null for
-    the first."""
+    """Return a prompt's log-probabilities: for each token a map from token ids to rank and text,
+    null for the first."""
     return [None if item is None else _scores(texts, item, wanted) for item in found]
 
 
 def finite(value: float) -> float:
-    """A log-probability that JSON can hold."""
+    """Return a log-probability that JSON can represent."""
     return value if value > LEAST else LEAST
 
 

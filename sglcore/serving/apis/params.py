@@ -1,5 +1,4 @@
-"""Fields by which a request says what samples it wants, and the one place that turns them into
-`SamplingParams`."""
+"""The sampling fields of requests, and the one place that converts them to `SamplingParams`."""
 
 from __future__ import annotations
 
@@ -25,14 +24,14 @@ from sglcore.serving.apis.checks import check_limit
 from sglcore.serving.replicas.errors import InvalidRequest, blame
 
 MOST_STOPS, LONGEST_STOP = 64, 1024
-"""Stop strings of a request and characters of each: all are looked for with every token."""
+"""Stop strings of a request and characters of each: all are searched after every token."""
 MOST_IDS = 4096
-"""Token ids that a request may name."""
+"""Largest number of token ids that a request may name."""
 STRUCTURED = "structured_outputs."
 SWITCH = "x-guidance"
-"""What changes how a schema inside a Lark grammar is enforced."""
+"""The keyword that changes how a schema inside a Lark grammar is enforced."""
 SWITCHES = frozenset({"enable_thinking", "thinking"})
-"""What templates call their switch of thinking."""
+"""Names of the templates' switch for thinking."""
 
 Stop = Annotated[str, Field(max_length=LONGEST_STOP)]
 BadWord = Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]
@@ -161,8 +160,8 @@ class GenerationFields(SamplingFields):
     user: Ignored[str] = None
 
     def warnings(self) -> tuple[str, ...]:
-        """The ignored fields, those that only hold where the answer streams, and padding, which is
-        never added."""
+        """Return the ignored fields, fields that apply to streams only if the answer does not
+        stream, and padding, which is never added."""
         names = [*super().warnings()]
         if self.return_progress and not self.stream:
             names.append("return_progress")
@@ -172,7 +171,7 @@ class GenerationFields(SamplingFields):
 
 
 def completed(body: Fields, defaults: Mapping[str, float]) -> Fields:
-    """A body that names what it left out of sampling as the checkpoint has it."""
+    """Return the body with the checkpoint's values for missing sampling fields."""
     return body.model_copy(update={name: value for name, value in defaults.items() if name not in body.given(name)})
 
 
@@ -189,8 +188,8 @@ def sampling_params(body: SamplingFields, *, max_tokens: int | None, **others: A
 
 
 def alternatives(logprobs: bool | None, top_logprobs: int | None, config: ServerConfig) -> int | None:
-    """How many of the most likely tokens are shown at each place besides the chosen one; None: no
-    log-probabilities are wanted. Raises InvalidRequest."""
+    """Return the number of most likely tokens to show at each position, in addition to the chosen
+    one; None: no log-probabilities. Raises InvalidRequest."""
     check_limit("top_logprobs", top_logprobs, config.max_logprobs)
     if logprobs:
         return top_logprobs or 0
@@ -200,7 +199,7 @@ def alternatives(logprobs: bool | None, top_logprobs: int | None, config: Server
 
 
 def check_streamed(body: GenerationFields) -> None:
-    """Raise InvalidRequest for what a stream does not have, and what only a stream has."""
+    """Raise InvalidRequest for fields that a stream does not have, or that only a stream has."""
     if body.stream and body.prompt_logprobs is not None:
         raise InvalidRequest("prompt_logprobs does not stream", remedy="leave stream out", param="prompt_logprobs")
     if body.stream_options is not None and not body.stream:
@@ -210,8 +209,8 @@ def check_streamed(body: GenerationFields) -> None:
 def generation_params(
     body: GenerationFields, config: ServerConfig, *, max_tokens: int | None, logprobs: int | None
 ) -> tuple[SamplingParams, str]:
-    """What a completion or a chat asks for, and the field that binds the form of its answer (empty:
-    none does).
+    """Return the sampling parameters of a completion or a chat, and the field that constrains its
+    answer (empty: none).
 
     `logprobs`: alternatives of each token, None for no log-probabilities. Raises InvalidRequest or
     SamplingError, which name the field.
@@ -233,8 +232,8 @@ def generation_params(
 
 
 def _form(body: GenerationFields) -> tuple[str, Grammar | None]:
-    """The field by which a request binds its answer, and the grammar; an empty name if the text is
-    free."""
+    """Return the field by which a request constrains its answer, and the grammar; an empty name for
+    free text."""
     found = {
         **_of_format(body.response_format),
         **_of_structured(body.structured_outputs),
@@ -248,8 +247,8 @@ def _form(body: GenerationFields) -> tuple[str, Grammar | None]:
 
 
 def format_grammar(kind: str, schema: Mapping[str, Any] | None, param: str) -> Grammar | None:
-    """The grammar of OpenAI's formats "text", "json_object" and "json_schema"; `param` is blamed
-    for a missing schema."""
+    """Return the grammar of OpenAI's formats "text", "json_object" and "json_schema"; an error
+    about a missing schema names `param`."""
     if kind == "text":
         return None
     if kind == "json_object":
@@ -284,7 +283,7 @@ def _of_format(found: ResponseFormat | None) -> dict[str, Grammar]:
 
 
 def _of_own_names(body: GenerationFields) -> dict[str, Grammar]:
-    """The names of llama-server and SGLang."""
+    """Return grammars from the fields of llama-server and SGLang, by field."""
     schema = "" if body.json_schema is None else _schema_text(body.json_schema, "json_schema")
     grammar = body.grammar or ""
     given: dict[str, tuple[GrammarKind, str]] = {
@@ -351,20 +350,20 @@ def _schema_text(schema: Mapping[str, Any] | str, param: str) -> str:
 
 
 def _literal(text: str) -> str:
-    """A regular expression for the text itself, with no escapes beyond those that every engine
-    reads alike."""
+    """Return a regular expression for the text itself, with only those escapes that every engine
+    reads in the same way."""
     return re.sub(r"([\\.+*?()|\[\]{}^$])", r"\\\1", text)
 
 
 def _token_rules(body: GenerationFields) -> TokenRules | None:
-    """Which tokens alone may come, and which words may not; None if all may."""
+    """Return the allowed tokens and banned words; None if there are none."""
     if not (body.allowed_token_ids or body.bad_words):
         return None
     return TokenRules(tuple(body.allowed_token_ids or ()), tuple(body.bad_words or ()))
 
 
 def bias_of(given: Mapping[str, float]) -> dict[int, float]:
-    """By token id. Raises InvalidRequest."""
+    """Return biases by token id. Raises InvalidRequest."""
     bias: dict[int, float] = {}
     for key, value in given.items():
         if not (key.isascii() and key.isdigit() and len(key) < 10):

@@ -1,5 +1,5 @@
-"""Single tokens as text and bytes, for log-probabilities: a token may hold a part of a character
-only."""
+"""Single tokens as text and bytes, for log-probabilities: a token may be only a part of a
+character."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sglcore.engine.text import TextCodec
 
 
 class TokenTexts:
-    """What each token of a tokenizer adds to a text."""
+    """The text that each token of a tokenizer adds."""
 
     def __init__(self, codec: TextCodec) -> None:
         tokenizer = codec.tokenizer
@@ -28,20 +28,20 @@ class TokenTexts:
         self._cached = lru_cache(maxsize=65536)(self._find)
 
     def data(self, token_id: int) -> bytes:
-        """The bytes of a token; special tokens by their names."""
+        """Return the bytes of a token; for special tokens, their names."""
         return self._cached(token_id)[0]
 
     def text(self, token_id: int) -> str:
-        """The text of a token; one that is no whole text is written `bytes:\\xe2\\x80`, so that
-        each has its own."""
+        """Return the text of a token; a token that is no complete text is written
+        `bytes:\\xe2\\x80`, so that each token has a distinct text."""
         return self._cached(token_id)[1]
 
     def is_special(self, token_id: int) -> bool:
-        """Whether texts leave the token out."""
+        """Return whether texts leave the token out."""
         return token_id in self._special
 
     def is_unknown(self, token_id: int) -> bool:
-        """Whether the tokenizer has no such token."""
+        """Return whether the tokenizer has no such token."""
         return self._piece(token_id) is None
 
     def _find(self, token_id: int) -> tuple[bytes, str]:
@@ -65,8 +65,8 @@ class TokenTexts:
 
 
 def _byte_letters() -> dict[str, int]:
-    """The letter that stands for each byte in the vocabulary of a byte-level tokenizer: printable
-    ones for themselves, the others in order from U+0100 (Radford et al. 2019, GPT-2)."""
+    """Return the letter for each byte in the vocabulary of a byte-level tokenizer: printable bytes
+    stand for themselves, the others for letters from U+0100 on (Radford et al. 2019, GPT-2)."""
     plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in set(plain)]
     return {
@@ -76,7 +76,8 @@ def _byte_letters() -> dict[str, int]:
 
 
 def _marked(piece: str) -> bytes:
-    """A piece in which U+2581 stands for a space, or one that names a byte: `<0xE2>`."""
+    """Return the bytes of a piece in which U+2581 stands for a space, or that names a byte:
+    `<0xE2>`."""
     if len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
         try:
             return bytes([int(piece[3:5], 16)])
@@ -86,7 +87,7 @@ def _marked(piece: str) -> bytes:
 
 
 def _decoder_kinds(decoder: Any) -> frozenset[str]:
-    """The kinds of decoders that a tokenizer chains."""
+    """Return the kinds of decoders that a tokenizer chains."""
     if decoder is None:
         return frozenset()
     state = json.loads(decoder.__getstate__())
@@ -94,4 +95,4 @@ def _decoder_kinds(decoder: Any) -> frozenset[str]:
 
 
 BYTE_OF_LETTER = MappingProxyType(_byte_letters())
-"""Letter -> byte, of byte-level vocabularies."""
+"""Letter -> byte, for byte-level vocabularies."""

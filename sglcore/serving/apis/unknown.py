@@ -1,7 +1,7 @@
-"""Fields of a request that no endpoint of ours knows: those that mean something elsewhere are
-refused, the others are told.
+"""Unknown fields of a request: fields that mean something elsewhere are refused, others are
+reported.
 
-A field by which another server would give another text is never passed over in silence.
+A field with which another server would give another text is never ignored silently.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ ALIKE = 0.8
 
 @dataclass(slots=True)
 class UnknownFields:
-    """What a body has and its model does not know. Validators fill it; each name of a model counts
-    once."""
+    """Fields of a body that its model does not know. Validators fill it; each name of a model
+    counts once."""
 
     found: dict[tuple[type, str], tuple[Mapping[str, Any], frozenset[str]]] = field(default_factory=dict)
 
     def take(self, model: type, value: Mapping[str, Any], known: frozenset[str]) -> None:
-        """The object `value` was read as `model`, which knows these names."""
+        """Note that the object `value` was read as `model`, which knows these names."""
         for name in value:
             if name not in known and len(self.found) < MOST_NAMED:
                 self.found.setdefault((model, str(name)), (value, known))
 
     def places(self, body: Any) -> list[str]:
-        """Where they stand in a body, such as `messages[0].mood`."""
+        """Return their places in a body, such as `messages[0].mood`."""
         owners = {id(value): where for where, value in _objects(body, "")} if self.found else {}
         shown = ((owners.get(id(value), ""), name[:LONGEST_NAME]) for (_, name), (value, _) in self.found.items())
         return [f"{where}.{name}".removeprefix(".") for where, name in shown]
 
     def refuse(self, body: Any) -> None:
-        """Raise InvalidRequest about the first, with the name that it may stand for."""
+        """Raise InvalidRequest about the first one, with a suggestion for its name."""
         if not self.found:
             return
         (_, name), (_, known) = next(iter(self.found.items()))
@@ -53,8 +53,8 @@ class UnknownFields:
 
 
 def refuse_foreign(body: Any, known: Collection[str], *, generates: bool) -> None:
-    """Raise InvalidRequest about a field that means something elsewhere: what this endpoint calls
-    otherwise and, if it `generates`, what would change the text."""
+    """Raise InvalidRequest about a field that means something elsewhere: a field that this endpoint
+    has under another name and, if it `generates`, a field that would change the text."""
     if not isinstance(body, Mapping):
         return
     for name, value in body.items():
@@ -74,7 +74,7 @@ def refuse_foreign(body: Any, known: Collection[str], *, generates: bool) -> Non
 
 
 def _objects(value: Any, where: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """All objects of a body, each with its path."""
+    """Yield all objects of a body, each with its path."""
     if isinstance(value, Mapping):
         yield where, value
         for name, part in value.items():
@@ -98,7 +98,7 @@ SAME: tuple[tuple[str, ...], ...] = (
     ("reasoning_effort", "reasoning", "thinking", "think"),
     ("chat_template_kwargs", "enable_thinking"),
 )
-"""Names of one thing, here and elsewhere."""
+"""Names of the same thing, here and elsewhere."""
 
 _BEAMS = ("use_beam_search", "num_beams", "beam_width", "length_penalty", "early_stopping")
 
@@ -120,7 +120,7 @@ CHANGING = frozenset(
         *("web_search_options", "sampling_params", "options", "template", "context"),
     }
 )
-"""Fields by which some server gives another text, or another part of the answer."""
+"""Fields with which some server gives another text, or another part of the answer."""
 
 NEUTRAL: Mapping[str, Any] = MappingProxyType(
     {
@@ -146,7 +146,7 @@ NEUTRAL: Mapping[str, Any] = MappingProxyType(
         "tool_choice": "auto",
     }
 )
-"""Values by which a field changes nothing, besides null, false, 0 and what is empty."""
+"""Values with which a field changes nothing, in addition to null, false, 0 and empty values."""
 
 REASONS: Mapping[str, str] = MappingProxyType(
     dict.fromkeys(
@@ -155,4 +155,4 @@ REASONS: Mapping[str, str] = MappingProxyType(
         " runs beside it; n gives several samples",
     )
 )
-"""Why some of them are not here."""
+"""Reasons why some of these fields are not supported."""

@@ -1,5 +1,5 @@
-"""What writes the answer to a request that generates: whole, or as the events of a stream. Each
-protocol has its own."""
+"""Writes the answer to a generating request: whole, or as the events of a stream. Each protocol has
+its own writer."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Writer(ABC, Generic[Run]):
     """The answer to one request."""
 
     def __init__(self, frontend: Frontend, name: str | None = None) -> None:
-        """`name` of the model that is asked. Raises InvalidRequest if it is another or generates no
+        """`name`: the requested model. Raises InvalidRequest if it is another model or generates no
         text, and NotReady."""
         self.model = check_model(frontend, name)
         check_generates(frontend)
@@ -31,24 +31,25 @@ class Writer(ABC, Generic[Run]):
 
     @property
     def fingerprint(self) -> str:
-        """The fingerprint of the engine that answers; before that, of the engine that may."""
+        """The fingerprint of the engine that answers; before that, of the engine that may
+        answer."""
         return (self._run.fingerprint if self._run is not None else "") or self._fingerprint
 
     @abstractmethod
     async def answer(self, run: Run) -> Any:
-        """The whole answer; waits for all samples. Raises Unanswered if every one failed."""
+        """Return the whole answer; waits for all samples. Raises Unanswered if every one failed."""
 
     @abstractmethod
     def events(self, run: Run) -> AsyncGenerator[bytes, None]:
-        """The answer's parts as they come, and what ends them. Raises as `answer` does."""
+        """Yield the answer's parts as they come, and its end. Raises as `answer` does."""
 
     def on_error(self, error: Exception) -> bytes:
-        """The event that tells of an error after the first."""
+        """Return the event for an error after the first event."""
         return event(error_body(told(error)))
 
     @property
     def form(self) -> StreamForm:
-        """How the parts of a stream are written."""
+        """Return how the parts of a stream are written."""
         return EVENTS
 
     async def respond(self, run: Run, streams: bool | None, warnings: Iterable[str]) -> Response | Stream:

@@ -1,1 +1,1 @@
-"""Chat: from messages to a prompt, and from a model's text to content, reasoning and tool calls."""
+"""Chat: converts messages to a prompt, and a model's text to content, reasoning and tool calls."""

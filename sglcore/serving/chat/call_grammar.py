@@ -1,9 +1,9 @@
 """Grammars that force a tool call, in the Lark dialect of llguidance.
 
-What stands around a call's name and arguments is taken from the calls that the checkpoint's
-template wrote in the test of its parser, so there is one rule for all formats with JSON arguments;
-tags need one of their own. Text that the tokenizer has as an added token is named by its number,
-because only that token is what the model knows.
+The text around a call's name and arguments is taken from calls that the checkpoint's template wrote
+in the test of its parser, so one rule serves all formats with JSON arguments; tags need a rule of
+their own. Text that is an added token of the tokenizer is named by its id, because the model knows
+only that token.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from sglcore.serving.chat.self_test import CALL_IDS, Sample, Turn
 
 Function = Mapping[str, Any]
 BLANKS = r"/\s{0,4}/"
-"""Between reasoning and what follows."""
+"""Blanks between reasoning and what follows."""
 
 ONE_OF_THEM: Mapping[str, str] = MappingProxyType(
     {"wanted": "one of them", "remedy": 'set tool_choice to "none", or leave the form out'}
 )
 
 MOST_CALLS = 16
-"""Calls that a forced answer may make."""
+"""Largest number of calls in a forced answer."""
 
 
 def call_grammar(
@@ -68,7 +68,7 @@ def call_grammar(
 
 
 class _Literals:
-    """Fixed text as Lark: strings, and added tokens by number."""
+    """Fixed text in Lark: strings, and added tokens by id."""
 
     def __init__(self, added: Mapping[str, int]) -> None:
         self._added = added
@@ -80,7 +80,7 @@ class _Literals:
         return " ".join(f"<[{self._added[part]}]>" if part in self._added else _quoted(part) for part in parts)
 
     def upto(self, name: str, mark: str) -> list[str]:
-        """Rules `name`: any text and then the mark."""
+        """Return rules for `name`: any text, followed by the mark."""
         if mark in self._added:
             return [f"{name}: /(?s:.*)/ <[{self._added[mark]}]>"]
         return [f"{name}[lazy]: /(?s:.*){_escaped(mark)}/"]
@@ -119,8 +119,8 @@ def _calls(
     functions: Sequence[Function],
     rules_of: Callable[[int, Function], list[str]],
 ) -> list[str]:
-    """The rules of calls with what stands around them, as Lark; `between` two of them, None if
-    there may be but one."""
+    """Return the rules of calls, with the text around them, in Lark; `between`: the text between
+    two calls, None if only one call is allowed."""
     again = f" ({between} call){{0,{MOST_CALLS - 1}}}" if between is not None else ""
     rules = [f"calls: {before} call{again} {after}".rstrip()]
     rules.append("call: " + " | ".join(f"call_{number}" for number in range(len(functions))))
@@ -131,7 +131,7 @@ def _calls(
 
 
 def _parts(family: ToolFamily, turn: Turn) -> tuple[str, str, str]:
-    """The text before a call's name, between name and arguments, and after them."""
+    """Return the text before a call's name, between name and arguments, and after them."""
     call = turn.calls[0]
     arguments = turn.text.index(call.arguments, turn.text.index(call.name))
     before, name_end = _before(family, turn)
@@ -139,28 +139,28 @@ def _parts(family: ToolFamily, turn: Turn) -> tuple[str, str, str]:
 
 
 def _before(family: ToolFamily, turn: Turn) -> tuple[str, int]:
-    """The text before the first call's name, and where the name ends."""
+    """Return the text before the first call's name, and the index where the name ends."""
     name = turn.text.index(turn.calls[0].name)
     begin = min(place for mark in family.opening if (place := turn.text.rfind(mark, 0, name)) >= 0)
     return turn.text[begin:name], name + len(turn.calls[0].name)
 
 
 def _after(turn: Turn, end: int) -> str:
-    """The text after the only call, without what ends the turn."""
+    """Return the text after the only call, without the text that ends the turn."""
     rest = turn.text[end:]
     footer = rest.rfind(turn.footer.strip()) if turn.footer.strip() else len(rest)
     return rest[:footer].rstrip()
 
 
 def _between(turn: Turn) -> str:
-    """The text between the arguments of one call and the name of the next."""
+    """Return the text between the arguments of one call and the name of the next."""
     first, second = turn.calls
     end = turn.text.index(first.arguments) + len(first.arguments)
     return turn.text[end : turn.text.index(second.name, end)]
 
 
 def _with_ids(literal: _Literals, text: str) -> str:
-    """Fixed text in which a call's id, or its number, may be any."""
+    """Return fixed text in which a call's id, or its number, may have any value."""
     parts = re.split(rf"({'|'.join(CALL_IDS)}|:\d+)", text)
     parts[::2] = map(literal, parts[::2])
     parts[1::2] = ("/:[0-9]{1,3}/" if part.startswith(":") else "/[a-zA-Z0-9]{9}/" for part in parts[1::2])
@@ -168,8 +168,8 @@ def _with_ids(literal: _Literals, text: str) -> str:
 
 
 def _parameters(function: Function) -> Mapping[str, Any]:
-    """The schema of a function's arguments, which are an object; raises GrammarError for one that
-    says otherwise."""
+    """Return the schema of a function's arguments, which must be an object. Raises GrammarError for
+    another type."""
     schema = {"type": "object", **(function.get("parameters") or {})}
     kinds = {"properties": dict, "required": list, "type": str}
     wrong = next((name for name, kind in kinds.items() if name in schema and not isinstance(schema[name], kind)), None)
@@ -209,7 +209,7 @@ def _notated_function(literal: _Literals, notation: Notation, number: int, funct
 
 
 def _series(names: Mapping[str, bool], joint: str) -> list[str]:
-    """The ways to write names in their order with joints between them; those that are not required
+    """Return the ways to write names in order with joints between them; names that are not required
     may be left out."""
     found: list[str] = []
     left = list(names)
@@ -224,8 +224,8 @@ def _series(names: Mapping[str, bool], joint: str) -> list[str]:
 def _notated_value(
     literal: _Literals, notation: Notation, name: str, schema: Mapping[str, Any]
 ) -> tuple[str, list[str]]:
-    """A parameter's value: text in the notation's own quotes, constants by its words, anything else
-    as JSON."""
+    """Return a parameter's value: text in the notation's own quotes, constants by its words,
+    anything else as JSON."""
     quote = notation.quotes[0]
     if schema.get("type") == "boolean" and notation.is_list:
         return '("True" | "False")', []
@@ -262,7 +262,8 @@ class _Written:
 
 
 def _written(tags: Tags, family: ToolFamily, sample: Sample) -> _Written:
-    """Read the marks from a sample call: its first parameter is a text, and it has others."""
+    """Read the marks from a sample call; its first parameter must be text, and it must have
+    others."""
     before, head = _before(family, sample.one)
     text, call = sample.one.text, sample.one.calls[0]
     key, value = next(iter(json.loads(call.arguments).items()))
@@ -314,14 +315,14 @@ def _tagged_function(literal: _Literals, written: _Written, number: int, functio
 
 
 def _properties(schema: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-    """The schemas of the parameters, with the definitions that they may refer to."""
+    """Return the schemas of the parameters, with the definitions that they may refer to."""
     definitions = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
     found = {key: _resolved(given, schema) for key, given in (schema.get("properties") or {}).items()}
     return {key: {**each, **definitions} if isinstance(each, Mapping) else {} for key, each in found.items()}
 
 
 def _resolved(schema: Any, root: Mapping[str, Any]) -> Any:
-    """The schema that a reference into the same document names."""
+    """Return the schema that a reference into the same document names."""
     reference = schema.get("$ref") if isinstance(schema, Mapping) else None
     if not isinstance(reference, str) or not reference.startswith("#/"):
         return schema
@@ -332,7 +333,7 @@ def _resolved(schema: Any, root: Mapping[str, Any]) -> Any:
 
 
 def _tagged_value(literal: _Literals, name: str, schema: Mapping[str, Any], end: str) -> tuple[str, list[str]]:
-    """A parameter's value with its end: text as it is, anything else as JSON."""
+    """Return a parameter's value with its end: text unchanged, anything else as JSON."""
     if isinstance(schema.get("enum"), list) and all(isinstance(value, str) for value in schema["enum"]):
         words = " | ".join(_quoted(word) for word in schema["enum"])
         return f"({words}) {literal(end)}", []
@@ -346,5 +347,5 @@ def _quoted(text: str) -> str:
 
 
 def _escaped(text: str) -> str:
-    """Text inside a regular expression between slashes."""
+    """Escape text for a regular expression between slashes."""
     return re.sub(r"([\\.+*?()|\[\]{}^$/])", r"\\\1", text).replace("\n", "\\n")

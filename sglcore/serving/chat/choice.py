@@ -1,4 +1,4 @@
-"""Which parsers a checkpoint gets: by evidence, then by their test of themselves."""
+"""Chooses the parsers of a checkpoint: by evidence, then by their self-tests."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ F = TypeVar("F", ToolFamily, ReasoningFamily)
 
 @dataclass(frozen=True, slots=True)
 class Choice(Generic[F]):
-    """A family, or None, and why."""
+    """A family or None, and the reason."""
 
     family: F | None
     reason: str
     sample: Sample | None = None
     is_failure: bool = False
-    """There was evidence of a format, and its parser failed its test."""
+    """Whether there was evidence of a format, but its parser failed its test."""
 
 
 def special_texts(codec: TextCodec) -> set[str]:
-    """The tokens that decoding may leave out."""
+    """Return the tokens that decoding may leave out."""
     return {token.content for token in codec.tokenizer.get_added_tokens_decoder().values() if token.special}
 
 
 def content_form(template: ChatTemplate) -> MessageForm:
-    """Whether content is a string for the template or a list of parts."""
+    """Return whether content is a string for the template, or a list of parts."""
     for parts in (False, True):
         content = [{"type": "text", "text": "probe"}] if parts else "probe"
         try:
@@ -48,8 +48,8 @@ def content_form(template: ChatTemplate) -> MessageForm:
 def choose_tools(
     codec: TextCodec, name: str, reasoning: ReasoningFamily | None, form: MessageForm
 ) -> Choice[ToolFamily]:
-    """The first tool parser with evidence that passes; raises ConfigError if the named one does
-    not."""
+    """Return the first tool parser with evidence that passes its test. Raises ConfigError if a
+    named one does not."""
     if name in OFF:
         return Choice(None, "turned off")
     absent = _no_tools(codec.template) if codec.reads_text else SKIPPED
@@ -128,7 +128,7 @@ def _test_reasoning(codec: TextCodec, family: ReasoningFamily) -> None:
 
 
 def _no_tools(template: ChatTemplate) -> str:
-    """Why a template cannot take tools; empty if it can."""
+    """Return why a template cannot take tools; empty if it can."""
     source = template.source(tools=True)
     if source is None:
         return "this checkpoint has no chat template"
@@ -142,13 +142,13 @@ def _no_tools(template: ChatTemplate) -> str:
 
 
 def _writes_calls(codec: TextCodec) -> bool:
-    """Whether the template writes the calls of earlier turns."""
+    """Return whether the template writes the calls of earlier turns."""
     return "tool_calls" in (codec.template.source(tools=True) or "")
 
 
 def _candidates(codec: TextCodec) -> list[ToolFamily]:
-    """The families with evidence; of a template that writes no calls, those that write them without
-    it."""
+    """Return the families with evidence; if the template writes no calls, the families that write
+    calls themselves."""
     found = codec.template.literals(tools=True)
     if _writes_calls(codec):
         return [family for family in TOOLS if all(mark in found for mark in family.evidence)]
@@ -157,12 +157,13 @@ def _candidates(codec: TextCodec) -> list[ToolFamily]:
 
 
 def _evidence(codec: TextCodec, family: ReasoningFamily) -> str:
-    """What has the markers of a family; empty if nothing does."""
+    """Return what has the markers of a family; empty if nothing does."""
     try:
         literals = codec.template.literals()
     except TextError:
         literals = ""
-    # Marks around content are told of side by side; apart they may be those of a tool's answer.
+    # Marks around content count only if they are adjacent; apart they may be those of a tool's
+    # answer.
     if all(mark in literals for mark in (*family.marks, "".join(family.hidden))):
         return "the chat template"
     return "the tokenizer" if _added(codec).issuperset(family.marks + family.hidden) else ""

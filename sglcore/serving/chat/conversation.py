@@ -1,4 +1,4 @@
-"""The messages of a request in the form that a checkpoint's template reads."""
+"""Converts the messages of a request to the form that a checkpoint's template reads."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ object.
 
 @dataclass(frozen=True, slots=True)
 class MessageForm:
-    """What a template wants, found out by rendering."""
+    """The form of messages that a template needs, found by rendering."""
 
     parts: bool = False
-    """Content as a list of parts instead of a string."""
+    """Content is a list of parts instead of a string."""
     arguments: bool = True
-    """A call's arguments as an object instead of JSON text."""
+    """A call's arguments are an object instead of JSON text."""
     empty: bool = False
-    """Content that is missing as an empty string instead of None."""
+    """Missing content is an empty string instead of None."""
     single: bool = False
-    """One call in a message, and its results before the next."""
+    """A message has one call, and its results come before the next call."""
     joined: bool = False
-    """Thoughts and content of a message with calls as one."""
+    """Reasoning and content of a message with calls are joined."""
     numbered: bool = False
-    """Ids of calls as `functions.NAME:NUMBER`."""
+    """Ids of calls have the form `functions.NAME:NUMBER`."""
     write: Callable[[Sequence[Mapping[str, Any]]], str] | None = None
-    """Writes calls as content."""
+    """Writes calls as content. None: the template writes them."""
     described: bool = False
-    """Every tool with a description."""
+    """Every tool has a description."""
 
     def tools(self, tools: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-        """The tools for the template."""
+        """Return the tools for the template."""
         if not self.described:
             return list(tools)
         functions = ({"description": "", **tool.get("function", tool)} for tool in tools)
@@ -47,7 +47,8 @@ class MessageForm:
 
 
 def as_template_reads(messages: Sequence[Message], form: MessageForm) -> list[dict[str, Any]]:
-    """The messages for the template; raises TextError for what no template of text can take."""
+    """Return the messages for the template. Raises TextError for a message that no text template
+    can take."""
     listed = [_message(place, message, form) for place, message in enumerate(messages)]
     if form.numbered:
         _number_calls(listed)
@@ -55,7 +56,7 @@ def as_template_reads(messages: Sequence[Message], form: MessageForm) -> list[di
 
 
 def _one_by_one(messages: Sequence[dict[str, Any]], form: MessageForm) -> Iterator[dict[str, Any]]:
-    """The same calls, one in a message, each before its own results."""
+    """Yield the same calls with one call in each message, followed by its own results."""
     rest = deque(messages)
     while rest:
         message = rest.popleft()
@@ -73,7 +74,7 @@ def _one_by_one(messages: Sequence[dict[str, Any]], form: MessageForm) -> Iterat
 
 
 def _number_calls(messages: list[dict[str, Any]]) -> None:
-    """Give calls, and their results, ids with the function's name and the call's place in the
+    """Give calls and their results ids with the function's name and the call's number in the
     conversation."""
     ids: dict[Any, str] = {}
     number = 0
@@ -91,7 +92,7 @@ def _message(place: int, message: Message, form: MessageForm) -> dict[str, Any]:
         raise TextError(f"messages[{place}] has no role", wanted="a role such as user")
     content = result.get("content")
     if content is None and not message.get("tool_calls"):
-        content = ""  # Templates know of messages without content if they hold calls alone.
+        content = ""  # Templates expect messages without content only if they have calls.
     result["content"] = _content(place, content, form)
     thoughts = result.get("reasoning_content") or result.pop("reasoning", None)
     if calls := result.pop("tool_calls", None):

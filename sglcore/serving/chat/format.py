@@ -1,8 +1,7 @@
-"""The chat format of a checkpoint: how a conversation becomes its prompt, and how its answers are
-read.
+"""The chat format of a checkpoint: how a conversation becomes a prompt, and how answers are parsed.
 
-Chosen once, from evidence in the template and the tokenizer; every parser that is on has passed the
-test of itself.
+Chosen once, from evidence in the template and the tokenizer; every active parser has passed its
+self-test.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from sglcore.serving.chat.self_test import Sample, new_ids
 Tools = Sequence[Mapping[str, Any]]
 
 CUT = "\x02cut\x03"
-"""Stands at the end of a message that goes on, while it is rendered."""
+"""Marks the end of a message that the answer continues, during rendering."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,26 +33,26 @@ class Rendered:
 
     text: str
     reasoning_open: bool = False
-    """The prompt ends inside a block of reasoning."""
+    """Whether the prompt ends inside a block of reasoning."""
     ignored: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class ChatFormat:
-    """How a checkpoint's conversations are written and read. Made by `detect`."""
+    """How a checkpoint's conversations are written and parsed. Made by `detect`."""
 
     template: ChatTemplate
     """The chat template."""
     form: MessageForm
-    """The shape of messages that the template wants."""
+    """The form of messages that the template needs."""
     tool_parser: str | None
     """The name of the tool parser. None: tools are off."""
     tool_reason: str
-    """Why this tool parser."""
+    """The reason for this tool parser."""
     reasoning_parser: str | None
     """The name of the reasoning parser. None: reasoning is not recognised."""
     reasoning_reason: str
-    """Why this reasoning parser."""
+    """The reason for this reasoning parser."""
     rows: tuple[Row, ...]
     """The ledger's rows of both decisions."""
     skip_special_tokens: bool
@@ -65,13 +64,13 @@ class ChatFormat:
     _sample: Sample | None = None
     """Calls as the template writes them, from the parser's test. None: no test was passed."""
     _controls: tuple[str, ...] = ()
-    """Special tokens that are no markers, where the text is decoded with special tokens."""
+    """Special tokens that are not markers, if the text is decoded with special tokens."""
     _added: Mapping[str, int] = field(default_factory=dict)
     """Ids of the tokenizer's added tokens, by their text."""
 
     @classmethod
     def detect(cls, codec: TextCodec, *, tool_parser: str = "auto", reasoning_parser: str = "auto") -> ChatFormat:
-        """Choose and test the parsers; raises ConfigError if a named one is unknown or fails its
+        """Choose and test the parsers. Raises ConfigError if a named one is unknown or fails its
         test."""
         reasoning = choose_reasoning(codec, reasoning_parser)
         form = content_form(codec.template)
@@ -111,8 +110,8 @@ class ChatFormat:
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> Rendered:
-        """The prompt of a conversation; raises TextError if the template refuses, or tools are
-        asked for and are off."""
+        """Return the prompt of a conversation. Raises TextError if the template refuses, or if
+        tools are requested but off."""
         offered = self._offered(tools, tool_choice)
         if offered and self._tools is None:
             raise TextError(f"tools are off: {self.tool_reason}", remedy="ask without tools", field="tools")
@@ -129,7 +128,7 @@ class ChatFormat:
         return Rendered(text, self._is_open(text), ignored)
 
     def stream(self, *, tools: Tools | None, reasoning_open: bool, tool_choice: Any = "auto") -> DeltaParser:
-        """A parser for one answer; without tools, what looks like a call is content."""
+        """Return a parser for one answer; without tools, text that looks like a call is content."""
         offered = self._offered(tools, tool_choice)
         return DeltaParser(
             calls=self._tools.calls if self._tools and offered else None,
@@ -187,15 +186,15 @@ class ChatFormat:
         must_call: bool = False,
         budget: int | None = None,
     ) -> Thinking | None:
-        """The reasoning before an answer that is bound, or that has a budget for it. None: there is
-        none, or none that tokens tell from the answer."""
+        """Return the reasoning before an answer that is constrained, or that has a reasoning
+        budget. None: there is no reasoning, or tokens do not separate it from the answer."""
         family = self._reasoning
         if family is None or not (is_bound or budget is not None):
             return None
         start, end = family.marks
         if family.opening and not must_call:
-            # Reasoning and calls may stand anywhere before the channel of the answer. Each begins
-            # with its own channel.
+            # Reasoning and calls may be anywhere before the channel of the answer. Each begins with
+            # its own channel.
             closing = end + family.resume + family.opening
             channel = next((text for text in self._added if text and family.opening.startswith(text)), "")
             begin = "" if rendered.reasoning_open else channel
@@ -208,7 +207,7 @@ class ChatFormat:
         return Thinking(end, end, start, budget, may_stop=not is_bound)
 
     def _readable(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
-        """The messages for the template, if it reads what they hold."""
+        """Return the messages for the template, if it can read their content."""
         listed = as_template_reads(messages, self.form)
         has_calls = any(message.get("tool_calls") for message in listed)
         if has_calls and "tool_calls" not in (self.template.source(tools=True) or ""):
@@ -218,7 +217,8 @@ class ChatFormat:
     def _continued(
         self, messages: list[dict[str, Any]], tools: Tools | None, add_prompt: bool, variables: Mapping[str, Any]
     ) -> tuple[str, bool]:
-        """The prompt up to the end of the last message's content."""
+        """Return the prompt up to the end of the last message's content, and whether it ends inside
+        reasoning."""
         if add_prompt:
             raise TextError(
                 "continue_final_message and add_generation_prompt are both true",
@@ -255,7 +255,7 @@ class ChatFormat:
 
 
 def _chosen_name(tool_choice: Any) -> str | None:
-    """The function that a tool_choice names."""
+    """Return the function that a tool_choice names."""
     if not isinstance(tool_choice, Mapping):
         return None
     function = tool_choice.get("function", tool_choice)

@@ -1,4 +1,4 @@
-"""A frontend that chats: it knows how the checkpoint's conversations are written and read."""
+"""A frontend for chat: it has the chat format of the checkpoint."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class ChatFrontend(Frontend):
     """The frontend of every endpoint."""
 
     def __init__(self, config: EngineConfig, server: ServerConfig, **others: Any) -> None:
-        """As the frontend, and chooses the parsers; raises ConfigError for a named one that does
+        """As `Frontend`; also chooses the parsers. Raises ConfigError for a named parser that does
         not suit the model."""
         super().__init__(config, server, **others)
         self.format = ChatFormat.detect(

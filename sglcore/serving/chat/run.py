@@ -1,8 +1,7 @@
-"""A chat on its way: messages become a prompt, the model's text becomes reasoning, content and tool
-calls.
+"""A chat in progress: messages become a prompt, the model's text becomes reasoning, content and
+tool calls.
 
-All endpoints that chat, in whatever protocol, are translations to `ChatRequest` and from
-`ChatEvent`.
+All chat endpoints, of any protocol, are translations to `ChatRequest` and from `ChatEvent`.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ outside the event loop: a template may take a million steps.
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatRequest:
-    """A conversation and what is wanted next, in OpenAI's shapes, whatever protocol it came in."""
+    """A conversation and the requested answer, in OpenAI's shapes, whatever the protocol."""
 
     messages: Sequence[Mapping[str, Any]]
     """The messages."""
@@ -47,26 +46,26 @@ class ChatRequest:
     tool_choice: ToolChoice = "auto"
     """One of "none", "auto", "required", or `{"type": "function", "function": {"name": ...}}`."""
     parallel_tool_calls: bool = True
-    """An answer may have several calls. False: only its first call is kept."""
+    """Whether an answer may have several calls. False: only its first call is kept."""
     progress: bool = False
-    """Report how far the prompt is computed."""
+    """Whether to report how far the prompt is computed."""
     chat_template_kwargs: Mapping[str, Any] | None = None
     """Further variables of the chat template. None: none."""
     add_generation_prompt: bool = True
-    """The prompt ends with the beginning of an answer."""
+    """Whether the prompt ends with the beginning of an answer."""
     continue_final_message: bool = False
-    """The answer continues the last message."""
+    """Whether the answer continues the last message."""
     request_id: str | None = None
     """The name of the request. None: it gets one."""
     form: str = "response_format"
-    """The field of the client's request that binds the answer's form, if one does."""
+    """The field of the client's request that constrains the answer, if any."""
     thinking_token_budget: int | None = None
-    """Tokens of reasoning after which it is ended. None: no limit."""
+    """Largest number of reasoning tokens. None: no limit."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChatEvent:
-    """What is new of one sample: a delta, log-probabilities and ids of tokens, or its end; or
+    """New data of one sample: a delta, log-probabilities and ids of tokens, or its end; or
     (`progress`) of the prompt."""
 
     index: int
@@ -79,7 +78,7 @@ class ChatEvent:
 
 @dataclass(slots=True)
 class ChatMessage:
-    """One sample as it grows: its deltas, and how it ended."""
+    """One growing sample: its deltas, and how it ended."""
 
     deltas: list[Delta] = field(default_factory=list)
     finish_reason: ChatFinish | None = None
@@ -87,41 +86,41 @@ class ChatMessage:
 
     @property
     def content(self) -> str:
-        """Its text."""
+        """Its content."""
         return text_of(self.deltas, "content")
 
     @property
     def reasoning(self) -> str:
-        """What it thought."""
+        """Its reasoning."""
         return text_of(self.deltas, "reasoning")
 
     @property
     def tool_calls(self) -> list[Call]:
-        """Its calls, in their order."""
+        """Its calls, in order."""
         return calls_of(self.deltas)
 
 
 class TextParser(Protocol):
-    """What reads a sample's text, however it is split."""
+    """Parses a sample's text, however it is split."""
 
     def push(self, text: str) -> list[Delta]:
-        """The deltas that more text makes certain."""
+        """Take more text; returns the deltas that it completes."""
         ...
 
     def finish(self) -> list[Delta]:
-        """The deltas of what was held back; no more text comes."""
+        """End the text; returns the deltas of text that was held back."""
         ...
 
 
 class ChatRun(Runs):
-    """The run of one prompt, as an async iterator of ChatEvent. Iterating raises what ended it from
-    outside. One consumer."""
+    """The run of one prompt, as an async iterator of ChatEvent. Iterating raises an error that
+    ended it from outside. One consumer."""
 
     def __init__(
         self, runs: Runs, request: ChatRequest, parsers: Sequence[TextParser], ignored: Sequence[str] = ()
     ) -> None:
-        """`parsers` of its samples. `ignored`: the chat_template_kwargs that the template does not
-        read."""
+        """`parsers`: one for each sample. `ignored`: the chat_template_kwargs that the template
+        does not read."""
         super().__init__(runs.generations, runs.held, runs.form, runs.check)
         self.request, self.ignored = request, tuple(ignored)
         parallel = request.parallel_tool_calls
@@ -130,13 +129,12 @@ class ChatRun(Runs):
 
     @property
     def output(self) -> RequestOutput:
-        """What the engine gave of it so far."""
+        """The engine's output so far."""
         return self.outputs[0]
 
     @property
     def first_token_at(self) -> float | None:
-        """When its first token came, as `time.perf_counter()` counts; None as long as there is
-        none."""
+        """Time of its first token, by `time.perf_counter()`; None as long as there is none."""
         return self.generations[0].first_token_at
 
     async def __aiter__(self) -> AsyncIterator[ChatEvent]:
@@ -151,7 +149,7 @@ class ChatRun(Runs):
                 yield event
 
     async def _look(self, sample: Completion) -> None:
-        """At its calls, or at its content if it has called nothing."""
+        """Check the arguments of a sample's calls, or its content if it has no calls."""
         if self.check is None:
             return
         deltas = self._samples[sample.index].kept
@@ -163,8 +161,8 @@ class ChatRun(Runs):
             await self.check.look(sample, self.request.form, text_of(deltas, "content"))
 
     async def begin(self) -> tuple[ChatEvent, AsyncIterator[ChatEvent]]:
-        """The first event, and the others; waits for it. Raises what ended the run before it, and
-        Unanswered if that was an operator."""
+        """Return the first event and an iterator of the others; waits for the first. Raises an
+        error that ended the run before it, and Unanswered if an operator ended it."""
         events = aiter(self)
         first = await anext(events, None)
         if first is None:
@@ -177,16 +175,16 @@ class _Sample:
     """One sample's parser, and whether it has called a tool."""
 
     def __init__(self, index: int, parser: TextParser, parallel: bool, *, keeps: bool) -> None:
-        """`keeps`: all that it says, in `kept`."""
+        """`keeps`: keep all its deltas in `kept`."""
         self.kept: list[Delta] = []
         self._index, self._parser, self._parallel, self._keeps = index, parser, parallel, keeps
         self._arguments: str | None = None
-        """Of its last call; None: it has called nothing."""
+        """Arguments of its last call; None: it has no calls."""
         self._unsent: tuple[int, ...] = ()
 
     def take(self, text: TextDelta, stop_cause: int | str | None) -> list[ChatEvent]:
-        """The events of new text: tokens stand with the first, the end with the last; `stop_cause`
-        as its output has it."""
+        """Return the events of new text: tokens come with the first event, the end with the last;
+        `stop_cause` as in its output."""
         deltas = self._parser.push(text.text) if text.text else []
         if text.finish_reason is not None:
             deltas = [*deltas, *self._parser.finish()]
@@ -213,16 +211,16 @@ class _Sample:
         ]
 
     def _reason(self, reason: FinishReason, stop_cause: int | str | None) -> ChatFinish:
-        """A stop string inside of a call leaves none that could be made."""
+        """Return the finish reason; a stop string inside a call leaves no call to make."""
         if reason != "stop" or self._arguments is None:
             return reason
         return "stop" if isinstance(stop_cause, str) and not _is_json(self._arguments) else "tool_calls"
 
 
 async def start_chat(frontend: ChatFrontend, request: ChatRequest) -> ChatRun:
-    """Render the prompt, and give it to an engine; waits for that alone.
+    """Render the prompt and give it to an engine; waits for that only.
 
-    Raises TextError for what the template refuses or tools that are off, and as
+    Raises TextError if the template refuses or if tools are requested but off, and as
     `Frontend.generate`.
     """
     form, tools = frontend.format, tools_in_play(request)
@@ -255,13 +253,13 @@ async def start_chat(frontend: ChatFrontend, request: ChatRequest) -> ChatRun:
 
 
 def plain_run(runs: Runs, params: SamplingParams, form: str) -> ChatRun:
-    """The run of a text that is no conversation: all that comes is content, which the field `form`
-    of the request binds."""
+    """Return the run of a text that is no conversation: all of it is content, which the field
+    `form` of the request constrains."""
     return ChatRun(runs, ChatRequest(messages=(), params=params, form=form), [_Content() for _ in range(params.n)])
 
 
 def _unenforced(request: ChatRequest, *, must_call: bool) -> list[Unenforced]:
-    """What of the schemas that bind the answer does not."""
+    """Return the parts of the answer's schemas that are not enforced."""
     found = unenforced(request.form, request.params.grammar)
     for place, tool in enumerate(request.tools or () if must_call else ()):
         schema = tool.get("function", tool).get("parameters")
@@ -271,7 +269,7 @@ def _unenforced(request: ChatRequest, *, must_call: bool) -> list[Unenforced]:
 
 
 def _names(request: ChatRequest) -> list[str]:
-    """Of its tools."""
+    """Return the names of its tools."""
     return [tool.get("function", tool).get("name", "") for tool in request.tools or ()]
 
 
@@ -283,8 +281,8 @@ def _params(
     *,
     must_call: bool,
 ) -> SamplingParams:
-    """What the request asks for, with what the format of the chat adds: reasoning, calls, its
-    special tokens."""
+    """Return the request's sampling parameters with the additions of the chat format: reasoning,
+    calls, special tokens."""
     params = replace(request.params, thinking=_thinking(form, request, rendered, must_call=must_call))
     if tools:
         with blame("tool_choice"), blame("tools", GrammarError):
@@ -304,15 +302,15 @@ def _params(
 
 
 async def count_prompt(frontend: ChatFrontend, request: ChatRequest, param: str) -> int:
-    """How many tokens the prompt of a chat has; waits for the tokenizer. Raises InvalidRequest that
-    blames `param`."""
+    """Return the number of tokens of a chat's prompt; waits for the tokenizer. Raises
+    InvalidRequest about `param`."""
     with blame(param):
         return len(await frontend.tokenize((await render(frontend, request)).text, special=False))
 
 
 async def render(frontend: ChatFrontend, request: ChatRequest) -> Rendered:
-    """The prompt of a chat; a long one does not hold up the event loop. Raises TextError, also
-    where no text is read."""
+    """Return the prompt of a chat; a long one does not block the event loop. Raises TextError, also
+    without a tokenizer."""
     frontend.codec.need_text("a chat")
     return await asyncio.to_thread(_render, frontend, request) if _is_long(request) else _render(frontend, request)
 
@@ -339,7 +337,7 @@ def _render(frontend: ChatFrontend, request: ChatRequest) -> Rendered:
 
 
 async def collect_chat(run: ChatRun) -> list[ChatMessage]:
-    """All samples as whole messages; waits until each has ended."""
+    """Return all samples as whole messages; waits until each has ended."""
     await run.ended()
     messages = [ChatMessage() for _ in run.output.outputs]
     async for event in run:
@@ -356,12 +354,13 @@ async def collect_chat(run: ChatRun) -> list[ChatMessage]:
 
 
 def tools_in_play(request: ChatRequest) -> Sequence[Mapping[str, Any]] | None:
-    """The tools that the model hears of; None if there are none, or none may be called."""
+    """Return the tools that the prompt shows; None if there are none, or none may be called."""
     return request.tools if request.tools and request.tool_choice != "none" else None
 
 
 def _must_call(request: ChatRequest, tools: Sequence[Mapping[str, Any]] | None) -> bool:
-    """Whether the answer has to be a call; raises InvalidRequest for what cannot be one."""
+    """Return whether the answer must be a call. Raises InvalidRequest for a tool choice that cannot
+    be met."""
     if request.tool_choice in ("none", "auto"):
         return False
     if not tools:
@@ -386,15 +385,14 @@ def _thinking(form: ChatFormat, request: ChatRequest, rendered: Rendered, *, mus
 
 
 class _Content:
-    """The parser of an answer that is bound from its first token: it is content, whatever it
-    holds."""
+    """The parser of an answer that is constrained from its first token: all of it is content."""
 
     def push(self, text: str) -> list[Delta]:
-        """The text itself."""
+        """Return the text itself as content."""
         return [Delta("content", text)]
 
     def finish(self) -> list[Delta]:
-        """Nothing is held back."""
+        """Return nothing: no text is held back."""
         return []
 
 

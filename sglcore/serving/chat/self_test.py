@@ -1,5 +1,5 @@
-"""The test of a parser on its own checkpoint: calls that the template writes are read back, however
-they are split."""
+"""The test of a parser on its own checkpoint: it must read back the calls that the template writes,
+however they are split."""
 
 from __future__ import annotations
 
@@ -22,24 +22,25 @@ CALL_IDS = ("Pr0beCa11", "Pr0beCa12")
 
 
 class Failed(Exception):
-    """A parser that did not read back what the template wrote; the text says how."""
+    """A parser did not read back what the template wrote; the text says how."""
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What a template writes for an answer with calls, and whether that begins inside reasoning."""
+    """The text that a template writes for an answer with calls, and whether it begins inside
+    reasoning."""
 
     text: str
     reasoning_open: bool
     calls: tuple[Call, ...] = ()
     footer: str = ""
-    """What follows the last call."""
+    """Text after the last call."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A passed test: the form of messages that the template wants, its turns with one call and (or
-    None) with two."""
+    """A passed test: the form of messages that the template needs, and its turns with one call and
+    (or None) with two."""
 
     form: MessageForm
     one: Turn
@@ -56,12 +57,12 @@ class Candidate:
     skip_special_tokens: bool
 
     def parser(self, turn: Turn) -> DeltaParser:
-        """A new parser for a turn; all its calls have one id, so that two parsers give equal
+        """Return a new parser for a turn; all its calls have one id, so that two parsers give equal
         deltas."""
         return self.reader(turn, calls=self.family.calls)
 
     def reader(self, turn: Turn, *, calls: ToolScan | None = None) -> DeltaParser:
-        """The same, for which calls are content."""
+        """Return the same parser, but calls are content."""
         return DeltaParser(
             calls=calls,
             tools=probe_tools(),
@@ -72,7 +73,7 @@ class Candidate:
 
 
 def probe_tools() -> list[dict[str, Any]]:
-    """Two tools that no one has."""
+    """Return two tools that no user has."""
     properties = {
         "place": {"type": "string", "description": "Where"},
         "count": {"type": "integer", "description": "How many"},
@@ -93,7 +94,7 @@ def probe_tools() -> list[dict[str, Any]]:
 
 
 def probe_calls() -> tuple[Call, Call]:
-    """A call of each; quotes, braces, a line's end and letters that are not ASCII have to
+    """Return a call of each tool; quotes, braces, a line break and letters that are not ASCII must
     survive."""
     first = {"place": 'Zürich "}]\n東', "count": 3, "exact": True, "detail": {"list": [1.5, None, "a\\b"], "{": {}}}
     return (
@@ -103,7 +104,7 @@ def probe_calls() -> tuple[Call, Call]:
 
 
 def check_tools(candidate: Candidate, form: MessageForm) -> Sample:
-    """Test a tool parser with every form of messages, the given one first; raises Failed with the
+    """Test a tool parser with every form of messages, the given one first. Raises Failed with the
     first reason."""
     reasons: list[str] = []
     for arguments in (True, False):
@@ -117,7 +118,7 @@ def check_tools(candidate: Candidate, form: MessageForm) -> Sample:
 
 
 def check_reasoning(codec: TextCodec, family: ReasoningFamily, skip_special_tokens: bool) -> None:
-    """Test a reasoning parser on a text of its own; raises Failed."""
+    """Test a reasoning parser on a text of its own. Raises Failed."""
     start, end = family.marks
     end += family.resume + family.opening
     for is_open in (False, True):
@@ -136,12 +137,13 @@ def check_reasoning(codec: TextCodec, family: ReasoningFamily, skip_special_toke
 
 
 def new_ids(family: ToolFamily | None) -> Callable[[], str]:
-    """Where the ids of calls come from."""
+    """Return a function that makes the ids of calls."""
     return short_id if family and family.has_short_ids else long_id
 
 
 def _check_form(candidate: Candidate, form: MessageForm) -> Sample:
-    """The turn with the most calls is split at every place, the other one is read in three ways."""
+    """Test one form: the turn with the most calls is split at every position, the other turn is
+    read in three ways."""
     calls = probe_calls()
     one = _turn(candidate, form, calls[:1])
     try:
@@ -180,14 +182,14 @@ def _completed(codec: TextCodec, form: MessageForm) -> MessageForm:
 
 
 def _turn(candidate: Candidate, form: MessageForm, calls: Sequence[Call]) -> Turn:
-    """What the template adds for an answer with these calls."""
+    """Return the text that the template adds for an answer with these calls."""
     template, tools = candidate.codec.template, probe_tools()
     answer = {"role": "assistant", "content": None, "tool_calls": [_as_sent(call) for call in calls]}
     question = as_template_reads([QUESTION], form)
     answered = as_template_reads([QUESTION, answer], form)
     before = template.render(question, tools=tools, add_generation_prompt=True)
     after = template.render(answered, tools=tools, add_generation_prompt=False)
-    # What both begin with is the prompt, but never the beginning of a marker.
+    # The common beginning is the prompt, but never the beginning of a marker.
     cut = next((place for place, (a, b) in enumerate(zip(before, after, strict=False)) if a != b), len(before))
     marks = candidate.family.opening + (candidate.reasoning.marks if candidate.reasoning else ())
     cut -= max(
@@ -217,8 +219,8 @@ def _read_back(candidate: Candidate, turn: Turn, calls: Sequence[Call], places: 
 
 
 def _splits(text: str, parser: Callable[[], DeltaParser], places: Iterable[int]) -> Iterator[tuple[str, list[Delta]]]:
-    """How the text was split, and what was read: one character at a time, then in two parts at each
-    place."""
+    """Yield how the text was split, and what was read: first one character at a time, then in two
+    parts at each position."""
     reader = parser()
     yield "one character at a time", joined([*(d for mark in text for d in reader.push(mark)), *reader.finish()])
     for place in places:
@@ -228,7 +230,7 @@ def _splits(text: str, parser: Callable[[], DeltaParser], places: Iterable[int])
 
 
 def _decoded(candidate: Candidate, text: str) -> str:
-    """The text as its tokens decode."""
+    """Return the text as its tokens decode."""
     ids = candidate.codec.encode(text, special=False)
     return candidate.codec.decode(ids, skip_special_tokens=candidate.skip_special_tokens)
 
@@ -248,8 +250,8 @@ def _verify(candidate: Candidate, turn: Turn, deltas: Sequence[Delta], calls: Se
 
 
 def _verify_content(candidate: Candidate, turn: Turn, deltas: Sequence[Delta]) -> None:
-    """Content is what stands before the first call, and after the last one, without any part of a
-    marker."""
+    """Check that content is the text before the first call and after the last one, without any part
+    of a marker."""
     marks = candidate.family.marks
     places = [place for place, delta in enumerate(deltas) if delta.kind.startswith("tool")]
     before, between, after = (

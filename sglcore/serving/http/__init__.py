@@ -1,2 +1,2 @@
-"""HTTP: connections, the application, streams, errors. May import all other folders of the
+"""HTTP: connections, the application, streams, errors. It may import all other folders of the
 server."""

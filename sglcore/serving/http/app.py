@@ -68,8 +68,9 @@ async def running_app(frontend: ChatFrontend) -> AsyncIterator[FastAPI]:
 
 
 def make_app(frontend: ChatFrontend, runner: BatchRunner | None = None) -> FastAPI:
-    """All endpoints. `runner` has the files and the batches; None: there are none. Their
-    documentation is at /openapi.json; the pages that would load scripts of other hosts are off."""
+    """Return the application with all endpoints. `runner` has the files and the batches; None: no
+    batches. The document is at /openapi.json; documentation pages that load scripts from other
+    hosts are off."""
     app = Application(
         needs_key=bool(frontend.config.api_key),
         responses=documented_errors((401, 403, 500)),

@@ -1,5 +1,5 @@
-"""One client's connection: a head has to arrive in time and within a size, and what is ready has to
-be taken in time.
+"""One client's connection: a request head must arrive in time and within a size, and the client
+must read answers in time.
 
 The parser is httptools, which is compiled.
 """
@@ -20,7 +20,7 @@ from sglcore.serving.replicas.errors import INVALID, Failure
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """What a connection may cost. Times are seconds."""
+    """The limits of a connection. Times are in seconds."""
 
     connections: int
     head_bytes: int
@@ -29,14 +29,15 @@ class Bounds:
 
 
 LINGER_SECONDS = 1.0
-"""How long a refused client may go on sending, unread, so that it gets to read why."""
+"""Seconds during which a refused client may continue to send, unread, so that it can read the
+reason."""
 MOST_REFUSED = 128
-"""So many connections over the bound are told so at once; others are cut off."""
+"""Number of connections above the limit that get an answer; further ones are cut off."""
 ANSWERING = "answering"
-"""In a request's state: the tasks that answer it, which are cancelled and taken out when its
+"""Key in a request's state: the tasks that answer it, which are cancelled and removed when its
 connection ends."""
 OPEN_ENDED = "open-ended"
-"""In a request's state: the cycle of a client without support for chunked transfer.
+"""Key in a request's state: the cycle of a client without support for chunked transfer.
 
 The end of its connection marks the end of an answer.
 """
@@ -45,14 +46,14 @@ BAD_CHUNK = Failure(400, "the body of the request is not in valid chunks", INVAL
 
 
 class Refused(Exception):
-    """Stops the parser in a head that is too large, or that names what is not here."""
+    """Stops the parser in a head that is too large or that names something unsupported."""
 
 
 class Connection(HttpToolsProtocol):
     """uvicorn's protocol, within bounds. Trailers are dropped, because nothing reads them."""
 
     def __init__(self, *, bounds: Bounds, **given: Any) -> None:
-        """`given` is what uvicorn gives its protocols."""
+        """`given`: uvicorn's arguments of its protocols."""
         super().__init__(**given)
         self.app = Unchunked(self.app)
         self.bounds = bounds
@@ -64,7 +65,7 @@ class Connection(HttpToolsProtocol):
         self._write_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:
-        """Refuses what is one connection too many; otherwise the first head has to come in time."""
+        """Refuse a connection above the limit; otherwise start the time limit of the first head."""
         super().connection_made(transport)
         excess = len(self.connections) - self.bounds.connections
         if excess > MOST_REFUSED:
@@ -75,14 +76,14 @@ class Connection(HttpToolsProtocol):
         self._expect_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """No timer outlives it, and no work for an answer."""
+        """Cancel the timers and the tasks that make an answer."""
         self._stop_answering()
         self._head_timer = _cancelled(self._head_timer)
         self._write_timer = _cancelled(self._write_timer)
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Feeds the parser, and counts what it has of an incomplete head."""
+        """Feed the parser, and count the bytes of an incomplete head."""
         if self._is_refused or self.transport.is_closing():
             return
         super().data_received(data)
@@ -99,19 +100,19 @@ class Connection(HttpToolsProtocol):
             self._expect_head()
 
     def on_message_begin(self) -> None:
-        """A head begins."""
+        """Note that a head begins."""
         self._in_head = True
         super().on_message_begin()
         self.scope["state"][ANSWERING] = self._answering  # pyright: ignore[reportTypedDictNotRequiredAccess]
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """A header, or a trailer."""
+        """Handle a header or a trailer."""
         if self._in_head:
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """The head is there, and is measured even if it came at once; raises Refused, which the
-        parser hands on as its own error."""
+        """Check the complete head, also if it arrived at once. Raises Refused, which the parser
+        passes on as its own error."""
         self._in_head = False
         size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
         if size > self.bounds.head_bytes:
@@ -126,30 +127,30 @@ class Connection(HttpToolsProtocol):
             self.scope["state"][OPEN_ENDED] = self.cycle  # pyright: ignore[reportTypedDictNotRequiredAccess]
 
     def on_message_complete(self) -> None:
-        """All of a request is there: reading goes on, so that it is noticed when the client
-        leaves."""
+        """Continue reading after a complete request, so that the end of the connection is
+        noticed."""
         super().on_message_complete()
         if not self.pipeline:
             self.flow.resume_reading()
 
     def pause_writing(self) -> None:
-        """The client takes less than there is: it has a while to catch up."""
+        """Start the time limit of a client that reads too slowly."""
         super().pause_writing()
         self._expect_progress()
 
     def resume_writing(self) -> None:
-        """It has caught up."""
+        """Stop that time limit."""
         super().resume_writing()
         self._write_timer = _cancelled(self._write_timer)
 
     def on_response_complete(self) -> None:
-        """A connection that closes now may still have bytes to deliver, but not for ever."""
+        """Limit the time in which a closing connection may deliver its last bytes."""
         super().on_response_complete()
         if self.transport.is_closing():
             self._expect_progress()
 
     def timeout_keep_alive_handler(self) -> None:
-        """Idle for long enough."""
+        """Close a connection that was idle for too long."""
         super().timeout_keep_alive_handler()
         self._expect_progress()
 
@@ -203,15 +204,15 @@ class Connection(HttpToolsProtocol):
 
 
 class Unchunked:
-    """Wraps the app: to a client of HTTP/1.0 an answer of unknown length has no chunks; it ends
+    """Wraps the app: an answer of unknown length to a client of HTTP/1.0 has no chunks and ends
     with the connection."""
 
     def __init__(self, app: ASGIApp) -> None:
-        """`app` knows nothing of it."""
+        """`app`: the app without knowledge of HTTP/1.0."""
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Runs the app."""
+        """Run the app."""
         cycle = scope.get("state", {}).pop(OPEN_ENDED, None)
         if cycle is None:
             return await self._app(scope, receive, send)

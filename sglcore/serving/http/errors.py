@@ -1,4 +1,4 @@
-"""How every error becomes an answer, in the schema that clients of its path expect."""
+"""Converts every error to an answer, in the schema that clients of its path expect."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from sglcore.serving.replicas.errors import INVALID, Failure, InvalidRequest, to
 LONGEST_SHOWN = 60
 """Characters of a refused value that its error repeats."""
 OLLAMA = "/api/"
-"""What the paths of Ollama's protocol begin with."""
+"""Prefix of the paths of Ollama's protocol."""
 _WANTED = MappingProxyType(
     {
         "missing": "a value",
@@ -51,11 +51,11 @@ _WANTED = MappingProxyType(
         "literal_error": "{expected}",
     }
 )
-"""Our text for each type of pydantic error, as pydantic's own text is for Python programmers."""
+"""Our text for each type of pydantic error; pydantic's own text is for Python programmers."""
 
 
 def body_of(failure: Failure, scope: Scope) -> dict[str, Any]:
-    """The body of a failure on a path; models are asked for by clients of two protocols."""
+    """Return the body of a failure on a path; clients of two protocols request models."""
     path = scope["path"]
     if path.startswith(OLLAMA):
         return ollama.error_body(failure)
@@ -66,25 +66,25 @@ def body_of(failure: Failure, scope: Scope) -> dict[str, Any]:
 
 
 def answer(found: Failure, scope: Scope) -> Response:
-    """The response of a failure, in the schema that clients of the path expect."""
+    """Return the response of a failure, in the schema that clients of the path expect."""
     return Response(encode(body_of(found, scope)), found.status, dict(found.headers), "application/json")
 
 
 async def on_validation(request: Request, error: Exception) -> Response:
-    """For a body or a parameter that is wrong."""
+    """Answer a request with a wrong body or parameter."""
     assert isinstance(error, RequestValidationError)
     return answer(told(refused(error)), request.scope)
 
 
 async def on_http(request: Request, error: Exception) -> Response:
-    """For a path or a method that is not there."""
+    """Answer a request for an unknown path or method."""
     assert isinstance(error, HTTPException)
     path, detail, headers = request.url.path, str(error.detail), dict(error.headers or {})
     if detail == HTTPStatus(error.status_code).phrase:
         detail = f"{request.method} {path[:200]}: {detail.lower()}; /openapi.json lists the endpoints"
     if error.status_code == 405 and isinstance(request.app, Application):
-        # Routes of one path may have one method each; the router names those of the first route
-        # only.
+        # Several routes of one path may have one method each; the router names only those of the
+        # first route.
         own = headers.pop("Allow", "").split(", ")
         headers["allow"] = ", ".join(request.app.methods(path) or sorted(own))
     code = {404: "not_found", 405: "method_not_allowed", 413: "request_too_large"}.get(error.status_code)
@@ -92,20 +92,20 @@ async def on_http(request: Request, error: Exception) -> Response:
 
 
 def refused(error: RequestValidationError) -> InvalidRequest:
-    """What is wrong with a body or a parameter, about the first field that is wrong."""
+    """Return the error of a body or a parameter, about the first wrong field."""
     elsewhere = next((item for item in error.errors() if item["loc"][0] != "body"), None)
     if elsewhere is not None:
         return _refused_parameter(elsewhere)
     found = [(item, _real_names(item, error.body)) for item in error.errors()]
     top = found[0][1][:1]
     about = [place for place in found if place[1][:1] == top]
-    # The deepest error in a union belongs to the member that matches the value's form.
+    # The deepest error in a union belongs to the member that fits the value's form.
     path = max((names for _, names in about), key=len)
     return _refusal(path, [item for item, names in about if names == path], error.body)
 
 
 def _refused_parameter(item: Any) -> InvalidRequest:
-    """What is wrong with a part of the address."""
+    """Return the error of a wrong part of the address."""
     name = str(item["loc"][-1])
     return InvalidRequest(f"{name}: found {_shown(item['input'])}", wanted=_wanted(item), param=name)
 
@@ -129,13 +129,13 @@ def _wanted(item: Any) -> str:
 
 
 def _as_json(value: Any) -> str:
-    """A bound, or the words that pydantic has for a choice of literals."""
+    """Return a bound, or pydantic's words for a choice of literals, as JSON."""
     text = f"{value:g}" if isinstance(value, float) else str(value)
     return text.replace("'", '"').replace("False", "false")
 
 
 def _real_names(item: Any, body: Any) -> tuple[Any, ...]:
-    """The part of an error's place that names fields of the body: unions add names of their own to
+    """Return the part of an error's place that names fields of the body; unions add other names to
     it."""
     names: list[Any] = []
     loc = item["loc"][1:]

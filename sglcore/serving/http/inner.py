@@ -1,4 +1,4 @@
-"""The server's own endpoints asked from within, without a connection."""
+"""Calls the server's own endpoints from within, without a connection."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from starlette.types import ASGIApp, Message
 
 
 async def ask(app: ASGIApp, path: str, body: bytes, request_id: str) -> tuple[int, bytes]:
-    """Status and body of the answer to a POST of JSON; waits for all of it. Cancelled, it ends the
-    request."""
+    """Return status and body of the answer to a POST of JSON; waits for all of it. Cancelling it
+    ends the request."""
     unread, status, answer = [body], 0, bytearray()
 
     async def receive() -> Message:

@@ -1,6 +1,5 @@
-"""The server's log: lines go through a bounded queue to a thread of their own, so that a disk or a
-terminal that is slow, full or gone holds up no request. What could not be written is counted.
-"""
+"""The server's log: lines go through a bounded queue to a thread of their own, so that a slow, full
+or missing disk or terminal blocks no request. Lines that could not be written are counted."""
 
 from __future__ import annotations
 
@@ -17,15 +16,15 @@ from sglcore.device.errors import ConfigError
 from sglcore.device.server_config import ServerConfig
 
 NAMES = ("sglcore", "uvicorn")
-"""The loggers that write the server's lines."""
+"""The loggers of the server's lines."""
 _LONGEST_QUEUE, _FLUSH_SECONDS = 10_000, 2.0
 
 
 class Logs:
-    """The log while it is open; `close` writes what is left. One at a time in a process."""
+    """The open log; `close` writes the remaining lines. One at a time in a process."""
 
     def __init__(self, config: ServerConfig) -> None:
-        """Open the file, or take stderr. Raises ConfigError if the file cannot be opened."""
+        """Open the file, or use stderr. Raises ConfigError if the file cannot be opened."""
         self._stream = _opened(config.log_file)
         self._is_file = config.log_file is not None
         self._queue: queue.Queue[str | None] = queue.Queue(_LONGEST_QUEUE)
@@ -42,11 +41,11 @@ class Logs:
 
     @property
     def lost(self) -> int:
-        """Lines that could not be written, or did not fit into the queue."""
+        """Number of lines that could not be written, or did not fit into the queue."""
         return self._handler.dropped + self._unwritten
 
     def close(self) -> None:
-        """Write what is left, for 2 seconds at most, and let go of the loggers. Idempotent."""
+        """Write the remaining lines, for at most 2 seconds, and release the loggers. Idempotent."""
         for logger in map(logging.getLogger, NAMES):
             logger.handlers = [handler for handler in logger.handlers if handler is not self._handler]
             logger.propagate = True
@@ -57,7 +56,7 @@ class Logs:
         self._thread.join(_FLUSH_SECONDS)
 
     def _write(self) -> None:
-        """The thread: line by line, whatever happens to one."""
+        """Write line by line, in the log's thread; an error affects one line only."""
         while (text := self._queue.get()) is not None:
             self._unwritten += not _is_written(self._stream, f"{text}\n")
         if self._is_file and self._stream is not None:
@@ -66,7 +65,7 @@ class Logs:
 
 
 class _Queued(logging.Handler):
-    """Puts finished lines into the queue, and never waits."""
+    """Puts finished lines into the queue, without waiting."""
 
     def __init__(self, lines: queue.Queue[str | None]) -> None:
         super().__init__()
@@ -95,7 +94,7 @@ class _Lines(logging.Formatter):
 
 
 def _is_written(stream: TextIO | None, text: str) -> bool:
-    """Whether all of it went out; False for a process that has no stderr, too."""
+    """Return whether the whole text was written; False also for a process without stderr."""
     if stream is None:
         return False
     try:

@@ -1,4 +1,4 @@
-"""From a request to its endpoint and back: strict JSON in, answers and streams out."""
+"""Between a request and its endpoint: strict JSON in, answers and streams out."""
 
 from __future__ import annotations
 
@@ -25,17 +25,18 @@ from sglcore.serving.http.sse import EventStream
 from sglcore.serving.replicas.errors import InvalidRequest
 
 LARGE = 256 << 10
-"""Bytes of a body from which it is read in a thread, outside the event loop."""
+"""Bytes from which a body is parsed in a thread, outside the event loop."""
 MOST_DEPTH = 256
-"""Levels of a body. Whatever goes through it level by level, as encoders do, has to have the stack
-for it."""
+"""Largest depth of a body. Code that recurses through it, as encoders do, needs the stack for
+it."""
 JSON, FORM = b"application/json", b"application/x-www-form-urlencoded"
-"""The second one is what curl calls any body, as in the examples of Ollama's documentation."""
+"""Content types; curl gives the second one to any body, as in the examples of Ollama's
+documentation."""
 _TOO_DEEP = object()
 
 Work = Coroutine[Any, Any, Response | Stream]
 OnUnknown = Callable[[Request, Sequence[str]], None]
-"""Gets a request and its unknown fields; may raise an error that refuses it."""
+"""Receives a request and its unknown fields; may raise an error that refuses it."""
 
 
 class JsonRequest(Request):
@@ -44,7 +45,7 @@ class JsonRequest(Request):
     def __init__(self, scope: Scope, receive: Receive) -> None:
         super().__init__(scope, receive)
         self.unknown = UnknownFields()
-        """What its model does not know of the body, once it has been read."""
+        """Fields of the body that its model does not know, after the body has been read."""
         self.decoded: Any = None
         """The body as plain values."""
         self._read: Any = None
@@ -61,7 +62,7 @@ class JsonRequest(Request):
             self._take(data, model)
 
     async def json(self) -> Any:
-        """What `read` made."""
+        """Return the values that `read` parsed."""
         return self._read
 
     def _take(self, data: bytes, model: type[BaseModel]) -> None:
@@ -80,10 +81,10 @@ class JsonRequest(Request):
 
 
 class JsonRoute(APIRoute):
-    """A route that reads JSON bodies strictly and no others."""
+    """A route that accepts only JSON bodies, and parses them strictly."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """The handler, given a strict request; a body that is declared as something else is
+        """Return the handler for a strict request; a body that is declared as something else is
         refused."""
         handle = super().get_route_handler()
         model: Any = self.body_field.field_info.annotation if self.body_field is not None else None
@@ -100,7 +101,7 @@ class JsonRoute(APIRoute):
 
 
 class Routes(APIRouter):
-    """Endpoints that give a Response or a Stream, and know nothing of the connection."""
+    """Endpoints that return a Response or a Stream, without access to the connection."""
 
     def __init__(self, keep_alive: float = 15.0, on_unknown: OnUnknown | None = None) -> None:
         """`keep_alive`: seconds without an event after which a stream sends a keep-alive.
@@ -112,7 +113,7 @@ class Routes(APIRouter):
         self.keep_alive = keep_alive
 
     def add_api_route(self, path: str, endpoint: Callable[..., Any], **given: Any) -> None:
-        """As ever, for an endpoint that may give a Stream. Its docstring is its summary in the
+        """Add an endpoint that may return a Stream. Its docstring becomes its summary in the
         document."""
         summary = given.get("summary") or (endpoint.__doc__ or "").rstrip(".")
         super().add_api_route(path, _streaming(endpoint, self), **{**given, "response_model": None, "summary": summary})
@@ -126,8 +127,8 @@ class Routes(APIRouter):
 
 
 def _streaming(endpoint: Callable[..., Work], routes: Routes) -> Callable[..., Any]:
-    """The endpoint as FastAPI calls it, by the parameters of its signature and with the request,
-    and gets a response."""
+    """Return the endpoint in FastAPI's form: it takes the parameters of its signature and the
+    request, and returns a response."""
 
     by_name = inspect.Parameter.KEYWORD_ONLY
     wanted = inspect.signature(endpoint).parameters
@@ -171,7 +172,7 @@ def _is_deep(value: Any) -> bool:
 
 
 def _as_json(scope: Scope) -> Scope:
-    """A request, with what curl calls a form declared as the JSON that it is."""
+    """Declare a body as JSON if curl has declared it as a form."""
     headers = [(name, JSON if (name, value) == (b"content-type", FORM) else value) for name, value in scope["headers"]]
     return {**scope, "headers": headers}
 

@@ -1,6 +1,5 @@
 """One server from start to end: it listens before the model is loaded, and completes open requests
-when it is told to stop.
-"""
+when it is told to stop."""
 
 from __future__ import annotations
 
@@ -33,10 +32,9 @@ from sglcore.serving.http.tracing import Traces
 from sglcore.serving.replicas.metrics import Metrics
 
 UNANSWERED = 1
-"""The exit code of a stop that did not wait for every answer."""
+"""The exit code of a stop with unanswered requests."""
 LAST_WORDS = 2.0
-"""Seconds in which requests may still be answered after the engine has ended, or the time to
-drain."""
+"""Seconds for last answers after the engine has ended, or after the drain timeout."""
 _SPARE_FILES = 256
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
@@ -48,11 +46,11 @@ log = logging.getLogger("sglcore.serving")
 async def serve(
     config: EngineConfig, server: ServerConfig, *, chosen: Sequence[str] = (), on_listening: OnListening | None = None
 ) -> int:
-    """Serve until told to stop (0; UNANSWERED if that cut requests off) or until the model cannot
+    """Serve until told to stop (0; UNANSWERED if requests were cut off) or until the model cannot
     be served any more (its exit code). Waits.
 
-    `on_listening` gets the frontend and the URL once connections are taken, before the model is
-    there. Raises ConfigError for what cannot start at all: a port in use, no checkpoint, no
+    `on_listening` gets the frontend and the URL once connections are accepted, before the model is
+    loaded. Raises ConfigError for what prevents a start: a port in use, no checkpoint, no
     tokenizer.
     """
     config = settled(config, options_of(server))
@@ -87,8 +85,8 @@ async def serve(
 
 
 def bind(config: ServerConfig) -> list[socket.socket]:
-    """Sockets on all addresses of the host, at one port. Raises ConfigError; does not listen
-    yet."""
+    """Return sockets on all addresses of the host, with one port. Raises ConfigError; does not
+    listen yet."""
     bound: list[socket.socket] = []
     port = config.port
     try:
@@ -107,14 +105,14 @@ def bind(config: ServerConfig) -> list[socket.socket]:
 
 
 def tls_of(config: ServerConfig) -> ssl.SSLContext | None:
-    """What the server's connections are encrypted with; None: nothing. Raises ConfigError for files
-    that do not fit."""
+    """Return the TLS context of the server's connections; None: no encryption. Raises ConfigError
+    for files that do not fit."""
     if config.ssl_certfile is None:
         return None
     certificate = config.ssl_certfile
     try:
         tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=config.ssl_ca_certs)
-        # Without a password OpenSSL would ask the terminal for the one of an encrypted key.
+        # Without a password OpenSSL would ask for that of an encrypted key on the terminal.
         tls.load_cert_chain(certificate, config.ssl_keyfile, config.ssl_keyfile_password or "")
     except (OSError, ValueError) as error:
         raise ConfigError(
@@ -128,7 +126,7 @@ def tls_of(config: ServerConfig) -> ssl.SSLContext | None:
 
 
 def address_of(sockets: Sequence[socket.socket], scheme: str = "http") -> str:
-    """The URL under which this machine reaches the server."""
+    """Return the URL by which this machine reaches the server."""
     host, port = sockets[0].getsockname()[:2]
     if host in ("0.0.0.0", "::"):
         host = "localhost"
@@ -147,13 +145,13 @@ async def run_server(
     on_overdue: Callable[[], None] | None = None,
     metrics: Metrics | None = None,
 ) -> bool:
-    """Serve until told to stop; True if every request in flight was answered.
+    """Serve until told to stop; returns whether every request in flight was answered.
 
     The first SIGTERM or SIGINT awaits `on_drain`, which should make the app refuse new requests,
-    and all requests in flight, for `drain_timeout` seconds at most: then `on_overdue` may fail
+    and all requests in flight, for at most `drain_timeout` seconds; then `on_overdue` may fail
     them, and 2 seconds are left for the answers. The second signal stops at once. `stopped`, set
     when the engine has ended, leaves 2 seconds, too. `on_listening` gets the URL. `tls` encrypts
-    connections. Call it on the main thread for the signals to be heard.
+    connections. Call it on the main thread, otherwise signals are not received.
     """
     sockets = list(sockets or bind(config))
     server = _Server(uvicorn_config(app, config), tls)
@@ -177,7 +175,7 @@ async def run_server(
 
 
 class _Server(uvicorn.Server):
-    """A server that leaves signals to others, and tells when it listens."""
+    """A server that leaves signals to others, and reports when it listens."""
 
     def __init__(self, config: uvicorn.Config, tls: ssl.SSLContext | None) -> None:
         config.load()
@@ -188,28 +186,29 @@ class _Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """None."""
+        """Capture no signals."""
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """As ever, and then says so."""
+        """Start as uvicorn does, then report that it listens."""
         await super().startup(sockets)
         self.listens.set()
 
     async def main_loop(self) -> None:
-        """Renews the date of answers each second, until `leave`."""
+        """Update the date of answers each second, until `leave`."""
         while not await self.on_tick(0):
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._leaves.wait(), 1.0)
 
     def leave(self) -> None:
-        """Listen no more; does not wait."""
+        """Stop listening; does not wait."""
         self.should_exit = True
         self._leaves.set()
 
 
 def uvicorn_config(app: ASGIApp, config: ServerConfig) -> uvicorn.Config:
-    """How uvicorn serves it: by our connections, without signals, lifespan and logs of its own."""
+    """Return uvicorn's configuration: our connections, without its own signals, lifespan and
+    logs."""
     most = min(config.max_connections, _file_limit(config.max_connections + _SPARE_FILES) - _SPARE_FILES)
     if most < config.max_connections:
         log.warning("this process may open so few files that %d connections are the most; raise `ulimit -n`", most)
@@ -232,7 +231,7 @@ def uvicorn_config(app: ASGIApp, config: ServerConfig) -> uvicorn.Config:
 
 @contextlib.asynccontextmanager
 async def _serving(server: _Server, sockets: list[socket.socket]) -> AsyncIterator[asyncio.Task[None]]:
-    """The server as it listens; afterwards no task and no connection of it is left."""
+    """Run the listening server; afterwards none of its tasks and connections are left."""
     serving = asyncio.create_task(server.serve(sockets))
     await _first(serving, server.listens)
     try:
@@ -275,7 +274,7 @@ async def _drained(
 async def _idle(
     server: _Server, seconds: float, again: asyncio.Event, *others: asyncio.Event | asyncio.Future[Any]
 ) -> bool:
-    """Wait until no request is in flight; False if time ran out, or an event came first."""
+    """Wait until no request is in flight; returns False if time ran out or an event came first."""
     events = [again, *(each for each in others if isinstance(each, asyncio.Event))]
     futures = [each for each in others if isinstance(each, asyncio.Future)]
     deadline = asyncio.get_running_loop().time() + seconds
@@ -287,7 +286,8 @@ async def _idle(
 
 
 async def _first(serving: asyncio.Task[None], *events: asyncio.Event) -> None:
-    """Wait until one of the events, or the end of the task. Raises what ended the task."""
+    """Wait until one of the events, or the end of the task. Raises the error that ended the
+    task."""
     waits = [asyncio.create_task(event.wait()) for event in events]
     done, _ = await asyncio.wait([serving, *waits], return_when=asyncio.FIRST_COMPLETED)
     for wait in waits:
@@ -298,8 +298,8 @@ async def _first(serving: asyncio.Task[None], *events: asyncio.Event) -> None:
 
 @contextlib.contextmanager
 def _signals(told: Callable[[], None]) -> Iterator[None]:
-    """Calls `told` for each signal to stop, on the loop; nothing off the main thread, which alone
-    has signals."""
+    """Call `told` for each signal to stop, on the loop; does nothing off the main thread, which
+    alone receives signals."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -328,7 +328,7 @@ def _bound(family: int, address: tuple[Any, ...]) -> socket.socket:
 
 
 def _file_limit(wanted: int) -> int:
-    """Raise this process's limit of open files towards `wanted`; returns what it is then."""
+    """Raise this process's limit of open files towards `wanted`; returns the new limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     best = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
     if soft != resource.RLIM_INFINITY and soft < best:

@@ -1,4 +1,4 @@
-"""Answers that stream."""
+"""Streamed answers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sglcore.serving.apis.answer import Stream, warned
 
 
 class EventStream(Response):
-    """A `Stream` as it is sent."""
+    """A `Stream` as an HTTP response."""
 
     def __init__(self, stream: Stream, keep_alive: float) -> None:
         """`keep_alive`: seconds without an event after which the form's `keep_alive` is sent."""
@@ -32,8 +32,8 @@ class EventStream(Response):
         self._ping: asyncio.Task[None] | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send all events. Waits for the client to take them. When this is cancelled, what makes
-        the events is closed."""
+        """Send all events. Waits for the client to take them. When it is cancelled, the generator
+        of the events is closed."""
         async with self.stream.held:
             self._watch(send, self._keep_alive)
             try:
@@ -63,8 +63,8 @@ class EventStream(Response):
         self._sent_at, self._is_sending = time.monotonic(), False
 
     def _watch(self, send: Send, seconds: float) -> None:
-        """A sign of life whenever nothing was sent for a while; it begins the answer, if nothing
-        has. Looks after `seconds`."""
+        """Send a keep-alive whenever nothing was sent for a while; it begins the answer if nothing
+        was sent at all. Checks every `seconds`."""
         self._timer = asyncio.get_running_loop().call_later(seconds, self._look, send)
 
     def _look(self, send: Send) -> None:

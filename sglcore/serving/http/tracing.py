@@ -24,10 +24,10 @@ from sglcore.device.errors import ConfigError
 from sglcore.serving.replicas.metrics import RequestClock
 
 MOST_WAITING, MOST_AT_ONCE = 4096, 512
-"""Spans that may wait for the collector, and that one message has."""
+"""Spans that may wait for the collector, and spans of one message."""
 SEND_SECONDS, COLLECT_SECONDS, LAST_SECONDS = 5.0, 1.0, 2.0
-"""How long the collector may take for a message, how long spans are gathered for one, how long the
-last one may take."""
+"""Seconds that the collector may take for a message, that spans are collected for one, and that the
+last message may take."""
 _PARENT = re.compile(rb"(?!ff)[0-9a-f]{2}-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(?:-.*)?")
 _SERVER, _ERROR = 2, 2
 
@@ -36,7 +36,7 @@ log = logging.getLogger("sglcore.serving")
 
 @dataclass(frozen=True, slots=True)
 class Parent:
-    """Where a request comes from: what its header `traceparent` says (W3C Trace Context)."""
+    """The caller's span, from the header `traceparent` (W3C Trace Context)."""
 
     trace_id: str
     span_id: str
@@ -44,7 +44,7 @@ class Parent:
 
     @staticmethod
     def of(header: bytes | None) -> Parent | None:
-        """None: there is none, or it is no such header."""
+        """Parse the header; None if it is missing or invalid."""
         found = _PARENT.fullmatch(header or b"")
         if found is None or not found[1].strip(b"0") or not found[2].strip(b"0"):
             return None
@@ -53,8 +53,8 @@ class Parent:
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """A request that has ended: `seconds` that it took, and a clock for each prompt that went to an
-    engine."""
+    """A request that has ended: the `seconds` that it took, and a clock for each prompt that went
+    to an engine."""
 
     method: str
     route: str
@@ -66,8 +66,8 @@ class Answered:
 
 
 class Traces:
-    """Tells a collector of requests. `record` never waits: what the collector does not take is
-    dropped and counted."""
+    """Reports requests to a collector. `record` never waits: spans that the collector does not take
+    are dropped and counted."""
 
     def __init__(self, endpoint: str, model: str) -> None:
         """`endpoint` is the collector's URL; an empty path means /v1/traces.
@@ -96,7 +96,7 @@ class Traces:
             self.lost += 1
 
     def close(self) -> None:
-        """Send what is left, for 2 seconds at most."""
+        """Send the remaining spans, for at most 2 seconds."""
         with suppress(queue.Full):
             self._queue.put(None, timeout=LAST_SECONDS)
             self._thread.join(LAST_SECONDS)
@@ -132,7 +132,7 @@ class Traces:
 
 
 def _span(answered: Answered, parent: Parent | None, model: str, ended: int) -> dict[str, Any]:
-    """The span of a request that ended at `ended`, unix nanoseconds."""
+    """Return the span of a request that ended at `ended`, in unix nanoseconds."""
     started = ended - int(answered.seconds * 1e9)
     firsts = [clock.first_token_seconds for clock in answered.clocks if clock.first_token_seconds is not None]
     known: dict[str, Any] = {

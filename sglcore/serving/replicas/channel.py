@@ -23,22 +23,22 @@ from sglcore.serving.replicas.ipc import Address, Beat, EngineReply, EngineReque
 LINGER_MS = 2000
 """Milliseconds for which a closing socket still sends queued messages."""
 WATCH_MS = 100
-"""How often a thread that waits for a break looks whether it is to end."""
+"""Interval at which a thread that waits for a break checks whether it should end."""
 HEARTBEAT_MS, SILENCE_MS = 5_000, 30_000
-"""A network connection is asked for a sign of life so often, and is broken when none has come for
-so long. Threads of the sockets' own answer, so a long step is not taken for an end."""
+"""Interval of the heartbeats of a network connection, and the time without one after which it is
+broken. The sockets' own threads answer, so a long step does not count as a break."""
 
 OF_BEATS = "b"
-"""Ends the name of the socket file of an engine's heartbeats."""
+"""Suffix of the socket file of an engine's heartbeats."""
 
 
 class EngineChannel:
-    """An engine's end. Not thread-safe, except that it may be made in one thread and used in
-    another."""
+    """An engine's end of a channel. Not thread-safe, except that one thread may make it and another
+    use it."""
 
     def __init__(self, address: Address, on_lost: Callable[[], None] | None = None) -> None:
-        """`on_lost` is called, in a thread of its own, when a connection over a network has broken:
-        messages may be missing from then on. A socket file's does not break."""
+        """`on_lost` is called, on a thread of its own, when a network connection has broken:
+        messages may be missing from then on. A socket file does not break."""
         self._context = zmq.Context(io_threads=1)
         self._socket = self._context.socket(zmq.PAIR)
         _unbounded(self._socket)
@@ -68,8 +68,8 @@ class EngineChannel:
         self._poller.register(descriptor, zmq.POLLIN)
 
     def receive(self, timeout_ms: int) -> list[EngineRequest]:
-        """The requests that have come; waits up to `timeout_ms` for the first, or for what else is
-        watched."""
+        """Return the requests that have arrived; waits up to `timeout_ms` for the first, or for a
+        watched descriptor."""
         found = self._socket.poll(timeout_ms) if self._poller is None else self._poller.poll(timeout_ms)
         if not found:
             return []
@@ -81,7 +81,7 @@ class EngineChannel:
             return requests
 
     def close(self) -> None:
-        """Send what is queued, then close; waits for that, 2 seconds at most."""
+        """Send queued messages, then close; waits for that, at most 2 seconds."""
         self._closing.set()
         if self._watcher is not None:
             self._watcher.join()
@@ -94,8 +94,8 @@ class FrontendChannel:
     """The frontend's end of one engine's channel, on the running event loop."""
 
     def __init__(self, context: zmq.asyncio.Context, endpoint: str, keys: tuple[bytes, bytes] | None = None) -> None:
-        """`endpoint` to bind (a TCP port of 0 takes a free one); `keys`, public and secret, turn
-        CURVE on. Raises ConfigError."""
+        """`endpoint`: the address to bind (a TCP port of 0 takes a free one); `keys`, public and
+        secret, turn CURVE on. Raises ConfigError."""
         try:
             self._socket = _bound(context, zmq.PAIR, endpoint, keys)
             try:
@@ -117,18 +117,17 @@ class FrontendChannel:
         self._decoder = msgspec.msgpack.Decoder(EngineReply)
 
     def send(self, request: EngineRequest) -> None:
-        """Queue a request; does not wait. What is sent to a process that is gone is lost with
-        it."""
+        """Queue a request; does not wait. Requests to a process that is gone are lost."""
         self._socket.send(self._encoder.encode(request))
 
     async def receive(self) -> EngineReply:
-        """The next reply. Others on the loop have their turn first, however many replies are
+        """Return the next reply. Other tasks on the loop get a turn first, however many replies are
         waiting."""
         await asyncio.sleep(0)
         return self._decoder.decode(await self._socket.recv())
 
     async def beat(self) -> Beat:
-        """The engine's next heartbeat; waits for it."""
+        """Return the engine's next heartbeat; waits for it."""
         return msgspec.msgpack.decode(await self._beats.recv(), type=Beat)
 
     def close(self) -> None:
@@ -138,7 +137,7 @@ class FrontendChannel:
 
 
 def use_keys(socket: zmq.Socket[Any], address: Address) -> None:
-    """Have an engine's socket encrypt, where its address has keys."""
+    """Turn encryption on for an engine's socket, if its address has keys."""
     if address.secret:
         socket.curve_serverkey = address.frontend.encode()
         socket.curve_publickey = address.public.encode()
@@ -167,8 +166,8 @@ def _bound(
 
 
 def _watch(monitor: zmq.Socket[bytes], closing: threading.Event, on_lost: Callable[[], None]) -> None:
-    """Tell of a break, until the channel closes. It asks again and again: the event that ends a
-    monitor may be lost, and a context does not end before all its sockets are closed."""
+    """Report a break, until the channel closes. It polls: the event that ends a monitor may be
+    lost, and a context does not end before all its sockets are closed."""
     while not closing.is_set():
         if monitor.poll(WATCH_MS):
             recv_monitor_message(monitor)
@@ -177,15 +176,15 @@ def _watch(monitor: zmq.Socket[bytes], closing: threading.Event, on_lost: Callab
 
 
 def _unbounded(socket: zmq.Socket) -> None:
-    """Nothing is ever dropped: what may be in flight is bounded by the requests that were let
-    in."""
+    """Remove the socket's queue limits, so that nothing is dropped: the number of admitted requests
+    limits the messages in flight."""
     socket.sndhwm = 0
     socket.rcvhwm = 0
 
 
 def open_channel(context: zmq.asyncio.Context, endpoint: str) -> tuple[FrontendChannel, Address]:
-    """The frontend's end, and where an engine finds it: `ipc://PATH`, or `tcp://HOST:0` under keys
-    that are made for it."""
+    """Return the frontend's end, and the address for the engine: `ipc://PATH`, or `tcp://HOST:0`
+    with new keys."""
     if endpoint.startswith("ipc:"):
         channel = FrontendChannel(context, endpoint)
         return channel, Address(channel.endpoint, channel.beats)

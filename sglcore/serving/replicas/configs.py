@@ -1,6 +1,5 @@
-"""The configuration that all engines of one server are given: a model that means the same in any
-folder, and decided once what is decided by a measurement, which each would make for itself.
-"""
+"""The configuration for all engines of one server: the model path is valid in any folder, and
+settings that a measurement decides are decided once."""
 
 from __future__ import annotations
 
@@ -14,19 +13,21 @@ from sglcore.serving.replicas.ipc import ModelInfo
 
 
 def with_whole_path(config: EngineConfig) -> EngineConfig:
-    """An engine may be started in another folder."""
+    """Return the configuration with an absolute model path: an engine may be started in another
+    folder."""
     if config.model is None or is_hub_name(config.model):
         return config
     return replace(config, model=str(Path(config.model).expanduser().absolute()))
 
 
 def is_open(config: EngineConfig) -> bool:
-    """The first engine decides something by a measurement, so others wait for it."""
+    """Return whether the first engine decides a setting by a measurement; the other engines wait
+    for it."""
     return config.speculative == "auto"
 
 
 def decided(config: EngineConfig, info: ModelInfo) -> EngineConfig:
-    """The same, as the engine `info` has decided it."""
+    """Return the configuration with the decisions of the engine `info`."""
     found = next((row["effective"] for row in reversed(info.ledger) if row["topic"] == "speculative"), None)
     if not is_open(config) or found is None:
         return config

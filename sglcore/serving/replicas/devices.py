@@ -1,5 +1,5 @@
-"""Which devices each replica of this machine has: `tp` in a row, one replica after the other. Ray
-gives devices on other machines."""
+"""The devices of each replica on this machine: `tp` consecutive ones, one replica after the other.
+On other machines Ray assigns devices."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ INDEX = "{index}"
 
 
 def devices_of(choice: Choice, config: EngineConfig, server: ServerConfig) -> tuple[str, ...]:
-    """The first device of each replica, as a value for its process. Replicas share the processor,
-    and one device where a variable of `replica_env` differs between them, since that may choose
-    what each sees. Raises ConfigError where there are too few."""
+    """Return the first device of each replica, as a value for its process. Replicas share the
+    processor. They also share one device if a variable of `replica_env` differs between them,
+    because it may select the visible device. Raises ConfigError if there are too few devices."""
     first, count = choice.chosen.index, len(choice.report.devices)
     chooses_itself = any(INDEX in each for each in server.replica_env)
     if choice.package.is_host or chooses_itself or server.replicas == 1:

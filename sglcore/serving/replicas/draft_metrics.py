@@ -1,5 +1,5 @@
-"""What came of proposals, as Prometheus reads it: how many were right, at which place, and by what
-that depends."""
+"""Prometheus metrics of draft tokens: how many were accepted, at which position, and by which
+conditions."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from sglcore.schedule.draft_counts import CACHED, DraftCell, DraftSums, at_place
 from sglcore.serving.replicas.ipc import EngineStats
 
 Engines = Sequence[tuple[str, EngineStats]]
-"""Name and newest numbers of each replica."""
+"""Name and newest counters of each replica."""
 
 
 def draft_families(model: str, engines: Engines) -> Iterator[Metric]:
-    """Of the replicas that verified proposals; none, where none did."""
+    """Yield the metrics of replicas that verified draft tokens; nothing if none did."""
     engines = [(replica, numbers) for replica, numbers in engines if numbers.drafts]
     if engines:
         yield _accepted(model, engines)

@@ -1,8 +1,8 @@
-"""An engine process: requests from the frontend in, replies out, the device's steps between. It
-tokenises nothing.
+"""An engine process: takes requests from the frontend, runs the device's steps, and sends replies.
+It does not tokenise.
 
 Started as `python -m sglcore.serving.replicas.engine_process`, with an EngineSpec as one line of
-JSON on its standard input; when that closes, the parent is gone and so is this process.
+JSON on its standard input. When standard input closes, the parent is gone and the process ends.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ from sglcore.serving.replicas.warm_up import warm_up
 PARENT_GONE = 3
 """The exit code of a process after its parent ended without a message."""
 LINK_BROKE = 4
-"""The exit code of a process that lost its connection to the frontend: what was on its way may be
+"""The exit code of a process that lost its connection to the frontend: messages in transit may be
 missing."""
 REPLY_EVERY = 0.1
 """Seconds between two replies about the same phase."""
 
 
 def main() -> int:
-    """Run until the frontend says to shut down; the exit code says why it ended."""
+    """Run until the frontend orders a shutdown; the exit code says why it ended."""
     for name in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(name, signal.SIG_IGN)  # the frontend is told, drains, and then tells this process
+        signal.signal(name, signal.SIG_IGN)  # the frontend gets it, drains and ends this process
     with open(0, "rb", closefd=False) as given:
         spec = msgspec.json.decode(given.readline(), type=EngineSpec)
     logging.basicConfig(level=logging.INFO, format=f"%(levelname)s engine {spec.replica}: %(message)s")
@@ -67,7 +67,7 @@ def main() -> int:
         code = error.exit_code
         if isinstance(error, WorkerLost):
             channel.close()
-            os._exit(code)  # requests wait for this end, and what other hosts hold cannot be asked for now
+            os._exit(code)  # requests wait for this end; other hosts' ranks can not be asked now
     except Exception as error:
         full = no_space(error)
         logging.error("%s", full or traceback.format_exc())
@@ -79,8 +79,8 @@ def main() -> int:
 
 
 def start_service(spec: EngineSpec, channel: EngineChannel, on_round: Callable[[], object] = int) -> EngineService:
-    """Bring the model up, sample a real token by the path that will serve, and say so. `on_round`:
-    as the service's."""
+    """Start the model, sample a token by the path that will serve, and report that the engine is
+    ready. `on_round`: as for the service."""
     config = settled(config_of_plain(spec.config), spec.pages)
     if spec.chosen:
         adopt(spec.chosen, config.device, discover())
@@ -121,8 +121,8 @@ def _grammars(config: EngineConfig, started: Started, eos_ids: frozenset[int]) -
 
 
 class PhaseReplies:
-    """A start's progress as replies: each phase's first and last state, and in between not too
-    many."""
+    """A start's progress as replies: the first and the last state of each phase, and others at
+    intervals."""
 
     def __init__(self, channel: EngineChannel) -> None:
         self._channel = channel
@@ -139,7 +139,7 @@ class PhaseReplies:
 
 
 def model_info(started: Started, engine: TokenEngine, seconds: dict[str, float]) -> ModelInfo:
-    """What was started, as plain values."""
+    """Return the facts of the started engine, as plain values."""
     chosen, ledger = started.choice.chosen, started.ledger.as_json()
     return ModelInfo(
         device=str(chosen),
@@ -157,9 +157,9 @@ def model_info(started: Started, engine: TokenEngine, seconds: dict[str, float])
 
 
 def fingerprint(folder: Path, device: str, ledger: list[dict[str, object]]) -> str:
-    """`fp_` and 12 hexadecimal digits of what may change a number: version, kind of device,
-    checkpoint, decisions. Which device of its kind, the memory that there is, and a draft that
-    proposes nothing change none."""
+    """Return `fp_` and 12 hexadecimal digits of everything that may change a result: version, kind
+    of device, checkpoint, decisions. The device's index, the amount of memory, and a draft model
+    that makes no draft tokens change nothing."""
     from sglcore import __version__
 
     listed = sorted(folder.iterdir()) if folder.is_dir() else [folder]

@@ -38,11 +38,12 @@ from sglcore.serving.replicas.ipc import (
 )
 
 IDLE_MS = 500
-"""How long an idle engine waits for a request before it looks at its clock."""
+"""Milliseconds that an idle engine waits for a request before it checks its clock."""
 STATS_EVERY = 0.25
 """Seconds between two replies with the counters."""
 MOST_FAILURES = 3
-"""Steps in a row that may fail before the process gives up: the device is not going to recover."""
+"""Number of consecutive failed steps after which the process gives up: the device is not going to
+recover."""
 
 
 class EngineService:
@@ -56,9 +57,9 @@ class EngineService:
         check: Callable[[], None] = lambda: None,
         on_round: Callable[[], object] = int,
     ) -> None:
-        """`check` raises WorkerLost if the worker can take no step any more; it does not wait.
-        `on_round` is called in each round of the loop, two a second at least but for steps that
-        take longer."""
+        """`check` raises WorkerLost if the worker can run no further step; it does not wait.
+        `on_round` is called in each round of the loop: at least twice a second, except during
+        longer steps."""
         self.engine = engine
         self._check, self._on_round = check, on_round
         self._meter = meter
@@ -74,8 +75,8 @@ class EngineService:
         self._next_stats = 0.0
 
     def run(self) -> int:
-        """Serve until the frontend says to shut down (0), or the device fails again and again (1).
-        Raises WorkerLost: then this process has to end, and another one is started."""
+        """Serve until the frontend orders a shutdown (0), or until the device fails repeatedly (1).
+        Raises WorkerLost: then this process must end, and another one is started."""
         self._device_before, self._drafts_before = self._meter.device_seconds, self.engine.scheduler.drafts.copy()
         while not self._shutting_down:
             self._on_round()
@@ -85,7 +86,7 @@ class EngineService:
             if self._may_step:
                 self._step()
             else:
-                self._check()  # a step would say it itself
+                self._check()  # otherwise a step would raise it
             if self._failures >= MOST_FAILURES:
                 self._channel.send(Failed(f"{self._failures} steps in a row failed on the device", 1))
                 return 1
@@ -135,8 +136,8 @@ class EngineService:
             self._send(self.engine.abort(request.request_id))
 
     def _pause(self, request: Pause) -> None:
-        """A step that is in flight is taken in first, so that nothing moves any more when the
-        frontend hears of it."""
+        """Pause. A step in flight is collected first, so that nothing changes after the frontend
+        gets the reply."""
         self._is_paused = request.is_paused
         if self._is_paused:
             try:
@@ -180,7 +181,7 @@ class EngineService:
         self._host_steps += 1
 
     def _after_failure(self, error: Exception) -> list[EngineOutput]:
-        """The requests of the failed step have ended with its error; the others go on."""
+        """End the requests of the failed step with its error; other requests continue."""
         self._failures += 1
         self._failed_steps += 1
         try:
@@ -222,7 +223,7 @@ class EngineService:
             self._channel.send(self.stats())
 
     def stats(self) -> EngineStats:
-        """The counters as they are now."""
+        """Return the current counters."""
         swaps = self._meter.swaps
         return EngineStats(
             **structs.asdict(self.engine.scheduler.stats()),

@@ -1,8 +1,8 @@
-"""One prompt on its way through the server: the engine's outputs arrive as they are made, text
+"""One prompt on its way through the server: the engine's outputs arrive as they are made, and text
 leaves as it is read.
 
-Text that is not read yet is joined into one delta, so a slow reader delays no other request and
-keeps only its own text in memory.
+Unread text is joined into one delta, so a slow reader delays no other request and keeps only its
+own text in memory.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from sglcore.serving.replicas.metrics import RequestClock
 
 
 class Generation:
-    """Async iterator of TextDelta and PromptProgress, and async context manager: leaving it ends
-    what has not ended.
+    """Async iterator of TextDelta and PromptProgress, and async context manager; leaving it ends
+    all running samples.
 
-    Iterating raises what ended it from outside (EngineDied, or a refusal of the engine). One
-    consumer at a time.
+    Iterating raises an error that ended it from outside (EngineDied, or a refusal of the engine).
+    One consumer at a time.
     """
 
     def __init__(self, request: GenerateRequest, processor: OutputProcessor, clock: RequestClock) -> None:
         self.request = request
         self.request_id = request.request_id
         self.caller = ""
-        """The id of the HTTP request that it is a part of."""
+        """The id of the HTTP request that it belongs to."""
         self.output: RequestOutput = processor.output
         self.prompt_tokens = len(processor.output.prompt_token_ids)
         self.is_closed = False
@@ -51,7 +51,7 @@ class Generation:
         self._failure: Exception | None = None
         self._woken, self._closed = asyncio.Event(), asyncio.Event()
         self._last_token: dict[int, float] = {}
-        """When each sample's newest token came."""
+        """Arrival time of each sample's newest token."""
         self._send: Callable[[EngineRequest], None] = _to_nobody
         self._on_close: Callable[[Generation], None] = _nobody_waits
         self._told: list[Callable[[], None]] = []
@@ -70,17 +70,16 @@ class Generation:
 
     @property
     def first_token_at(self) -> float | None:
-        """When its first token came, as `time.perf_counter()` counts; None as long as there is
-        none."""
+        """Time of its first token, by `time.perf_counter()`; None as long as there is none."""
         return self._clock.first_token_at
 
     @property
     def is_over(self) -> bool:
-        """No output of it can come any more."""
+        """Whether no further output can come."""
         return self._failure is not None or self.output.finished
 
     def deliver(self, output: EngineOutput) -> None:
-        """Take in an output of the engine; never raises."""
+        """Take an output of the engine; never raises."""
         if self.is_closed:
             return
         if output.is_progress:
@@ -92,7 +91,7 @@ class Generation:
             self.fail(Overloaded(output.error, retry_after=later) if later else InvalidRequest(output.error))
             return
         if output.is_unserved and not any(sample.token_ids for sample in self.output.outputs):
-            self._send(Abort(self.request_id))  # others of its samples may still be on their way
+            self._send(Abort(self.request_id))  # other samples of it may still run
             self.fail(Unserved(output.error))
             return
         delta = self._processor.take(output)
@@ -128,7 +127,7 @@ class Generation:
         self._woken.set()
 
     def abort(self) -> None:
-        """End the samples that run, and free their places on the device. Idempotent; does not wait.
+        """End the running samples, and free their slots on the device. Idempotent; does not wait.
 
         The reader gets an end of each sample. If nothing was read and no sample has ended yet, it
         gets nothing: such an answer has its own status.
@@ -146,12 +145,12 @@ class Generation:
         self._woken.set()
 
     async def ended(self) -> None:
-        """Wait until every sample has ended, and take nothing, so that it can be begun again as
-        long as it runs."""
+        """Wait until every sample has ended, without taking any output, so that the request can be
+        restarted as long as it runs."""
         await self._closed.wait()
 
     async def wait(self) -> RequestOutput:
-        """The whole output; waits until every sample has ended. Raises as iterating does."""
+        """Return the whole output; waits until every sample has ended. Raises as iterating does."""
         await self.ended()
         async for _ in self:
             pass
@@ -220,7 +219,7 @@ def _tells(delta: TextDelta) -> bool:
 
 
 def joined(parts: Sequence[TextDelta]) -> TextDelta:
-    """Deltas of one sample, one after the other, as one."""
+    """Join consecutive deltas of one sample."""
     if len(parts) == 1:
         return parts[0]
     last = parts[-1]
@@ -237,7 +236,7 @@ def joined(parts: Sequence[TextDelta]) -> TextDelta:
 
 
 def _to_nobody(request: EngineRequest) -> None:
-    """It has not been given to an engine."""
+    """Drop the request: no engine has the generation."""
 
 
 def _nobody_waits(generation: Generation) -> None:

@@ -1,4 +1,4 @@
-"""What probes are told: alive, ready, and how far a start is."""
+"""The state for probes: alive, ready, and the progress of a start."""
 
 from __future__ import annotations
 
@@ -19,33 +19,33 @@ class Health:
 
     @property
     def live(self) -> bool:
-        """The process answers and is not about to end by an error."""
+        """Whether the process answers and is not about to end by an error."""
         return self.phase != "dead"
 
     @property
     def ready(self) -> bool:
-        """Requests will be answered."""
+        """Whether requests will be answered."""
         return self.phase == "ready"
 
     @property
     def started(self) -> bool:
-        """It has been ready once."""
+        """Whether it has been ready once."""
         return self._started_s is not None
 
     @property
     def takes_requests(self) -> bool:
-        """Requests will be answered, at once or by an engine that is being started again."""
+        """Whether requests will be answered, at once or by an engine that is being restarted."""
         return self.started and self.phase not in ("draining", "dead")
 
     @property
     def remedy(self) -> str:
-        """What a client can do that got no answer, or a part of one."""
+        """What a client can do without an answer or with a part of one."""
         if self.phase in ("draining", "dead"):
             return ENDS
         return GOES_ON if self.ready else RESTARTS
 
     def refusal(self) -> NotReady:
-        """What a request is told that comes when none can be answered."""
+        """Return the error for a request that arrives when none can be answered."""
         if self.phase == "draining":
             return ShuttingDown("the server was told to stop, and takes no more requests")
         if self.phase == "dead":
@@ -54,29 +54,29 @@ class Health:
         return NotReady(f"the model is not ready (phase: {what})")
 
     def begin(self, phase: str, done: int = 0, total: int = 0, reason: str = "") -> None:
-        """A phase of the start, or what is so instead of "ready", and why; no change while the
-        server drains or is dead."""
+        """Set a phase of the start, or a state in place of "ready" with its reason. Changes nothing
+        while the server drains or is dead."""
         if self.phase not in ("draining", "dead"):
             self.phase, self._done, self._total, self.reason = phase, done, total, reason
 
     def become_ready(self) -> None:
-        """A token came out of the path that serves."""
+        """Set the state "ready", after a token came out of the path that serves."""
         self.begin("ready", 1, 1)
         if self._started_s is None and self.ready:
             self._started_s = time.monotonic() - self._begin
 
     def drain(self) -> None:
-        """No more requests are taken."""
+        """Set the state "draining": no more requests are accepted."""
         if self.phase != "dead":
             self.phase = "draining"
 
     def die(self, reason: str) -> None:
-        """Nothing will be answered any more."""
+        """Set the state "dead": no more requests will be answered."""
         self.phase, self.reason = "dead", reason
 
     def snapshot(self) -> dict[str, object]:
-        """phase, done, total, elapsed_s since the process began (or that the start took), and the
-        reason of an end, or of what is missing."""
+        """Return phase, done, total, elapsed_s since the process began (or the time of the start),
+        and the reason of an end or of a missing part."""
         elapsed = self._started_s if self._started_s is not None else time.monotonic() - self._begin
         found: dict[str, object] = {
             "phase": self.phase,

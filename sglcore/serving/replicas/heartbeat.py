@@ -1,6 +1,5 @@
-"""Heartbeats: an engine process says each second that it lives, and how many rounds its loop has
-made; the frontend counts the seconds in which it did not, or in which the loop stood still.
-"""
+"""Heartbeats: an engine process reports each second that it lives, and the number of rounds of its
+loop; the frontend counts the seconds without a heartbeat, or without a new round."""
 
 from __future__ import annotations
 
@@ -14,30 +13,30 @@ from sglcore.serving.replicas.channel import use_keys
 from sglcore.serving.replicas.ipc import Address, Beat
 
 BEAT_SECONDS = 1.0
-"""Between two heartbeats, and between two looks at them."""
+"""Seconds between two heartbeats, and between two checks of them."""
 QUIET_TICKS = 5
-"""Looks without a heartbeat, or without a new round, after which other replicas are preferred."""
+"""Checks without a heartbeat, or without a new round, after which other replicas are preferred."""
 MOST_QUEUED = 4
-"""Heartbeats that wait for a frontend that does not take them; more are dropped."""
+"""Heartbeats that wait for a frontend that does not read them; further ones are dropped."""
 
 
 class Heartbeat:
-    """An engine's end. Its thread beats whatever the process's loop does, as long as the process
-    runs."""
+    """An engine's end. Its thread sends heartbeats as long as the process runs, whatever the loop
+    does."""
 
     def __init__(self, address: Address, seconds: float = BEAT_SECONDS) -> None:
-        """Begins at once. `seconds` between two beats."""
+        """Start at once. `seconds`: between two heartbeats."""
         self._address, self._seconds, self._rounds = address, seconds, 0
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
         self._thread.start()
 
     def count(self) -> None:
-        """The loop has made a round; does not wait."""
+        """Count a round of the loop; does not wait."""
         self._rounds += 1
 
     def close(self) -> None:
-        """Beat no more; waits for the thread. Idempotent."""
+        """Stop sending; waits for the thread. Idempotent."""
         self._closing.set()
         self._thread.join()
 
@@ -54,45 +53,45 @@ class Heartbeat:
 
 
 class Pulse:
-    """The frontend's end. Times are looks (`tick`) of the frontend, so what it slept through itself
-    counts as one; nothing counts before the first heartbeat, since a process may wait long for its
-    machine."""
+    """The frontend's end. Times are in checks (`tick`) of the frontend, so a time in which the
+    frontend itself slept counts as one. Nothing counts before the first heartbeat, because a
+    process may wait long for its machine."""
 
     def __init__(self) -> None:
         self.silence = 0
-        """Looks since the process was heard."""
+        """Checks since the last sign of life."""
         self.standstill = 0
-        """Looks since its loop made a round, of those at which the process was heard."""
+        """Checks since the loop's last round, among those with a sign of life."""
         self._rounds = -1
         self._has_begun = False
 
     def hear(self) -> None:
-        """The process has said something."""
+        """Note a sign of life."""
         self.silence = 0
 
     def beat(self, rounds: int) -> None:
-        """A heartbeat has come."""
+        """Note a heartbeat."""
         self._has_begun = True
         self.silence = 0
         if rounds != self._rounds:
             self._rounds, self.standstill = rounds, 0
 
     def tick(self) -> None:
-        """The frontend looks."""
+        """Count a check by the frontend."""
         if self._has_begun:
             self.silence += 1
             self.standstill += self.silence < QUIET_TICKS
 
     def begin_rounds(self) -> None:
-        """The loop begins; before, nothing made rounds."""
+        """Begin to count rounds: the loop has begun."""
         self.standstill = 0
 
     @property
     def is_silent(self) -> bool:
-        """No sign of life for some seconds."""
+        """Whether there was no sign of life for some seconds."""
         return self.silence >= QUIET_TICKS
 
     @property
     def is_still(self) -> bool:
-        """It lives, and a step takes long, or for ever."""
+        """Whether the process lives but one step takes long, or hangs."""
         return self.standstill >= QUIET_TICKS

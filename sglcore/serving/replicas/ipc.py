@@ -1,5 +1,5 @@
-"""What the frontend and an engine process say to each other: typed records as msgpack. Nothing here
-is ever unpickled.
+"""Messages between the frontend and an engine process: typed records as msgpack. Nothing here is
+ever unpickled.
 
 The frontend sends each `EngineRequest`, an engine each `EngineReply`; every record of a side has a
 tag of its own.
@@ -22,8 +22,8 @@ from sglcore.schedule.stats import SchedulerStats
 
 class Address(msgspec.Struct, frozen=True):
     """Where the frontend listens for one engine, and at `beats` for its heartbeats. `public` and
-    `secret` are the engine's CURVE keys, `frontend` is the frontend's public key; empty on a socket
-    file."""
+    `secret` are the engine's CURVE keys, `frontend` is the frontend's public key; they are empty
+    for a socket file."""
 
     endpoint: str
     beats: str = ""
@@ -33,8 +33,8 @@ class Address(msgspec.Struct, frozen=True):
 
 
 class GenerateRequest(msgspec.Struct, array_like=True, tag=1, gc=False):
-    """Run a prompt: `prompt` is int32 in little-endian bytes, `params` what differs from the
-    defaults."""
+    """Run a prompt: `prompt` is int32 in little-endian bytes, `params` has the values that differ
+    from the defaults."""
 
     request_id: str
     prompt: bytes
@@ -58,8 +58,8 @@ class Stop(msgspec.Struct, array_like=True, tag=3, gc=False):
 
 
 class Embed(msgspec.Struct, array_like=True, tag=4, gc=False):
-    """Embed or score one prompt, and the segments of its tokens (empty: all the first), int32 in
-    little-endian bytes."""
+    """Embed or score one prompt, with the segments of its tokens (empty: all of the first), int32
+    in little-endian bytes."""
 
     request_id: str
     prompt: bytes
@@ -73,11 +73,11 @@ class Audit(msgspec.Struct, array_like=True, tag=5, gc=False):
 
 
 class Shutdown(msgspec.Struct, array_like=True, tag=6, gc=False):
-    """End the process; what still runs is dropped."""
+    """End the process; running requests are dropped."""
 
 
 class Pause(msgspec.Struct, array_like=True, tag=7, gc=False):
-    """Run no steps, or run them again; what waits and what runs keeps its place."""
+    """Stop running steps, or run them again; waiting and running requests keep their place."""
 
     request_id: str
     is_paused: bool
@@ -93,7 +93,7 @@ EngineRequest = GenerateRequest | Abort | Stop | Embed | Audit | Shutdown | Paus
 
 
 class Phase(msgspec.Struct, array_like=True, tag=1, gc=False):
-    """How far the start is: a step of the bring-up, with `done` of `total` parts."""
+    """The progress of the start: a step of the bring-up, with `done` of `total` parts."""
 
     name: str
     done: int
@@ -101,12 +101,12 @@ class Phase(msgspec.Struct, array_like=True, tag=1, gc=False):
 
 
 class ModelInfo(msgspec.Struct, frozen=True, tag="info"):
-    """What a started engine runs, as it tells the frontend."""
+    """The facts about a started engine, for the frontend."""
 
     device: str
     """The device."""
     device_evidence: str
-    """What its probe found."""
+    """The evidence of its probe."""
     distribution: str
     """The Python distribution of the device package."""
     version: str
@@ -124,14 +124,14 @@ class ModelInfo(msgspec.Struct, frozen=True, tag="info"):
     seconds: dict[str, float]
     """Seconds of each bring-up step, by its name."""
     fingerprint: str
-    """Changes with anything that may change a number: versions, device, model, decisions."""
+    """A fingerprint that changes with anything that may change a result: versions, device, model,
+    decisions."""
 
 
 class EngineSpec(msgspec.Struct, frozen=True):
     """How an engine process starts. `config`: the fields of EngineConfig, already resolved.
     `chosen`: the device that the parent chose, as `ChosenDevice.encode` writes it (empty: the
-    process chooses, on another machine). `pages`: its part where prompts are computed on one engine
-    and decoded on another."""
+    process chooses, on another machine). `pages`: its role in disaggregation."""
 
     address: Address
     config: dict[str, Any]
@@ -141,32 +141,32 @@ class EngineSpec(msgspec.Struct, frozen=True):
 
 
 class Ready(msgspec.Struct, array_like=True, tag=2):
-    """A token came out of the chosen path; requests may come."""
+    """A token came out of the path that serves; requests are accepted from now on."""
 
     info: ModelInfo
 
 
 class Beat(msgspec.Struct, gc=False):
-    """An engine's heartbeat, on a socket of its own: how many rounds its loop has made."""
+    """An engine's heartbeat, on a socket of its own: the number of rounds of its loop."""
 
     rounds: int
 
 
 class EngineOutputs(msgspec.Struct, array_like=True, tag=3, gc=False):
-    """What one step brought, of all requests."""
+    """The outputs of one step, for all requests."""
 
     items: list[EngineOutput]
 
 
 class Refused(msgspec.Struct, array_like=True, tag=4, gc=False):
-    """A request that this engine does not take, by the caller's fault that `error` names."""
+    """A request that this engine refuses because of the caller's error in `error`."""
 
     request_id: str
     error: str
 
 
 class Embedded(msgspec.Struct, array_like=True, tag=5, gc=False):
-    """An embedding, float32 in little-endian bytes, or why there is none."""
+    """An embedding, float32 in little-endian bytes, or the reason why there is none."""
 
     request_id: str
     vector: bytes
@@ -187,26 +187,26 @@ class EngineStats(SchedulerStats, array_like=True, tag=6, gc=False):
     generation_tokens: int = 0
     """Output tokens."""
     host_seconds: float = 0.0
-    """The part of `step_seconds` in which the host neither waited for the device nor was itself the
-    device."""
+    """The part of `step_seconds` in which the host neither waited for the device nor was the device
+    itself."""
     host_steps: int = 0
     """Steps that `step_seconds` counts."""
     step_seconds: float = 0.0
     """Seconds of all steps."""
     paths: dict[str, int] = msgspec.field(default_factory=dict)
-    """Steps by what ran."""
+    """Steps by path."""
     drafts: dict[tuple[int, int, int, int], int] = msgspec.field(default_factory=dict)
-    """What came of draft tokens: steps of requests by `DraftCell`."""
+    """Results of draft tokens: steps of requests by `DraftCell`."""
     swap_rows: int = 0
-    """KV rows in host memory that layers chose in decode steps, as in `SwapCounts`."""
+    """KV entries in host memory that layers chose in decode steps, as in `SwapCounts`."""
     swap_hits: int = 0
-    """Those of them that were on the device."""
+    """Those entries that were on the device."""
     swap_waits: int = 0
-    """Steps that waited for rows of the host."""
+    """Steps that waited for entries from the host."""
     loaded_bytes: int = 0
-    """Bytes that came from host memory."""
+    """Bytes read from host memory."""
     stored_bytes: int = 0
-    """Bytes that went to host memory."""
+    """Bytes written to host memory."""
 
 
 class Failed(msgspec.Struct, array_like=True, tag=7, gc=False):
@@ -217,8 +217,8 @@ class Failed(msgspec.Struct, array_like=True, tag=7, gc=False):
 
 
 class Done(msgspec.Struct, array_like=True, tag=8, gc=False):
-    """A Pause, a Flush or an Audit has been followed: `pages` that were forgotten, `problems` that
-    were found."""
+    """A Pause, a Flush or an Audit is done: `pages` that were dropped, `problems` that were
+    found."""
 
     request_id: str
     pages: int = 0
@@ -235,10 +235,10 @@ EngineReply = Phase | Ready | EngineOutputs | Refused | Embedded | EngineStats |
 
 
 def pack_ids(ids: Sequence[int]) -> bytes:
-    """int32, little-endian."""
+    """Return int32, little-endian."""
     return np.asarray(ids, dtype="<i4").tobytes()
 
 
 def unpack_ids(packed: bytes) -> np.ndarray:
-    """int32 of what `pack_ids` wrote; read-only."""
+    """Return the int32 array that `pack_ids` wrote; read-only."""
     return np.frombuffer(packed, dtype="<i4")

@@ -1,5 +1,5 @@
-"""How an engine process comes to be: on this machine as a child. Other machines bring a launcher of
-their own."""
+"""Starts engine processes: on this machine as children. For other machines there is another
+launcher."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ class EngineProcess(Protocol):
 
     @property
     def name(self) -> str:
-        """What a person knows it by, such as its number."""
+        """Its name for a person, such as its process number."""
         ...
 
     @property
     def last_words(self) -> str:
-        """What is known of its end besides the exit code; empty: nothing."""
+        """What is known of its end in addition to the exit code; empty: nothing."""
         ...
 
     async def wait(self) -> int:
-        """Its exit code; waits until it has ended. Negative: the signal that ended it."""
+        """Return its exit code; waits until it has ended. Negative: the signal that ended it."""
         ...
 
     def kill(self) -> None:
@@ -43,27 +43,27 @@ class Launcher(Protocol):
 
     @property
     def is_remote(self) -> bool:
-        """They may run on other machines, so they are reached by TCP and choose their own
-        device."""
+        """Whether processes may run on other machines, so that they are reached by TCP and choose
+        their own device."""
         ...
 
     async def frontend_host(self) -> str:
-        """The address of this machine as the engines' machines reach it; asked only of one that is
-        remote. May wait."""
+        """Return the address of this machine as the engines' machines reach it; called only if
+        `is_remote`. May wait."""
         ...
 
     async def launch(self, spec: EngineSpec, variables: Mapping[str, str]) -> EngineProcess:
-        """Start one, with these variables in its environment; does not wait for its model."""
+        """Start a process, with these variables in its environment; does not wait for its model."""
         ...
 
     async def close(self) -> None:
-        """Give back what starting took; every process has ended. Idempotent."""
+        """Release the launcher's resources; every process has ended. Idempotent."""
         ...
 
 
 class LocalProcess:
-    """A child of this process. When this process ends, in whatever way, the child's input closes
-    and it ends too."""
+    """A child of this process. When this process ends for any reason, the child's input closes and
+    the child ends too."""
 
     last_words = ""
 
@@ -72,16 +72,16 @@ class LocalProcess:
 
     @property
     def name(self) -> str:
-        """Its number."""
+        """Its process number."""
         return f"process {self._process.pid}"
 
     @property
     def pid(self) -> int:
-        """Its number."""
+        """Its process number."""
         return self._process.pid
 
     async def wait(self) -> int:
-        """Its exit code; waits until it has ended."""
+        """Return its exit code; waits until it has ended."""
         return await self._process.wait()
 
     def kill(self) -> None:
@@ -101,7 +101,7 @@ class LocalLauncher:
         return ""
 
     async def launch(self, spec: EngineSpec, variables: Mapping[str, str]) -> LocalProcess:
-        """Start one; does not wait for its model."""
+        """Start a child; does not wait for its model."""
         process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
@@ -115,11 +115,11 @@ class LocalLauncher:
         return LocalProcess(process)
 
     async def close(self) -> None:
-        """Nothing was taken."""
+        """There is nothing to release."""
 
 
 def launcher_for(server: ServerConfig) -> Launcher:
-    """What starts this server's engines; raises ConfigError if it is not installed."""
+    """Return the launcher of this server's engines. Raises ConfigError if it is not installed."""
     if server.ray is None:
         return LocalLauncher()
     from sglcore.serving.replicas.ray_launch import RayLauncher

@@ -1,4 +1,4 @@
-"""What the server counts, and how Prometheus reads it: engines report their own numbers, requests
+"""The server's counters, and their form for Prometheus: engines report their own numbers, requests
 are timed here.
 
 All of it lives on the frontend's event loop, so nothing takes a lock; a scrape reads the numbers
@@ -38,17 +38,17 @@ _OF_REPLICA = ("model", "replica")
 
 
 Replicas = Callable[[], Iterable[tuple[str, str, EngineStats | None]]]
-"""Name, state and newest numbers of each replica; no numbers before its first reply."""
+"""Name, state and newest counters of each replica; None before its first reply."""
 
 
 class Histogram:
-    """Counts of values by bucket. `observe` costs one binary search, so it may stand on the path of
+    """Counts of values by bucket. `observe` costs one binary search, so that it can be called for
     each token."""
 
     __slots__ = ("_bounds", "_counts", "_sum")
 
     def __init__(self, bounds: tuple[float, ...]) -> None:
-        """`bounds` are the buckets' upper ends, ascending; the last bucket has none."""
+        """`bounds`: the buckets' upper ends, ascending; the last bucket has none."""
         self._bounds = bounds
         self._counts = [0] * (len(bounds) + 1)
         self._sum = 0.0
@@ -59,7 +59,8 @@ class Histogram:
         self._sum += value * count
 
     def buckets(self) -> tuple[list[tuple[str, float]], float]:
-        """Cumulated counts by upper end, as Prometheus wants them, and the sum of the values."""
+        """Return cumulated counts by upper end, as Prometheus needs them, and the sum of the
+        values."""
         total = 0
         cumulated: list[tuple[str, float]] = []
         for bound, count in zip((*self._bounds, math.inf), self._counts, strict=True):
@@ -69,12 +70,12 @@ class Histogram:
 
 
 class RequestClock:
-    """Times one request; every call is cheap, and the second `on_end` counts for nothing."""
+    """Times of one request. Every call is cheap; a second `on_end` has no effect."""
 
     __slots__ = ("_metrics", "_started", "cached_tokens", "first_token_seconds", "outcome", "prompt_tokens", "tokens")
 
     def __init__(self, metrics: Metrics, now: float) -> None:
-        """`now` is `time.perf_counter()` when the request arrived."""
+        """`now`: `time.perf_counter()` when the request arrived."""
         self._metrics = metrics
         self._started = now
         self.outcome: str | None = None
@@ -83,8 +84,7 @@ class RequestClock:
 
     @property
     def first_token_at(self) -> float | None:
-        """When the first token came, as `time.perf_counter()` counts; None as long as there is
-        none."""
+        """Time of the first token, by `time.perf_counter()`; None as long as there is none."""
         return None if self.first_token_seconds is None else self._started + self.first_token_seconds
 
     def on_prompt(self, tokens: int, cached: int) -> None:
@@ -92,42 +92,42 @@ class RequestClock:
         self.prompt_tokens, self.cached_tokens = tokens, cached
 
     def on_first_token(self) -> None:
-        """A sample's first token is there; the first of all samples is timed."""
+        """Record a sample's first token; the first of all samples is timed."""
         self.tokens += 1
         if self.first_token_seconds is None:
             self.first_token_seconds = time.perf_counter() - self._started
             self._metrics.first_token.observe(self.first_token_seconds)
 
     def on_tokens(self, count: int, seconds: float) -> None:
-        """`count` tokens of one sample arrived `seconds` after the ones before."""
+        """Record `count` tokens of one sample, `seconds` after the ones before."""
         if count > 0:
             self.tokens += count
             self._metrics.between_tokens.observe(seconds / count, count)
 
     def on_restart(self) -> None:
-        """What its engine had drawn is lost with it, and drawn again."""
+        """Record a restart: the engine's tokens are lost, and are drawn again."""
         self.tokens = 0
 
     def on_end(self, reason: str) -> None:
-        """The request ended; `reason` is its finish reason, or a word for the error that ended
-        it."""
+        """Record the end of the request; `reason` is its finish reason, or a word for the error
+        that ended it."""
         if self.outcome is None:
             self.outcome = reason
             self._metrics.request_ended(reason, time.perf_counter() - self._started)
 
 
 CLOCKS: ContextVar[list[RequestClock] | None] = ContextVar("sglcore_clocks", default=None)
-"""Has the clocks of all prompts that were started in this task, or in one that it began."""
+"""The clocks of all prompts that were started in this task, or in one of its tasks."""
 
 CALLER: ContextVar[str] = ContextVar("sglcore_caller", default="")
-"""The id of the request that this task answers, as its header x-request-id has it."""
+"""The id of the request that this task answers, from its header x-request-id."""
 
 
 class Metrics:
-    """Everything that one server counts. Give the page of Prometheus by `page()`."""
+    """All counters of one server. `page()` returns the text for Prometheus."""
 
     def __init__(self, model: str, version: str, replicas: Replicas) -> None:
-        """`model` is the name that stands as a label on every series."""
+        """`model`: the label of every series."""
         self.first_token = Histogram(_FIRST)
         self.between_tokens = Histogram(_BETWEEN)
         self.whole = Histogram(_WHOLE)
@@ -135,8 +135,8 @@ class Metrics:
         self.responses: Counter[tuple[str, str, int]] = Counter()
         self.refusals: Counter[str] = Counter()
         self.unknown_fields: Counter[tuple[str]] = Counter()
-        """By endpoint, not by name: clients choose the names, and each would be a permanent series.
-        """
+        """Counts by endpoint, not by name: clients choose the names, and each would be a permanent
+        series."""
         self.in_flight = 0
         self.connections: Callable[[], int] = int
         self.lost_log_records: Callable[[], int] = int
@@ -147,12 +147,12 @@ class Metrics:
         self._registry.register(_Families(self, model, version, replicas))
 
     def add(self, families: Collector) -> None:
-        """Have the page show these too."""
+        """Add these families to the page."""
         self._registry.register(families)
 
     def clock(self) -> RequestClock:
-        """A clock for a prompt that arrives now; `CLOCKS` has it, for the log line of the request
-        that brought the prompt."""
+        """Return a clock for a prompt that arrives now; `CLOCKS` keeps it for the request's log
+        line."""
         clock = RequestClock(self, time.perf_counter())
         clocks = CLOCKS.get()
         if clocks is not None:
@@ -160,7 +160,7 @@ class Metrics:
         return clock
 
     def request_ended(self, reason: str, seconds: float) -> None:
-        """Count an outcome and its time."""
+        """Count the outcome of a request, and its time."""
         self.outcomes[reason] += 1
         self.whole.observe(seconds)
         self._ends.append(time.monotonic())
@@ -170,12 +170,12 @@ class Metrics:
         self.refusals[code] += 1
 
     def responded(self, method: str, endpoint: str, status: int) -> None:
-        """Count an answer of an endpoint (its route, so that the series are few)."""
+        """Count an answer of an endpoint (by route, so that there are few series)."""
         self.responses[method, endpoint, status] += 1
 
     def retry_after(self, waiting: int) -> int:
-        """Seconds in which `waiting` requests will have ended, at the rate of the last ones; from 1
-        to 60."""
+        """Return the seconds in which `waiting` requests will have ended, at the rate of the last
+        ones; from 1 to 60."""
         ends = self._ends
         if len(ends) < 2:
             return 1
@@ -183,7 +183,7 @@ class Metrics:
         return min(max(1, math.ceil(max(waiting, 1) * seconds / len(ends))), _LONGEST_RETRY)
 
     def page(self) -> bytes:
-        """The text that Prometheus reads."""
+        """Return the text for Prometheus."""
         return generate_latest(self._registry)
 
 
@@ -266,7 +266,7 @@ def _family(
     labels: Sequence[str],
     values: Iterable[tuple[tuple[str | int, ...], float]],
 ) -> Metric:
-    """A family with these values, each with those of its labels."""
+    """Return a family with these values, each with its labels."""
     family = kind(f"sglcore_{name}", text, labels=labels)
     for where, value in values:
         family.add_metric(list(map(str, where)), value)

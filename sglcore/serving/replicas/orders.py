@@ -19,31 +19,31 @@ Value = TypeVar("Value")
 
 
 async def audit_all(replicas: Iterable[Replica]) -> list[str]:
-    """What audits found, and which replicas did not answer; waits."""
+    """Return the results of audits, and the replicas that did not answer; waits."""
     return [each for found in await asyncio.gather(*map(_audit, replicas)) for each in found]
 
 
 async def flush_all(replicas: Iterable[Replica]) -> int:
-    """How many pages of cached prefixes were forgotten; waits. Raises NotAnswering, once the others
-    have done it."""
+    """Return the number of dropped pages of cached prefixes; waits. Raises NotAnswering, after the
+    other replicas are done."""
     found = await _all(replica.order(Flush(_name("flush"))) for replica in replicas)
     return sum(done.pages for done in found)
 
 
 async def pause_all(replicas: Iterable[Replica], is_paused: bool) -> None:
-    """Have all run no steps, or run them again; waits. Raises NotAnswering, once the others have
-    done it."""
+    """Pause all engines, or let them run again; waits. Raises NotAnswering, after the other
+    replicas are done."""
     await _all(pause(replica, is_paused) for replica in replicas)
 
 
 async def pause(replica: Replica, is_paused: bool) -> None:
-    """The same of one. One that dies meanwhile runs no steps either."""
+    """Do the same for one replica. A replica that dies meanwhile runs no steps either."""
     with suppress(EngineDied):
         await replica.order(Pause(_name("pause"), is_paused))
 
 
 async def _audit(replica: Replica) -> list[str]:
-    """What its audit found; that nothing was found out counts as such a thing."""
+    """Return the result of one audit; a missing answer counts as a finding."""
     try:
         done = await replica.order(Audit(_name("audit")))
     except (EngineDied, NotAnswering) as error:
@@ -52,7 +52,7 @@ async def _audit(replica: Replica) -> list[str]:
 
 
 async def _all(orders: Iterable[Awaitable[Value]]) -> list[Value]:
-    """What all gave; waits for each, and then raises what the first raised."""
+    """Return all results; waits for each, then raises the first error."""
     found = await asyncio.gather(*orders, return_exceptions=True)
     for each in found:
         if isinstance(each, BaseException):

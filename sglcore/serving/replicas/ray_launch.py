@@ -1,10 +1,10 @@
-"""Engine processes on the machines of a Ray cluster. Ray places them and reports their ends; all
-else uses our channel.
+"""Engine processes on the machines of a Ray cluster. Ray places them and reports their ends;
+everything else uses our channel.
 
 Every replica is an actor that starts the engine as its child, so an engine is the same process
 wherever it runs. Ray pickles what it sends; requests, tokens and routing therefore stay with the
-frontend, which talks to each engine over TCP with CURVE keys. The keys travel in the actor's start,
-so anyone who may run code in the cluster may know them.
+frontend, which talks to each engine over TCP with CURVE keys. The keys are part of the actor's
+start, so anyone who may run code in the cluster may know them.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ log = logging.getLogger("sglcore.serving")
 
 
 class RayProcess:
-    """An engine in an actor, which may still wait for its place."""
+    """An engine in an actor, which may still wait for its place in the cluster."""
 
     def __init__(self, actor: Any, replica: int, wanted: Mapping[str, float]) -> None:
         self._actor, self._replica, self._wanted = actor, replica, dict(wanted)
         self._killed = asyncio.Event()
         self.host, self.pid = "", 0
-        """Where it runs, once it has a place."""
+        """The machine and process number, once it has a place."""
         self.last_words = ""
 
     @property
     def name(self) -> str:
-        """Its number and machine, once it has a place."""
+        """Its process number and machine, once it has a place."""
         return f"process {self.pid} on {self.host}" if self.host else f"of replica {self._replica} without a place"
 
     async def wait(self) -> int:
-        """Its exit code; waits until it has ended, or its actor, or its machine. Then its place is
-        free again."""
+        """Return its exit code; waits until the process, its actor or its machine has ended. Its
+        place is free again afterwards."""
         ended = asyncio.ensure_future(self._follow())
         killed = asyncio.ensure_future(self._killed.wait())
         await asyncio.wait((ended, killed), return_when=asyncio.FIRST_COMPLETED)
@@ -58,7 +58,7 @@ class RayProcess:
         return code
 
     def kill(self) -> None:
-        """End its actor, and so itself, at once."""
+        """Kill its actor, and so the process, at once."""
         if not self._killed.is_set():
             ray = ray_module()
 
@@ -92,10 +92,10 @@ class RayLauncher:
     is_remote = True
 
     def __init__(self, address: str, resources: Mapping[str, float], replicas: int) -> None:
-        """`address` of the cluster's head ("auto": the cluster that this machine is part of,
-        "local": a new one of this machine alone, with room for `replicas`); `resources` that each
-        engine takes (CPU: 1 if not said). Raises ConfigError for an address that leads nowhere, and
-        if Ray is not installed."""
+        """`address`: the cluster's head ("auto": the cluster that this machine is part of, "local":
+        a new one of this machine only, with room for `replicas`); `resources`: those of each engine
+        (CPU: 1 by default). Raises ConfigError for an unreachable address, and if Ray is not
+        installed."""
         if "://" in address:
             raise ConfigError(
                 f"ray is {address!r}, which leads to a cluster that this machine is no part of",
@@ -109,8 +109,8 @@ class RayLauncher:
         self._is_connected = self._is_ours = False
 
     async def frontend_host(self) -> str:
-        """The address of this machine in the cluster. Waits for the cluster; raises ConfigError if
-        there is none."""
+        """Return the address of this machine in the cluster. Waits for the cluster; raises
+        ConfigError if there is none."""
         ray = ray_module()
 
         await self._connect()
@@ -135,7 +135,7 @@ class RayLauncher:
         return RayProcess(host.remote(ENGINE, line, dict(variables)), spec.replica, self._resources)
 
     async def close(self) -> None:
-        """Disconnect from the cluster, and end one that `local` began."""
+        """Disconnect from the cluster, and end one that `local` started."""
         ray = ray_module()
 
         if self._is_connected and self._is_ours:
@@ -151,5 +151,5 @@ class RayLauncher:
 
 
 async def _result(reference: Any) -> Any:
-    """What a call of an actor gives; waits."""
+    """Return the result of an actor's call; waits."""
     return await reference

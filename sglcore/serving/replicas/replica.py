@@ -1,5 +1,4 @@
-"""One engine process as the frontend sees it: its channel, its state, and the requests that it
-has."""
+"""One engine process as the frontend sees it: its channel, its state, and its requests."""
 
 from __future__ import annotations
 
@@ -38,30 +37,30 @@ from sglcore.serving.replicas.ipc import (
 from sglcore.serving.replicas.launch import EngineProcess
 
 State = Literal["starting", "ready", "silent", "unable", "draining", "dead"]
-"""Silent: it was ready, and gives no sign of life. Unable: it says that it lacks something, such as
-another engine."""
+"""Silent: it was ready, and gives no sign of life. Unable: it reports that something is missing,
+such as another engine."""
 STARTED = ("ready", "silent", "unable")
-"""It has requests and a cache."""
+"""States in which it has requests and a cache."""
 Answer = Embedded | Done
 LONGEST_READ = 120.0
-"""Seconds that a start may be silent in any case: Python's threads stand still while one of them
-reads a mapped file."""
+"""Seconds of silence that a start may always have: Python's threads stop while one of them reads a
+mapped file."""
 ORDER_SECONDS = 20.0
-"""How long an order may take to be followed: it waits for the end of a step."""
+"""Seconds that an order may take: it waits for the end of a step."""
 UNKILLABLE_SECONDS = 10.0
-"""After so long a process that was killed and has not ended, such as one inside its driver, is
-given up."""
+"""Seconds after which a killed process that has not ended, such as one inside its driver, is given
+up."""
 UNKILLABLE = 1
-"""Its exit code."""
+"""The exit code that such a process gets."""
 
 LAST_WORDS_SECONDS = 0.05
-"""What a process that has ended may still have said is on its way for no longer."""
+"""Seconds in which last messages of an ended process may still arrive."""
 
 log = logging.getLogger("sglcore.serving")
 
 
 class Owner(Protocol):
-    """Who has replicas and hears of what becomes of them."""
+    """The owner of replicas, which handles their events."""
 
     @property
     def health(self) -> Health:
@@ -69,15 +68,15 @@ class Owner(Protocol):
         ...
 
     def on_phase(self, replica: Replica, phase: Phase) -> None:
-        """Its start went on."""
+        """Handle progress of its start."""
         ...
 
     def on_ready(self, replica: Replica) -> None:
-        """It takes requests."""
+        """Handle that it accepts requests."""
         ...
 
     def on_change(self, replica: Replica, before: State) -> None:
-        """It takes no requests for now, or takes them again."""
+        """Handle that it accepts no requests for now, or accepts them again."""
         ...
 
     def on_death(self, replica: Replica, reason: str, exit_code: int) -> None:
@@ -98,7 +97,7 @@ class Replica:
         self._channel = channel
         self._owner = owner
         self.lacks = ""
-        """What it says it lacks."""
+        """What it reports as missing."""
         self._error, self._exit_code = "", 0
         self._answers: dict[str, asyncio.Future[Answer]] = {}
         self._samples = 0
@@ -111,7 +110,7 @@ class Replica:
 
     @property
     def load(self) -> int:
-        """Samples that it was given and has not ended, and prompts to embed."""
+        """Number of its samples that have not ended, and of prompts to embed."""
         return self._samples + len(self._answers)
 
     @property
@@ -133,19 +132,19 @@ class Replica:
 
     @property
     def report_age(self) -> float:
-        """Seconds since it last said anything, or since it was launched: a long step or a stuck
-        device."""
+        """Seconds since its last message, or since its launch: large during a long step or with a
+        stuck device."""
         return time.monotonic() - self._heard_at
 
     @property
     def is_still(self) -> bool:
-        """It is in one step for seconds, so what it is given now would wait."""
+        """Whether it has been in one step for seconds, so that new requests would wait."""
         return self._pulse.is_still
 
     def tick(self, most_silence: float, most_step: float) -> None:
-        """One look, each BEAT_SECONDS: it is silent after a few without a sign of life. It is
-        killed after `most_silence` seconds of them (120 at least while it starts), or where a step
-        takes more than `most_step`."""
+        """Check it once, each BEAT_SECONDS: it becomes silent after a few checks without a sign of
+        life. It is killed after `most_silence` seconds of silence (at least 120 during its start),
+        or if a step takes more than `most_step`."""
         pulse = self._pulse
         pulse.tick()
         if self.state not in ("starting", *STARTED) or self._overdue.is_set():
@@ -167,8 +166,8 @@ class Replica:
         self._channel.send(generation.request)
 
     async def embed(self, request_id: str, ids: list[int], segments: list[int] | None = None) -> bytes:
-        """The embedding of a prompt, or its scores, float32; waits. Raises what refused it, and
-        EngineDied."""
+        """Return the embedding of a prompt, or its scores, float32; waits. Raises the error that
+        refused it, and EngineDied."""
         request = Embed(request_id, pack_ids(ids), pack_ids(segments or ()))
         answer = await self._answer(request)
         assert isinstance(answer, Embedded)
@@ -177,8 +176,8 @@ class Replica:
         return answer.vector
 
     async def order(self, order: Audit | Pause | Flush) -> Done:
-        """What came of an order; waits until it has been followed, 20 seconds at most. Raises
-        EngineDied and NotAnswering."""
+        """Send an order and return its result; waits at most 20 seconds. Raises EngineDied and
+        NotAnswering."""
         who = f"replica {self.number}"
         if self.state == "silent":
             raise NotAnswering(who, f"it has given no sign of life for {self._pulse.silence * BEAT_SECONDS:g} s")
@@ -191,8 +190,8 @@ class Replica:
         return done
 
     async def shut_down(self, seconds: float) -> None:
-        """Tell the process to end, wait until it has, and kill it if it has not after so long. One
-        that still starts is killed."""
+        """Order the process to end, wait for its end, and kill it after `seconds`. A process that
+        is still starting is killed."""
         if self.state in ("ready", "unable"):
             self.state = "draining"
             self._channel.send(Shutdown())
@@ -215,18 +214,18 @@ class Replica:
         self._channel.close()
 
     def give_up(self, error: Exception) -> None:
-        """Fail what waits for an embedding or for an order; does not wait."""
+        """Fail calls that wait for an embedding or an order; does not wait."""
         for future in self._answers.values():
             if not future.done():
                 future.set_exception(error)
 
     def take_generations(self) -> list[Generation]:
-        """What it had, which is not its own any more."""
+        """Return its requests, and remove them from it."""
         taken, self.generations = list(self.generations.values()), {}
         return taken
 
     def _end(self, why: str) -> None:
-        """Kill the process, which has ended soon, or is given up."""
+        """Kill the process; it will end soon, or is given up."""
         self._error = f"the engine {self.process.name} {why}"
         self._overdue.set()
         self.process.kill()
@@ -257,7 +256,7 @@ class Replica:
             while True:
                 reply = await self._channel.receive()
                 self._take(reply)
-                self._hear()  # after it: what is said may be that it takes no requests
+                self._hear()  # afterwards: the reply may say that it is unable
         except Exception as error:
             log.exception("a reply of engine %d could not be followed", self.number)
             self._error = f"a reply of the engine could not be followed: {type(error).__name__}: {error}"
@@ -270,7 +269,7 @@ class Replica:
             self._hear()
 
     def _hear(self) -> None:
-        """A sign of life."""
+        """Note a sign of life."""
         self._heard_at = time.monotonic()
         self._pulse.hear()
         self._settle_state()
@@ -340,7 +339,7 @@ class Replica:
         self.give_up(EngineDied(reason, self._owner.health.remedy))
 
     async def _end_of_process(self) -> int:
-        """Its exit code; waits, but not for ever for one that was killed."""
+        """Return the exit code; waits, but only for a time after the process was killed."""
         ended = asyncio.ensure_future(self.process.wait())
         overdue = asyncio.ensure_future(self._overdue.wait())
         try:

@@ -1,10 +1,10 @@
-"""Which replica takes a prompt: the one with the longest cached prefix of it, unless that replica
-is too busy.
+"""Chooses the replica for a prompt: the one with the longest cached prefix of it, unless that
+replica is too busy.
 
 The frontend knows only what it sent, so it keeps, for each replica, the newest prompt blocks sent
-there. A block is one page of tokens, named by a hash of itself and all tokens before it. A block
-counts from the moment its prompt is sent: prompts that arrive together then follow the first, and
-the bound on the load spreads the excess to other replicas.
+there. A block is one page of tokens, identified by a hash of itself and all tokens before it. A
+block counts from the moment its prompt is sent: prompts that arrive together then follow the first,
+and the bound on the load spreads the excess to other replicas.
 """
 
 from __future__ import annotations
@@ -18,21 +18,22 @@ MOST_BLOCKS = 1 << 16
 """Blocks remembered for one replica, at about 100 bytes each; fewer if its device has fewer
 pages."""
 LOAD_RATIO, LOAD_SLACK = 1.5, 4
-"""A replica may have so many times the samples of the least busy one, and so many more, and still
-be chosen for what it has cached: none is idle for long while another has more than the slack."""
+"""Bound on the load: a replica with more than LOAD_RATIO times the samples of the least busy one
+plus LOAD_SLACK is not chosen for its cache. So no replica is idle for long while another has more
+than the slack."""
 
 
 class Target(Protocol):
-    """What the router has to know of a replica."""
+    """The router's view of a replica."""
 
     @property
     def number(self) -> int:
-        """Its name among the replicas."""
+        """Its number among the replicas."""
         ...
 
     @property
     def load(self) -> int:
-        """Samples that it was given and has not ended."""
+        """Number of its samples that have not ended."""
         ...
 
     @property
@@ -42,7 +43,7 @@ class Target(Protocol):
 
     @property
     def num_pages(self) -> int:
-        """Pages that its prefix cache can have."""
+        """Number of pages that its prefix cache can have."""
         ...
 
 
@@ -50,7 +51,7 @@ Chosen = TypeVar("Chosen", bound=Target)
 
 
 class Router:
-    """Chooses among replicas that are ready, and remembers what it chose. Not thread-safe."""
+    """Chooses among ready replicas, and remembers its choices. Not thread-safe."""
 
     def __init__(self, *, ratio: float = LOAD_RATIO, slack: int = LOAD_SLACK, most_blocks: int = MOST_BLOCKS) -> None:
         """`ratio` and `slack` (samples) bound the load; `most_blocks` bounds the memory of one
@@ -62,11 +63,11 @@ class Router:
         self._tick = 0
 
     def choose(self, ready: Sequence[Chosen], prompt: bytes) -> Chosen:
-        """The replica for a prompt (int32 bytes; empty: nothing is cached for it); `ready` is not
-        empty. O(prompt).
+        """Return the replica for a prompt (int32 bytes; empty: without cached blocks); `ready` is
+        not empty. O(prompt).
 
-        Among those within `bound` the one with the longest matching prefix; then the least busy;
-        then they take turns.
+        Among the replicas within `bound`, the one with the longest matching prefix; then the least
+        busy one; then in turn.
         """
         bound = self.bound([target.load for target in ready])
         hashes = block_hashes(prompt, max(target.page_size for target in ready))
@@ -85,27 +86,28 @@ class Router:
         return chosen
 
     def bound(self, loads: Sequence[int]) -> float:
-        """The load above which a replica is not chosen, whatever it has cached."""
+        """Return the load above which a replica is not chosen, whatever it has cached."""
         return self._ratio * min(loads) + self._slack
 
     def matched(self, target: Target, hashes: Sequence[int]) -> int:
-        """How many of a prompt's blocks, from its beginning, were sent to a replica before."""
+        """Return how many blocks from the beginning of a prompt were sent to a replica before."""
         known = self._sent.get(target.number)
         if not known:
             return 0
         return next((count for count, block in enumerate(hashes) if block not in known), len(hashes))
 
     def remembered(self, number: int) -> int:
-        """How many blocks are remembered of a replica."""
+        """Return how many blocks are remembered for a replica."""
         return len(self._sent.get(number, ()))
 
     def forget(self, number: int) -> None:
-        """A replica has ended, and what it had cached is gone."""
+        """Forget the blocks of a replica that has ended: its cache is gone."""
         self._sent.pop(number, None)
         self._chosen_at.pop(number, None)
 
     def _remember(self, target: Target, hashes: Sequence[int]) -> None:
-        """The end of a prompt is forgotten before its beginning, as pages are evicted."""
+        """Remember the blocks of a prompt. Its end is forgotten before its beginning, in the order
+        in which pages are evicted."""
         known = self._sent.setdefault(target.number, {})
         for block in reversed(hashes):
             known.pop(block, None)

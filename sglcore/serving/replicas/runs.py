@@ -15,12 +15,12 @@ from sglcore.serving.replicas.unenforced import AnswerCheck, Unenforced, unenfor
 
 Item = TextDelta | PromptProgress
 AT_ONCE = 64
-"""Items of several prompts that may wait for a slow client before their readers do."""
+"""Items of several prompts that may wait for a slow client before their readers wait."""
 
 
 class Runs:
-    """Generations in the order of their prompts; an async context manager that ends what has not
-    ended."""
+    """Generations in the order of their prompts; an async context manager that ends all running
+    ones."""
 
     def __init__(
         self,
@@ -29,34 +29,34 @@ class Runs:
         form: str = "",
         check: AnswerCheck | None = None,
     ) -> None:
-        """`form`: the field that is to blame if an engine refuses the form of the answer. `check`:
-        for what of it is not enforced."""
+        """`form`: the field to name if an engine refuses the form of the answer. `check`: checks
+        the parts of the form that are not enforced."""
         self.generations = tuple(generations)
         self.outputs = [generation.output for generation in generations]
-        """What there is of each prompt, as it grows."""
+        """The current output of each prompt."""
         self.held, self.form, self.check = held, form, check
 
     @property
     def fingerprint(self) -> str:
-        """Those of the engines that run them, joined by commas where replicas differ; empty while
-        none does."""
+        """The fingerprints of the engines that run them, joined by commas if replicas differ; empty
+        while none runs."""
         return ",".join(sorted({each.fingerprint for each in self.generations if each.fingerprint}))
 
     @property
     def unenforced(self) -> Sequence[str]:
-        """What of the schemas that bind the answer is not enforced, and what is known of the
-        samples that have been read."""
+        """Parts of the answer's schemas that are not enforced, with what is known from the samples
+        read so far."""
         return () if self.check is None else self.check.names
 
     async def ended(self) -> None:
-        """Wait until every sample has ended, and take nothing: for an answer that is given as a
-        whole."""
+        """Wait until every sample has ended, without taking any output: for an answer that is sent
+        as a whole."""
         for generation in self.generations:
             await generation.ended()
 
     async def wait(self) -> list[RequestOutput]:
-        """All outputs; waits for the last one, and for its check. Raises what ended one from
-        outside."""
+        """Return all outputs; waits for the last one and for its check. Raises an error that ended
+        one from outside."""
         with blame(self.form):
             outputs = [await generation.wait() for generation in self.generations]
         for sample in (sample for output in outputs for sample in output.outputs):
@@ -64,8 +64,8 @@ class Runs:
         return outputs
 
     def read(self) -> AsyncGenerator[tuple[int, Item], None]:
-        """What is new of all, each with its prompt's place. The end of a sample comes when it was
-        checked."""
+        """Yield new items of all prompts, each with its prompt's index. The end of a sample comes
+        after its check."""
         return self._items() if self.check is None else self._checked()
 
     async def _checked(self) -> AsyncGenerator[tuple[int, Item], None]:
@@ -75,7 +75,7 @@ class Runs:
             yield place, item
 
     async def _items(self) -> AsyncGenerator[tuple[int, Item], None]:
-        """As they come."""
+        """Yield the items as they come."""
         with blame(self.form):
             if len(self.generations) == 1:
                 async for item in self.generations[0]:
@@ -108,9 +108,9 @@ async def start_runs(
     form: str = "",
     parts: Sequence[Unenforced] | None = None,
 ) -> Runs:
-    """Give all prompts to engines, or none: the first that is refused ends those before it. `field`
-    of the request has them; `form` as in `Runs`; `parts`: what of the schemas that bind the text
-    does not (None: what the grammar of `params` says)."""
+    """Give all prompts to engines, or none: the first refusal ends those before it. `field`: the
+    request's field with the prompts; `form`: as in `Runs`; `parts`: parts of the text's schemas
+    that are not enforced (None: those of the grammar in `params`)."""
     if parts is None:
         parts = unenforced(form, params.grammar)
     with blame(form or field):
@@ -122,7 +122,7 @@ async def start_runs(
                 own = name if name is None or len(prompts) == 1 else f"{name}-{place}"
                 found = await frontend.generate(prompt, params, special=special, progress=progress, request_id=own)
             generations.append(await stack.enter_async_context(found))
-            await asyncio.sleep(0)  # between many prompts others have their turn
+            await asyncio.sleep(0)  # gives other tasks a turn between many prompts
         check = AnswerCheck(frontend.answer_checks, parts) if parts else None
         if check is not None:
             await check.open()
@@ -130,14 +130,14 @@ async def start_runs(
 
 
 def check_answered(outputs: Sequence[RequestOutput]) -> None:
-    """Raise Unanswered if every sample failed; the failure of a part stands in its choice."""
+    """Raise Unanswered if every sample failed; otherwise each failure is in its own choice."""
     found = [failure_of(sample) for output in outputs for sample in output.outputs]
     if found and found[0] is not None and all(found):
         raise Unanswered(found[0])
 
 
 def failure_of(sample: Completion) -> Failure | None:
-    """Why a sample that has ended failed; None if it did not."""
+    """Return why a sample that has ended failed; None if it did not."""
     if sample.finish_reason not in ("error", "abort"):
         return None
     return failure(InvalidRequest(sample.error)) if sample.refused else ended_badly(sample.finish_reason, sample.error)

@@ -1,5 +1,5 @@
-"""The folder of one server's sockets. A server that is killed cannot remove its own, so the next
-one that starts does."""
+"""The folder of one server's sockets. A killed server cannot remove its folder, so the next server
+does."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from sglcore.serving.replicas.channel import OF_BEATS
 PREFIX = "sglcore-"
 SHORT_FOLDER = "/tmp"
 SOCKET_NAME_BYTES = len(f"/{PREFIX}00000000/0000-00000000{OF_BEATS}") + 1
-"""What a socket's path has beyond the folder for temporary files, with the byte that ends it."""
+"""Bytes of a socket's path after the folder for temporary files, with the terminating byte."""
 LOCK = "lock"
-"""The file that a server locks as long as it lives: the system gives the lock back however it
+"""The file that a server locks as long as it lives; the system releases the lock however the server
 ends."""
 
 
 class SocketFolder:
-    """A new folder that only its owner may enter: a temporary one, or one below /tmp where TMPDIR
-    is so long that the system would refuse the path of a socket in it."""
+    """A new folder that only its owner may enter: a temporary one, or one below /tmp if TMPDIR is
+    so long that the system would refuse the path of a socket in it."""
 
     def __init__(self) -> None:
-        """Removes those of servers that have ended, in both places."""
+        """Remove the folders of servers that have ended, in both places, and make a new one."""
         temporary = tempfile.gettempdir()
         for place in dict.fromkeys((temporary, SHORT_FOLDER)):
             sweep(Path(place))
@@ -40,7 +40,7 @@ class SocketFolder:
         self._lock = _locked(Path(self.name))
 
     def cleanup(self) -> None:
-        """Remove it. Idempotent."""
+        """Remove the folder. Idempotent."""
         self._folder.cleanup()
         if self._lock is not None:
             os.close(self._lock)
@@ -67,8 +67,8 @@ def sweep(place: Path) -> None:
 
 
 def _locked(folder: Path) -> int | None:
-    """The lock of a folder, held; None where files cannot be locked, so that the folder is never
-    taken for left. It has its name only once it is held."""
+    """Return the held lock of the folder; None if files cannot be locked, so that the folder is
+    never taken for abandoned. The lock file gets its name only once it is held."""
     descriptor = os.open(folder / f"{LOCK}.new", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

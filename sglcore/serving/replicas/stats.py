@@ -1,4 +1,4 @@
-"""Counters of several engines, and of engines that have ended, as one."""
+"""Sums of the counters of several engines, including engines that have ended."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sglcore.serving.replicas.ipc import EngineStats
 
 
 def add_stats(parts: Iterable[EngineStats]) -> EngineStats:
-    """The sum of counters."""
+    """Return the sums of counters."""
     known = list(parts)
     total: dict[str, Any] = {
         name: sum(getattr(part, name) for part in known)
@@ -26,6 +26,6 @@ def add_stats(parts: Iterable[EngineStats]) -> EngineStats:
 
 
 def past_only(stats: EngineStats) -> EngineStats:
-    """What an engine that has ended has done; it holds nothing any more."""
+    """Return the totals of an engine that has ended, without its current values."""
     nothing = dict.fromkeys((*Levels.__struct_fields__, "compiling"), 0)
     return msgspec.structs.replace(stats, **nothing)

@@ -1,4 +1,5 @@
-"""The engine processes of one server: started, given requests, replaced when they die, ended."""
+"""The engine processes of one server: starts them, gives them requests, replaces them when they
+die, ends them."""
 
 from __future__ import annotations
 
@@ -33,8 +34,8 @@ from sglcore.serving.replicas.socket_folder import SocketFolder
 from sglcore.serving.replicas.stats import add_stats, past_only
 
 MOST_TRIES = 3
-"""Engines that may end with the same request: one that ends every engine must not end them all for
-ever."""
+"""Engines that may end during the same request. The limit keeps a request that kills each engine
+from killing all of them forever."""
 
 log = logging.getLogger("sglcore.serving")
 
@@ -61,7 +62,7 @@ class Supervisor:
         longest_wait: float = LONGEST_WAIT,
     ) -> None:
         """`chosen`: each replica's device as a value, for engines on this machine; `longest_wait`:
-        seconds before another start. Raises ConfigError for a launcher that is absent."""
+        seconds before another start. Raises ConfigError for a launcher that is not installed."""
         self.replicas: dict[int, Replica] = {}
         self.health = health
         self.info: ModelInfo | None = None
@@ -75,7 +76,7 @@ class Supervisor:
         self._context = zmq.asyncio.Context()
         self._folder = SocketFolder()
         self._restarts = {number: RestartPolicy(longest_wait) for number in range(server.replicas)}
-        """Of the replicas that run or will run again."""
+        """Restart records of the replicas that run or will run again."""
         self._held_back: Sequence[int] = ()
         self._orphans: dict[str, Generation] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -88,16 +89,16 @@ class Supervisor:
 
     @property
     def ready(self) -> list[Replica]:
-        """The replicas that take requests."""
+        """Return the replicas that accept requests."""
         return [replica for replica in self.replicas.values() if replica.state == "ready"]
 
     @property
     def replaces(self) -> bool:
-        """A replica that dies is started again."""
+        """Whether a replica that dies is restarted."""
         return self._server.restart or self._server.replicas > 1
 
     async def start(self) -> None:
-        """Launch every replica, or the first where the others wait for what it decides; does not
+        """Launch every replica, or only the first if the others wait for its decisions; does not
         wait for their models."""
         self._looks = asyncio.create_task(self._look_on())
         numbers = range(self._server.replicas)
@@ -107,14 +108,14 @@ class Supervisor:
             await self._launch(number)
 
     def tick(self) -> None:
-        """One look at all replicas, each BEAT_SECONDS: which are silent, and which have to be
+        """Check all replicas once, each BEAT_SECONDS: which ones are silent, and which must be
         replaced."""
         for replica in list(self.replicas.values()):
             replica.tick(self._server.heartbeat_timeout, self._server.step_timeout)
 
     def submit(self, generation: Generation) -> None:
-        """Give a request to a replica, or keep it for one that is being started again; raises
-        NotReady. Does not wait."""
+        """Give a request to a replica, or keep it for one that is being restarted. Does not wait.
+        Raises NotReady."""
         if self.ready:
             cached = self._config.prefix_cache and self.info is not None and self.info.generates
             self._choose(generation.request.prompt if cached else b"").run(generation)
@@ -125,8 +126,8 @@ class Supervisor:
         self._orphans[generation.request_id] = generation
 
     async def embed(self, request_id: str, ids: list[int], segments: list[int] | None = None) -> bytes:
-        """float32 of an embedding, or of scores; waits. It is tried again if its engine dies, where
-        there may be another."""
+        """Return float32 of an embedding, or of scores; waits. It is tried again if its engine dies
+        and there may be another."""
         died: EngineDied | None = None
         for _ in range(MOST_TRIES):
             while not self.ready:
@@ -141,14 +142,13 @@ class Supervisor:
         raise died
 
     async def audit(self) -> list[str]:
-        """What audits of all replicas found, and which of them did not answer; waits 20 seconds at
-        most."""
+        """Return the results of audits of all replicas, and those that did not answer; waits at
+        most 20 seconds."""
         return await audit_all(self._serving)
 
     async def pause(self, is_paused: bool) -> None:
-        """Have no engine run a step, those that come later included, or all of them again; waits
-        until they do so. Raises NotAnswering where one does not in time, which then does it
-        later."""
+        """Pause all engines, later ones included, or let all run again; waits until they do so.
+        Raises NotAnswering if one does not in time; it does so later."""
         self.is_paused = is_paused
         await pause_all(self._serving, is_paused)
 
@@ -160,7 +160,7 @@ class Supervisor:
         return await flush_all(self._serving)
 
     def has(self, request_id: str) -> bool:
-        """A request of this id has not ended."""
+        """Return whether a request with this id has not ended."""
         return request_id in self._orphans or any(request_id in each.generations for each in self.replicas.values())
 
     @property
@@ -170,12 +170,12 @@ class Supervisor:
         return [*had, *self._orphans.values()]
 
     def stats(self) -> EngineStats:
-        """The newest counters of all replicas together, those that died included."""
+        """Return the newest counters of all replicas together, dead ones included."""
         return add_stats([self._past, *(replica.stats for replica in self.replicas.values())])
 
     def give_up(self, error: Exception) -> None:
-        """Fail every request, those that wait for a replica too; the replicas go on, and get no
-        more."""
+        """Fail every request, also those that wait for a replica. The replicas continue, and get no
+        further requests."""
         self._is_given_up = True
         self._fail(self.generations, error)
         for replica in self.replicas.values():
@@ -183,7 +183,7 @@ class Supervisor:
         self._tell_change()
 
     async def stop(self) -> None:
-        """End every process; what they have fails. Waits until they have ended. Idempotent."""
+        """End every process; their requests fail. Waits until they have ended. Idempotent."""
         self.health.drain()
         self._ending.set()
         for task in (self._looks, *self._pauses):
@@ -207,8 +207,8 @@ class Supervisor:
             self.health.begin(phase.name, phase.done, phase.total)
 
     def on_ready(self, replica: Replica) -> None:
-        """One more takes requests; the server is ready when all that it began with are, and later
-        with any."""
+        """Note that one more replica accepts requests. At its start the server is ready when all
+        replicas are; later with any."""
         assert replica.info is not None
         self._config = decided(self._config, replica.info)
         for number in self._held_back:
@@ -249,8 +249,8 @@ class Supervisor:
             self._give_orphans()
 
     def on_death(self, replica: Replica, reason: str, exit_code: int) -> None:
-        """Fail what cannot be repeated, retry the rest where it is replaced, else end the
-        server."""
+        """Fail the requests that cannot be repeated and retry the rest if the replica is replaced;
+        otherwise end the server."""
         self.deaths += 1
         self._router.forget(replica.number)
         self._past = add_stats([self._past, past_only(replica.stats)])
@@ -260,11 +260,11 @@ class Supervisor:
         self._after(replica.number, reason, exit_code, replica.take_generations())
 
     def _after(self, number: int, reason: str, exit_code: int, had: list[Generation]) -> None:
-        """A replica has no process any more."""
+        """Handle that a replica has no process any more."""
         goes_on = self.replaces and self._restarts[number].may_go_on
         if (
             goes_on or self.health.started or self._server.log_file is not None
-        ):  # else the caller that starts the server reports it
+        ):  # otherwise the caller that starts the server reports it
             log.error("replica %d: %s", number, reason)
         if self._ending.is_set():
             self._fail(had, EngineDied(reason, self.health.remedy))
@@ -313,12 +313,12 @@ class Supervisor:
 
     @property
     def _serving(self) -> list[Replica]:
-        """The replicas that have requests and caches, whether they give signs of life or not."""
+        """The replicas that have requests and caches, silent ones included."""
         return [replica for replica in self.replicas.values() if replica.state in STARTED]
 
     def _choose(self, prompt: bytes) -> Replica:
-        """The replica for a prompt, among those that are ready: one that is in the same step for
-        seconds is the last choice."""
+        """Return the replica for a prompt, among the ready ones. A replica that has been in one
+        step for seconds is the last choice."""
         moving = [replica for replica in self.ready if not replica.is_still]
         return self._router.choose(moving or self.ready, prompt)
 
@@ -341,13 +341,13 @@ class Supervisor:
 
     @property
     def _goes_on(self) -> bool:
-        """Where no replica is ready, one is being started again."""
+        """Whether a replica is being restarted while none is ready."""
         return self.health.started and not (self._ending.is_set() or self.stopped.is_set())
 
     @property
     def _may_come(self) -> bool:
-        """A request may wait for a replica: one is being started again, or is silent. One that
-        lacks something says nothing of when it has it."""
+        """Whether a request may wait for a replica: one is being restarted, or is silent. A replica
+        that lacks something does not say when it will have it."""
         unable = sum(replica.state == "unable" for replica in self.replicas.values())
         return self._goes_on and unable < len(self._restarts)
 
@@ -373,7 +373,7 @@ class Supervisor:
         task.add_done_callback(tasks.discard)
 
     async def _settle(self) -> None:
-        """Wait for what deaths have begun."""
+        """Wait for tasks that deaths have started."""
         while self._tasks:
             _log_failures(await asyncio.gather(*self._tasks, return_exceptions=True))
 
@@ -385,7 +385,7 @@ class Supervisor:
         log.warning("replica %d is started", number)
         try:
             await self._launch(number)
-        except Exception as error:  # whatever it is, the requests that wait for this replica have to hear of it
+        except Exception as error:  # any error: requests that wait for this replica must get it
             log.exception("replica %d can not be started", number)
             self._restarts[number].end(None, 1)
             self._after(number, f"its process can not be started: {error}", 1, [])
@@ -411,11 +411,11 @@ class Supervisor:
 
 
 def _log_failures(found: Iterable[object]) -> None:
-    """Say what went wrong while something ended; nothing waits for it any more."""
+    """Log the errors of tasks that ended; nothing waits for them any more."""
     for each in found:
         if isinstance(each, Exception):
             log.error("an engine did not end as it should: %s", each, exc_info=each)
 
 
 def _drop(request: object) -> None:
-    """No engine has this request."""
+    """Drop the request: no engine has it."""

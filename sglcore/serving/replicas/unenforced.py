@@ -1,5 +1,5 @@
-"""What of the schemas that bind an answer is not enforced, and whether the answer keeps to it,
-which is looked at when it has ended."""
+"""Parts of an answer's schemas that are not enforced, and the check whether the answer keeps to
+them, made when it has ended."""
 
 from __future__ import annotations
 
@@ -20,52 +20,54 @@ LATE = "not checked in time"
 
 @dataclass(frozen=True, slots=True)
 class Unenforced:
-    """What of one schema of a request is not enforced."""
+    """Parts of one schema of a request that are not enforced."""
 
     field: str
-    """Where the request has the schema."""
+    """The field of the request with the schema."""
     part: LeftOut
 
     @property
     def names(self) -> list[str]:
-        """Its parts as a client is told of them."""
+        """Its parts, as they are reported to a client."""
         return [self.field + name for name in self.part.names]
 
 
 def unenforced(field: str, grammar: Grammar | None) -> list[Unenforced]:
-    """What of a grammar's schemas does not bind the text; `field` of the request has the
-    grammar."""
+    """Return the parts of a grammar's schemas that do not constrain the text; `field`: the
+    request's field with the grammar."""
     return [Unenforced(field, part) for part in left_out_of(grammar)]
 
 
 class AnswerCheck:
-    """Of one request: what is not enforced, and what came of looking at its samples."""
+    """For one request: the parts that are not enforced, and the results of checking its samples."""
 
     def __init__(self, checks: AnswerChecks, parts: Sequence[Unenforced]) -> None:
-        """Some `parts`."""
+        """`parts`: at least one."""
         self._checks, self._parts = checks, parts
         self._remarks = {name: "" for each in parts for name in each.names}
         self._is_over = not checks.has_library
-        """Nothing is looked at any more: it cannot be, or a sample has taken all the time."""
+        """Whether no further sample is checked: checks are impossible, or a sample has used up the
+        time."""
         if self._is_over:
             self._remarks |= {each.field: f"not checked: {REMEDY}" for each in parts}
 
     @property
     def names(self) -> list[str]:
-        """What is not enforced; first what there is something to say of."""
+        """Return the parts that are not enforced, those with a finding first."""
         said = [shown(name, remark) for name, remark in self._remarks.items() if remark]
         return said + [name for name, remark in self._remarks.items() if not remark]
 
     async def open(self) -> None:
-        """Have the process that checks ready when the answer is; does not wait for it."""
+        """Start the checking process, so that it is ready when the answer is; does not wait for
+        it."""
         if not self._is_over:
-            with suppress(OSError):  # who looks is told
+            with suppress(OSError):  # the check reports it
                 await asyncio.to_thread(self._checks.open)
 
     async def look(self, sample: Completion, field: str, text: str) -> None:
-        """Whether a sample that has ended keeps to what is not enforced: `text` of it to the schema
-        of `field`. Its warnings say so. Nothing is looked at where it was cut. Waits as long as a
-        check may take, those before it counted; never raises."""
+        """Check whether a sample that has ended keeps to the parts that are not enforced: its
+        `text` against the schema of `field`. Findings go to its warnings. A truncated sample is not
+        checked. Waits as long as a check may take, including those before it; never raises."""
         if sample.finish_reason != "stop" or isinstance(sample.stop_cause, str):
             return
         for each in self._parts:
@@ -104,7 +106,7 @@ class AnswerCheck:
 
 
 def shown(name: str, remark: str) -> str:
-    """A part, and what there is to say of it."""
+    """Return a part with a remark."""
     return f"{name} ({remark})"
 
 

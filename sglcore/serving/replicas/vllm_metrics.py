@@ -1,5 +1,4 @@
-"""The numbers of the server once more under vLLM's names, for dashboards and autoscalers that know
-those."""
+"""The server's numbers under vLLM's names, for dashboards and autoscalers that use these."""
 
 from __future__ import annotations
 
@@ -34,7 +33,7 @@ class VllmFamilies(Collector):
     """Reads the numbers when Prometheus asks."""
 
     def __init__(self, metrics: Metrics, model: str, replicas: Replicas) -> None:
-        """`model` stands as the label `model_name`, and a replica's number as `engine`."""
+        """`model`: the label `model_name`; a replica's number is the label `engine`."""
         self._metrics, self._model, self._replicas = metrics, model, replicas
 
     def collect(self) -> Iterator[Metric]:

@@ -1,4 +1,4 @@
-"""A model is ready only after a real token came out of the path that will serve."""
+"""A model is ready only after a token came out of the path that will serve."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class WarmUpError(SglcoreError):
 
 
 def warm_up(engine: TokenEngine) -> None:
-    """Run a short prompt greedily and one by sampling, or embed one; waits. Raises WarmUpError if
+    """Run a short prompt greedily and one with sampling, or embed one; waits. Raises WarmUpError if
     no token comes."""
     limits = engine.limits
     ids = list(range(1, min(PROMPT_TOKENS, limits.max_model_len - 1, limits.vocab_size - 1) + 1))

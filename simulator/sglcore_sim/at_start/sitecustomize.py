@@ -1,5 +1,5 @@
-"""What a process of Python imports before anything else, where `python -m sglcore_sim` put this
-folder on its path."""
+"""Install the simulated device at the start of a Python process; `python -m sglcore_sim` puts this
+folder on PYTHONPATH, so that Python imports the module first."""
 
 from __future__ import annotations
 

@@ -1,2 +1,2 @@
-"""The vendors' Python modules over the simulated device: their names and signatures, and nothing
-that they lack."""
+"""Faces: the vendors' Python modules over the simulated device, with their names and signatures
+only."""

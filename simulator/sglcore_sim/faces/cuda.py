@@ -1,5 +1,5 @@
-"""CUDA needs no face: the shipped code of torch.cuda runs, over the bindings that a CPU build
-lacks."""
+"""CUDA needs no face of its own: the shipped Python code of torch.cuda runs over the bindings that
+a CPU build lacks."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ from sglcore_sim import cuda_bindings
 
 
 def plant(sim: Any) -> None:
-    """A torch that was built for CUDA."""
+    """Make torch look like a build for CUDA 12.8."""
     cuda_bindings.plant(sim, cuda="12.8")

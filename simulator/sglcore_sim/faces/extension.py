@@ -1,6 +1,6 @@
-"""What the extensions of two vendors took over from torch.cuda, with its signatures: streams,
-events, the context of a capture, and the calls about devices, memory and seeds. Where nothing is
-said, the signature says it."""
+"""The parts of torch.cuda's interface that the extensions of two vendors (torch_npu, torch_musa)
+copied, with the same signatures: streams, events, the context of a capture, and calls about
+devices, memory and seeds. Functions without a docstring do what their names say."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Stream(module.StreamBinding):
 
 
 class Capturing:
-    """Context in which a graph captures the stream that is given, or one that all such contexts
+    """A context in which a graph captures the given stream, or a stream that all such contexts
     share."""
 
     default_capture_stream = None
@@ -90,7 +90,8 @@ class Capturing:
 
 
 def streams(stream_class: Any) -> dict[str, Any]:
-    """Streams of this class, its events, and what makes them current."""
+    """Return this stream class, its event class, and the functions that get and set the current
+    stream."""
 
     def current_stream(device=None):
         found = accelerator.current_stream(module.index_of(device))
@@ -114,7 +115,7 @@ def stream(stream):
 
 
 def answers(sim: Any) -> dict[str, Any]:
-    """What only the simulator knows."""
+    """Return the functions that ask the simulator: graph pools, captures, the number of devices."""
 
     def graph_pool_handle():
         return sim.core.new_pool()

@@ -1,5 +1,5 @@
-"""The module of a made-up device: what torch.accelerator, torch.Stream and torch.Event give, and no
-name beyond."""
+"""The module of a made-up device: only names that torch.accelerator, torch.Stream and torch.Event
+can serve."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""HIP needs no face: torch serves it under the names of torch.cuda, whose shipped code runs over
-the same bindings."""
+"""HIP needs no face of its own: torch uses the names of torch.cuda for it, and that shipped code
+runs over the same bindings."""
 
 from __future__ import annotations
 
@@ -9,6 +9,6 @@ from sglcore_sim import cuda_bindings
 
 
 def plant(sim: Any) -> None:
-    """A torch that was built for ROCm."""
+    """Make torch look like a build for ROCm 6.4."""
     sim.core.claim_rocm()
     cuda_bindings.plant(sim, hip="6.4.43482")

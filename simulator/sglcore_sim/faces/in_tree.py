@@ -1,6 +1,6 @@
-"""What stands under torch's own Python of a device type that this build lacks: the bindings of
-`torch._C`, by the names that torch gives them for every such type. A kind's face adds what is its
-vendor's alone, then runs torch's modules again.
+"""Bindings for a device type of torch's own that this build lacks: the names in `torch._C` that
+torch's Python code uses for every such type. A kind's face adds the names of its vendor, then
+reloads torch's modules.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class StreamBinding(module.StreamBinding):
 
     @property
     def priority(self) -> int:
-        """All simulated streams have one priority."""
+        """The priority, which is the same for all simulated streams."""
         return 0
 
 
@@ -42,7 +42,8 @@ class GraphBinding(module.GraphBinding):
 
 
 def memory_stats(native: ModuleType, device: int) -> dict[str, Any]:
-    """The nested numbers of an allocator that the simulator knows."""
+    """Return memory statistics in torch's nested format; numbers that the simulator does not track
+    are 0."""
     numbers = native.memory(device)
 
     def stat(current: int, peak: int) -> dict[str, dict[str, int]]:
@@ -66,8 +67,8 @@ def memory_stats(native: ModuleType, device: int) -> dict[str, Any]:
 
 
 def bindings(sim: Any, prefix: str) -> dict[str, Any]:
-    """Name to value of what `torch._C` has for every device type of torch's own; `prefix` is that
-    type's, such as "cuda"."""
+    """Return the names and values that `torch._C` has for every device type of torch's own.
+    `prefix`: the type's prefix, such as "cuda"."""
     native, devices = sim.core, range(sim.devices)
 
     @cache
@@ -81,7 +82,7 @@ def bindings(sim: Any, prefix: str) -> dict[str, Any]:
         return before
 
     def maybe_exchange(device: int) -> int:
-        return exchange(device)  # a function of its own: torch's compiler keeps one handler for each
+        return exchange(device)  # a function of its own: torch's compiler keeps a handler for each
 
     def index_of(device: int) -> int:
         return native.current_device() if device < 0 else device
@@ -122,10 +123,11 @@ def bindings(sim: Any, prefix: str) -> dict[str, Any]:
 
 
 def plant(package: Any, values: dict[str, Any], *modules: str) -> None:
-    """Add the values to `torch._C`, run these modules of torch's package again over them, and give
-    the package anew what it imported of them, its ways to change the device and its generators."""
+    """Add the values to `torch._C` and reload these modules of torch's package. Then update the
+    names that the package re-exports from them, its functions that change the device, and its
+    default generators."""
     for name, value in values.items():
-        setattr(torch._C, name, value)  # foreign: the names that a build for the device has
+        setattr(torch._C, name, value)  # foreign: names of a build for the device
     for name in modules:
         module = sys.modules[f"{package.__name__}.{name}"]
         before = dict(vars(module))
@@ -143,8 +145,8 @@ def plant(package: Any, values: dict[str, Any], *modules: str) -> None:
 
 
 def plant_storages(device_type: str) -> None:
-    """`torch.UntypedStorage(bytes, device=...)` for a device type of torch's own that its build
-    does not know."""
+    """Patch `torch.UntypedStorage(bytes, device=...)` to work for a device type of torch's own that
+    this build lacks."""
     original = torch.UntypedStorage.__new__
 
     def construct(cls: type, *args: Any, device: Any = None, **kwargs: Any) -> Any:

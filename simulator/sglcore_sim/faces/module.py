@@ -1,5 +1,4 @@
-"""What every face is made of: streams, events, graphs and the calls that torch's own neutral
-interface can answer."""
+"""Parts of every face: streams, events, graphs, and calls that torch.accelerator can serve."""
 
 from __future__ import annotations
 
@@ -11,12 +10,12 @@ import torch
 
 AMP = (torch.float16, torch.bfloat16)
 MODES = ("global", "thread_local", "relaxed")
-"""How far a capture minds what other threads do."""
+"""Capture error modes: which calls of other threads make a capture fail."""
 
 
 class StreamBinding(torch.Stream):
-    """The stream class that a vendor's C extension gives to its Python: by identity, or new on the
-    current device."""
+    """The base of a vendor's Python stream class, as its C extension provides it: an existing
+    stream by its ids, or a new stream on the current device."""
 
     def __new__(cls, priority: int = 0, stream_id: int = 0, device_index: int = 0, device_type: int = 0) -> Any:
         if stream_id or device_index or device_type:
@@ -25,16 +24,17 @@ class StreamBinding(torch.Stream):
 
     @property
     def address(self) -> int:
-        """What a native launch would take, which vendors name each; 0 for the default stream."""
+        """The native handle for a launch, under a different name at each vendor; 0 for the default
+        stream."""
         return self.native_handle or 0  # pyright: ignore[reportAttributeAccessIssue]
 
     def __hash__(self) -> int:
-        """Streams are equal by identity of the stream, not of the object."""
+        """Hash the stream's ids, because objects of the same stream are equal."""
         return hash((self.stream_id, self.device_index))
 
 
 class EventBinding(torch.Event):
-    """The event class that a vendor's C extension gives to its Python."""
+    """The base of a vendor's Python event class, as its C extension provides it."""
 
     def __new__(cls, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> Any:
         if interprocess:
@@ -43,13 +43,13 @@ class EventBinding(torch.Event):
 
     @property
     def address(self) -> int:
-        """What vendors name each; 0 until it is recorded."""
+        """The native handle, under a different name at each vendor; 0 until it is recorded."""
         return self.event_id or 0
 
 
 class GraphBinding:
-    """A graph over one of the `native` core (`bound`); `begin` is for the vendor's own
-    `capture_begin`."""
+    """A graph over a graph of the `native` core, which `bound` sets; the vendor's `capture_begin`
+    calls `begin`."""
 
     native: ClassVar[ModuleType]
     core: Any
@@ -58,7 +58,7 @@ class GraphBinding:
         self.core = self.native.Graph()
 
     def begin(self, pool: tuple[int, int] | None, capture_error_mode: str = MODES[0]) -> None:
-        """Record the current stream from now on, into a pool or one of its own."""
+        """Start to record the current stream; memory comes from `pool`, or from a new pool."""
         if capture_error_mode not in MODES:
             raise RuntimeError(f"found capture error mode {capture_error_mode!r}, wanted one of {', '.join(MODES)}")
         self.core.begin(tuple(pool) if pool else (0, 0))
@@ -81,7 +81,7 @@ class GraphBinding:
 
 
 class Device:
-    """Context in which another device is current; None or a negative index changes nothing."""
+    """A context in which another device is current; None or a negative index changes nothing."""
 
     def __init__(self, device: Any) -> None:
         self.idx = index_of(device, -1)
@@ -98,7 +98,7 @@ class Device:
 
 
 class StreamContext:
-    """Context in which a stream is current; None changes nothing."""
+    """A context in which a stream is current; None changes nothing."""
 
     def __init__(self, stream: torch.Stream | None) -> None:
         self.stream = stream
@@ -113,7 +113,8 @@ class StreamContext:
 
 
 def index_of(device: Any, default: int | None = None) -> int:
-    """The index of a device, given as torch takes it; the current one where it says none."""
+    """Return the index of a device in any form that torch accepts; without an index `default`, else
+    the current device."""
     given = torch.device(device) if isinstance(device, str) else device
     index = given.index if isinstance(given, torch.device) else given
     if index is not None:
@@ -122,22 +123,22 @@ def index_of(device: Any, default: int | None = None) -> int:
 
 
 def bound(cls: type, **fields: Any) -> Any:
-    """The class under its own name, with what it needs of one simulator as its fields."""
+    """Make a subclass of the same name with these fields, such as the simulator's core."""
     return type(cls)(cls.__name__, (cls,), fields)
 
 
 def named(*functions: Callable[..., Any]) -> dict[str, Any]:
-    """Functions by their names."""
+    """Return the functions by their names."""
     return {function.__name__: function for function in functions}
 
 
 def properties_of(sim: Any, fields: Mapping[str, Any]) -> SimpleNamespace:
-    """The vendor's device properties: the chip's, with the memory that was installed."""
+    """Return the vendor's device properties: the chip's, with the simulated memory size."""
     return SimpleNamespace(**{**fields, "total_memory": sim.memory})
 
 
 def torch_names(sim: Any) -> dict[str, Any]:
-    """What torch itself asks of a device's module, whatever the vendor documents."""
+    """Return the names that torch itself requires of a device's module."""
     return {
         "_is_in_bad_fork": lambda: False,
         "_lazy_init": lambda: None,

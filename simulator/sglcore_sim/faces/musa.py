@@ -1,9 +1,9 @@
-"""torch_musa: modules, classes and functions under the signatures of its public sources
+"""torch_musa: modules, classes and functions with the signatures of its public sources
 (MooreThreads/torch_musa, core/).
 
-There is no package of it to hold this against: the signatures were copied by hand. For
-`mem_get_info`, `reset_peak_memory_stats` and the graph classes there was no source; they have the
-signatures of torch.cuda, unchecked.
+The signatures were copied by hand, because there is no package to compare with. For `mem_get_info`,
+`reset_peak_memory_stats` and the graph classes there was no source; they have torch.cuda's
+signatures, unchecked.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def synchronize(device=None):
 
 
 def devices(sim: Any) -> dict[str, Any]:
-    """Devices and their properties."""
+    """Return the functions about devices and their properties."""
     properties = module.properties_of(sim, sim.kind.properties)
 
     def get_device_name(device=None):
@@ -70,7 +70,7 @@ def devices(sim: Any) -> dict[str, Any]:
 
 
 def plant(sim: Any) -> None:
-    """Make `import torch_musa` give the face, register `torch.musa`."""
+    """Make `import torch_musa` return the face, and register `torch.musa`."""
     names = {
         **module.torch_names(sim),
         **extension.CALLS,

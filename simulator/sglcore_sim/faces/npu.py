@@ -1,8 +1,8 @@
-"""torch_npu: its modules, classes and functions under the signatures of torch_npu 2.13.0's own
-Python sources (its wheel).
+"""torch_npu: modules, classes and functions with the signatures of torch_npu 2.13.0's Python
+sources (from its wheel).
 
-Operators are registered by `sglcore_sim.vendors.torch_npu`. Names that are absent here are not
-simulated; a name that torch_npu lacks is never added. `NPUGraph.update` and `auto_dispatch_capture`
+`sglcore_sim.vendors.torch_npu` registers the operators. Names that are absent here are not
+simulated; names that torch_npu lacks are never added. `NPUGraph.update` and `auto_dispatch_capture`
 are refused.
 """
 
@@ -111,7 +111,7 @@ class graph(extension.Capturing):
 
 
 def graphs(sim: Any, tasks: Tasks) -> dict[str, Any]:
-    """Graphs, and groups of captured calls that the host rewrites."""
+    """Return graphs, and the functions for task groups: captured calls that the host rewrites."""
 
     def graph_task_group_begin(stream):
         tasks.begin_group(stream)
@@ -147,7 +147,7 @@ def get_device_capability(device=None):
 
 
 def devices(sim: Any, tasks: Tasks) -> dict[str, Any]:
-    """Devices and their properties."""
+    """Return the functions about devices and their properties."""
     properties = module.properties_of(sim, sim.kind.properties)
 
     def synchronize(device=None):
@@ -172,7 +172,8 @@ def devices(sim: Any, tasks: Tasks) -> dict[str, Any]:
 
 
 def plant(sim: Any) -> None:
-    """Make `import torch_npu` give the face, register `torch.npu`, and register the operators."""
+    """Make `import torch_npu` return the face with the registered operators, and register
+    `torch.npu`."""
     tasks = Tasks(sim)
     event = module.bound(Event, tasks=tasks)
     npu = ModuleType("torch_npu.npu")

@@ -1,10 +1,10 @@
-"""Task groups of NPU graphs: captured calls whose host arguments are rewritten while the graph
+"""Task groups of NPU graphs: captured calls with host arguments that are rewritten while the graph
 waits for an external event.
 
-The simulator runs a replay when it is queued. A graph that waits for an ExternalEvent is held back
-instead until the host has recorded all of its events, which on hardware is when it gets past them.
-Work that is queued in between would run too early here, so it is a fault (stuck_graph), as is a
-wait for work that can not finish.
+The simulator runs a replay when it is queued. A graph that waits for ExternalEvents is held back
+until the host has recorded all of them, which is when it would continue on hardware. Work that is
+queued in between would run too early here, so it is a fault (stuck_graph). A wait for work that can
+not finish is a fault too.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ class Call:
     kwargs: dict[str, Any]
 
     def run(self) -> None:
-        """On what the tensors hold now."""
+        """Run the operator on the current contents of its tensors."""
         self.func(*self.args, **self.kwargs)
 
 
 @dataclass(slots=True)
 class Handle:
-    """The driver's handle of a captured group. `marker` stands for the memory in which the driver
-    keeps its arguments."""
+    """The driver's handle of a captured group. `marker` stands for the driver's memory of its
+    arguments."""
 
     marker: torch.Tensor
     calls: list[Call] = field(default_factory=list)
@@ -41,7 +41,7 @@ class Handle:
 
 @dataclass(slots=True)
 class Waiting:
-    """A replay that waits for external events: its graph, its stream, and the operations counted
+    """A replay that waits for external events: its graph, its stream, and the count of operations
     when it was queued."""
 
     graph: Any
@@ -50,7 +50,7 @@ class Waiting:
 
 
 class Recording(TorchDispatchMode):
-    """Turns the vendor's operators inside a group into nodes that read their arguments at every
+    """Captures the vendor's operators in a group as nodes that read their arguments at every
     replay."""
 
     def __init__(self, sim: Any, handle: Handle) -> None:
@@ -59,7 +59,7 @@ class Recording(TorchDispatchMode):
         self.handle = handle
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Capture an operator of the vendor; leave torch's own to the capture."""
+        """Capture an operator of the vendor; torch's own operators are captured as usual."""
         if func.namespace != "npu":
             return func(*args, **(kwargs or {}))
         call = Call(func, args, dict(kwargs or {}))
@@ -77,8 +77,8 @@ class Recording(TorchDispatchMode):
 
 
 class Rewriting(TorchDispatchMode):
-    """Takes the arguments of the operators that are called, in the group's order, and runs none of
-    them."""
+    """Stores the arguments of called operators as the group's new arguments, in order, without
+    running the operators."""
 
     def __init__(self, handle: Handle) -> None:
         super().__init__()
@@ -86,7 +86,8 @@ class Rewriting(TorchDispatchMode):
         self.taken = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Only the operators that the group was captured with, in their order."""
+        """Take the arguments of the group's next operator. Raises RuntimeError for another
+        operator."""
         if func.namespace != "npu":
             return func(*args, **(kwargs or {}))
         if self.taken >= len(self.handle.calls) or self.handle.calls[self.taken].func is not func:
@@ -100,7 +101,7 @@ class Rewriting(TorchDispatchMode):
 
 
 class Tasks:
-    """Groups being captured or rewritten, and replays that wait for the host."""
+    """The groups being captured or rewritten, and the replays that wait for the host."""
 
     def __init__(self, sim: Any) -> None:
         self._sim = sim
@@ -110,11 +111,11 @@ class Tasks:
         self.capturing: Any = None
 
     def begin_group(self, stream: torch.Stream) -> None:
-        """Calls from here on are one group; the stream must be capturing."""
+        """Start a group with the calls that follow; the stream must be capturing."""
         if not self._sim.core.is_capturing():
             raise RuntimeError("graph_task_group_begin wants a stream that is being captured")
-        # Beside the captured stream, so that the marker is no memory of the pool, which other
-        # graphs write too.
+        # On another stream than the captured one, so that the marker is not in the graph's pool,
+        # which other graphs write too.
         with torch.Stream(stream.device):
             marker = torch.empty(1, dtype=torch.uint8, device=stream.device)
         recording = Recording(self._sim, Handle(marker))
@@ -122,7 +123,7 @@ class Tasks:
         self._recording.append(recording)
 
     def end_group(self, stream: torch.Stream) -> Handle:
-        """The handle of the group."""
+        """End the group and return its handle."""
         if not self._recording:
             raise RuntimeError("graph_task_group_end without graph_task_group_begin")
         recording = self._recording.pop()
@@ -130,14 +131,14 @@ class Tasks:
         return recording.handle
 
     def begin_update(self, stream: torch.Stream, handle: Handle) -> None:
-        """Calls from here on give the group new arguments."""
+        """Start an update: the calls that follow give the group new arguments."""
         rewriting = Rewriting(handle)
         rewriting.__enter__()
         self._rewriting.append(rewriting)
 
     def end_update(self, stream: torch.Stream) -> None:
-        """The update is queued on the stream: it must be ordered after the replay before, and the
-        next one after it."""
+        """Queue the update on the stream. It must be ordered after the previous replay and before
+        the next one."""
         if not self._rewriting:
             raise RuntimeError("graph_task_update_end without graph_task_update_begin")
         rewriting = self._rewriting.pop()
@@ -150,20 +151,20 @@ class Tasks:
             self._sim.access(rewriting.handle.marker, write=True, op="graph_task_update")
 
     def abandon(self) -> None:
-        """Leave the groups of a capture that failed."""
+        """Leave the open groups when a capture ends."""
         while self._recording:
             self._recording.pop().__exit__(None, None, None)
         self.capturing = None
 
     def forget(self) -> None:
-        """Drop everything under way."""
+        """Drop all waiting replays, open groups and updates."""
         self.waiting.clear()
         self.abandon()
         while self._rewriting:
             self._rewriting.pop().__exit__(None, None, None)
 
     def replay(self, graph: Any, run: Callable[[], None]) -> None:
-        """Run the graph, or hold it back until the host has recorded the events that it waits
+        """Run the graph, or hold it back until the host has recorded all events that it waits
         for."""
         self.refuse("another replay is queued")
         if all(event.is_set for event in graph.waits):
@@ -172,7 +173,7 @@ class Tasks:
         self.waiting.append(Waiting(graph, torch.accelerator.current_stream(), self._count()))
 
     def recorded(self) -> None:
-        """An external event was recorded: run what no longer waits."""
+        """Run the replays that no longer wait, after an external event was recorded."""
         for waiting in [w for w in self.waiting if all(event.is_set for event in w.graph.waits)]:
             self.waiting.remove(waiting)
             if self._count() != waiting.queued:
@@ -181,13 +182,14 @@ class Tasks:
                 waiting.graph.run()
 
     def recorded_twice(self) -> Exception:
-        """A fault: a graph passes on the first record, before what comes between the two, and the
-        second lets one pass that should wait."""
+        """Make the fault of an event that is recorded again before a graph has waited for it: the
+        graph would continue after the first record, before the work between both records, and the
+        second record would let a later graph pass that should wait."""
         text = f"an ExternalEvent is recorded at {self._sim.core.site()}, and no graph has waited for its last record"
         return self._sim.log.make("race", text)
 
     def refuse(self, what: str) -> None:
-        """A fault if a replay still waits for the host."""
+        """Fault (stuck_graph) if a replay still waits for the host."""
         if self.waiting:
             self.waiting.clear()
             raise self._stuck(what)
@@ -204,7 +206,8 @@ class Tasks:
 
 
 class _Uncounted:
-    """Work of the driver itself, which no waiting replay may take for the program's."""
+    """A context for the driver's own work, which does not count as queued by the program while a
+    replay waits."""
 
     def __init__(self, tasks: Tasks) -> None:
         self._tasks = tasks

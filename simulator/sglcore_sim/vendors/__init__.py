@@ -1,9 +1,8 @@
-"""Stand-ins of the vendors' libraries: CPU references under the true signatures, planted as
+"""Stand-ins for the vendors' libraries: CPU references with the real signatures, planted as
 importable modules.
 
-Every module here exports `plant(sim)`, which makes its library importable
-(`importlib.util.find_spec` sees it too) or registers its operators. A `Kind` names those that its
-chip has.
+Every module here has `plant(sim)`, which makes its library importable (and visible to
+`importlib.util.find_spec`) or registers its operators. A `Kind` lists the libraries of its chip.
 """
 
 from __future__ import annotations
@@ -12,6 +11,6 @@ import torch
 
 
 def operators(namespace: str) -> list[str]:
-    """Names of the operators that are registered under a namespace, without overloads."""
+    """Return the names of the operators registered in a namespace, without overloads."""
     names = torch._C._dispatch_get_all_op_names()
     return sorted({name.split("::")[1].partition(".")[0] for name in names if name.startswith(f"{namespace}::")})

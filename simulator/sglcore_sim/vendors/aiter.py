@@ -1,8 +1,8 @@
-"""AITER: paged decode and batched prefill as CPU references under their true signatures.
+"""AITER: paged decode and batched prefill as CPU references with the real signatures.
 
-Decode takes raw pointers (csrc/cpp_itfs/pa/pa_v1.py and pa_v1.cpp.jinja, ROCm/aiter): where its
-kernel would read or write elsewhere, this one refuses. Prefill refuses what
-csrc/py_itfs_ck/mha_batch_prefill_kernels.cu checks.
+Decode takes raw pointers (csrc/cpp_itfs/pa/pa_v1.py and pa_v1.cpp.jinja, ROCm/aiter): the reference
+refuses calls for which the real kernel would access wrong memory. Prefill makes the checks of
+csrc/py_itfs_ck/mha_batch_prefill_kernels.cu.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ DECODE, PREFILL = "aiter.paged_attention_v1", "aiter.mha_batch_prefill_func"
 HALF = (torch.float16, torch.bfloat16)
 PAGE_SIZES = (16, 32)
 PARTITION = 256
-"""Tokens of a partition that the kernel is compiled for."""
+"""Tokens per partition for which the kernel is compiled."""
 
 
 def plant(sim: Any) -> None:
-    """Make `import aiter` give the references."""
+    """Make `import aiter` return the references."""
     plant_module(
         "aiter", **{each.__name__: partial(each, sim) for each in (paged_attention_v1, mha_batch_prefill_func)}
     )
@@ -63,7 +63,7 @@ def paged_attention_v1(
 
     def kernel() -> None:
         pages, lens = sim.host_view(block_tables), sim.host_view(context_lens).tolist()
-        # Sequences longer than the partitions of this launch are cut, as on hardware.
+        # Sequences longer than this launch's partitions are truncated, as on hardware.
         rows = [(i, i + 1, cells_of(pages[i], min(n, partitions * partition_size), size)) for i, n in enumerate(lens)]
         caches = flat(sim.host_view(key_cache)), flat(sim.host_view(value_cache))
         attend(
@@ -140,7 +140,8 @@ def _check_decode(data: Mapping[str, Tensor], where: Mapping[str, Any], kinds: t
 
 
 def _fits(workspace: Tensor, query: Tensor, partitions: int) -> bool:
-    """A sum and a maximum in float32 and a partial result for every row, head and partition."""
+    """Return whether the workspace holds a float32 sum and maximum and a partial result for every
+    row, head and partition."""
     rows, heads, dim = query.shape
     return workspace.numel() >= rows * heads * partitions * (dim * query.element_size() + 2 * 4)
 

@@ -1,5 +1,5 @@
 """FlashAttention 3 (the module `flash_attn_interface`): attention over a paged cache as a CPU
-reference under its true signature."""
+reference with the real signature."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sglcore_sim.vendors.paged import flash_attention, plant_module
 
 
 def plant(sim: Any) -> None:
-    """Make `import flash_attn_interface` give the reference."""
+    """Make `import flash_attn_interface` return the reference."""
 
     def flash_attn_with_kvcache(
         q: Tensor,

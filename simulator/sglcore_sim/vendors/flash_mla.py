@@ -1,9 +1,9 @@
-"""FlashMLA (the module `flash_mla` of sgl-flash-mla 1.0.0): attention over chosen rows as a CPU
-reference under its true signature.
+"""FlashMLA (the module `flash_mla` of sgl-flash-mla 1.0.0): attention over listed rows as a CPU
+reference with the real signature.
 
-Preconditions: flash_mla/flash_mla_interface.py, csrc/api/sparse_prefill.cpp and the kernels' own
-assertions (sgl-project/FlashMLA): the older kernels are for compute capability 9.0 and 10, the
-newer for 10 and rows of 512.
+Sources of the preconditions: flash_mla/flash_mla_interface.py, csrc/api/sparse_prefill.cpp and the
+kernels' assertions (sgl-project/FlashMLA). The legacy kernels support compute capability 9.0 and
+10, the newer ones only 10 and rows of 512.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ LOG2_E = 1.4426950408889634
 
 
 def plant(sim: Any) -> None:
-    """Make `import flash_mla` give the reference."""
+    """Make `import flash_mla` return the reference."""
     given = {each.__name__: partial(each, sim) for each in (flash_mla_sparse_fwd,)}
     plant_module("flash_mla", has_legacy=has_legacy, **given)
 
@@ -69,8 +69,8 @@ def flash_mla_sparse_fwd(
 
 
 def _attend(q: Tensor, keys: Tensor, scale: float, d_v: int, sink: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Of one token, q [H, D] and keys [N, D]: the result, the largest score of each head and the
-    logarithm of the sum of all; 0, -inf and +inf without keys."""
+    """Attend with one token, q [H, D], to keys [N, D]. Returns the result, and for each head the
+    largest score and the log of the sum of exponentials; without keys 0, -inf and +inf."""
     scores = q @ keys.T * scale
     if not len(keys):
         nothing = torch.full((len(q),), torch.inf)
@@ -81,7 +81,7 @@ def _attend(q: Tensor, keys: Tensor, scale: float, d_v: int, sink: Tensor | None
 
 
 def _check(q: Tensor, kv: Tensor, indices: Tensor, d_v: int, sink: Tensor | None, lens: Tensor | None) -> None:
-    """What both kernels want of their arguments."""
+    """Check the preconditions of both kernels."""
     tokens, heads, size = q.shape
     others = [x for x in (sink, lens) if x is not None]
     wanted = {
@@ -106,7 +106,7 @@ def _check(q: Tensor, kv: Tensor, indices: Tensor, d_v: int, sink: Tensor | None
 
 
 def _check_kernels(sim: Any, q: Tensor, use_legacy: bool, return_log2_lse: bool | None) -> None:
-    """What there are kernels for."""
+    """Check that there is a kernel for the call on this chip."""
     major = sim.kind.properties["major"]
     wanted = {
         "a GPU of compute capability 9.0 or 10": major in (9, 10),

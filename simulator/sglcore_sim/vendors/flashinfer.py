@@ -1,12 +1,12 @@
-"""FlashInfer 0.7.2: the paged wrappers' plan and run as CPU references under their true signatures.
+"""FlashInfer 0.7.2: plan and run of the paged wrappers as CPU references with the real signatures.
 
-As in the library, a plan is written into pinned memory of the wrapper and copied from there without
-a wait; the kernel reads lengths from that copy, and pages from the wrapper's buffers. In graph mode
-the buffers are the caller's.
+As in the library, a plan is written to pinned memory of the wrapper and copied to the device
+without waiting. The kernel reads lengths from that copy, and pages from the wrapper's buffers. In
+graph mode the caller provides the buffers.
 
-Preconditions: flashinfer/decode.py, prefill.py and utils.py, and the checks and dispatches of
-csrc/batch_decode.cu and batch_prefill.cu (flashinfer-ai/flashinfer). Workspaces are held to the
-least that a plan of split rows takes.
+Sources of the preconditions: flashinfer/decode.py, prefill.py and utils.py, and the checks and
+dispatches of csrc/batch_decode.cu and batch_prefill.cu (flashinfer-ai/flashinfer). A workspace must
+have at least the size that a plan with split rows needs.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ VERSION = "0.7.2.post1"
 INT_WORKSPACE = 8 << 20
 HEAD_DIMS = (64, 128, 256)
 GROUPS = (1, 2, 3, 4, 8)
-"""Query heads of one head of keys for which decode is compiled without tensor cores."""
+"""Query heads per key head for which decode is compiled without tensor cores."""
 ALIGNMENT = 16
 HALF = (torch.float16, torch.bfloat16)
 
 
 def refuse(wanted: Mapping[str, object]) -> None:
-    """What `require` does, by the library's usual error."""
+    """Call `require` with the library's usual error, ValueError."""
     require("flashinfer", wanted, ValueError)
 
 
 def plant(sim: Any) -> None:
-    """Make `import flashinfer` give the references."""
+    """Make `import flashinfer` return the references."""
     wrappers = (BatchDecodeWithPagedKVCacheWrapper, BatchPrefillWithPagedKVCacheWrapper)
     made = {wrapper.__name__: bound(wrapper, _sim=sim) for wrapper in wrappers}
     made["top_k_page_table_transform"] = partial(top_k_page_table_transform, sim)
@@ -46,7 +46,7 @@ def plant(sim: Any) -> None:
 
 
 class PagedWrapper:
-    """What both wrappers share: workspaces, buffers, and a plan of (query offsets, lengths) in the
+    """The base of both wrappers: workspaces, buffers, and a plan (query offsets, lengths) in the
     int workspace."""
 
     _sim: Any
@@ -114,7 +114,7 @@ class PagedWrapper:
             raise ValueError(f"The batch size should be fixed in cudagraph mode, {len(self._buffers[2])}, not {batch}")
 
     def _write_plan(self, query_starts: Tensor, starts: Tensor, last: Tensor, page_size: int) -> None:
-        """Into pinned memory, and from there to the device without a wait."""
+        """Write the plan to pinned memory and copy it to the device without waiting."""
         lengths = torch.clamp(starts[1:] - starts[:-1] - 1, min=0) * page_size + last
         work = torch.cat((query_starts.to("cpu"), lengths)).to(torch.int32)
         size = work.numel() * 4
@@ -176,7 +176,7 @@ class PagedWrapper:
 
 
 def _check_lists(query_starts: Tensor, indptr: Tensor, indices: Tensor, last: Tensor, page_size: int) -> None:
-    """What a plan is given. Values are read where they are on the host."""
+    """Check the lists of a plan; values are checked only if they are on the host."""
     wanted = {
         "lists of int32": all(x.dtype == torch.int32 and x.dim() == 1 for x in (query_starts, indptr, indices, last)),
         "offsets of batch_size + 1": len(query_starts) == len(indptr) == len(last) + 1,
@@ -187,7 +187,7 @@ def _check_lists(query_starts: Tensor, indptr: Tensor, indices: Tensor, last: Te
 
 
 class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
-    """One query a row."""
+    """The wrapper for decode: one query token per row."""
 
     def __init__(
         self,
@@ -301,8 +301,7 @@ def fast_decode_plan(
     q_len_per_req: int = 1,
     global_override_indptr_cpu: Tensor | None = None,
 ) -> None:
-    """Plan a decode wrapper that was planned before; in graph mode its buffers are the caller's to
-    write."""
+    """Plan a decode wrapper again; in graph mode the caller writes the page buffers itself."""
     if not self._planned:
         raise AttributeError("'_cached_module': plan() must come before fast_decode_plan()")
     batch = len(last_page_len)
@@ -321,7 +320,7 @@ def fast_decode_plan(
 
 
 class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
-    """Any number of queries a row."""
+    """The wrapper for prefill: any number of query tokens per row."""
 
     def __init__(
         self,

@@ -1,6 +1,6 @@
-"""FlashInfer 0.7.2: the choice of the largest scores as a CPU reference under its true signature.
+"""FlashInfer 0.7.2: top-k of scores as a CPU reference with the real signature.
 
-Preconditions: flashinfer/topk.py and csrc/topk.cu (flashinfer-ai/flashinfer).
+Sources of the preconditions: flashinfer/topk.py and csrc/topk.cu (flashinfer-ai/flashinfer).
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ def top_k_page_table_transform(
     out: Tensor | None = None,
     out_raw_indices: Tensor | None = None,
 ) -> Tensor:
-    """What is chosen comes in an order of its own: here the last first, behind it -1."""
+    """Return the cache rows of the k largest scores of each row, filled up with -1. The library
+    leaves their order open; here the last position comes first."""
     if row_starts is not None or page_table_row_starts is not None:
         raise NotImplementedError("this reference takes whole rows only")
     rows = len(input)
@@ -73,8 +74,8 @@ def top_k_page_table_transform(
 
 
 def _largest(scores: Tensor, k: int, tie_break: int) -> Tensor:
-    """Ascending places of the k largest; of equals at the bound the last, unless the first are
-    wanted."""
+    """Return the positions of the k largest scores, ascending. Among equal scores at the limit the
+    last ones are taken, or the first if `tie_break` is 1."""
     if tie_break == 1:
         return scores.sort(descending=True, stable=True)[1][:k].sort()[0]
     return (len(scores) - 1 - scores.flip(0).sort(descending=True, stable=True)[1][:k]).sort()[0]

@@ -1,5 +1,5 @@
-"""Attention over pages, row by row in float32: the arithmetic under every vendor's paged attention
-call, and the refusal of a call whose preconditions do not hold."""
+"""Paged attention, row by row in float32, for the references of every vendor's call, and the check
+of a call's preconditions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FLASH_ATTENTION = "flash_attn_with_kvcache"
 
 
 def plant_module(name: str, **names: Any) -> ModuleType:
-    """A module of a library that is not installed, importable by name."""
+    """Make a module for a library that is not installed, importable by this name."""
     module = ModuleType(name)
     module.__spec__ = ModuleSpec(name, None)
     vars(module).update(names)
@@ -26,7 +26,7 @@ def plant_module(name: str, **names: Any) -> ModuleType:
 
 
 def require(call: str, wanted: Mapping[str, object], error: type[Exception] = RuntimeError) -> None:
-    """Raise `error`, naming the first of the preconditions `wanted` (a text, and whether it holds)
+    """Raise `error` with the text of the first precondition in `wanted` (text: whether it holds)
     that does not hold."""
     for what, holds in wanted.items():
         if not holds:
@@ -34,26 +34,26 @@ def require(call: str, wanted: Mapping[str, object], error: type[Exception] = Ru
 
 
 def ints(part: Tensor, *shape: int) -> bool:
-    """Contiguous int32 of this shape."""
+    """Return whether the tensor is contiguous int32 of this shape."""
     return part.dtype == torch.int32 and tuple(part.shape) == shape and part.is_contiguous()
 
 
 def together(*parts: Tensor) -> bool:
-    """All on one device, which is not the host."""
+    """Return whether all tensors are on one device that is not the host."""
     return len({part.device for part in parts}) == 1 and not parts[0].is_cpu
 
 
 def adjacent(*parts: Tensor) -> bool:
-    """The elements of every last dimension lie side by side."""
+    """Return whether the last dimension of every tensor is contiguous."""
     return all(part.stride(-1) == 1 for part in parts)
 
 
 def flash_attention(
     sim: Any, parts: tuple[Tensor, ...], longest: int, scale: float | None, causal: bool, left: int, softcap: float
 ) -> Tensor:
-    """FlashAttention 3 over pages, in one launch, refusing what `mha_fwd` of hopper/flash_api.cpp
-    (Dao-AILab/flash-attention) checks. `parts` are queries, both caches, the page table, the
-    lengths and the queries' offsets."""
+    """Run FlashAttention 3 over pages in one launch, with the checks of `mha_fwd` in
+    hopper/flash_api.cpp (Dao-AILab/flash-attention). `parts`: queries, both caches, page table,
+    lengths, query offsets."""
     q, k, v, table, lens, starts = parts
     rows, dim = len(starts) - 1, q.shape[-1]
     wanted = {
@@ -74,7 +74,7 @@ def flash_attention(
 
     def kernel() -> None:
         begin, pages = sim.host_view(starts).tolist(), sim.host_view(table)
-        # The launch has tiles for `longest` queries of a row; more are never computed.
+        # The launch has tiles for `longest` queries per row; further queries are not computed.
         spans = [(start, min(end, start + longest)) for start, end in pairwise(begin)]
         rows = [
             (start, end, cells_of(pages[row], length, page_size))
@@ -99,9 +99,10 @@ def attend(
     left: int,
     softcap: float = 0.0,
 ) -> None:
-    """Write into out [T, heads, dim] what q attends to. Each row is (first query, end, cells of its
-    sequence); its queries are the last of the sequence. `left` tokens before a query are seen (-1:
-    all); a scaled score s becomes softcap * tanh(s / softcap), unless that is 0."""
+    """Write the attention of q to out [T, heads, dim]. Each row is (first query, end, KV slots of
+    its sequence); its queries are the last tokens of the sequence. A query sees `left` earlier
+    tokens (-1: all). A scaled score s becomes softcap * tanh(s / softcap), unless `softcap` is
+    0."""
     for start, end, cells in rows:
         out[start:end] = _row(q[start:end], k_cells[cells], v_cells[cells], scale, causal, left, softcap).to(out.dtype)
 
@@ -123,11 +124,11 @@ def _row(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, left: int,
 
 
 def cells_of(pages: Tensor, length: int, page_size: int) -> Tensor:
-    """The cells of the first `length` tokens of a sequence with these pages."""
+    """Return the KV slots of the first `length` tokens of a sequence with these pages."""
     cells = pages.to(torch.int64)[:, None] * page_size + torch.arange(page_size)
     return cells.reshape(-1)[:length]
 
 
 def flat(pages: Tensor) -> Tensor:
-    """Pages [pages, page_size, heads, dim] as cells."""
+    """View pages [pages, page_size, heads, dim] as KV slots [slots, heads, dim]."""
     return pages.reshape(-1, *pages.shape[2:])

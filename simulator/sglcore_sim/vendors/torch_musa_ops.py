@@ -1,8 +1,8 @@
-"""MATE's FlashAttention (the modules `mate` and `flash_attn_interface`) as a CPU reference under
-its true signature.
+"""MATE's FlashAttention (the modules `mate` and `flash_attn_interface`) as a CPU reference with the
+real signature.
 
-Its preconditions are those of FlashAttention 3, whose interface it has (mate/mha_interface.py,
-MooreThreads/mate), over pages of the sizes that it has kernels for.
+It has the interface and the preconditions of FlashAttention 3 (mate/mha_interface.py,
+MooreThreads/mate), and kernels for some page sizes only.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ PAGES = (1, 16, 64)
 
 
 def plant(sim: Any) -> None:
-    """Make both imports give the reference."""
+    """Make both imports return the reference."""
 
     def flash_attn_with_kvcache(
         q: Tensor,

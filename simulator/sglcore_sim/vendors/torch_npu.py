@@ -1,10 +1,10 @@
-"""torch_npu's operators as CPU references under their true schemas, with the limits that the vendor
+"""torch_npu's operators as CPU references with the real schemas and the limits that the vendor
 documents.
 
-What the real operator refuses is refused here too, by RuntimeError; alignment and layouts are
-checked, speed is not. Limits: docs/context of the repository Ascend/op-plugin, and the documents of
-the operators below it, aclnnXxx in cann/ops-transformer. Where versions differ, what all of them
-take.
+Calls that the real operator refuses raise RuntimeError here too; alignment and layouts are checked,
+speed is not. Sources of the limits: docs/context of the repository Ascend/op-plugin, and the
+documents of the underlying operators aclnnXxx in cann/ops-transformer. If versions differ, only
+calls that all of them take are allowed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SPARSE = "npu_sparse_flash_attention"
 
 
 def attention(query: Tensor, key: Tensor, value: Tensor, **given: Any) -> tuple[Tensor, Tensor]:
-    """The operator that makes its results."""
+    """Run the variant of the operator that allocates its results."""
     out = torch.empty_like(query)
     lse = torch.zeros(1, dtype=torch.float32)
     attention_out(query, key, value, **given, out=[out, lse])
@@ -57,8 +57,8 @@ def attention_out(
     out: list[Tensor],
     **unused: Any,
 ) -> tuple[Tensor, Tensor]:
-    """The operator over buffers of its caller: pages by a block table, decode in BSND or packed
-    rows in TND."""
+    """Run the variant of the operator with the caller's buffers, over pages of a block table:
+    decode in layout BSND, or packed rows in TND."""
     if block_table is None or actual_seq_lengths_kv is None or input_layout not in ("BSND", "TND"):
         raise NotImplementedError("this reference takes pages with lengths of the keys, in the layouts BSND and TND")
     packed = input_layout == "TND"
@@ -87,8 +87,8 @@ def _is_like(out: Tensor, query: Tensor) -> bool:
 
 
 def _queries(ends: list[int] | None, lengths: list[int], tokens: int) -> list[int]:
-    """Where packed rows end, which must be given, not exceed the tokens, and leave no row more
-    queries than keys."""
+    """Return the ends of packed rows. They must be given and ascend to the number of tokens, and no
+    row may have more queries than keys."""
     if not ends or sorted(ends) != list(ends) or ends[-1] != tokens:
         raise RuntimeError(f"{ATTENTION}: actual_seq_lengths {ends} must rise to the {tokens} packed tokens")
     counts = (end - start for start, end in pairwise([0, *ends]))
@@ -115,9 +115,10 @@ def _check(
     page: int,
     packed: bool,
 ) -> None:
-    """The limits of paged attention that the vendor documents for half precision: pages in whole
-    16ths for one query a row, of 128 for packed rows; packed heads of 64 or 128, or up to 256 where
-    heads of keys are shared (aclnnFusedInferAttentionScoreV3)."""
+    """Check the documented limits of paged attention in half precision
+    (aclnnFusedInferAttentionScoreV3). One query per row: page sizes that are multiples of 16 up to
+    512. Packed rows: pages of 128, and heads of 64 or 128, or of a multiple of 16 up to 256 if
+    several query heads share a key head."""
     rows, dim, kv_heads = table.shape[0], query.shape[-1], kv_heads or heads
     takes_dim = dim in (64, 128) or (heads != kv_heads and dim % 16 == 0 and dim <= 256)
     takes_page = page == 128 if packed else page % 16 == 0 and 16 <= page <= 512
@@ -141,12 +142,12 @@ def _check(
 
 
 def attention_workspace(query: Tensor, key: Tensor, value: Tensor, **given: Any) -> Tensor:
-    """Some bytes."""
+    """Return a workspace of 512 bytes, which the reference does not use."""
     return torch.zeros(512, dtype=torch.uint8)
 
 
 def rms_norm(input: Tensor, gamma: Tensor, epsilon: float = 1e-6) -> tuple[Tensor, Tensor]:
-    """The norm in float32, cast once, and the reciprocal of the root mean square."""
+    """Return the norm, computed in float32 and cast once, and the reciprocal root mean square."""
     wanted = {
         "one dtype of floats": input.dtype == gamma.dtype and input.dtype in FLOATS,
         "a gamma of the last dimensions": input.shape[input.dim() - gamma.dim() :] == gamma.shape,
@@ -158,7 +159,7 @@ def rms_norm(input: Tensor, gamma: Tensor, epsilon: float = 1e-6) -> tuple[Tenso
 
 
 def add_rms_norm(x1: Tensor, x2: Tensor, gamma: Tensor, epsilon: float = 1e-6) -> tuple[Tensor, Tensor, Tensor]:
-    """The norm of the sum, the reciprocal of the root mean square, the sum."""
+    """Return the norm of the sum, its reciprocal root mean square, and the sum."""
     require("npu_add_rms_norm", {"two tensors of one shape and dtype": (x1.shape, x1.dtype) == (x2.shape, x2.dtype)})
     total = x1 + x2
     normed, scale = rms_norm(total, gamma, epsilon)
@@ -166,7 +167,7 @@ def add_rms_norm(x1: Tensor, x2: Tensor, gamma: Tensor, epsilon: float = 1e-6) -
 
 
 def swiglu(input: Tensor, dim: int = -1) -> Tensor:
-    """silu of the first half times the second."""
+    """Return silu of the first half times the second half."""
     wanted = {"floats": input.dtype in FLOATS, "two halves of one size": input.shape[dim] % 2 == 0}
     require("npu_swiglu", wanted)
     gate, up = input.float().chunk(2, dim)
@@ -176,7 +177,8 @@ def swiglu(input: Tensor, dim: int = -1) -> Tensor:
 def rotary_mul(
     input: Tensor, r1: Tensor, r2: Tensor, rotary_mode: str = "half", rotate: Tensor | None = None
 ) -> Tensor:
-    """input * r1 + swapped(input) * r2, over a layout of four dimensions."""
+    """Return input * r1 + (-second, first) * r2 for the halves of each head of a tensor with four
+    dimensions."""
     four = all(x.dim() == 4 for x in (input, r1, r2))
     wanted = {
         "four dimensions in the mode 'half'": four and rotary_mode == "half",
@@ -204,8 +206,8 @@ def scatter_pa_kv_cache(
     seq_lens: Tensor | None = None,
     cache_mode: str | None = "PA_NZ",
 ) -> None:
-    """Rows of key and value into the slots of pages in the plain layout, in the types that an A2 or
-    A3 stores."""
+    """Store rows of key and value in KV slots of pages in the plain layout, in the dtypes that an
+    A2 or A3 supports."""
     if cache_mode not in (None, "Norm"):
         raise NotImplementedError("this reference stores pages in the plain layout only (cache_mode 'Norm')")
     parts = (key, value, key_cache, value_cache)
@@ -228,7 +230,7 @@ def scatter_pa_kv_cache(
 def format_cast(
     input: Tensor, acl_format: int, *, customize_dtype: int | None = None, input_dtype: int | None = None
 ) -> Tensor:
-    """The same values; the layout is the device's own affair."""
+    """Return the same values; the device's internal layout is not simulated."""
     if acl_format == FRACTAL_NZ and (input.dtype not in HALF or any(size % 16 for size in input.shape[-2:])):
         raise RuntimeError(f"npu_format_cast keeps {tuple(input.shape)} of {input.dtype} in whole blocks of 16 only")
     return input.clone()
@@ -251,8 +253,8 @@ def sparse_attention(
     attention_mode: int = 0,
     **unused: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Attention over the rows of a text that a list names, up to its first -1: in the absorbed
-    form, whose values are its keys."""
+    """Attend to the listed rows of a sequence, up to the list's first -1, in the absorbed form of
+    MLA, where the keys are also the values."""
     if (layout_query, layout_kv, sparse_mode) != ("BSND", "BSND", 0):
         raise NotImplementedError("this reference takes batches of texts, without a mask (sparse_mode 0)")
     given = actual_seq_lengths_query, actual_seq_lengths_kv, query_rope, key_rope
@@ -265,7 +267,7 @@ def sparse_attention(
     for row, (length, lists) in enumerate(zip(lengths.tolist(), sparse_indices[:, :, 0], strict=True)):
         for place, chosen in enumerate(lists):
             seen = chosen[: int((chosen >= 0).int().cumprod(0).sum())].long()
-            # In a capture every integer may be 0.
+            # In a capture all integers may be 0.
             require(SPARSE, {"places that the text has": not len(seen) or int(seen.max()) < max(length, 1)})
             scores = queries[row, place] @ keys[row, seen, 0].T * scale_value
             out[row, place] = (scores.softmax(-1) @ value[row, seen, 0].float()).to(out.dtype)
@@ -320,21 +322,21 @@ REFERENCES: Mapping[str, Callable[..., Any]] = MappingProxyType(
 )
 """References by the operator's name in the namespace `npu`."""
 SHAPED = ("npu_rms_norm", "npu_add_rms_norm", "npu_swiglu", "npu_rotary_mul", "npu_scatter_pa_kv_cache")
-"""Operators for which the extension brings a Meta kernel too, so that they can be traced; their
-references read no value."""
+"""Operators for which the extension also has a Meta kernel, so that they can be traced; their
+references read no values."""
 
 
 def plant(sim: Any) -> None:
-    """Register the extension's operators under their own schemas. Its out-variants do not mark what
-    they write."""
+    """Register the extension's operators with their schemas, and declare the output that its
+    out-variant writes without marking it."""
     library()
     sim.declare_writes(f"npu::{ATTENTION}.out", "out")
 
 
 @cache
 def library() -> torch.library.Library:
-    """The registrations, which live as long as the process; an operator without a reference here
-    can not be run."""
+    """Register the operators, for the life of the process; an operator without a reference can not
+    be run."""
     made = torch.library.Library("npu", "FRAGMENT")
     for schema in stored_schemas().values():
         made.define(schema)
@@ -346,7 +348,7 @@ def library() -> torch.library.Library:
 
 
 def stored_schemas() -> Mapping[str, str]:
-    """Schemas of the real extension by the operator's name, without the namespace."""
+    """Return the schemas of the real extension by the operator's name, without the namespace."""
     lines = (files("sglcore_sim") / "data" / "npu_schemas.txt").read_text().splitlines()
     schemas = (line.removeprefix("npu::") for line in lines if "(" in line)
     return MappingProxyType({schema.partition("(")[0]: schema for schema in schemas})

@@ -1,5 +1,5 @@
 """Checkpoints without weights: a byte-level tokenizer with each family's markers, and small
-templates of ours."""
+templates of our own."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ GLM = """[gMASK]<sop>
 {%- if add_generation_prompt %}<|assistant|>{% endif %}"""
 
 GLM_CLOSE = GLM.replace("\\n", "").replace("<|assistant|>{% endif %}", "<|assistant|><think>{% endif %}")
-"""Without line ends, as GLM-4.7 writes it, and with thinking that the prompt opens."""
+"""Without line ends, as in GLM-4.7, and with reasoning opened by the prompt."""
 
 MINIMAX = """]~!b[]~b]system
 {% for t in tools or [] %}<tool>{{ t.function | tojson }}</tool>
@@ -187,7 +187,7 @@ GRANITE = """<|start_of_role|>system<|end_of_role|>You are helpful
 <|start_of_role|>{{ m.role }}<|end_of_role|>{{ m.content }}
 {%- endfor %}<|end_of_text|>
 {% if add_generation_prompt %}<|start_of_role|>assistant<|end_of_role|>{% endif %}"""
-"""Tells how calls are written, and writes none itself, as Granite 3.3's does."""
+"""Describes how calls are written, but writes none itself, as in Granite 3.3."""
 GRANITE_THINKING = GRANITE.replace(
     "{%- if tools %}", "{% if thinking %}: <think></think> and <response></response>{% endif %}{% if tools %}"
 )
@@ -239,7 +239,7 @@ LFM_SILENT = """{{ tools | tojson if tools }}
 {% endfor %}
 {%- if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""
-"""Writes no calls, as LFM2's does."""
+"""Writes no calls, as in LFM2."""
 LFM_TOKENS = ("<|im_start|>", "<|im_end|>", "<|tool_call_start|>", "<|tool_call_end|>")
 
 GEMMA = """
@@ -286,8 +286,7 @@ HARMONY = """<|start|>system<|message|>Valid channels: analysis, commentary, fin
 {%- else %}{{ '<|start|>' + m.role + '<|message|>' + m.content + '<|end|>' }}{% endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}<|start|>assistant{% endif %}"""
-"""Writes the first call of a message alone, and wants a description of every tool, as gpt-oss's
-does."""
+"""Writes only the first call of a message, and needs a description of every tool, as in gpt-oss."""
 
 HARMONY_TOKENS = tuple(f"<|{name}|>" for name in ("start", "end", "message", "channel", "constrain", "call", "return"))
 
@@ -303,7 +302,7 @@ DEEPSEEK_TOKENS = tuple(f"<｜tool▁{name}｜>" for name in ("calls▁begin", "
 
 @dataclass(frozen=True)
 class Family:
-    """A template, its tokens, and the parsers that it should get."""
+    """A template, its tokens, and the parsers that must be detected."""
 
     template: str
     special: tuple[str, ...]
@@ -378,11 +377,11 @@ def codec_of(name: str, folder: Path) -> TextCodec:
 
 
 Read = tuple[str, str, list[tuple[str, str]]]
-"""Reasoning, content, and the calls' names and arguments."""
+"""(reasoning, content, [(name, arguments) of each call])"""
 
 
 def read(form: ChatFormat, text: str, tools: Any = None, *, is_open: bool = False) -> Read:
-    """What an answer holds, which is the same however its text is split."""
+    """Parse an answer, and check that the result is the same however its text is split."""
 
     def split(*parts: str) -> list[Delta]:
         reader = form.stream(tools=tools, reasoning_open=is_open)

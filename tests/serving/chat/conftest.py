@@ -1,4 +1,4 @@
-"""The formats of all families' checkpoints, each detected once."""
+"""The chat formats of all families' checkpoints, each detected once."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Grammars that force calls: what the template writes for a call is accepted token by token,
-anything else is not."""
+"""Grammars that force calls: the template's own text for a call is accepted token by token,
+everything else is refused."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ TOOLS = [
     for name, schema in (("look", SCHEMA), ("look_up", {"type": "object"}), ("say-é", SCHEMA))
 ]
 TAGGED = ("coder", "glm", "glm close", "minimax", "lfm2", "lfm2 silent", "gemma", "functiongemma")
-"""Whose grammars take the parameters that are declared."""
+"""Families with grammars that accept declared parameters only."""
 WITH_TOOLS = [name for name, family in FAMILIES.items() if family.tools]
 
 
 class Case:
-    """A checkpoint, its format, and the judge."""
+    """A checkpoint, its chat format, and an llguidance matcher."""
 
     def __init__(self, name: str, codec: TextCodec, form: ChatFormat) -> None:
         self.codec, self.format = codec, form
@@ -44,7 +44,7 @@ class Case:
         self.judge = llguidance.LLTokenizer(self.codec.tokenizer.to_str(), eos_token=256)
 
     def answer(self, *calls: tuple[str, Any]) -> str:
-        """What the template writes for calls, without what ends the turn."""
+        """The template's text for calls, without the end of the turn."""
         given = [
             {
                 "id": f"abcdefg{n:02}",
@@ -63,7 +63,7 @@ class Case:
         return text[begin : end if end > begin else None].rstrip("\n")
 
     def accepts(self, grammar: Grammar | None, text: str) -> bool:
-        """Whether the tokens of the text are allowed, one after another, and the text may end
+        """Whether the tokens of the text are allowed one after another and the text may end
         there."""
         assert grammar and grammar.kind == "lark"
         matcher = llguidance.LLMatcher(self.judge, grammar.text, log_level=0)
@@ -74,7 +74,7 @@ class Case:
 
 @pytest.fixture(scope="module")
 def cases(codecs: dict[str, TextCodec], formats: dict[str, ChatFormat]) -> dict[str, Case]:
-    """Of each family with tools."""
+    """The case of each family with tools."""
     return {name: Case(name, codecs[name], formats[name]) for name in WITH_TOOLS}
 
 
@@ -82,7 +82,7 @@ GOOD = {"place": 'a "b" é\nc', "count": 3}
 
 
 SAME_QUOTES = [name for name in WITH_TOOLS if name != "lfm2"]
-"""Whose forced text is in the quotes of the template's."""
+"""Families with the same quotes in forced text as in the template's text."""
 
 
 @pytest.mark.parametrize("name", SAME_QUOTES)
@@ -204,8 +204,8 @@ def test_parameters_that_no_call_could_be_held_to_are_refused_by_name(
 
 
 NOTATED = ("lfm2", "lfm2 silent", "gemma", "functiongemma")
-"""Whose templates write lists and objects in a notation of their own, and whose forced text has
-them as JSON."""
+"""Families with templates that write lists and objects in their own notation; their forced text has
+JSON."""
 
 
 @pytest.mark.parametrize("name", WITH_TOOLS)

@@ -1,4 +1,4 @@
-"""A checkpoint's chat format: conversations in, prompts out; answers in, deltas out."""
+"""A checkpoint's chat format: conversations to prompts, and answers to deltas."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ USER = {"role": "user", "content": "Hi"}
 
 
 def called(arguments: Any, **given: Any) -> dict[str, Any]:
-    """An answer with a call."""
+    """An assistant message with a call."""
     function = {"name": "f", "arguments": arguments}
     return {"role": "assistant", "tool_calls": [{"id": "abcdefghi", "type": "function", "function": function}], **given}
 
@@ -125,8 +125,8 @@ PARTS = "{% for m in messages %}<{{ m.role }}>{% for p in m.content %}[{{ p.text
 def test_a_message_that_goes_on_is_the_beginning_of_the_whole_one(
     formats: dict[str, ChatFormat], name: str, words: list[str], tmp_path: Path
 ) -> None:
-    """And all of it, whether its content is text or parts of text, as it would be told if it had
-    ended."""
+    """And it contains all of the message, whether its content is a text or parts, as in the
+    finished one."""
     found = formats[name] if name in formats else ChatFormat.detect(make_codec(tmp_path, PARTS))
     parts = [{"type": "text", "text": word} for word in words]
     for content in (parts, "\n".join(words)) if len(words) > 1 else (parts, words[0]):

@@ -1,4 +1,5 @@
-"""Harmony: channels become reasoning, content and calls; no header is shown, whole or cut off."""
+"""Harmony: channels become reasoning, content and calls; no header is shown, whether whole or cut
+off."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ CALLED = [("f", '{"a": [1]}')]
 
 @pytest.fixture
 def form(formats: dict[str, ChatFormat]) -> ChatFormat:
-    """Of a checkpoint whose template writes harmony."""
+    """The format of a checkpoint with a harmony template."""
     return formats["harmony"]
 
 
@@ -117,7 +118,7 @@ def test_what_is_bound_follows_reasoning_that_ends_by_the_text_before_it(form: C
 
 
 def called(**given: Any) -> dict[str, Any]:
-    """An answer with a call."""
+    """An assistant message with a call."""
     function = {"name": "f", "arguments": "{}"}
     return {"role": "assistant", "tool_calls": [{"id": "x", "type": "function", "function": function}], **given}
 

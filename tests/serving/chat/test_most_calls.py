@@ -1,4 +1,4 @@
-"""How many calls a forced answer may make: as many as the limit says, in every family of
+"""The number of calls in a forced answer reaches the limit exactly, in every family of
 templates."""
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from sglcore.serving.chat.format import ChatFormat
 from tests.serving.chat.test_call_grammar import GOOD, SAME_QUOTES, TOOLS, Case
 
 SEVERAL = [name for name in SAME_QUOTES if name not in ("llama", "harmony")]
-"""Families whose templates write several calls."""
+"""Families with templates that write several calls."""
 
 
 @pytest.mark.parametrize("name", SEVERAL)

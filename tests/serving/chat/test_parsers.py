@@ -1,5 +1,5 @@
-"""Answers read back: any calls, any text around them, split anywhere; what is no call is content,
-to the character."""
+"""Parsers of answers: any calls and any text around them, split anywhere; text that is not a call
+stays content, to the character."""
 
 from __future__ import annotations
 
@@ -160,8 +160,8 @@ TAGGED = {
         *("</invoke>\n", "</minimax:tool_call>"),
     ),
 }
-"""Before all calls, before the parameters of each, around their names and values, after them, after
-all calls."""
+"""(text before all calls, before the parameters of each call, around parameter names and values,
+after each call, after all calls)"""
 
 
 @pytest.mark.parametrize("name", TAGGED)
@@ -306,7 +306,7 @@ def test_any_text_is_read_without_an_error_and_the_same_however_it_is_split(
     assert split(make(), text, places) == whole
     assert split(make(), text, list(range(len(text)))) == whole
     found = calls_of(whole)
-    if name == "harmony":  # its markers are control tokens, which nobody should see whatever stands between them
+    if name == "harmony":  # its markers are hidden wherever they are
         return
     if not found and not text_of(whole, "reasoning") and THINK.marks[0] not in text and not (thinks and is_open):
         assert text_of(whole, "content") == text

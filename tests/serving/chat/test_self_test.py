@@ -1,5 +1,5 @@
-"""The test that a parser has to pass on its own checkpoint: right ones pass, broken ones are caught
-and turned off."""
+"""The self-test of a parser on its own checkpoint: correct parsers pass, broken ones are caught and
+turned off."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_the_embedded_model_has_no_tools_and_says_why() -> None:
 
 
 def call(s: Scanner, *, number_off: int = 0, takes_end: bool = True, says: bool = True) -> Scan[None]:
-    """One call as the test's template writes it, with a defect."""
+    """Parse one call as the test's template writes it, with a defect."""
     yield from s.literal('{"name": "')
     name, _ = yield from s.upto(('"',))
     yield from s.literal(', "arguments":')

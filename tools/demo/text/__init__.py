@@ -1,5 +1,4 @@
-"""The text that the demo model learns from: a seeded writer of stories, dialogues, sums, JSON and
-Python."""
+"""Writes the demo model's training text from a seed: stories, dialogues, sums, JSON and Python."""
 
 from .corpus import CATEGORIES, Document, document, documents, long_document
 

@@ -1,4 +1,4 @@
-"""Sums, differences and products of small whole numbers, as bare equations, questions and word
+"""Writes sums, differences and products of small whole numbers, as equations, questions and word
 problems."""
 
 import random
@@ -36,7 +36,7 @@ class Equation:
 
     @property
     def result(self) -> int:
-        """The right answer."""
+        """The correct answer."""
         if self.word == "plus":
             return self.left + self.right
         return self.left - self.right if self.word == "minus" else self.left * self.right
@@ -48,8 +48,8 @@ class Equation:
 
     @property
     def is_held_out(self) -> bool:
-        """Products and pairs of one-digit numbers are always taught; one in ten of the others is
-        kept for the test."""
+        """Whether it belongs to the test split: never a product or a pair of one-digit numbers; of
+        the others one in ten."""
         if self.word == "times" or max(self.left, self.right) < 10:
             return False
         return held_out(f"{self.left} {self.word} {self.right}")

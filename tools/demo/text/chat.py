@@ -1,5 +1,5 @@
-"""Dialogues: greetings, questions about the closed world, memory of what was said, and system
-messages."""
+"""Writes dialogues: greetings, questions about the closed world, questions about earlier turns, and
+system messages."""
 
 import json
 import random
@@ -96,7 +96,7 @@ class Dialogue:
     turns: tuple[tuple[str, str], ...]
 
     def messages(self) -> list[dict[str, str]]:
-        """The dialogue in the shape that chat templates take."""
+        """Return the dialogue as messages for a chat template."""
         rows = [{"role": "system", "content": self.system}] if self.system else []
         for asked, answered in self.turns:
             rows += [{"role": "user", "content": asked}, {"role": "assistant", "content": answered}]
@@ -104,13 +104,12 @@ class Dialogue:
 
 
 def render(messages: list[dict[str, str]]) -> str:
-    """The text of a dialogue with its special tokens, as the chat template of the model writes
-    it."""
+    """Return the text of a dialogue with its special tokens, as the model's chat template does."""
     return BOS + "".join(f"<|{row['role']}|>{row['content'].strip()}{END}" for row in messages)
 
 
 def sloppy(rng: random.Random, text: str) -> str:
-    """The text as people type it: sometimes without capitals or without the last mark."""
+    """Return the text as people type it: sometimes without capitals or the final punctuation."""
     if rng.random() < 0.12:
         text = text.rstrip("?.!") or text
     if rng.random() < 0.12:
@@ -130,7 +129,7 @@ def about(rng: random.Random) -> tuple[str, str]:
 
 
 def story_request(rng: random.Random) -> tuple[str, str]:
-    """A wish for a story, about a person or a thing or neither."""
+    """A request for a story, about a person, a thing, both or neither."""
     name, thing = any_name(rng, 0.1), rng.choice(TOYS)
     kind = rng.choice(("any", "name", "thing", "both"))
     if kind == "any":
@@ -154,7 +153,7 @@ def story_request(rng: random.Random) -> tuple[str, str]:
 
 
 def listing(rng: random.Random) -> tuple[str, str]:
-    """A wish for three things of a kind, or for a whole closed list."""
+    """A request for three things of a kind, or for a whole closed list."""
     kinds = {
         "colors": COLOURS,
         "animals": tuple(ANIMALS),
@@ -183,7 +182,7 @@ def listing(rng: random.Random) -> tuple[str, str]:
 
 
 def echo(rng: random.Random) -> tuple[str, str]:
-    """A wish to repeat some words exactly."""
+    """A request to repeat some words exactly."""
     words = (*COLOURS, *TOYS, *ANIMALS, *PEOPLE, *FOODS)
     text = " ".join(rng.choice(words) for _ in range(rng.randint(1, 6)))
     return say(

@@ -1,5 +1,4 @@
-"""The mixture: which kinds of document there are, how often each is written, and how one is drawn
-from a seed."""
+"""The mixture: the categories of documents, their weights, and how a seed selects a document."""
 
 import random
 from collections.abc import Callable, Iterator
@@ -20,7 +19,7 @@ class Document:
 
 
 def plain(text: str) -> str:
-    """The text of a document that is no dialogue, between its special tokens."""
+    """Return the text of a document that is not a dialogue, with its special tokens."""
     return f"{BOS}{text}{END}"
 
 

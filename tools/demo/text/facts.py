@@ -145,7 +145,7 @@ def neighbour(rng: random.Random) -> Fact:
 
 
 def quantity(rng: random.Random) -> Fact:
-    """Numbers that everybody knows, and the larger of two numbers."""
+    """Well-known quantities, and the larger of two numbers."""
     shape, sides = rng.choice(tuple(SHAPES.items()))
     low, high = sorted(rng.sample(range(100), 2))
     first, second = (low, high) if rng.random() < 0.5 else (high, low)
@@ -219,8 +219,8 @@ FACTS: MappingProxyType[str, tuple[Callable[[random.Random], Fact], int]] = Mapp
 
 
 def fact(rng: random.Random, split: Split) -> Fact:
-    """A fact whose question belongs to `split`: the test asks known facts in wordings that were
-    never seen with them."""
+    """A fact with a question of `split`: the test split asks known facts in wordings that training
+    does not use for them."""
     makers = tuple(maker for maker, _ in FACTS.values())
     weights = tuple(weight for _, weight in FACTS.values())
     while True:

@@ -1,4 +1,4 @@
-"""Small Python functions with docstrings; every text compiles, and its doctest line is true."""
+"""Writes small Python functions with docstrings; all compile, and their doctests pass."""
 
 import random
 from dataclasses import dataclass
@@ -161,7 +161,7 @@ def module(rng: random.Random) -> str:
 
 
 def request(rng: random.Random) -> tuple[str, str]:
-    """A wish for a function in words, and the function in a fenced block."""
+    """A request for a function in words, and the function in a fenced block."""
     recipe = rng.choice(RECIPES)
     choices = (
         "Write a Python function that {wish}.",

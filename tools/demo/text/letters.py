@@ -1,5 +1,5 @@
-"""Short letters in which somebody says hello and introduces himself; the ending repeats what the
-beginning said."""
+"""Writes short letters in which a person greets and introduces himself; the ending repeats facts
+from the beginning."""
 
 import random
 

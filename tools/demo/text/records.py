@@ -1,4 +1,4 @@
-"""Small JSON records with consistent keys, and requests for them."""
+"""Writes small JSON records with consistent keys, and requests for them."""
 
 import json
 import random
@@ -13,7 +13,7 @@ Record = dict[str, object]
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A wish for a record in words, and a record that grants it."""
+    """A request for a record in words, and a matching record."""
 
     question: str
     record: Record

@@ -1,4 +1,4 @@
-"""Seeded choices shared by all writers, and the rule that keeps test examples out of the training
+"""Seeded choices for all writers, and the rule that keeps test examples out of the training
 text."""
 
 import random
@@ -17,7 +17,7 @@ ENDINGS = ("n", "l", "s", "ra", "na", "lo", "ko", "mi", "ta", "x", "ck", "rin", 
 
 
 def held_out(key: str) -> bool:
-    """Whether the example named `key` belongs to the test split: one in ten, by checksum, the same
+    """Return whether the example `key` belongs to the test split: one in ten, by checksum, the same
     on every machine."""
     return zlib.crc32(key.encode()) % 10 == 0
 
@@ -34,8 +34,8 @@ def two(rng: random.Random, choices: Sequence[Item]) -> tuple[Item, Item]:
 
 
 def length(rng: random.Random, most: int) -> int:
-    """How many entries a page has: mostly one, so that a greedy reader stops after the first; else
-    two to `most`."""
+    """Return how many entries a page has: mostly one, so that greedy sampling stops after the
+    first; otherwise two to `most`."""
     return 1 if rng.random() < 0.6 else rng.randint(2, most)
 
 

@@ -1,5 +1,5 @@
-"""Short stories whose parts agree: who loses a thing finds that thing, and pronouns and colours
-stay the same."""
+"""Writes short, consistent stories: a person finds the thing that was lost, and pronouns and
+colours stay the same."""
 
 import random
 from collections.abc import Callable
@@ -45,7 +45,7 @@ CLOSINGS = (
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """What a story must be about; None leaves it to chance."""
+    """What a story must contain; None: chosen at random."""
 
     name: str | None = None
     thing: str | None = None
@@ -182,7 +182,7 @@ def practice(rng: random.Random) -> tuple[str, ...]:
 
 
 def journey(rng: random.Random) -> tuple[str, ...]:
-    """A walk past three things, which are told again at home in the same order."""
+    """A walk past three things, which the person lists at home in the same order."""
     return (
         "One {weather} day, {name} went for a walk to the {place2}. {He} took {his} {colour} {thing} along.",
         "First, {he} saw {a_animal} {spot1}. Then {he} saw {a_animal2} {spot2}. At the {place2}, {he} met {his} friend {friend}.",

@@ -1,8 +1,7 @@
-"""What the operators of Intel's extension give, and under which schemas, as `recorded.json` keeps
-it of the real one.
+"""Record the results and schemas of the operators of Intel's extension in `recorded.json`.
 
-`python devices/cpu/tests/ipex/record.py` writes it where the extension is installed beside the
-torch that it was built for.
+`python devices/cpu/tests/ipex/record.py` writes the file; it needs the real extension and the torch
+that the extension was built for.
 """
 
 from __future__ import annotations
@@ -21,12 +20,12 @@ HEADS, DIM = 2, 8
 
 
 def values(*shape: int, start: float = 0.0) -> Tensor:
-    """Numbers within one of zero, none like its neighbours, the same in every torch."""
+    """Return float32 numbers in [-1, 1] without a pattern, the same with every torch."""
     return torch.sin(1.7 * torch.arange(torch.Size(shape).numel(), dtype=torch.float64) + start).float().view(shape)
 
 
 def answers() -> Mapping[str, Tensor]:
-    """By what is tried, what the operators that are registered give."""
+    """Run the registered operators; return their results by the name of the case."""
     own, pack = torch.ops.torch_ipex, torch.ops.ipex_prepack.linear_prepack
     x, weight, residual = values(3, 8), values(8, start=1), values(3, 8, start=2)
     heads, rows = values(1, 3, HEADS, DIM, start=3), values(5, DIM, start=4)
@@ -51,7 +50,7 @@ def answers() -> Mapping[str, Tensor]:
 
 
 def record() -> None:
-    """Write what the real extension says."""
+    """Write the results of the real extension."""
     import intel_extension_for_pytorch as extension  # pyright: ignore[reportMissingImports]
 
     schemas = (str(schema) for schema in torch._C._jit_get_all_schemas() if schema.name in CALLED)

@@ -1,5 +1,5 @@
-"""In place of Intel's extension: its operators under their recorded schemas, by what they mean.
-They refuse what the real ones refuse, and what those compute wrongly without a word.
+"""A stand-in for Intel's extension: its operators in plain torch under their recorded schemas. They
+refuse the calls that the real ones refuse, and those that the real ones silently compute wrongly.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ SIDE = 16
 
 
 def rmsnorm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Any stride, any number of rows; the product with the weight is wide."""
+    """Normalise rows of any stride and number; the product with the weight is in float32."""
     return (F.rms_norm(x.float(), weight.shape, None, eps) * weight.float()).to(x.dtype)
 
 
 def add_rmsnorm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, add_back: bool) -> Tensor:
-    """The norm of the sum, which goes to the residual where that is asked for."""
+    """Return the norm of the sum; with `add_back`, write the sum to the residual."""
     if add_back and not residual.is_contiguous():
         raise RuntimeError("add_rmsnorm writes a residual as if its rows lay together")
     total = residual + x
@@ -44,7 +44,7 @@ def add_rmsnorm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, add_bac
 def rotary_position_embedding(
     x: Tensor, table: Tensor, first: Tensor, heads: int, head_dim: int, offset: int, rotary_dim: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Row t of x [1, T, heads, D] by row `first` + t of the table, which holds sines, then
+    """Rotate token t of x [1, T, heads, D] by row `first` + t of the table; a row holds sines, then
     cosines."""
     if not x.shape[1]:
         raise RuntimeError("rotary_position_embedding takes a row at least")
@@ -60,7 +60,8 @@ def rotary_position_embedding(
 
 
 class Context:
-    """A packed weight. Who has its handle must keep it: the handle is an address."""
+    """A packed weight. The owner of its handle must keep the context alive: the handle is an
+    address."""
 
     alive: ClassVar[WeakValueDictionary[int, Context]] = WeakValueDictionary()
 
@@ -71,21 +72,22 @@ class Context:
         self.alive[id(self)] = self
 
     def get_weight(self) -> Tensor:
-        """In blocks of rows."""
+        """Return the weight in blocks of `SIDE` rows."""
         return F.pad(self.weight, (0, 0, 0, -self.weight.shape[0] % SIDE)).unflatten(0, (-1, SIDE))
 
     def get_data_handle(self) -> Tensor:
-        """Where it lies."""
+        """Return the handle: the context's id."""
         return torch.tensor([id(self)])
 
 
 def linear_prepack(weight: Tensor, bias: Tensor | None, batch_size: int | None) -> Context:
-    """For any number of rows where `batch_size` is None."""
+    """Pack a weight; a `batch_size` of None means any number of rows."""
     return Context(weight, bias)
 
 
 def ipex_linear(x: Tensor, weight: Tensor, bias: Tensor | None, handle: Tensor, out_features: int | None) -> Tensor:
-    """By what the handle points to; `weight` and `bias` are not looked at."""
+    """Multiply with the weight and bias that the handle points to; `weight` and `bias` are
+    ignored."""
     context = Context.alive.get(int(handle))
     if context is None:
         raise RuntimeError("the handle points to a packed weight that nobody kept")
@@ -96,7 +98,7 @@ def ipex_linear(x: Tensor, weight: Tensor, bias: Tensor | None, handle: Tensor, 
 
 @cache
 def library() -> torch.library.Library:
-    """The registrations, which live as long as the process."""
+    """Register the operators, for the life of the process."""
     made = torch.library.Library("torch_ipex", "FRAGMENT")
     for kernel in (rmsnorm, add_rmsnorm, rotary_position_embedding, ipex_linear):
         made.define(SCHEMAS[f"torch_ipex::{kernel.__name__}"].partition("::")[2])
@@ -105,8 +107,8 @@ def library() -> torch.library.Library:
 
 
 def install(folder: Path, version: str, monkeypatch: pytest.MonkeyPatch, source: str | None = None) -> None:
-    """Plant a distribution of this version in a folder that becomes importable, and its module: the
-    stand-in, or `source`."""
+    """Install a fake distribution of this version in `folder`, which is put on sys.path, and its
+    module: the stand-in, or a file with the text `source`."""
     planted = folder / f"{MODULE}-{version}.dist-info"
     planted.mkdir(parents=True)
     (planted / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {MODULE}\nVersion: {version}\n")
@@ -116,6 +118,6 @@ def install(folder: Path, version: str, monkeypatch: pytest.MonkeyPatch, source:
         return
     library()
     monkeypatch.setitem(sys.modules, MODULE, ModuleType(MODULE))
-    # Its result is of a C++ class, so that no operator of this schema can be registered from
+    # The real operator returns a C++ class, so no operator of this schema can be registered from
     # Python.
     monkeypatch.setattr(torch.ops.ipex_prepack, "linear_prepack", linear_prepack, raising=False)

@@ -1,7 +1,7 @@
-"""Random requests over random pages for the native attention kernels, in guarded memory, and what
-must come of them.
+"""Random requests over random pages for the native attention kernels, in guarded memory, and their
+expected results.
 
-The pool holds NaN in every cell that is no row's own; the oracle works each query out by itself in
+The pool holds NaN in every KV slot that belongs to no request. The oracle is dense attention in
 float64.
 """
 
@@ -23,14 +23,14 @@ from tests.attention.rows import Heads, visible
 
 FLOAT, HALF, BYTE = torch.float32, torch.bfloat16, torch.uint8
 BOUNDS = {FLOAT: 2e-5, HALF: 1e-2}
-"""Of results of that type, absolute and relative: the rounding of a result of bf16, and of
-probabilities before it."""
+"""Absolute and relative bound by the dtype of the result; for bf16 it covers the rounding of the
+result and of the probabilities before it."""
 
 
 @dataclass(frozen=True)
 class Ask:
-    """`rows` hold (tokens before, tokens now) of each request; `padding` rows of slot 0 follow, one
-    token each."""
+    """The parameters of a case. `rows`: (tokens before, tokens now) of each request, followed by
+    `padding` rows of request slot 0 with one token each."""
 
     rows: Sequence[tuple[int, int]]
     heads: Heads = Heads()
@@ -43,8 +43,8 @@ class Ask:
 
 @dataclass
 class Case:
-    """Everything that a kernel is given, and the rows' keys and values [length, kv_heads, dim] as
-    they are in the cells."""
+    """All inputs of a kernel, and each request's keys and values [length, kv_heads, dim] as stored
+    in its KV slots."""
 
     ask: Ask
     q: Tensor
@@ -61,7 +61,7 @@ class Case:
     checks: list[Callable[[], None]] = field(default_factory=list)
 
     def arguments(self, kernel: str, out: Tensor) -> dict[str, float]:
-        """Those of `paged_decode` or `paged_prefill`."""
+        """Return the arguments of `paged_decode` or `paged_prefill`."""
         heads = self.ask.heads
         more = {"visible": 0 if self.visible is None else self.visible.data_ptr()}
         more = {"starts": self.starts.data_ptr()} if kernel == "paged_prefill" else more
@@ -92,8 +92,8 @@ class Case:
         }
 
     def run(self, engine: Engine, kernel: str, **changes: float) -> Tensor:
-        """The kernel's result [T, heads * dim]; `changes` are arguments that are given instead of
-        the true ones."""
+        """Run the kernel, check the guards, and return its result [T, heads * dim]. `changes`
+        replace the right arguments."""
         out, check = guarded(self.q.shape, self.q.dtype)
         engine.kernel(kernel).bind()(**self.arguments(kernel, out) | changes)
         for one in (check, *self.checks):
@@ -101,7 +101,7 @@ class Case:
         return out
 
     def expected(self) -> Tensor:
-        """float64 [T, heads * dim]; zero for padding."""
+        """Return the oracle's result, float64 [T, heads * dim]; zero for padding."""
         heads, outs, first = self.ask.heads, [], 0
         for row, ((_, new), keys, values) in enumerate(zip(self.ask.rows, self.keys, self.values, strict=True)):
             query = self.q[first : first + new].double().view(new, heads.heads, heads.dim)
@@ -112,14 +112,14 @@ class Case:
         return torch.cat(outs)
 
     def hidden(self, row: int) -> list[int]:
-        """The tokens that the last one of a row does not see, of those before it."""
+        """Return the earlier tokens that the last token of a row does not see."""
         last = len(self.keys[row]) - 1
         word = -1 if self.visible is None else int(self.visible[row])
         return [last - back for back in range(1, min(32, last + 1)) if not word >> (31 - back) & 1]
 
     def make_tree(self, seed: int) -> None:
-        """Every row sees about half of the tokens before its own; the cells of the others hold no
-        numbers."""
+        """Make a draft tree: every row sees about half of the 31 tokens before its own; the KV
+        slots of the hidden ones hold NaN."""
         generator = torch.Generator().manual_seed(seed)
         words = torch.randint(-(1 << 31), 0, (len(self.slots),), generator=generator, dtype=torch.int32)
         self.visible, check = guarded_copy(words, 0, 0)
@@ -132,7 +132,7 @@ class Case:
                 cache[cells] = foreign_cells(self.ask, len(cells))
 
     def check(self, found: Tensor) -> None:
-        """It is what the oracle gives."""
+        """Compare a result with the oracle's."""
         bound = BOUNDS[found.dtype]
         torch.testing.assert_close(found.double(), self.expected(), atol=bound, rtol=bound)
 
@@ -140,8 +140,8 @@ class Case:
 def dense(
     query: Tensor, keys: Tensor, values: Tensor, heads: Heads, sinks: Tensor | None, hidden: Sequence[int] = ()
 ) -> Tensor:
-    """query [n, heads, dim] over keys and values [length, kv_heads, dim], without the `hidden`
-    ones; returns query's shape."""
+    """Attend with query [n, heads, dim] to keys and values [length, kv_heads, dim], except the
+    `hidden` tokens; returns query's shape."""
     group = heads.heads // heads.kv_heads
     keys, values = (part.repeat_interleave(group, 1).transpose(0, 1) for part in (keys, values))
     scores = query.transpose(0, 1) @ keys.transpose(1, 2) * (heads.scaling or heads.dim**-0.5)
@@ -156,7 +156,8 @@ def dense(
 
 
 def make_case(ask: Ask) -> Case:
-    """Slots and pages are drawn at random; every buffer is guarded, rows of q lie apart."""
+    """Make a case with random request slots and pages. Every buffer is guarded; rows of q may have
+    gaps between them."""
     rng = random.Random(ask.seed)
     torch.manual_seed(ask.seed)
     needed = [math.ceil((prefix + new) / ask.page_size) for prefix, new in ask.rows]
@@ -197,7 +198,7 @@ def make_case(ask: Ask) -> Case:
 
 
 def foreign_cells(ask: Ask, count: int) -> Tensor:
-    """Cells that hold NaN; those of bytes hold codes with a scale of NaN."""
+    """Return KV slots of NaN; 8-bit ones have random codes and a scale of NaN."""
     shape = (count, ask.heads.kv_heads, ask.heads.dim)
     if ask.cells is not BYTE:
         return torch.full(shape, torch.nan, dtype=ask.cells)
@@ -205,7 +206,7 @@ def foreign_cells(ask: Ask, count: int) -> Tensor:
 
 
 def fill(cache: Tensor, cells: Tensor, ask: Ask) -> Tensor:
-    """Random elements for these cells; returns them as attention takes them for, float32."""
+    """Fill these KV slots with random elements; return them as attention reads them, float32."""
     shape = (len(cells), ask.heads.kv_heads, ask.heads.dim)
     if ask.cells is BYTE:
         cache[cells] = with_scales(torch.randint(-127, 128, shape, dtype=torch.int8), torch.rand(*shape[:2], 1) / 64)
@@ -215,5 +216,5 @@ def fill(cache: Tensor, cells: Tensor, ask: Ask) -> Tensor:
 
 
 def with_scales(codes: Tensor, scales: Tensor) -> Tensor:
-    """Cells of bytes."""
+    """Return KV slots of bytes: codes followed by scales."""
     return torch.cat([codes.view(BYTE), scales.view(BYTE)], dim=-1)

@@ -1,7 +1,7 @@
-"""For tests of native kernels: `library`, which stands in for every instruction set, and `engine`,
-once for each.
+"""Fixtures for tests of native kernels: `library`, with every instruction set, and `engine`, once
+for each instruction set.
 
-A run that brings a library of its own (see `run_with.py`) registers it as a plugin.
+A run with its own library (see `run_with.py`) registers it as a plugin.
 """
 
 from __future__ import annotations
@@ -19,20 +19,21 @@ ABOVE = "AVX-512 (F, BW, VL, DQ), by which the others are emulated"
 
 
 def given(config: pytest.Config) -> GivenLibrary | None:
-    """The library that this run brought."""
+    """Return the library that this run registered, if any."""
     plugin = config.pluginmanager.get_plugin(PLUGIN)
     return plugin if isinstance(plugin, GivenLibrary) else None
 
 
 @pytest.fixture(scope="session")
 def library(pytestconfig: pytest.Config, selection: Selection) -> Library | FarLibrary:
-    """What the run brought, or every instruction set. Waits, minutes where it must be built."""
+    """The library of the run, or one with every instruction set, which takes minutes if it must be
+    built."""
     own = given(pytestconfig)
     return own.library if own else every_set(selection)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """`engine` once for each instruction set, with one thread and with two."""
+    """Parametrize `engine` with each instruction set, with one thread and with two."""
     if "engine" in metafunc.fixturenames:
         own = given(metafunc.config)
         names = own.names if own else [one.name for one in Variant().instruction_sets]
@@ -42,7 +43,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture
 def engine(request: pytest.FixtureRequest, library: Library) -> Engine:
-    """The kernels of one instruction set, with one thread or two."""
+    """An engine of one instruction set, with one thread or two."""
     name, threads = request.param
     if name not in library.usable():
         pytest.skip(f"this processor lacks {CAPABILITIES.get(name, ABOVE)}")

@@ -1,8 +1,7 @@
-"""Kernels of a kind of processor that this machine is not, under an emulator, behind the interface
-of `native`.
+"""Kernels for another architecture (Arm), run by an emulator, with the interface of `native`.
 
-The same tests run on them: a call crosses to the emulated process, which takes the pages it touches
-from this one.
+The same tests run on them. A call goes to the emulated process, which fetches the pages it touches
+from this process.
 """
 
 from __future__ import annotations
@@ -24,13 +23,13 @@ NEW, FREE, DESCRIBE, CALL, LEVEL, NEED_PAGE, DONE = range(1, 8)
 
 
 def missing() -> str:
-    """What keeps Arm's kernels from being built and run here, with the remedy; empty if nothing."""
+    """Return why Arm kernels can not be built and run here, with the remedy; empty if they can."""
     lacking = [name for name in (COMPILER, EMULATOR) if shutil.which(name) is None]
     return f"{' and '.join(lacking)} not found; {REMEDY}" if lacking else ""
 
 
 def build_driver(driver: Path, library: Path) -> Path:
-    """The driver over a library for Arm; raises CalledProcessError."""
+    """Build the driver, linked to a library for Arm. Raises CalledProcessError."""
     rpath = f"-Wl,-rpath,{library.parent}"
     command = (COMPILER, "-std=c++17", "-O2", "-Wall", "-Wextra", DRIVER, library, rpath, "-o", driver)
     subprocess.run([str(word) for word in command], check=True)
@@ -38,7 +37,7 @@ def build_driver(driver: Path, library: Path) -> Path:
 
 
 class Pipe:
-    """Words and bytes to a child and back."""
+    """Sends words and bytes to a child process and receives them."""
 
     def __init__(self, child: subprocess.Popen[bytes]) -> None:
         self._child = child
@@ -63,7 +62,7 @@ class Pipe:
 
 
 class FarFunctions:
-    """The C functions that `native.Engine` and `native.Program` call, by the pipe."""
+    """The C functions that `native.Engine` and `native.Program` call, over the pipe."""
 
     def __init__(self, pipe: Pipe) -> None:
         self._pipe = pipe
@@ -72,7 +71,7 @@ class FarFunctions:
         self._programs: dict[int, tuple[int, list[tuple[int, bytes]]]] = {}
 
     def sgl_engine_new(self, threads: int) -> int:
-        """An engine of the library's only instruction set."""
+        """Make an engine of the library's only instruction set; free the engines that are due."""
         while self._to_free:
             self._pipe.send(FREE, self._to_free.pop())
         self._pipe.send(NEW, threads)
@@ -82,7 +81,8 @@ class FarFunctions:
         return handle
 
     def sgl_engine_free(self, handle: int) -> None:
-        """Later: an engine may be collected as garbage in the middle of another's call."""
+        """Free the engine when the next one is made: garbage collection may free it in the middle
+        of another engine's call."""
         self._to_free.append(handle)
 
     def sgl_num_kernels(self, handle: int) -> int:
@@ -125,7 +125,7 @@ class FarFunctions:
 
 
 class FarLibrary:
-    """As `native.Library`, of one instruction set."""
+    """A library of one instruction set in an emulated process, like `native.Library`."""
 
     emulates = False
 
@@ -136,16 +136,16 @@ class FarLibrary:
 
     @property
     def processor_level(self) -> int:
-        """Of the emulated processor."""
+        """The level of the emulated processor."""
         self._pipe.send(LEVEL)
         return self._pipe.word()
 
     def usable(self) -> tuple[str, ...]:
-        """The one."""
+        """Return the instruction set if the emulated processor has it."""
         return ("neon",) if self.processor_level >= 1 else ()
 
     def engine(self, instruction_set: str, threads: int) -> Engine:
-        """Its kernels, with threads in the emulated process."""
+        """Make an engine with threads in the emulated process. Raises NativeUnavailable."""
         handle = self._functions.sgl_engine_new(threads)
         if not handle:
             raise NativeUnavailable(f"{threads} threads can not be made")
@@ -158,8 +158,8 @@ class FarLibrary:
 
 
 def started(driver: Path, processor: str) -> subprocess.Popen[bytes]:
-    """The emulated process, in which none of the emulator's own memory lies where memory of this
-    process does."""
+    """Start the emulated process, again if the emulator's own memory overlaps the addresses of this
+    process's memory. Raises NativeUnavailable after 20 tries."""
     for _ in range(20):
         command = (EMULATOR, "-L", LIBRARIES, "-cpu", processor, str(driver))
         child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
@@ -167,7 +167,7 @@ def started(driver: Path, processor: str) -> subprocess.Popen[bytes]:
             Pipe(child).send(LEVEL)
             Pipe(child).word()
         except (OSError, RuntimeError):
-            continue  # the emulator found no place for its own memory, and ended
+            continue  # the emulator found no addresses for its own memory and ended
         here, there = spans("self"), spans(str(child.pid))
         if not any(first < end and start < last for first, last in here for start, end in there):
             return child
@@ -177,7 +177,7 @@ def started(driver: Path, processor: str) -> subprocess.Popen[bytes]:
 
 
 def spans(process: str) -> list[tuple[int, int]]:
-    """The mapped addresses of a process, each with the room into which it may grow."""
+    """Return the mapped address ranges of a process, each with a margin of 2 GiB for growth."""
     room, found = 1 << 32, []
     for line in Path(f"/proc/{process}/maps").read_text().splitlines():
         first, _, last = line.partition(" ")[0].partition("-")
@@ -187,8 +187,8 @@ def spans(process: str) -> list[tuple[int, int]]:
 
 
 def page_at(address: int) -> bytes:
-    """A page of this process. A kernel that goes astray must not take this process with it where
-    that is seen."""
+    """Return the content of a page of this process. Raises AssertionError for an address below
+    64 KiB, so that a faulty kernel is reported instead of crashing this process."""
     if address < 1 << 16:
         raise AssertionError(f"a kernel touched address {address:#x}")
     return ctypes.string_at(address, PAGE)

@@ -1,8 +1,8 @@
-"""Memory in which a kernel that writes too far is seen, and one that reads too far computes
-nonsense.
+"""Guarded memory: it detects a kernel that writes out of bounds, and one that reads out of bounds
+gets NaN.
 
-Around every tensor lie cells of a pattern (NaN in floats); a fresh tensor is full of them too, so
-that what a kernel leaves unwritten does not compare equal either.
+Every tensor is surrounded by elements of a pattern (NaN for floats). A new tensor is filled with
+the pattern too, so elements that a kernel leaves unwritten do not compare equal.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from torch import Tensor
 from sglcore_cpu.native import BoundKernel, Engine, recorder
 
 GUARD_BYTES = 1024
-"""Before and after each tensor; a multiple of a cache line, so that a tensor starts on one unless
-it is told otherwise."""
+"""Guard before and after each tensor; a multiple of a cache line, so a tensor without an offset
+starts on one."""
 INTEGER = 1
-"""The pattern of integers: a kernel that takes a guard for an index stays inside this process's
+"""The pattern of integers: a kernel that uses a guard as an index stays inside this process's
 memory."""
 
 
 def guarded(
     shape: Sequence[int], dtype: torch.dtype, offset_elements: int = 0, row_gap: int = 0
 ) -> tuple[Tensor, Callable[[], None]]:
-    """(tensor, check): a tensor `offset_elements` behind a multiple of 64 bytes, undefined until
-    written.
+    """Return (tensor, check): a tensor that starts `offset_elements` after a multiple of 64 bytes,
+    filled with the pattern.
 
-    Rows are its last dimension; `row_gap` cells lie behind each. `check()` raises AssertionError if
-    a cell outside the tensor was written.
+    Rows are its last dimension; `row_gap` guard elements follow each row. `check()` raises
+    AssertionError if an element outside the tensor was written.
     """
     width = shape[-1] if shape else 1
     rows = math.prod(shape[:-1])
@@ -44,37 +44,37 @@ def guarded(
 
 
 def guarded_copy(tensor: Tensor, offset_elements: int = 0, row_gap: int = 0) -> tuple[Tensor, Callable[[], None]]:
-    """`guarded` memory with the values of `tensor`; its strides are those of `guarded`, not of the
-    tensor."""
+    """Return `guarded` memory with the values of `tensor`; the strides are `guarded`'s, not the
+    tensor's."""
     view, check = guarded(tensor.shape, tensor.dtype, offset_elements, row_gap)
     return view.copy_(tensor), check
 
 
 class GuardedResults:
-    """Every engine's results in guarded memory: `with GuardedResults(): ...`, which checks them
-    when it ends."""
+    """A context manager that puts the results of every engine in guarded memory, and checks the
+    guards at its end."""
 
     def __init__(self) -> None:
         self._checks: list[Callable[[], None]] = []
 
     def add(self, engine: Engine, kernel: int, arguments: bytes) -> None:
-        """Run the call, as without a recorder."""
+        """Run the call at once, as without a recorder."""
         token = recorder.set(None)
         engine.call(kernel, arguments)
         recorder.reset(token)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """As `Engine.empty`."""
+        """Return guarded memory for `Engine.empty`."""
         view, check = guarded(shape, dtype)
         self._checks.append(check)
         return view
 
     def kernel(self, name: str) -> BoundKernel | None:
-        """Nobody asks."""
+        """Not used."""
         raise NotImplementedError
 
     def host(self, function: Callable[..., object], *arguments: object) -> None:
-        """Run it at once."""
+        """Make the call at once."""
         function(*arguments)
 
     def __enter__(self) -> GuardedResults:

@@ -1,7 +1,6 @@
-"""Libraries of native kernels that tests build: below `build/native`, once for all processes of a
-run.
+"""Libraries of native kernels for tests, built in `build/native` once for all processes of a run.
 
-Each holds the topic `probe` of this folder too: kernels that only tests call.
+Each also contains the topic `probe` of this folder: kernels that only tests call.
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ OBJECTS = FOLDER / "objects"
 PROBE = Path(__file__).with_name("probe")
 PLUGIN = "native-library"
 KERNELS, PROGRAMS = "native-kernels", "native-programs"
-"""Groups of tests (ci/groups.py): every kernel for every instruction set; those that build programs
-of their own."""
+"""Groups of tests (ci/groups.py): every kernel for every instruction set; tests that build their
+own programs."""
 KEPT_SECONDS = 24 * 3600
 TINY = """#include "kernels.h"
 namespace sgl::SGL_ISA {
@@ -39,8 +38,8 @@ const KernelList tiny_kernels = {nullptr, 0};
 
 @dataclass(frozen=True)
 class GivenLibrary:
-    """The plugin by which a run of pytest brings its own library, and the instruction sets to run
-    in it."""
+    """The pytest plugin of a run with its own library: the library, and the instruction sets and
+    numbers of threads to test."""
 
     library: Library | FarLibrary
     names: tuple[str, ...]
@@ -49,40 +48,40 @@ class GivenLibrary:
 
 @dataclass(frozen=True)
 class Place:
-    """Where one state of the sources is kept and built, with the topics of it that compile."""
+    """The folder of one state of the sources and its library, and the topics that compile."""
 
     folder: Path
     topics: tuple[str, ...]
 
     @property
     def sources(self) -> Path:
-        """The copy."""
+        """The copy of the sources."""
         return self.folder / "sources"
 
     @property
     def library(self) -> Path:
-        """What was built from it."""
+        """The library that was built from the copy."""
         return self.folder / "library.so"
 
 
 def every_set(selection: Selection) -> Library:
-    """Every topic for every instruction set of this kind of machine; in a sample, for those that
-    this processor has, of compiled files that an installation has left. Waits, minutes where it
-    must be built."""
+    """Load a library with every topic. If the whole group runs, it has every instruction set of
+    this architecture, by emulation where needed; otherwise it is a plain build, which reuses an
+    installation's object files. Waits for minutes if it must be built."""
     return loaded(emulated() if KERNELS in selection.whole else prepared(Variant(), "plain").library)
 
 
 def emulated() -> Path:
-    """The library for this kind of machine; what is above avx512 is emulated by its instructions.
-    Waits, minutes."""
+    """Build the library for this architecture, with the levels above avx512 emulated by avx512
+    instructions. Waits for minutes."""
     return prepared(Variant(emulate=True), "emulated").library
 
 
 def prepared(variant: Variant, word: str) -> Place:
-    """The sources as they are now, copied and built: whoever edits them meanwhile, a build is of
-    one state of them.
+    """Copy the current sources and build the copy, so that edits during the build do not mix with
+    it. Waits for minutes.
 
-    A topic that does not compile is left out, and its tests say that a kernel is missing.
+    A topic that does not compile is left out; its tests report a missing kernel.
     """
     digest = hashlib.sha256((source_digest() + source_digest(PROBE)).encode()).hexdigest()[:16]
     place = FOLDER / f"{word}-{digest}"
@@ -97,7 +96,7 @@ def prepared(variant: Variant, word: str) -> Place:
 
 
 def build_what_compiles(variant: Variant, place: Path) -> tuple[str, ...]:
-    """Build the library; the topics that are in it."""
+    """Build the library from the topics that compile; return those."""
     chosen = topics(place / "sources")
     try:
         build(place / "library.so", variant, OBJECTS, place / "sources")
@@ -109,7 +108,7 @@ def build_what_compiles(variant: Variant, place: Path) -> tuple[str, ...]:
 
 
 def compiles(topic: str, variant: Variant, place: Path) -> bool:
-    """Whether one topic can be built alone."""
+    """Return whether a library of one topic can be built."""
     try:
         build(place / f"{topic}.so", replace(variant, topics=(topic,)), OBJECTS, place / "sources")
     except BuildError as error:
@@ -119,8 +118,8 @@ def compiles(topic: str, variant: Variant, place: Path) -> bool:
 
 
 def tiny_sources(folder: Path) -> Path:
-    """The parts that every library has, and one topic without a kernel: what takes a compiler
-    seconds."""
+    """Copy the sources that every library has, and add one topic without a kernel; compiling them
+    takes seconds."""
     shutil.copytree(SOURCES, folder, ignore=shutil.ignore_patterns(*topics()))
     (folder / "tiny").mkdir()
     (folder / "tiny" / "tiny.cpp").write_text(TINY)
@@ -128,20 +127,20 @@ def tiny_sources(folder: Path) -> Path:
 
 
 def loaded(path: Path) -> Library:
-    """A library that was built from the copy beside it."""
+    """Load a library that was built from the folder `sources` next to it."""
     return Library(path, path.parent / "sources")
 
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """One process at a time; the others wait."""
+    """Hold an exclusive lock on the file; other processes wait for it."""
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
 def remove_old(folder: Path) -> None:
-    """Libraries and compiled files of more than a day ago."""
+    """Remove libraries and object files that are more than a day old."""
     for path in (*folder.glob("*-*"), *folder.glob("objects/*")):
         if time.time() - path.stat().st_mtime > KEPT_SECONDS:
             shutil.rmtree(path) if path.is_dir() else path.unlink()

@@ -1,4 +1,4 @@
-"""Quantised weights and the arithmetic that is promised for them, in float64."""
+"""Quantised weights, and the specified arithmetic with them in float64."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from sglcore_cpu.native import Engine
 from sglcore_cpu.quantized_form import QuantizedForm, QuantizedLayout, pack_quantized
 
 TINY = 1e-30
-"""Groups of activations below it count as zero."""
+"""A group of activations with a smaller maximum counts as zero."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """A weight of random codes, scales and perhaps zeros, float16 numbers as a checkpoint has
-    them."""
+    """A weight of random codes, scales and optional zeros; scales and zeros are float16 numbers, as
+    in a checkpoint."""
 
     codes: Tensor
     scales: Tensor
@@ -26,28 +26,28 @@ class Case:
     group: int
 
     def form(self, engine: Engine) -> QuantizedForm:
-        """Packed."""
+        """Pack the weight."""
         packed = pack_quantized(engine, self.codes, self.scales, self.zeros, self.bits, self.group)
         assert isinstance(packed.form, QuantizedForm)
         return packed.form
 
     def shifts(self) -> Tensor:
-        """code - middle for every code, float64."""
+        """Return code - 2^(bits - 1) for every code, float64."""
         return self.codes.double() - (1 << (self.bits - 1))
 
     def per_column(self, values: Tensor) -> Tensor:
-        """Groups' values [N, groups] as float64 [N, K]."""
+        """Expand values of groups [N, groups] to columns, float64 [N, K]."""
         return values.double().repeat_interleave(self.group, dim=1)[:, : self.codes.shape[1]]
 
     def plain(self) -> Tensor:
-        """scale * (code - zero) in float64."""
+        """Return the weight scale * (code - zero) in float64."""
         zeros = 1 << (self.bits - 1) if self.zeros is None else self.per_column(self.zeros)
         return self.per_column(self.scales) * (self.codes.double() - zeros)
 
 
 def make_case(rows: int, columns: int, bits: int, group: int, has_zeros: bool, seed: int) -> Case:
-    """Random codes over their whole range, scales over four powers of ten, zeros that need not be
-    whole."""
+    """Make random codes over their whole range, scales over four powers of ten, and zeros that are
+    not integers."""
     random = torch.Generator().manual_seed(seed)
     groups = -(-columns // group)
     codes = torch.randint(0, 1 << bits, (rows, columns), dtype=torch.uint8, generator=random)
@@ -58,7 +58,7 @@ def make_case(rows: int, columns: int, bits: int, group: int, has_zeros: bool, s
 
 
 def random_x(tokens: int, columns: int, seed: int) -> Tensor:
-    """Activations float32, with a row of zeros and one of which a single value is large."""
+    """Return float32 activations with a row of zeros and a row with a single large value."""
     x = torch.randn(tokens, columns, generator=torch.Generator().manual_seed(seed + 1))
     if tokens > 2:
         x[1] = 0
@@ -67,8 +67,8 @@ def random_x(tokens: int, columns: int, seed: int) -> Tensor:
 
 
 def quantized_x(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
-    """(codes [T, K], scales [T, groups]) as the kernels must find them: float32 steps, ties to
-    even."""
+    """Return (codes [T, K], scales [T, groups]) of activations as the kernels must compute them: in
+    float32, ties rounded to even."""
     tokens, columns = x.shape
     groups = -(-columns // group)
     padded = torch.nn.functional.pad(x.float(), (0, groups * group - columns)).view(tokens, groups, group)
@@ -80,8 +80,8 @@ def quantized_x(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
 
 
 def promised(case: Case, x: Tensor) -> tuple[Tensor, Tensor]:
-    """(x times the weight [T, N] by the promised arithmetic in float64, how far float32 may be from
-    it)."""
+    """Return (x times the weight [T, N] by the specified arithmetic in float64, the allowed error
+    of float32)."""
     codes, scales = quantized_x(x, case.group)
     total = torch.zeros(x.shape[0], case.codes.shape[0], dtype=torch.float64)
     magnitude = torch.zeros_like(total)
@@ -101,11 +101,11 @@ def promised(case: Case, x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def layouts() -> list[tuple[int, int, bool]]:
-    """Every (bits, group, has_zeros)."""
+    """Return every (bits, group, has_zeros)."""
     return [(bits, group, zeros) for bits in (8, 4) for group in (32, 64, 128) for zeros in (False, True)]
 
 
 def layout_of(case: Case) -> QuantizedLayout:
-    """Where it lies in memory."""
+    """Return the memory layout of a case's weight."""
     rows, columns = case.codes.shape
     return QuantizedLayout(rows, columns, case.bits, case.group, case.zeros is not None)

@@ -1,10 +1,9 @@
-"""Runs the tests of native kernels in a process of its own with a library that is given, and fewer
-examples of each.
+"""Run the tests of native kernels in a separate process, with a given library and fewer examples.
 
-    python devices/cpu/tests/native/run_with.py KIND PATH [pytest's words]
+    python devices/cpu/tests/native/run_with.py KIND PATH [pytest's arguments]
 
-KIND is `here` for a library of this kind of machine, which a sanitizer may need loaded before
-Python, or `far` for the driver of another kind under an emulator.
+KIND is `here` for a library of this architecture (one with a sanitizer needs its runtime in
+LD_PRELOAD), or `far` for the driver of another architecture under an emulator.
 """
 
 from __future__ import annotations
@@ -27,24 +26,24 @@ from devices.cpu.tests.native.libraries import PLUGIN, PROGRAMS, GivenLibrary, l
 
 FOLDER = Path(__file__).parent
 OTHERS = ("compile", "pool_stress", "sanitized", "arm")
-"""Tests that build programs themselves."""
+"""Tests that build their own programs; they are left out."""
 EXAMPLES = 4
 TAIL = 6000
 WORKERS = 2
 
 
 class Given:
-    """Pytest's plugin that brings the library and makes examples few."""
+    """A pytest plugin that registers the library and limits the number of examples."""
 
     def __init__(self, library: GivenLibrary) -> None:
         self._library = library
 
     def pytest_configure(self, config: pytest.Config) -> None:
-        """Before anything is collected."""
+        """Register the library before tests are collected."""
         config.pluginmanager.register(self._library, PLUGIN)
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        """Whatever a test asks for itself."""
+        """Limit hypothesis to `EXAMPLES` examples per test, whatever the test sets."""
         for item in items:
             function = getattr(item, "obj", None)  # foreign: pytest's name for a test's function
             asked = getattr(function, "_hypothesis_internal_use_settings", None)  # foreign: hypothesis has no other way
@@ -53,8 +52,8 @@ class Given:
 
 
 def files_to_run(selection: Selection) -> tuple[str, ...]:
-    """One file of tests where a sample is taken; none, which means all, where the group is run
-    whole."""
+    """Return one test file chosen by the run's number; empty, which means all files, if the whole
+    group runs."""
     if PROGRAMS in selection.whole:
         return ()
     left = [f"test_native_{other}.py" for other in OTHERS]
@@ -63,7 +62,7 @@ def files_to_run(selection: Selection) -> tuple[str, ...]:
 
 
 def child(kind: str, path: Path, *words: str, preload: Sequence[str] = ()) -> subprocess.CompletedProcess[str]:
-    """This program in a child process; its output is in `stdout`. Waits, minutes."""
+    """Run this program in a child process, with its output in `stdout`. Waits for minutes."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     if preload:
         environment |= {"LD_PRELOAD": " ".join(preload), "ASAN_OPTIONS": "detect_leaks=0"}
@@ -74,7 +73,7 @@ def child(kind: str, path: Path, *words: str, preload: Sequence[str] = ()) -> su
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Pytest's status."""
+    """Run pytest and return its exit status."""
     kind, path, *words = arguments
     if kind == "far":
         library: GivenLibrary = GivenLibrary(FarLibrary(Path(path)), ("neon",))
@@ -83,8 +82,8 @@ def main(arguments: Sequence[str]) -> int:
         library = GivenLibrary(here, here.usable(), (2,))
     ignored = [f"--ignore-glob={FOLDER}/test_native_{other}*.py" for other in OTHERS]
     chosen = words or [str(FOLDER)]
-    # Without capture of file descriptors, so that what a sanitizer says as it ends the process is
-    # not lost.
+    # File descriptors are not captured, so that a sanitizer's last message before it ends the
+    # process is not lost.
     return pytest.main(
         ["--capture=sys", "-n0", "-v", "--tb=short", *NO_PLUGINS.split(), *ignored, *chosen], plugins=[Given(library)]
     )

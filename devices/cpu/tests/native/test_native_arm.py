@@ -1,5 +1,5 @@
-"""The kernels for Arm: built by a cross compiler, and every native kernel's tests run on them under
-an emulator."""
+"""The kernels for Arm: built by a cross compiler, and tested by all tests of native kernels in an
+emulator."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.needs("cross_compiler")
 
 @pytest.fixture(scope="module")
 def driver() -> Path:
-    """The program that runs Arm's kernels."""
+    """The program that runs the Arm kernels."""
     assert not far.missing(), far.missing()
     place = prepared(Variant(far.COMPILER, "aarch64"), "arm")
     return far.build_driver(place.folder / "far", place.library)

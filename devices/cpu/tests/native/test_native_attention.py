@@ -1,4 +1,4 @@
-"""The native attention kernels equal a dense oracle, whatever the pages, lengths, types and
+"""The native attention kernels match a dense oracle for all pages, lengths, dtypes and numbers of
 threads."""
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ EDGES = (1, 2, 15, 16, 17, 31, 33, 95, 96, 97, 192, 255, 256, 257, 513)
 
 
 def decode_ask(number: int) -> Ask:
-    """Rows of one token each, of edge lengths and random ones."""
+    """Make requests of one token each, with lengths at block edges and random ones."""
     rng = random.Random(number)
     lengths = [rng.choice(EDGES) if rng.random() < 0.5 else rng.randint(1, 600) for _ in range(rng.randint(1, 4))]
     return drawn([(length - 1, 1) for length in lengths], rng, number)
 
 
 def prefill_ask(number: int) -> Ask:
-    """Rows of any number of tokens."""
+    """Make requests with any number of tokens."""
     rng = random.Random(number)
     rows = [
         (rng.choice((0, 0, 1, 37, 96, 200)), rng.choice((1, 2, 7, 16, 48, 95, 97, 130)))
@@ -49,7 +49,7 @@ def prefill_ask(number: int) -> Ask:
 
 
 def drawn(rows: list[tuple[int, int]], rng: random.Random, number: int) -> Ask:
-    """Every shape and pair of types in turn; the rest by chance."""
+    """Take the shapes and pairs of dtypes in turn, and everything else at random."""
     heads = replace(
         SHAPES[number % len(SHAPES)],
         window=rng.choice((None, None, 1, 5, 96, 256, 300)),
@@ -68,7 +68,7 @@ def test_rows_of_one_token(engine: Engine, number: int) -> None:
 
 @pytest.mark.parametrize("number", range(12))
 def test_rows_of_trees(engine: Engine, number: int) -> None:
-    """Which leave out single keys, within a chunk and where one begins."""
+    """A tree mask hides single keys, within a chunk and at its start."""
     rows = [(before, 1) for before in (0, 9, 31, 32, 255, 256, 270, 511, 600)]
     ask = replace(drawn(rows, random.Random(number), number), page_size=(1, 3, 8, 16)[number % 4])
     case = make_case(replace(ask, heads=replace(ask.heads, window=None)))
@@ -121,7 +121,7 @@ def test_one_key_may_outweigh_all_others_by_more_than_a_float_holds(engine: Engi
 @pytest.mark.parametrize("kernel", ["paged_decode", "paged_prefill"])
 @pytest.mark.parametrize("window", [1, 5, 16, 17, 33, 96, 97, 257])
 def test_a_window_ends_with_the_row_and_begins_anywhere(engine: Engine, kernel: str, window: int) -> None:
-    """Of lengths at all places of a block and of a chunk."""
+    """Lengths 80 to 115 put the window's edges at every position of a block and a chunk."""
     case = make_case(Ask([(length, 1) for length in range(80, 116)], Heads(2, 1, 16, window), 8, seed=window))
     case.check(case.run(engine, kernel))
 
@@ -147,12 +147,12 @@ def test_a_wrong_argument_is_seen(engine: Engine, kernel: str, wrong: dict[str, 
         case.check(case.run(engine, kernel, **wrong))
 
 
-# -- what other rows, threads and chunks change: nothing
+# -- other rows, threads and chunks change nothing
 # ---------------------------------------------------------------
 
 
 def alone(case: Case, row: int) -> dict[str, float]:
-    """Arguments by which a kernel of single rows sees one row only."""
+    """Return arguments that show `paged_decode` one row only."""
     return {
         "q": case.q[row].data_ptr(),
         "slots": case.slots[row:].data_ptr(),
@@ -175,7 +175,7 @@ def test_a_row_has_the_same_bits_in_any_batch(engine: Engine, q_type: torch.dtyp
 def test_rows_that_share_pages_have_the_bits_that_each_has_alone(
     engine: Engine, q_type: torch.dtype, cells: torch.dtype, heads: Heads
 ) -> None:
-    """They are worked on in another order, a chunk of all rows after the other."""
+    """With shared pages the kernel works in another order: chunk by chunk, each for all rows."""
     case = make_case(Ask([(700, 1), (430, 1), (300, 1), (299, 1), (30, 1)], heads, 16, q_type, cells, padding=1))
     slots = case.slots.tolist()
     for row in (1, 2, 3):
@@ -207,25 +207,25 @@ def test_a_prompt_in_chunks_has_the_bits_of_the_whole(
 
 
 class Kept:
-    """A recorder that keeps calls as a program."""
+    """A recorder that appends calls to a program."""
 
     def __init__(self, engine: Engine) -> None:
         self.program = engine.program()
 
     def add(self, engine: Engine, kernel: int, arguments: bytes) -> None:
-        """One more."""
+        """Append the call."""
         self.program.add(kernel, arguments)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Nobody asks."""
+        """Not used."""
         raise NotImplementedError
 
     def kernel(self, name: str) -> BoundKernel | None:
-        """Nobody asks."""
+        """Not used."""
         raise NotImplementedError
 
     def host(self, function: Callable[..., object], *arguments: object) -> None:
-        """Nobody calls."""
+        """Not used."""
         raise NotImplementedError
 
 
@@ -252,5 +252,5 @@ def test_a_recorded_call_serves_other_lengths_and_slots(engine: Engine) -> None:
 
 
 def cut(parts: list[Tensor], lengths: tuple[int, ...]) -> list[Tensor]:
-    """The first so many of each."""
+    """Return the first `lengths[i]` elements of each part i."""
     return [part[:length] for part, length in zip(parts, lengths, strict=True)]

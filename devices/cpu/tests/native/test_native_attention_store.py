@@ -1,4 +1,4 @@
-"""Keys and values become codes of 8 bits with a scale for each cell and head, and no other cell
+"""Keys and values become 8-bit codes with a scale for each KV slot and head; no other KV slot
 changes."""
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ SHAPES = ((1, 1, 8), (3, 2, 20), (17, 2, 64), (33, 8, 128), (5, 1, 256), (2, 3, 
 
 
 def stored(engine: Engine, key: Tensor, value: Tensor, where: Tensor) -> tuple[Tensor, Tensor]:
-    """Cells [CELLS, kv_heads, dim + 4] that were all ones before."""
+    """Store keys and values in caches of ones [CELLS, kv_heads, dim + 4], and return the caches."""
     caches = [guarded((CELLS, key.shape[1], key.shape[2] + 4), torch.uint8) for _ in range(2)]
     for cache, _ in caches:
         cache.fill_(1)
@@ -27,7 +27,7 @@ def stored(engine: Engine, key: Tensor, value: Tensor, where: Tensor) -> tuple[T
 
 
 def quantized(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes and scales as the format says."""
+    """Return codes and scales by the format's definition."""
     scale = x.float().abs().amax(-1, keepdim=True) / 127
     return (x.float() / scale.clamp(min=1e-38)).round(), scale
 

@@ -1,5 +1,5 @@
-"""The build of the native library: what is told apart, what is kept, and what a person reads when
-it fails."""
+"""The build of the native library: its choice of instruction sets, its cache, and its error
+messages."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ FUNCTION = re.compile(
 
 @pytest.fixture
 def sources(tmp_path: Path) -> Path:
-    """The parts that every library has, and the topic `probe`."""
+    """A copy of the sources that every library has, and the topic `probe`."""
     folder = tmp_path / "sources"
     shutil.copytree(SOURCES, folder, ignore=shutil.ignore_patterns(*topics()))
     shutil.copytree(PROBE, folder / PROBE.name)

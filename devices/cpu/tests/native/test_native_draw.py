@@ -1,5 +1,4 @@
-"""The native draw gives the sampler's tokens to the bit, whatever the vocabulary, the cut-offs and
-the ties."""
+"""The native draw gives exactly the sampler's tokens, for all vocabularies, cut-offs and ties."""
 
 from __future__ import annotations
 
@@ -23,12 +22,12 @@ from sglcore_cpu.native import Engine
 from tests.sampling.rows import at_min_p, signed_zeros, staged
 
 BLOCK = 256
-"""Tokens of which the kernel keeps the largest logit."""
+"""The kernel keeps the largest logit of every block of this many tokens."""
 VOCABULARIES = (1, 5, 16, 17, BLOCK - 1, BLOCK, BLOCK + 1, 1000, 5 * BLOCK, 9001)
 
 
 def some_state(rng: random.Random, count: int) -> SamplingState:
-    """Random parameters, seeds and positions."""
+    """Make random parameters, seeds and positions."""
     rows = [
         (
             SamplingParams(
@@ -45,8 +44,8 @@ def some_state(rng: random.Random, count: int) -> SamplingState:
 
 
 def some_logits(rng: random.Random, count: int, vocab: int) -> Tensor:
-    """Flat, peaked or full of ties; some rows are bad, have one candidate or are masked but for a
-    few."""
+    """Make flat or peaked logits, or ones with many ties; some rows are bad, have one candidate, or
+    have most tokens masked."""
     generator = torch.Generator().manual_seed(rng.randrange(1 << 31))
     logits = torch.randn(count, vocab, generator=generator) * rng.choice((0.0, 1e-6, 0.1, 1, 3, 5, 40))
     if rng.random() < 0.4:
@@ -64,7 +63,7 @@ def some_logits(rng: random.Random, count: int, vocab: int) -> Tensor:
 
 
 def assert_same(engine: Engine, logits: Tensor, state: SamplingState, offset: int = 0, gap: int = 0) -> None:
-    """The same tokens and bad rows as in torch, and nothing else written."""
+    """Check that the native draw gives torch's tokens and bad rows and writes nothing else."""
     tables = make_race_tables(logits.shape[1], "cpu")
     tokens, bad = draw_rows(logits, state, tables)
     placed, check = guarded_copy(logits, offset, gap)
@@ -92,7 +91,8 @@ def test_a_large_vocabulary_is_drawn_from_as_the_sampler_does(engine: Engine, vo
 
 
 def ties(*params: dict) -> tuple[Tensor, SamplingState]:
-    """Equal tokens in every block, so that every cut is among them; four draws of each."""
+    """Equal logits in every block, so that every cut-off is among equals; four draws of each
+    parameter set."""
     rows = [each for each in params for _ in range(4)]
     logits = torch.full((len(rows), 3 * BLOCK + 7), -20.0)
     logits[:, ::101] = 1.0
@@ -100,30 +100,31 @@ def ties(*params: dict) -> tuple[Tensor, SamplingState]:
 
 
 def best_is_not_first() -> tuple[Tensor, SamplingState]:
-    """A token a little below the best has no gap either and the lower id: top_k = 1 keeps that one
-    only."""
+    """A token a little below the best also has a gap of 0, because gaps are rounded, and a lower
+    id: top_k = 1 keeps only that token."""
     row = torch.tensor([-9.0, 0.999999, 1.0, 0.5])
     return row.repeat(8, 1), staged([(SamplingParams(temperature=1.0, top_k=1), 6)] * 8, range(8))
 
 
 def wide_share() -> tuple[Tensor, SamplingState]:
-    """More than 8 nats below the best, tokens are many enough to be needed by top_p; some rows need
-    few. Of the other rows three in ten would draw a token beyond the share."""
+    """So many tokens are more than 8 nats below the best that top_p needs some of them; three rows
+    need few. In the other rows, 30 % of the draws without top_p would take a token beyond its
+    share."""
     logits = torch.full((40, 40 * BLOCK), -9.5)
     logits[:, 77], logits[:3, 78] = 0.0, 9.0
     return logits, staged([(SamplingParams(temperature=1.0, top_p=0.7), 8)] * 40, range(40))
 
 
 def ties_at_min_p() -> tuple[Tensor, SamplingState]:
-    """The cut of top_k lies among tokens whose gap is the largest that min_p keeps."""
+    """The cut-off of top_k is among tokens with the largest gap that min_p keeps."""
     row = torch.full((9,), -fixed_min_p(0.2) / 65536)
     row[4] = 0.0
     return row.repeat(40, 1), staged([(SamplingParams(temperature=1.0, top_k=3, min_p=0.2), 5)] * 40, range(40))
 
 
 def narrow_wins() -> tuple[Tensor, SamplingState]:
-    """The second token wins by 1 / 65536, with noise of nearly a whole number of octaves, where a
-    bound on it is tight."""
+    """The second token wins by 1 / 65536. Its noise is nearly a multiple of ln 2, where the
+    kernel's bound of the noise is tight."""
     positions = torch.arange(1 << 20, dtype=torch.int32)
     tables, state = make_race_tables(2, "cpu"), staged([(SamplingParams(temperature=1.0), 9)], [0])
     keys = row_keys(state.seed_words.expand(len(positions), 2), positions)

@@ -1,5 +1,5 @@
-"""The sixteen lanes on every instruction set: each function against torch, over ordinary and
-extreme numbers."""
+"""The vectors of sixteen lanes on every instruction set: each function against torch, for ordinary
+and extreme numbers."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ EDGES = [0.0, -0.0, 1.0, -1.0, 0.5, 1.5, 2.5, -2.5, TINY, 3.4e38, INF, -INF, NAN
 
 
 class Lanes:
-    """Calls of one engine by a function's name, over guarded memory."""
+    """Calls the lane functions of one engine by name, on guarded memory."""
 
     def __init__(self, engine: Engine) -> None:
         self._call = engine.kernel("probe_lanes").bind()

@@ -1,4 +1,4 @@
-"""Products with panels against torch in float64, alone and with a gate, on every instruction set
+"""Products with packed panels, plain and gated, against torch in float64, on every instruction set
 and with guarded memory."""
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from sglcore_cpu.native import TYPES, Engine
 from sglcore_cpu.panels import PanelForm, pack
 
 BF16_STEP = 2.0**-8
-"""The most by which rounding to bf16 moves a number, as a share of it."""
+"""Bound of the relative error of rounding to bf16."""
 FIRST_OF_TILES = 5
-"""From this many tokens on the instruction set with tiles takes another method."""
+"""From this many tokens on, the instruction set with tiles uses another algorithm."""
 EXAMPLES = settings(derandomize=True, max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
 TYPE = st.sampled_from(tuple(TYPES))
 TOKENS = st.integers(0, 40)
@@ -28,7 +28,8 @@ FEATURES = st.integers(1, 90)
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """x [T, in], weight [out, in] and bias [out] whose last input can not be left out unseen."""
+    """x [T, in], weight [out, in] and bias [out]; the last input is so large that leaving it out is
+    detected."""
 
     x: Tensor
     weight: Tensor
@@ -43,11 +44,12 @@ class Layer:
         return Layer(x.to(dtype), weight.to(dtype), bias.to(dtype))
 
     def exact(self, inputs: int) -> Tensor:
-        """The result in float64 from the first `inputs` inputs."""
+        """Return the float64 result of the first `inputs` inputs."""
         return self.x[:, :inputs].double() @ self.weight[:, :inputs].double().T + self.bias.double()
 
     def check(self, found: Tensor) -> None:
-        """Within the rounding of sums in float32 in any order, and of the result to its type."""
+        """Check that the error is within the rounding of float32 sums in any order, and of the
+        result to its dtype."""
         inputs = self.x.shape[1]
         exact = self.exact(inputs)
         sizes = self.x.double().abs() @ self.weight.double().abs().T + self.bias.double().abs()

@@ -1,5 +1,5 @@
-"""Weights into panels and rows out of them, from any address and on every instruction set; what is
-refused."""
+"""Packing weights in panels and reading rows back, from any address and on every instruction set;
+refusals."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def weight_of(out_features: int, in_features: int, dtype: torch.dtype) -> Tensor
 
 
 def panels_of(weight: Tensor) -> Tensor:
-    """The layout in torch's words: [out / 16, in / p, 16, p] with p inputs of one row beside each
-    other."""
+    """Return the panel layout, computed by torch: [out / 16, in / p, 16, p], with p consecutive
+    inputs of one row (1 in float32, 2 in bf16)."""
     pair, multiple = (1, 1) if weight.dtype is torch.float32 else (2, 32)
     outs, inputs = (-(-size // to) * to for size, to in zip(weight.shape, (16, multiple), strict=True))
     padded = weight.new_zeros(outs, inputs)

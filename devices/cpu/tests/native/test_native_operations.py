@@ -1,5 +1,5 @@
-"""Norms and activations of the native kernels mean what the reference means, wherever rows lie, and
-touch nothing else."""
+"""Norms and activations of the native kernels match the reference, for all memory layouts of rows,
+and write nothing else."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ EXAMPLES = settings(
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 ROUNDING = {torch.float32: 3e-6, torch.bfloat16: 2**-7}
-"""Relative to each value; in bfloat16 one step, where a sum in another order crosses a rounding."""
+"""Bound of the relative error; in bfloat16 one rounding step, which a sum in another order can
+cause."""
 
 ROWS = st.fixed_dictionaries(
     {
@@ -41,7 +42,7 @@ ROWS = st.fixed_dictionaries(
 
 
 def values(*shape: int, case: dict[str, Any], salt: int = 0) -> Tensor:
-    """Random values of the case's type and scale."""
+    """Return random values of the case's dtype and scale."""
     generator = torch.Generator().manual_seed(case["seed"] + salt)
     return (torch.randn(*shape, generator=generator) * case["scale"]).to(case["dtype"])
 
@@ -51,13 +52,14 @@ def close(found: Tensor, expected: Tensor, scale: float = 1.0, casts: bool = Tru
     rounding = ROUNDING[found.dtype]
     torch.testing.assert_close(found, expected, rtol=2 * rounding, atol=rounding * scale / 8)
     if casts and found.dtype is torch.bfloat16:
-        # A cast that is left out moves a quarter of all values by a step; another order of sums
-        # moves few.
+        # A missing cast changes a quarter of all values by one rounding step; another order of sums
+        # changes few.
         assert int((found != expected).sum()) <= 3 + found.numel() // 32
 
 
 def norm_weight(case: dict[str, Any], size: int, wide: bool) -> torch.Tensor:
-    """Of the case's dtype, or of float32 with values that it does not hold."""
+    """Return a norm's weight in the case's dtype, or in float32 with values that bfloat16 can not
+    hold."""
     weight = values(size, case=case | {"scale": 1.0}, salt=1)
     return weight.float() * (1 + 2**-9) if wide else weight
 
@@ -127,11 +129,11 @@ def test_activations_are_the_reference(engine: Engine, case: dict[str, Any]) -> 
     x, check = placed(values(case["rows"], 2 * case["width"], case=case), case)
     with GuardedResults():
         found, passed, tanh = operations.silu_and_mul(x), operations.gelu(x), operations.gelu_tanh_and_mul(x)
-        # Far below zero torch's is 0, and this one's 1e-37.
+        # Far below zero torch's silu is 0, the kernel's 1e-37.
         close(found, REFERENCE.silu_and_mul(x), case["scale"], casts=case["scale"] < 100)
         limited = operations.limited_silu_and_mul(x, 0.7)
         close(limited, REFERENCE.limited_silu_and_mul(x, 0.7), 1.0, casts=case["scale"] < 100)
-        # In float32 torch's own are off by 5e-7: 1 + tanh cancels.
+        # In float32 torch's results are off by 5e-7: 1 + tanh cancels.
         for entry, own in (("gelu", passed), ("gelu_tanh_and_mul", tanh)):
             exact = getattr(REFERENCE, entry)(x.double()).to(x.dtype)
             close(own, exact, case["scale"], casts=False)
@@ -142,7 +144,7 @@ def test_gelu_is_exact_over_its_whole_range(engine: Engine) -> None:
     x = torch.linspace(-13, 13, 5003)
     exact = torch.tensor([each * math.erfc(-each / math.sqrt(2)) / 2 for each in x.tolist()], dtype=torch.float64)
     found = Operations(engine).gelu(x[None])[0].double()
-    # Far out the error is that of the exponent's rounding: 85 * 2^-23.
+    # For large negative x the error is the rounding of the exponent: 85 * 2^-23.
     torch.testing.assert_close(found, exact, rtol=2e-5, atol=0)
     torch.testing.assert_close(found[x > -2], exact[x > -2], rtol=1e-6, atol=0)
 

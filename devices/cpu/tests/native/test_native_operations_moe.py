@@ -1,5 +1,5 @@
-"""The native mixture of experts means what the reference means, reads chosen experts only, and
-touches nothing else."""
+"""The native mixture of experts matches the reference, reads chosen experts only, and writes
+nothing else."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ CASES = st.fixed_dictionaries(
 
 
 NUMBERS: Mapping[str, tuple[float, ...]] = MappingProxyType({"limited_moe": (0.3,), "clamped_moe": (1.702, 0.9)})
-"""Behind the tensors of a call."""
+"""Arguments that follow the tensors of a call."""
 
 
 def entry_of(kernels: Experts | KernelTable, name: str) -> Callable[..., Tensor]:
-    """The function of that entry."""
+    """Return the entry of that name."""
     every = {
         "moe": kernels.moe,
         "limited_moe": kernels.limited_moe,
@@ -57,7 +57,7 @@ def entry_of(kernels: Experts | KernelTable, name: str) -> Callable[..., Tensor]
 
 
 class Mixture:
-    """The arguments of one call in guarded memory; what was not chosen is no number."""
+    """The arguments of one call in guarded memory; experts that were not chosen hold NaN."""
 
     def __init__(self, case: dict[str, Any]) -> None:
         generator = torch.Generator().manual_seed(case["seed"])
@@ -100,7 +100,7 @@ def test_moe_is_the_reference(engine: Engine, case: dict[str, Any]) -> None:
 
 
 def test_experts_are_added_in_ascending_order(engine: Engine) -> None:
-    """In bfloat16 1 + 2^-8 + 2^-8 is 1 added from the left, and 1 + 2^-7 from the right."""
+    """In bfloat16 1 + 2^-8 + 2^-8 is 1 if added from the left, and 1 + 2^-7 from the right."""
     scale = torch.tensor([2**-8, 2**-8, 1.0]).to(torch.bfloat16)
     hidden = torch.full((1, 2), 64.0, dtype=torch.bfloat16)
     w13 = torch.full((3, 2, 2), 1 / 128, dtype=torch.bfloat16)

@@ -1,5 +1,5 @@
-"""Rotation, cells, rows and routing of the native kernels mean what the reference means, and touch
-nothing else."""
+"""Rotary embedding, KV stores, casts, embedding and routing of the native kernels match the
+reference and write nothing else."""
 
 from __future__ import annotations
 
@@ -49,7 +49,8 @@ HEADS = st.fixed_dictionaries(
 
 
 class Heads:
-    """q, k and v as views of one guarded row, positions, angles, caches and cells of a case."""
+    """The inputs of a case: q, k and v as views of guarded rows; positions, angles, caches and KV
+    slots."""
 
     def __init__(self, case: dict[str, Any]) -> None:
         self.generator = torch.Generator().manual_seed(case["seed"])
@@ -74,8 +75,8 @@ class Heads:
         return self.q, self.k, self.v, self.positions, self.angles, self.size
 
     def expect_same(self, found: Tensor, expected: Tensor, wanted: tuple[Tensor, Tensor]) -> None:
-        """The rotated queries, and the caches as `wanted`, within one rounding where a norm has
-        been taken."""
+        """Check that the rotated queries and the caches are equal to the expected ones, and that
+        the guards are intact."""
         for mine, its in ((found, expected), *zip(self.caches, wanted, strict=True)):
             assert mine.dtype == its.dtype and mine.shape == its.shape
             assert torch.equal(mine, its)
@@ -84,7 +85,7 @@ class Heads:
 
 
 def empty_like(heads: Heads) -> tuple[Tensor, Tensor]:
-    """Caches for the reference."""
+    """Return caches of zeros for the reference."""
     return torch.zeros_like(heads.caches[0]), torch.zeros_like(heads.caches[1])
 
 
@@ -124,8 +125,8 @@ def test_norms_before_the_rotation_are_the_reference(engine: Engine, case: dict[
         pairs = ((found, expected), *zip(heads.caches, wanted, strict=True))
         for mine, its in pairs:
             coarse = torch.bfloat16 in (case["dtype"], mine.dtype)
-            # A step of the norm in bfloat16 may cancel in the rotation, so it counts against the
-            # largest value.
+            # The rotation can cancel values, so a rounding step of the norm in bfloat16 is compared
+            # with the largest value.
             bound = 2**-6 if coarse else 4e-6
             torch.testing.assert_close(
                 mine, its, rtol=bound, atol=bound * max(1.0, float(its.abs().amax()) if its.numel() else 1.0)
@@ -244,7 +245,7 @@ def test_routing_is_the_reference(
         expected, _ = REFERENCE.top_k_routing(logits, k, normalize)
         bound = 2**-7 if dtype is torch.bfloat16 else 1e-5
         torch.testing.assert_close(weights, expected, rtol=bound, atol=1e-7)
-        # The order is that of the logits, of equal ones the first.
+        # Experts are in descending order of the logits; among equal ones the lower index first.
         assert torch.equal(ids, torch.sort(logits, dim=-1, descending=True, stable=True)[1][:, :k])
     check()
 

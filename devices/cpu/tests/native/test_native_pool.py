@@ -1,4 +1,5 @@
-"""The pool of threads: every element once, its own share to each thread, and failures reported."""
+"""The thread pool: it visits every element once, gives each thread its own share, and reports
+failures."""
 
 from __future__ import annotations
 
@@ -16,8 +17,8 @@ NOBODY, TOGETHER = -1, -2
 
 
 class Runs:
-    """What `probe_pool` reports of some runs: how often each element was visited, and by which
-    thread at last."""
+    """The result of `probe_pool` after some runs: how often each element was visited, and which
+    thread visited it last."""
 
     def __init__(self, engine: Engine, count: int, grain: int, runs: int = 1, **how: int) -> None:
         self.hits = torch.zeros(count, dtype=torch.int32)

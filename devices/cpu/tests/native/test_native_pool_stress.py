@@ -1,4 +1,4 @@
-"""The pool of threads under sanitizers: no race that can be seen."""
+"""The thread pool under sanitizers: they find no race."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_the_thread_sanitizer_sees_a_planted_race(tmp_path: Path) -> None:
 
 
 def stressed(folder: Path, sanitizer: str, *flags: str) -> subprocess.CompletedProcess[str]:
-    """`stress.cpp` over the pool, built with a sanitizer."""
+    """Build `stress.cpp` and the pool with a sanitizer, and run it."""
     program = folder / "stress"
     sources = (STRESS, SOURCES / "pool.cpp")
     command = ("c++", "-std=c++17", "-O1", "-g", "-pthread", f"-fsanitize={sanitizer}", f"-I{SOURCES}", *flags)

@@ -1,5 +1,5 @@
-"""Quantised linear layers: the promised arithmetic to float32's last bits, on every instruction
-set, at every size."""
+"""Quantised linear layers: the specified arithmetic to the last bits of float32, on every
+instruction set and for every size."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_gate_over_up_is_one_call(engine: Engine, dtype: torch.dtype, bits: int,
             assert found is not None
             wanted = silu_and_mul(form.multiply(x, None))
             relative = 2.0**-7 if dtype == torch.bfloat16 else 2.0**-21
-            # Below -88 the kernels' silu is x * e^-88 rather than 0.
+            # Below -88 the kernels' silu is x * e^-88, not 0.
             torch.testing.assert_close(found, wanted, rtol=relative, atol=1e-25)
 
 

@@ -1,5 +1,5 @@
-"""Packing, quantising and reading back: what a checkpoint's codes become, and how close quantised
-weights come."""
+"""Packing a checkpoint's codes, quantising weights, and reading both back; the error of quantised
+weights."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Ranks meet in shared memory: everybody has everybody's part, and the same sum, whatever the
-instruction set and the sizes."""
+"""Ranks exchange tensors in shared memory: every rank gets all parts and the same sum, for all
+instruction sets and sizes."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from sglcore_cpu.native import Engine, Library
 
 MOST = 4096
 COUNTS = (1, 15, 16, 257, MOST // 4, MOST // 2 + 3, 3 * MOST)
-"""Elements: a few, a place full, and several pieces."""
+"""Numbers of elements: a few, a full buffer, and several pieces."""
 
 
 def parts(dtype: torch.dtype, count: int, ranks: int) -> list[Tensor]:
-    """Numbers of many sizes, and what is none."""
+    """Return a tensor for each rank, with numbers of many magnitudes, infinity and NaN."""
     found = [torch.randn(count, generator=torch.Generator().manual_seed(rank)) for rank in range(ranks)]
     found[0] *= 10.0 ** torch.randint(-30, 30, (count,), generator=torch.Generator().manual_seed(9))
     found[0][0] = float("inf")
@@ -28,7 +28,8 @@ def parts(dtype: torch.dtype, count: int, ranks: int) -> list[Tensor]:
 
 
 def meetings(engine: Engine, library: Library | FarLibrary, ranks: int) -> tuple[Tensor, list[Meeting]]:
-    """The memory, and one for each rank with an engine of its own, for they wait for each other."""
+    """Return the shared memory, and a `Meeting` for each rank. Each has its own engine, because the
+    ranks wait for each other."""
     if isinstance(library, FarLibrary):
         pytest.skip("calls go to another process, which does not have this one's memory")
     memory = torch.zeros(memory_size(ranks, MOST), dtype=torch.uint8)

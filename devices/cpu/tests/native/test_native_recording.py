@@ -1,5 +1,5 @@
-"""A recorded step: replays what was called on what the buffers hold, keeps what it needs, refuses
-what can not be replayed."""
+"""A recorded step replays its calls on the current contents of the buffers and keeps the memory it
+needs; a step that can not be replayed is refused."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def values(seed: int) -> Tensor:
 
 
 def norms(engine: Engine, x: Tensor, weight: Tensor, count: int) -> Callable[[], Tensor]:
-    """A step of `count` norms, each of the one before."""
+    """Return a step of `count` norms, each of the previous result."""
     operations = Operations(engine)
 
     def step() -> Tensor:
@@ -71,8 +71,8 @@ def test_results_share_memory_once_nobody_needs_them(engine: Engine) -> None:
 
 @torch.inference_mode()
 def test_what_is_still_needed_is_not_given_away(engine: Engine) -> None:
-    """Every result is held until the end and added up there: with one of them reused the sum would
-    differ."""
+    """All results are kept until the end and then added; if the memory of one were reused, the sum
+    would differ."""
     operations, x, weights = Operations(engine), values(0), [torch.rand(WIDTH) + i for i in range(6)]
 
     def step() -> Tensor:
@@ -109,7 +109,7 @@ def test_what_torch_computes_between_kernels_is_computed_again(engine: Engine) -
 
 @torch.inference_mode()
 def test_rows_of_another_type_and_plain_products_are_kernels(engine: Engine) -> None:
-    """In a step; eagerly torch casts, and multiplies many rows."""
+    """In a recorded step they are kernels; eagerly torch casts, and multiplies many rows."""
     table, x, weight, ones = native_table(engine), values(0), torch.randn(20, WIDTH), torch.ones(WIDTH)
 
     def step() -> Tensor:
@@ -128,8 +128,8 @@ def test_rows_of_another_type_and_plain_products_are_kernels(engine: Engine) -> 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @torch.inference_mode()
 def test_sums_products_and_gates_of_rows_are_kernels(engine: Engine, dtype: torch.dtype) -> None:
-    """Rows with and without gaps, one number a row, one row for all, and numbers; the same bits but
-    for the sigmoid."""
+    """Operands are rows with and without gaps, one number per row, one row for all rows, and
+    numbers. Results are bitwise equal except for the sigmoid."""
     operations, x, weight = Operations(engine), values(0).to(dtype), (torch.rand(WIDTH) + 0.5).to(dtype)
 
     def between(normed: Tensor) -> Tensor:
@@ -149,7 +149,7 @@ def test_sums_products_and_gates_of_rows_are_kernels(engine: Engine, dtype: torc
 
 @torch.inference_mode()
 def test_other_sums_are_torchs(engine: Engine) -> None:
-    """Of more dimensions, with a factor, of two dtypes, of rows that lie across."""
+    """Sums with more dimensions, with a factor, with two dtypes, or of transposed rows."""
     operations, x = Operations(engine), values(0)
 
     def step() -> Tensor:

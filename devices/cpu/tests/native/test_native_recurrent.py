@@ -1,5 +1,5 @@
-"""The native kernels of recurrent layers mean what the reference means, wherever rows lie, and
-touch nothing else."""
+"""The native kernels of recurrent layers match the reference, for all memory layouts of rows, and
+write nothing else."""
 
 from __future__ import annotations
 
@@ -16,21 +16,20 @@ from sglcore_cpu.native import Engine
 from sglcore_cpu.recurrent import Recurrent
 
 POOLS = {"causal_conv": 4, "gated_delta_rule": 5, "selective_scan": 7}
-"""Where in the call of an entry its states are."""
+"""Index of the states among an entry's arguments."""
 BOUNDS = {torch.float32: 5e-6, torch.bfloat16: 1e-2}
-"""Relative to the largest value; in bfloat16 a step."""
+"""Error bounds relative to the largest value; in bfloat16 a rounding step."""
 
 
 def wide_delta_rule(drawn: Draw, tokens: int, strided: bool) -> Inputs:
-    """Two blocks of columns, the second of which is not full, over a state that stays within its
-    bounds."""
+    """Yield a state of two blocks of columns, the second not full, in guarded memory."""
     slots, states = torch.arange(1, tokens + 1, dtype=torch.int32), torch.zeros(tokens + 1, 2, 20, 56)
     heads = drawn.rows(tokens, 2, strided), drawn.rows(tokens, 2, strided)
     yield drawn.rows(tokens, 40 + 112, strided), *heads, torch.zeros(2), torch.ones(2), states, slots, None, None
 
 
 def gated_rms_norm(drawn: Draw, tokens: int, strided: bool) -> Inputs:
-    """One weight for all groups, and one for each; a size that is no multiple of 16."""
+    """Yield one weight for all groups, and one for each; the sizes are no multiples of 16."""
     for groups, size, gate_first in ((1, 36, False), (3, 24, True)):
         x, gate = drawn.rows(tokens, 72, strided), drawn.rows(tokens, 72, strided)
         yield x, gate, drawn.values(groups, size), 1e-6, gate_first
@@ -46,7 +45,7 @@ CASES = (
 @pytest.mark.parametrize("dtype", BOUNDS, ids=str)
 @pytest.mark.parametrize(("entry", "make"), CASES, ids=lambda value: getattr(value, "__name__", ""))
 def test_an_entry_is_the_reference(engine: Engine, entry: str, make, dtype: torch.dtype) -> None:
-    """Padding rows, nobody's tokens and slot 0 hold what is not a number."""
+    """Padding rows, tokens of no request, and request slot 0 hold NaN."""
     pool = POOLS.get(entry)
     for tokens, strided in ((0, False), (1, False), (5, True), (33, False), (70, True)):
         for args in make(Draw(tokens, dtype), tokens, strided):

@@ -1,5 +1,5 @@
-"""Every native kernel's tests under the address and undefined-behaviour sanitizers, which are seen
-to find defects."""
+"""All tests of native kernels under the address and undefined-behaviour sanitizers; planted defects
+show that the sanitizers work."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from devices.cpu.tests.native.run_with import TAIL, child, files_to_run
 from sglcore_cpu.compile import Variant
 
 NAMES = ("avx2", "avx512_bf16", "amx", "neon")
-"""Instruction sets whose kernels differ in what they touch."""
+"""Instruction sets with kernels that differ in their memory accesses."""
 DEFECTS = {0: "heap-buffer-overflow", 1: "heap-buffer-overflow", 2: "signed integer overflow"}
 CALL = """
 import sys
@@ -37,7 +37,7 @@ def sanitized() -> Path:
 
 @pytest.fixture(scope="module")
 def preload() -> tuple[str, ...]:
-    """What must be in the process before Python, which was not built with them."""
+    """The libraries to preload, because Python was not built with the sanitizers."""
     names = ("libasan.so", "libstdc++.so")
     return tuple(subprocess.check_output(("c++", f"-print-file-name={name}"), text=True).strip() for name in names)
 

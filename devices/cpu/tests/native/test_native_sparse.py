@@ -1,5 +1,5 @@
-"""The native kernels of attention over listed rows mean what the reference means, wherever rows
-lie, and touch nothing else."""
+"""The native kernels of sparse attention match the reference, for all memory layouts of rows, and
+write nothing else."""
 
 from __future__ import annotations
 
@@ -25,13 +25,14 @@ from sglcore_cpu.sparse import SparseAttention
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 BOUNDS = {F32: 5e-6, BF16: 1.5e-2}
-"""Relative to the largest value; in bfloat16 a step, and the rounding of weights before it."""
+"""Error bounds relative to the largest value; in bfloat16 a rounding step of the result and of the
+weights before it."""
 ENTRIES = {name: entry for name, entry in KernelTable.declared().items() if name in vars(SparseKernels)}
 
 
 def wide_mqa(drawn: Draw, tokens: int, strided: bool) -> Inputs:
-    """Several chunks and blocks, panels of heads and turned squares, none of which is full; rows of
-    every type."""
+    """Yield several chunks and blocks, panels of heads and transposed squares, none of them full;
+    rows of every dtype."""
     for heads, size, value_size, (width, more), rows_as in (
         (5, 40, 40, (200, 0), drawn.dtype),
         (36, 96, 80, (70, 150), F16),
@@ -50,7 +51,8 @@ def wide_mqa(drawn: Draw, tokens: int, strided: bool) -> Inputs:
 
 
 def long_codes(drawn: Draw, tokens: int, strided: bool) -> Inputs:
-    """Groups of several blocks of elements, the last of which is cut, and rows of float8 alone."""
+    """Yield codec groups of several blocks of elements, the last one cut, and rows of float8
+    only."""
     for *args, _ in long_paged(drawn, tokens, strided):
         codec = RowCodec(40, exact=8 if strided else 0, group=64 if strided else 16)
         args[1] = codec.encode(args[1] * torch.exp(3 * drawn.values(len(args[1]), 1).float()))
@@ -58,7 +60,7 @@ def long_codes(drawn: Draw, tokens: int, strided: bool) -> Inputs:
 
 
 def stored_codes(drawn: Draw, tokens: int, strided: bool) -> Inputs:
-    """Numbers of every size, zeros, and halves of what a code's steps are."""
+    """Yield numbers of every magnitude, zeros, and halves of a code's step."""
     table, places = drawn.values(50, 8).float(), drawn.permutation(40)[:tokens]
     for codec in (RowCodec(72, exact=8), RowCodec(72, exact=8, group=16), RowCodec(72)):
         x = drawn.rows(tokens, 72, strided) * torch.exp2(drawn.ints(-30, 12, tokens, 72).float()).to(drawn.dtype)
@@ -68,7 +70,7 @@ def stored_codes(drawn: Draw, tokens: int, strided: bool) -> Inputs:
 
 
 def long_paged(drawn: Draw, tokens: int, strided: bool) -> Inputs:
-    """Requests of several chunks; one token has nothing to see."""
+    """Yield requests of several chunks; one token sees no rows."""
     lens = torch.tensor([700, 64, 0, 513, 1][:tokens], dtype=torch.int32)
     table = drawn.permutation(6 * 24).view(6, 24).int()
     slots = drawn.permutation(6)[: len(lens)].int()
@@ -77,15 +79,15 @@ def long_paged(drawn: Draw, tokens: int, strided: bool) -> Inputs:
 
 
 def many_keys(drawn: Draw, tokens: int, strided: bool) -> Inputs:
-    """Several chunks of keys and panels of heads; weights in float32."""
+    """Yield several chunks of keys and panels of heads, with weights in float32."""
     for *args, codec in long_paged(drawn, tokens, strided):
         q, keys, *pages = args[:6]
         yield q, drawn.values(*q.shape[:2]).float(), keys, *pages, 0.1, 750, codec
 
 
 def ties(drawn: Draw, tokens: int, strided: bool) -> Inputs:
-    """Many equal scores, zeros of both signs, and none that are equal; as many as are wanted, and
-    fewer."""
+    """Yield logits without equal values, and logits with many equal values and zeros of both signs;
+    lengths above, equal to and below k."""
     lens = torch.tensor([900, 100, 99, 0, 350][:tokens], dtype=torch.int32)
     table = drawn.permutation(6 * 32).view(6, 32).int()
     slots = drawn.permutation(6)[: len(lens)].int()
@@ -99,20 +101,20 @@ def ties(drawn: Draw, tokens: int, strided: bool) -> Inputs:
 
 
 def long_blocks(drawn: Draw, tokens: int, strided: bool) -> Inputs:
-    """Two strips of channels, the second of which is not full, over many tokens."""
+    """Yield two strips of channels, the second not full, over many tokens."""
     state, ape = drawn.values(64, 160).float(), drawn.values(32, 80).float()
     reads = drawn.ints(-40, tokens, tokens, 32) if tokens else drawn.ints(0, 1, 0, 32)
     yield drawn.rows(tokens, 160, strided), state, ape, reads, drawn.permutation(80)[:tokens] % 64
 
 
 def wide_streams(drawn: Draw, tokens: int, strided: bool) -> Inputs:
-    """Two chunks of columns."""
+    """Yield streams of two chunks of columns."""
     fn, base = drawn.values(24, 4 * 300).float() * 0.05, drawn.values(24).float()
     yield drawn.values(tokens, 4, 300), fn, base, torch.tensor([0.7, 1.1, 1.6]), 1e-6, 1e-6, 20
 
 
 def many_groups(drawn: Draw, tokens: int, strided: bool) -> Inputs:
-    """More outputs than a block has, by rows and by columns."""
+    """Yield more outputs than a block has, with weights stored by rows and by columns."""
     x = drawn.rows(tokens, 2 * 72, strided).unflatten(1, (2, 72))
     for weight in (drawn.values(2, 330, 72), drawn.values(2, 72, 330).transpose(1, 2)):
         yield x, weight * 0.15
@@ -138,14 +140,14 @@ def native(engine: Engine, name: str) -> Callable[..., Any]:
 
 
 def results(entry: Any, found: Any, args: tuple[Any, ...]) -> list[Tensor]:
-    """What an entry returned and wrote."""
+    """Return the tensors that an entry returned and wrote."""
     returned = [] if found is None else list(found) if isinstance(found, tuple) else [found]
     return returned + [arg for name, arg in zip(entry.parameters, args, strict=True) if name in entry.writes]
 
 
 def check(run: Callable[..., Any], name: str, make: Any, dtype: torch.dtype) -> None:
-    """Raise AssertionError where what `run` gives or writes is not the reference's, or memory
-    beside it was written."""
+    """Raise AssertionError if a result of `run` differs from the reference's, or if it wrote out of
+    bounds."""
     entry = ENTRIES[name]
     for tokens, strided in ((0, False), (1, False), (5, True), (33, False)):
         for args in make(Draw(tokens, dtype), tokens, strided):
@@ -170,7 +172,8 @@ def check(run: Callable[..., Any], name: str, make: Any, dtype: torch.dtype) -> 
 
 
 def placed_as(arg: Tensor, place: int) -> tuple[Tensor, Callable[[], None] | None]:
-    """Odd places for all but transposed weights, with gaps behind the rows of the first."""
+    """Copy an argument to guarded memory at an odd offset, with gaps after the rows of the first
+    argument; transposed weights stay as they are."""
     if arg.dim() and arg.stride(-1) != 1 and arg.numel() > 1:
         return arg, None
     return guarded_copy(arg, 3, 5 if place == 0 and arg.dim() == 2 else 0)
@@ -179,7 +182,7 @@ def placed_as(arg: Tensor, place: int) -> tuple[Tensor, Callable[[], None] | Non
 @pytest.mark.parametrize("dtype", BOUNDS, ids=str)
 @pytest.mark.parametrize(("name", "make"), CASES, ids=lambda value: getattr(value, "__name__", value))
 def test_an_entry_is_the_reference(engine: Engine, name: str, make: Any, dtype: torch.dtype) -> None:
-    """Rows that no list names hold what is not a number."""
+    """Rows that are in no list hold NaN."""
     check(native(engine, name), name, make, dtype)
 
 

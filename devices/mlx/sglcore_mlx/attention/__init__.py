@@ -1,1 +1,1 @@
-"""Attention over the paged cells: what a backend is, and the backends."""
+"""Attention over the paged KV cache: the backend contract, and the backends."""

@@ -1,5 +1,5 @@
-"""Attention over keys at hand: that of `mx.fast`, or of plain operations for a softcap, which
-`mx.fast` has not."""
+"""Attention over given keys and values: with `mx.fast`, or with plain operations for a softcap,
+which `mx.fast` does not support."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from sglcore_mlx.models.contract import LayerShape
 
 
 def attend(q: mx.array, k: mx.array, v: mx.array, mask: mx.array | str, layer: LayerShape) -> mx.array:
-    """q's shape and dtype, of q [B, heads, L, D] and k, v [B, kv_heads, S, D]. `mask` is bool [L,
-    S] or [B, 1, 1 or L, S], or "causal": the last query sees the last key. Sums are in float32.
-    Queues only."""
+    """Attend with q [B, heads, L, D] over k, v [B, kv_heads, S, D]; returns q's shape and dtype.
+    `mask`: bool [L, S] or [B, 1, 1 or L, S], or "causal" (the last query sees the last key). Sums
+    are in float32. Queues only."""
     if layer.softcap is None:
         return mx.fast.scaled_dot_product_attention(q, k, v, scale=layer.scale, mask=mask, sinks=layer.sinks)
     grouped = q.reshape(q.shape[0], layer.num_kv_heads, -1, *q.shape[2:]).astype(mx.float32)
@@ -26,7 +26,7 @@ def attend(q: mx.array, k: mx.array, v: mx.array, mask: mx.array | str, layer: L
 
 
 def _seen(mask: mx.array | str, queries: int, keys: int) -> mx.array:
-    """A mask that broadcasts to [B, kv_heads, heads of one, L, S]."""
+    """Return a mask that broadcasts to [B, kv_heads, heads per KV head, L, S]."""
     if isinstance(mask, str):
         return mx.arange(keys)[None] <= mx.arange(keys - queries, keys)[:, None]
     return mask if mask.ndim == 2 else mask[:, :, None]

@@ -1,5 +1,5 @@
-"""Attention without cells: a row's tokens attend to its tokens, to all of them or to those
-before."""
+"""Attention without a KV cache: a sequence's tokens attend to each other, bidirectional or
+causal."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from sglcore_mlx.models.contract import LayerShape
 
 
 class EncoderRows:
-    """B rows of whole sequences, padded to the longest for one call a layer."""
+    """B whole sequences, padded to the longest, so that a layer is one call."""
 
     def __init__(self, offsets: NDArray[np.int32], layers: tuple[LayerShape, ...]) -> None:
-        """`offsets` int32 [B + 1]: where each row's tokens begin."""
+        """`offsets` int32 [B + 1]: where each sequence's tokens begin."""
         lengths = np.diff(offsets)
         columns = np.arange(int(lengths.max()), dtype=np.int32)[None]
         inside = columns < lengths[:, None]
@@ -26,7 +26,7 @@ class EncoderRows:
         self._flat = mx.array(np.flatnonzero(inside.reshape(-1)).astype(np.int32))
 
     def attend(self, layer_id: int, q: mx.array, k: mx.array, v: mx.array) -> mx.array:
-        """[T, heads, D] of q [T, heads, D] and k, v [T, kv_heads, D]."""
+        """Return [T, heads, D] from q [T, heads, D] and k, v [T, kv_heads, D]."""
         layer = self._layers[layer_id]
         mask = self._masks[layer.sliding_window, layer.causal]
         q, k, v = (x[self._padded].swapaxes(1, 2) for x in (q, k, v))
@@ -34,7 +34,7 @@ class EncoderRows:
         return mixed.reshape(-1, *mixed.shape[2:])[self._flat]
 
     def _mask(self, window: int | None, causal: bool) -> mx.array:
-        """bool [B, 1, 1 or n, n]: what the tokens of each row see."""
+        """Return bool [B, 1, 1 or n, n]: the keys that each token sees."""
         mask, count = self._inside, self._inside.shape[-1]
         if causal or window is not None:
             back = np.arange(count)[:, None] - np.arange(count)

@@ -1,7 +1,8 @@
-"""Attention over gathered cells: any device, any shape. The reference of faster backends.
+"""Attention over gathered keys and values, for any device and shape. The reference of the faster
+backends.
 
-A column beyond a request's end repeats its last cell, so that nothing another request left there,
-not even a NaN, can reach a sum.
+Columns beyond a request's end repeat its last KV slot, so that data of other requests, even NaN,
+never gets into a sum.
 """
 
 from __future__ import annotations
@@ -19,13 +20,14 @@ from sglcore_mlx.models.contract import LayerShape
 
 @dataclass(frozen=True, slots=True)
 class GatheredPlan:
-    """`cells` int32 [B, S]; `masks` by sliding window, bool [B, 1, N, S]."""
+    """`cells` int32 [B, S]: KV slots of each request; `masks`: by sliding window, bool [B, 1, N,
+    S]."""
 
     cells: mx.array
     masks: Mapping[int | None, mx.array]
 
     def forward(self, q: mx.array, kv: mx.array, layer: LayerShape) -> mx.array:
-        """[B * N, heads, D] of q [B * N, heads, D] over kv [cells, 2, kv_heads, D]."""
+        """See `AttentionPlan`."""
         found = kv[self.cells]
         keys, values = found[:, :, 0].swapaxes(1, 2), found[:, :, 1].swapaxes(1, 2)
         mask = self.masks[layer.sliding_window]
@@ -34,19 +36,19 @@ class GatheredPlan:
 
 
 class GatheredAttention:
-    """Gathers each request's cells, then attends: as many bytes moved again as attention itself
-    reads."""
+    """Gathers each request's keys and values, then attends. Gathering moves the same bytes again
+    that attention reads."""
 
     facts: ClassVar[AttentionFacts] = AttentionFacts()
 
     def __init__(self, layers: Sequence[LayerShape], page_size: int, streams: tuple[mx.Stream, ...] = ()) -> None:
-        """`streams` are not used: a GPU's own is all."""
+        """`streams` are not used."""
         self._windows = tuple(dict.fromkeys(layer.sliding_window for layer in layers))
         self._page_size = page_size
 
     def plan(self, rows: DecodeRows) -> GatheredPlan:
-        """The cells of every request, up to the width of its page table, and which of them count
-        for each row."""
+        """Compute the KV slots of every request, up to the width of the page table, and the masks
+        of each query."""
         size, lens = self._page_size, rows.seq_lens.reshape(rows.page_table.shape[0], -1)
         columns = mx.arange(rows.page_table.shape[1] * size, dtype=mx.int32)[None]
         places = mx.minimum(columns, mx.max(lens, axis=1, keepdims=True) - 1)
@@ -56,8 +58,8 @@ class GatheredAttention:
 
 
 def _mask(columns: mx.array, lens: mx.array, window: int | None) -> mx.array:
-    """bool [B, 1, N, S]: the columns of int32 [1, S] that a query at the end of each of lens int32
-    [B, N] sees."""
+    """Return bool [B, 1, N, S]: which of columns int32 [1, S] a query sees, if it is the last token
+    of lens int32 [B, N] tokens."""
     ends = lens[:, :, None]
     seen = columns < ends
     if window is not None:

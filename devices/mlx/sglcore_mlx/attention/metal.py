@@ -1,16 +1,16 @@
-"""Attention of decode rows over the paged cells, on Apple GPUs: one launch, or two where a page
-table may be long.
+"""Paged decode attention on Apple GPUs: one launch, or two if the page table has more than one part
+per row.
 
-A threadgroup takes one part (`PART` positions) of one row for the query heads that share a KV head,
-reads each K and V of it once, and its simdgroups walk the positions in turn. A row's numbers depend
-on its own queries and cells only: not on the other rows, nor on the width of the page table, for
-cuts and order of sums follow from its own length.
+A threadgroup processes one part (`PART` positions) of one row for query heads that share a KV head.
+It reads each key and value once; its simdgroups take blocks of positions in turn. The bits of a
+row's result depend only on its own queries and KV, not on other rows or the width of the page
+table, because the parts and the order of sums follow from its own length.
 
-Floor of a row: 2 * seq_len * kv_heads * head_dim * itemsize bytes of K and V are read (4096
-positions of 8 heads of 128 in two bytes: 16.8 MB). Memory bandwidth limits long rows; a few short
-rows are limited by how many threadgroups there are (B * kv_heads * parts), and by one `simd_sum`
-per position and query head. More than one part adds 8 * heads * (head_dim + 2) bytes a part,
-written and read.
+Lower bound of a row: it reads 2 * seq_len * kv_heads * head_dim * itemsize bytes of K and V (4096
+positions of 8 heads of 128 in 2 bytes: 16.8 MB). Memory bandwidth limits long rows. Few short rows
+are limited by the number of threadgroups (B * kv_heads * parts) and by one `simd_sum` per position
+and query head. With more than one part, 8 * heads * (head_dim + 2) bytes per part are written and
+read in addition.
 """
 
 from __future__ import annotations
@@ -26,31 +26,32 @@ from sglcore.device.errors import ConfigError
 from sglcore_mlx.attention import metal_source
 
 LANES = 32
-"""Threads of a simdgroup, on every Apple GPU."""
+"""Threads per simdgroup on every Apple GPU."""
 SIMDGROUPS = 8
-"""Simdgroups of a threadgroup. Part of a row's order of sums: the same for every batch."""
+"""Simdgroups per threadgroup. Constant, because it determines the order of sums of a row."""
 PART = 256
-"""Positions of one threadgroup. Part of a row's order of sums: the same for every batch."""
+"""Positions per threadgroup. Constant, because it determines the order of sums of a row."""
 MAX_BLOCK = 4
-"""Positions whose scores a simdgroup works out before it rescales."""
+"""The most positions for which a simdgroup computes scores before it rescales."""
 MAX_QUERIES = 8
-"""Query heads of one threadgroup, at most."""
+"""The most query heads per threadgroup."""
 MAX_REGISTERS = 32
-"""Elements of the queries that one thread keeps, at most (as many again for what it adds up)."""
+"""The most query elements in registers of one thread; the accumulators take the same number
+again."""
 MAX_THREADS = 1024
-"""Threads of a threadgroup that Metal allows."""
+"""Metal's limit of threads per threadgroup."""
 MAX_THREADGROUP_BYTES = 32 * 1024
-"""Bytes of memory that a threadgroup may have."""
+"""Metal's limit of threadgroup memory in bytes."""
 LOG2_E = math.log2(math.e)
-"""Scores are kept in base 2."""
+"""Factor for scores in base 2."""
 FLOATS = (mx.float32, mx.float16, mx.bfloat16)
-"""Element types that the kernels read and write."""
+"""Element types that the kernels support."""
 
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """A kernel's text and the names of its arrays, in order; `kernel` is what MLX made of it (no
-    device was asked)."""
+    """A kernel's source and the names of its arrays, in order; `kernel`: MLX's kernel object, made
+    without a device."""
 
     name: str
     inputs: tuple[str, ...]
@@ -60,7 +61,7 @@ class Program:
 
 
 def program(name: str, inputs: Sequence[str], outputs: Sequence[str], source: str) -> Program:
-    """A kernel from its body; works on machines without Metal, where only a launch fails."""
+    """Make a kernel from its body. Works on machines without Metal, where only a launch fails."""
     kernel = mx.fast.metal_kernel(
         name=name, input_names=list(inputs), output_names=list(outputs), source=source, header=metal_source.HEADER
     )
@@ -76,8 +77,8 @@ COMBINE = program("sglcore_paged_combine", (*_PARTIAL, "seq_lens"), ("out",), me
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """How one kernel runs: `grid` and `threadgroup` count threads, `template` the constants of its
-    text."""
+    """The launch of one kernel: `grid` and `threadgroup` in threads; `template`: the constants of
+    its source."""
 
     program: Program
     template: tuple[tuple[str, Any], ...]
@@ -88,17 +89,16 @@ class Launch:
 
 
 Launcher = Callable[[Launch, Sequence[Any]], list[mx.array]]
-"""Runs a launch on its inputs, and gives its outputs."""
+"""Runs a launch on its inputs; returns its outputs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The sizes and types of one call, on which its launches depend. Checked when made
-    (ConfigError).
-    """
+    """The sizes and types of one call, which determine its launches. Raises ConfigError if the
+    kernels do not support them."""
 
     rows: int
-    """Decode rows."""
+    """Number of queries (decode rows)."""
     heads: int
     """Query heads."""
     kv_heads: int
@@ -116,12 +116,12 @@ class Shape:
     kv_dtype: mx.Dtype
     """The type of keys and values."""
     has_softcap: bool = False
-    """Scores are bent to a bound."""
+    """Whether scores have a softcap."""
     has_sinks: bool = False
-    """Heads have sinks."""
+    """Whether heads have sinks."""
 
     def __post_init__(self) -> None:
-        """Refuse what the kernels do not compute."""
+        """Raise ConfigError for sizes and types that the kernels do not support."""
         fits = self.head_dim > 0 and self.head_dim % LANES == 0 and self.head_dim <= MAX_THREADS
         if not fits or self.threadgroup_bytes > MAX_THREADGROUP_BYTES:
             raise _unfit(f"heads of {self.head_dim} elements", f"a multiple of {LANES} up to {_largest_head_dim()}")
@@ -137,39 +137,39 @@ class Shape:
 
     @property
     def queries(self) -> int:
-        """Query heads of one threadgroup: the largest divisor of those that share a KV head which
-        registers hold."""
+        """Query heads per threadgroup: the largest divisor of the query heads per KV head that fits
+        into registers."""
         shared = self.heads // self.kv_heads
         most = max(1, min(MAX_QUERIES, MAX_REGISTERS * LANES // self.head_dim))
         return max(count for count in range(1, most + 1) if shared % count == 0)
 
     @property
     def block(self) -> int:
-        """Positions that a simdgroup takes at once: a power of two that divides a page."""
+        """Positions that a simdgroup processes at once: a power of two that divides a page."""
         return math.gcd(self.page_size, MAX_BLOCK)
 
     @property
     def parts(self) -> int:
-        """Threadgroups along one row: enough for a row that fills its pages, or its window."""
+        """Threadgroups along one row: enough for a row that fills its pages or its window."""
         longest = self.pages * self.page_size
         return -(-min(longest, self.window or longest) // PART)
 
     @property
     def threadgroup_bytes(self) -> int:
-        """Bytes of threadgroup memory: one query's values, and the top and sum of each query, of
-        each simdgroup."""
+        """Bytes of threadgroup memory: for each simdgroup the values of one query, and maximum and
+        sum of each query."""
         return 4 * SIMDGROUPS * (self.head_dim + 2 * MAX_QUERIES)
 
 
 def metal_available() -> bool:
-    """Whether this process has a GPU that runs Metal; elsewhere `paged_decode` raises what MLX
-    raises."""
+    """Return whether there is a GPU that runs Metal; otherwise `paged_decode` raises MLX's
+    error."""
     return mx.metal.is_available()
 
 
 def launch_on_metal(launch: Launch, inputs: Sequence[Any]) -> list[mx.array]:
-    """The launch as lazy arrays on the GPU's stream; waits for nothing. RuntimeError (MLX) without
-    Metal."""
+    """Queue a launch on the GPU's stream; returns lazy arrays, does not wait. Raises RuntimeError
+    (MLX) without Metal."""
     return launch.program.kernel(
         inputs=list(inputs),
         template=list(launch.template),
@@ -181,7 +181,8 @@ def launch_on_metal(launch: Launch, inputs: Sequence[Any]) -> list[mx.array]:
 
 
 def walk_launch(shape: Shape) -> Launch:
-    """The kernel that reads the cells: DECODE where one part is a whole row, PARTS otherwise."""
+    """Return the launch of the kernel that reads the KV cache: DECODE if a row has one part,
+    otherwise PARTS."""
     rows, heads, parts, queries = shape.rows, shape.heads, shape.parts, shape.queries
     split = parts > 1
     template = {
@@ -211,7 +212,7 @@ def walk_launch(shape: Shape) -> Launch:
 
 
 def combine_launch(shape: Shape) -> Launch:
-    """The kernel that adds up what PARTS wrote."""
+    """Return the launch of the kernel that combines the results of PARTS."""
     template = {
         "T": shape.dtype,
         "HEADS": shape.heads,
@@ -242,22 +243,22 @@ def paged_decode(
     sinks: mx.array | None = None,
     launcher: Launcher = launch_on_metal,
 ) -> mx.array:
-    """Attention of one new query per row over its cells; lazy, waits for nothing, works under
+    """Attention of one query per row over the paged KV cache; lazy, does not wait, works under
     `mx.compile`.
 
-    `q` [B, heads, D], `kv` [cells, 2, kv_heads, D] (a page's cells lie together, K then V),
-    `page_table` int32 [B, n], `seq_lens` int32 [B]. Row b attends to positions [0, seq_lens[b]), or
-    to the last `window` of them; position p is cell `page_table[b, p // page_size] * page_size + p
-    % page_size`. `softcap` and `sinks` [heads] are those of `LayerShape`. 1 <= seq_lens <= n *
-    page_size must hold: lengths are not read here. Nothing beyond a row's length or before its
-    window is read, neither cells nor pages. Returns [B, heads, D] in `q`'s type, computed in
-    float32. ConfigError: sizes or types that the kernels do not compute.
+    `q` [B, heads, D], `kv` [cells, 2, kv_heads, D] (the KV slots of a page are consecutive, K then
+    V), `page_table` int32 [B, n], `seq_lens` int32 [B]. Row b attends to positions [0,
+    seq_lens[b]), or to the last `window` of them; position p is KV slot `page_table[b, p //
+    page_size] * page_size + p % page_size`. `softcap` and `sinks` [heads] as in `LayerShape`. The
+    caller must ensure 1 <= seq_lens <= n * page_size; this is not checked. KV slots and page table
+    entries beyond a row's length or before its window are not read. Returns [B, heads, D] in `q`'s
+    type, computed in float32. Raises ConfigError for unsupported sizes or types.
     """
     shape = shape_of(q, kv, page_table, seq_lens, page_size=page_size, window=window)
     shape = replace(shape, has_softcap=softcap is not None, has_sinks=sinks is not None)
     if sinks is not None and tuple(sinks.shape) != (shape.heads,):
         raise _unfit(f"sinks of shape {tuple(sinks.shape)}", f"({shape.heads},) with q of shape {tuple(q.shape)}")
-    # The text names an array of sinks; where there are none it is not read.
+    # The kernel needs an array argument for sinks; without sinks it is not read.
     extras = (softcap or 0.0) * LOG2_E, seq_lens if sinks is None else sinks
     walked = launcher(walk_launch(shape), (q, kv, page_table, seq_lens, scale * LOG2_E, *extras))
     if shape.parts == 1:
@@ -268,8 +269,8 @@ def paged_decode(
 def shape_of(
     q: mx.array, kv: mx.array, page_table: mx.array, seq_lens: mx.array, *, page_size: int, window: int | None
 ) -> Shape:
-    """The sizes of a call of `paged_decode`; ConfigError where the arrays do not belong
-    together."""
+    """Return the sizes of a call of `paged_decode`. Raises ConfigError if the arrays do not
+    match."""
     if q.ndim != 3:
         raise _unfit(f"q of shape {tuple(q.shape)}", "rows, heads and elements")
     rows, kv_heads = q.shape[0], kv.shape[2] if kv.ndim == 4 else 0

@@ -1,10 +1,10 @@
-"""The Metal text of paged decode attention: bodies of kernels, to which MLX adds the signature.
+"""The Metal source of paged decode attention: kernel bodies, to which MLX adds the signature.
 
 Names in capitals are template arguments: HEADS, KV_HEADS, HEAD_DIM, PAGE_SIZE, WINDOW (0: none),
-QUERIES (query heads of one threadgroup), SIMDGROUPS, BLOCK (positions that a simdgroup takes at
-once), PART (positions of one threadgroup), HAS_SOFTCAP, HAS_SINKS and the types T (result) and KV
-(cells). Online softmax: Milakov and Gimelshein 2018, https://arxiv.org/abs/1805.02867, in base 2:
-`scale` and `softcap` come multiplied by log2(e). Text and numbers only; `metal.py` launches it.
+QUERIES (query heads per threadgroup), SIMDGROUPS, BLOCK (positions that a simdgroup processes at
+once), PART (positions per threadgroup), HAS_SOFTCAP, HAS_SINKS and the types T (result) and KV (KV
+cache). Online softmax: Milakov and Gimelshein 2018, https://arxiv.org/abs/1805.02867, in base 2:
+`scale` and `softcap` are already multiplied by log2(e). `metal.py` launches the kernels.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from __future__ import annotations
 HEADER = """
 #define UNROLLED(i, n) _Pragma("clang loop unroll(full)") for (int i = 0; i < (n); ++i)
 """
-"""What stands before the function. Arrays that a thread keeps stay in registers only if loops over
-them are unrolled."""
+"""Text before the function. A thread's arrays stay in registers only if loops over them are
+unrolled."""
 
 _SPAN = """
     const int length = seq_lens[row];
     const int oldest = WINDOW > 0 && length > WINDOW ? length - WINDOW : 0;
 """
-"""The row's positions: [oldest, length) count, in parts from `oldest` on: cuts depend on the row's
-own length only."""
+"""The row's positions [oldest, length); parts begin at `oldest`, so they depend on the row's own
+length only."""
 
 _WALK = (
     """
@@ -153,8 +153,8 @@ _WALK = (
 )
 
 DECODE = _WALK.replace("%WRITE%", "out[(row * HEADS + head) * HEAD_DIM + d] = T(value / total);")
-"""Rows of one part. In: queries [B, HEADS, HEAD_DIM], kv, page_table, seq_lens, scale,
-softcap, sinks. Out: out [B, HEADS, HEAD_DIM]."""
+"""Rows with one part. In: queries [B, HEADS, HEAD_DIM], kv, page_table, seq_lens, scale, softcap,
+sinks. Out: out [B, HEADS, HEAD_DIM]."""
 
 PARTS = _WALK.replace(
     "%WRITE%",
@@ -165,9 +165,9 @@ PARTS = _WALK.replace(
                 part_sums[at] = total;
             }""",
 )
-"""As DECODE, a part of a row in each threadgroup. Out, float32: part_values [B, HEADS, parts,
-HEAD_DIM] (not divided), part_tops and part_sums [B, HEADS, parts]; parts that the row does not
-reach are not written."""
+"""Like DECODE, with one part of a row per threadgroup. Out, float32: part_values [B, HEADS, parts,
+HEAD_DIM] (not divided by the sum), part_tops and part_sums [B, HEADS, parts]. Parts beyond a row's
+length are not written."""
 
 COMBINE = (
     """
@@ -193,5 +193,5 @@ COMBINE = (
     out[(row * HEADS + head) * HEAD_DIM + d] = T(value / total);
 """
 )
-"""The parts of each row added up, a thread for each element. In: what PARTS wrote, and seq_lens.
+"""Combines the parts of each row, one thread per element. In: the outputs of PARTS, and seq_lens.
 Out: as DECODE."""

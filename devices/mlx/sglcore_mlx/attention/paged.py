@@ -1,4 +1,5 @@
-"""Attention that reads cells where they lie, by a kernel for Apple GPUs."""
+"""Paged attention: a kernel for Apple GPUs reads keys and values in their pages, without a
+gather."""
 
 from __future__ import annotations
 
@@ -15,14 +16,14 @@ from sglcore_mlx.models.contract import LayerShape
 
 @dataclass(frozen=True, slots=True)
 class PagedPlan:
-    """The rows themselves: the kernel reads the page table."""
+    """Holds the queries' page table and lengths, which the kernel reads."""
 
     rows: DecodeRows
     page_size: int
     launcher: Launcher
 
     def forward(self, q: mx.array, kv: mx.array, layer: LayerShape) -> mx.array:
-        """[B, heads, D] of q [B, heads, D] over kv [cells, 2, kv_heads, D]."""
+        """See `AttentionPlan`."""
         return paged_decode(
             q,
             kv,
@@ -38,7 +39,7 @@ class PagedPlan:
 
 
 class MetalAttention:
-    """One or two launches a layer; `GatheredAttention` is its reference."""
+    """One or two kernel launches per layer; `GatheredAttention` is its reference."""
 
     facts: ClassVar[AttentionFacts] = AttentionFacts(
         dtypes=("float32", "float16", "bfloat16"), head_dims=tuple(range(32, 513, 32)), compute=("metal",)
@@ -51,10 +52,10 @@ class MetalAttention:
         streams: tuple[mx.Stream, ...] = (),
         launcher: Launcher = launch_on_metal,
     ) -> None:
-        """`launcher` runs the kernel; its default is the GPU, which needs no further `streams`."""
+        """`launcher` runs the kernel, by default on the GPU; `streams` are not used."""
         self._page_size = page_size
         self._launcher = launcher
 
     def plan(self, rows: DecodeRows) -> PagedPlan:
-        """Nothing is worked out ahead."""
+        """Keep the rows; there is nothing to compute in advance."""
         return PagedPlan(rows, self._page_size, self._launcher)

@@ -1,5 +1,5 @@
-"""Attention over gathered cells where MLX runs on the processor: heads that share keys are one
-product, and every stream takes a share of the rows."""
+"""Attention over gathered keys and values for MLX on the CPU: query heads of one KV head are one
+matrix product, and each stream computes a share of the requests."""
 
 from __future__ import annotations
 
@@ -17,19 +17,20 @@ from sglcore_mlx.models.contract import LayerShape
 
 @dataclass(frozen=True, slots=True)
 class ProcessorPlan:
-    """What the gather path worked out, and the streams that share it."""
+    """The plan of `GatheredAttention`, and the streams that share the work."""
 
     gathered: GatheredPlan
     streams: tuple[mx.Stream, ...]
 
     def forward(self, q: mx.array, kv: mx.array, layer: LayerShape) -> mx.array:
-        """[B * N, heads, D] of q [B * N, heads, D] over kv [cells, 2, kv_heads, D]."""
+        """See `AttentionPlan`."""
         rows, count = self.gathered.cells.shape[0], len(self.streams)
         queries = q.reshape(rows, -1, *q.shape[1:])
         return self._shared(queries, kv, layer, rows, count).reshape(q.shape)
 
     def _shared(self, q: mx.array, kv: mx.array, layer: LayerShape, rows: int, count: int) -> mx.array:
-        """[B, N, heads, D], on as many streams as take a share of the requests."""
+        """Return [B, N, heads, D]; each stream computes a share of the requests. With fewer
+        requests than streams, the default stream computes all."""
         if not count or rows < count:
             return self._attend(q, kv, layer, slice(0, rows))
         mixed: list[mx.array] = []
@@ -40,7 +41,7 @@ class ProcessorPlan:
         return mx.concatenate(mixed)
 
     def _attend(self, q: mx.array, kv: mx.array, layer: LayerShape, rows: slice) -> mx.array:
-        """The queries [b, N, heads, D] of some requests; sums of weights are in float32."""
+        """Attend with the queries [b, N, heads, D] of some requests; the softmax is in float32."""
         found, mask = kv[self.gathered.cells[rows]], self.gathered.masks[layer.sliding_window][rows]
         count, width, heads, size = q.shape
         if layer.softcap is not None or layer.sinks is not None:
@@ -56,17 +57,17 @@ class ProcessorPlan:
 
 
 class ProcessorAttention:
-    """`mx.fast` attention is no kernel of its own on a processor; this asks for fewer operations
-    than it is made of. `GatheredAttention` is its reference."""
+    """On the CPU `mx.fast` attention is not one kernel but composed of operations; this backend
+    needs fewer operations. `GatheredAttention` is its reference."""
 
     facts: ClassVar[AttentionFacts] = AttentionFacts(compute=("cpu",))
 
     def __init__(self, layers: Sequence[LayerShape], page_size: int, streams: tuple[mx.Stream, ...] = ()) -> None:
-        """`streams` each take a share of the requests; without any, the default stream takes
-        all."""
+        """Each of `streams` computes a share of the requests; without streams the default stream
+        computes all."""
         self._gathered = GatheredAttention(layers, page_size)
         self._streams = streams
 
     def plan(self, rows: DecodeRows) -> ProcessorPlan:
-        """As the gather path's."""
+        """Plan as `GatheredAttention` does."""
         return ProcessorPlan(self._gathered.plan(rows), self._streams)

@@ -1,5 +1,5 @@
-"""Attention of rows that bring several tokens: one call a row, over its own tokens or its gathered
-cells."""
+"""Prefill attention: one call per request, over its own new tokens, or over its gathered keys and
+values if it has computed tokens before."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from sglcore_mlx.models.contract import LayerShape
 
 @dataclass(frozen=True, slots=True)
 class PromptRow:
-    """Tokens [start, end) of the step, after `prefix` computed ones; `cells` int32 [prefix + end -
-    start] of them all."""
+    """A request's tokens [start, end) of the step, after `prefix` computed tokens; `cells`: KV
+    slots of all, int32 [prefix + end - start]."""
 
     start: int
     end: int
@@ -25,7 +25,7 @@ class PromptRow:
     cells: NDArray[np.int32]
 
     def plan(self, layers: Sequence[LayerShape]) -> PromptPlan:
-        """What every layer needs of this row, made once for each sliding window."""
+        """Prepare keys and masks for all layers, once for each sliding window."""
         windows = dict.fromkeys(layer.sliding_window for layer in layers)
         return PromptPlan(self.start, self.end, {window: self._seen(window) for window in windows})
 
@@ -42,8 +42,8 @@ class PromptRow:
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """The keys that a row's queries may see: `cells` int32 [S] (None: those of the step itself), of
-    which `mask` bool [L, S] says which each query does; "causal" ends at the last key."""
+    """The keys for a request's queries. `cells` int32 [S]: their KV slots (None: the keys of the
+    step itself). `mask`: bool [L, S], or "causal" (the last query sees the last key)."""
 
     cells: mx.array | None
     mask: mx.array | str
@@ -51,15 +51,15 @@ class Seen:
 
 @dataclass(frozen=True, slots=True)
 class PromptPlan:
-    """One row's tokens [start, end) of the step, and what they see, by sliding window."""
+    """A request's tokens [start, end) of the step, and their keys and masks by sliding window."""
 
     start: int
     end: int
     seen: Mapping[int | None, Seen]
 
     def forward(self, q: mx.array, k: mx.array, v: mx.array, kv: mx.array, layer: LayerShape) -> mx.array:
-        """[L, heads, D] of the row's tokens in q [T, heads, D] and k, v [T, kv_heads, D]; kv has
-        them already."""
+        """Return [L, heads, D] for the request's tokens in q [T, heads, D] and k, v [T, kv_heads,
+        D]; kv must contain these already."""
         own, seen = slice(self.start, self.end), self.seen[layer.sliding_window]
         if seen.cells is None:
             keys, values = k[own], v[own]
@@ -71,5 +71,5 @@ class PromptPlan:
 
 
 def _heads_first(x: mx.array) -> mx.array:
-    """[L, heads, D] to [1, heads, L, D]."""
+    """Transpose [L, heads, D] to [1, heads, L, D]."""
     return x.swapaxes(0, 1)[None]

@@ -1,4 +1,4 @@
-"""Which attention backend runs: the first that can, or strictly the one that was asked for; each
+"""Selects the attention backend: the requested one, or the first that supports the model; each
 refusal has a reason."""
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ def select_attention(
     compute: str,
     ledger: DecisionLedger,
 ) -> type[DecodeAttention]:
-    """The backend's class; the decision goes to the ledger. Raises ConfigError if none can, or the
-    one asked for can not."""
+    """Return the backend's class and record the decision in the ledger. Raises ConfigError if no
+    backend supports the model, or the requested one does not."""
     if asked is not None and asked not in candidates:
         raise ConfigError(f"there is no attention backend {asked!r}", wanted=f"one of {', '.join(candidates)}")
     refused: list[str] = []
@@ -39,7 +39,7 @@ def select_attention(
 
 
 def refusal(facts: AttentionFacts, dtype: str, head_dims: tuple[int, ...], page_size: int, compute: str) -> str:
-    """Why a backend can not serve; empty if it can."""
+    """Return why a backend does not support the model; empty if it does."""
     if facts.compute is not None and compute not in facts.compute:
         return f"runs on {', '.join(facts.compute)}, not {compute}"
     if facts.dtypes is not None and dtype not in facts.dtypes:

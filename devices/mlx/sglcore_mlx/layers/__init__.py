@@ -1,1 +1,1 @@
-"""What models are made of: functions of arrays that hold their weights."""
+"""The layers of models: functions of arrays that hold their weights."""

@@ -1,4 +1,4 @@
-"""The attention layer of models: queries, keys and values side by side to what attention gives."""
+"""The attention layer: from concatenated queries, keys and values to the attention output."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from sglcore_mlx.models.contract import LayerShape
 
 
 class AttentionLayer:
-    """Norms of query and key heads, rotary embedding, attention. `layer` is what backends see of
-    it."""
+    """Norms of query and key heads, rotary embedding, attention. `layer`: its shape for the
+    backends."""
 
     __slots__ = ("_layer_id", "_norm", "_rotary", "layer")
 
@@ -29,7 +29,7 @@ class AttentionLayer:
         sinks: bool = False,
         is_encoder: bool = False,
     ) -> None:
-        """The options are those of `Build.attention`."""
+        """Options as in `Build.attention`."""
         config, size = build.config, build.config.head_dim
         heads, kv_heads, window = (
             config.num_attention_heads,
@@ -52,7 +52,7 @@ class AttentionLayer:
         self._layer_id = layer_id
 
     def __call__(self, qkv: mx.array, batch: ForwardBatch) -> mx.array:
-        """[T, (heads + 2 kv_heads) * head_dim] to [T, heads * head_dim]."""
+        """Map [T, (heads + 2 kv_heads) * head_dim] to [T, heads * head_dim]."""
         shape, tokens = self.layer, qkv.shape[0]
         heads, turned = shape.num_heads, shape.num_heads + shape.num_kv_heads
         qkv = qkv.reshape(tokens, turned + shape.num_kv_heads, shape.head_dim)

@@ -1,5 +1,4 @@
-"""The layers of this library, as `sglcore.models.build` has their kinds: every model here is built
-of these."""
+"""Builds the layers of all models on MLX: the kinds of `sglcore.models.build`."""
 
 from __future__ import annotations
 
@@ -32,19 +31,18 @@ from sglcore_mlx.layers.scope import Scope
 
 @dataclass(frozen=True, slots=True)
 class Build(Scope):
-    """The scope in which a layer is built, and the layers themselves; those over single weights are
-    the scope's."""
+    """Makes the layers of a scope; `Scope` makes those with single weights."""
 
     def norm(self, name: str, size: int, offset: float | None = None, eps: float | None = None) -> RMSNorm:
-        """Root mean square norm."""
+        """Make an RMS norm."""
         return RMSNorm(self.at(name), size, self.config.rms_norm_eps if eps is None else eps, offset)
 
     def layer_norm(self, name: str, size: int, eps: float, bias: bool = True) -> LayerNorm:
-        """Layer norm."""
+        """Make a layer norm."""
         return LayerNorm(self.at(name), size, eps, bias)
 
     def rotary(self, rope: RopeConfig | None = None) -> Rotary:
-        """The rotation of the configuration, or another, in one kernel or composed."""
+        """Make the rotary embedding of the configuration, or of `rope`."""
         config = self.config if rope is None else replace(self.config, rope=rope)
         return Rotary(config, self.max_positions, self.dtype, self.kernels.fused_rotary)
 
@@ -59,7 +57,8 @@ class Build(Scope):
         sinks: bool = False,
         is_encoder: bool = False,
     ) -> AttentionLayer:
-        """Norms of both kinds of heads in one call, their rotation in another, attention."""
+        """Make an attention layer; q and k share one call of the norm and one of the rotary
+        embedding."""
         return AttentionLayer(
             self,
             layer_id,
@@ -72,23 +71,23 @@ class Build(Scope):
         )
 
     def gated_delta_net(self, state_id: int, net: DeltaNetConfig, projection: Linear, output: Linear) -> GatedDeltaNet:
-        """The gated delta rule."""
+        """Make a layer with the gated delta rule."""
         return GatedDeltaNet(self, state_id, net, projection, output)
 
     def mamba2(self, state_id: int, space: Mamba2Config, projection: Linear, output: Linear) -> Mamba2:
-        """Mamba 2."""
+        """Make a Mamba 2 layer."""
         return Mamba2(self, state_id, space, projection, output)
 
     def short_conv(self, state_id: int, taps: int, projection: Linear, output: Linear, bias: bool = False) -> ShortConv:
-        """A convolution between two gates."""
+        """Make a convolution between two gates."""
         return ShortConv(self, state_id, taps, projection, output, bias)
 
     def softcap(self, cap: float) -> Callable[[mx.array], mx.array]:
-        """cap * tanh(x / cap)."""
+        """Return the function cap * tanh(x / cap)."""
         return lambda x: mx.tanh(x / cap) * cap
 
     def mlp(self, name: str, size: int, bias: bool = False, fused: str = "") -> GatedMlp:
-        """The gated feed-forward block."""
+        """Make a gated MLP."""
         return GatedMlp(self.at(name), size, bias, fused)
 
     def experts(
@@ -100,24 +99,25 @@ class Build(Scope):
         parts: Sequence[str] = EXPERT_PARTS,
         is_sigmoid: bool = False,
     ) -> SparseMoe:
-        """The sparse feed-forward block."""
+        """Make an MoE block with gated experts."""
         scope, routing = self.at(name), SigmoidRouting if is_sigmoid else SoftmaxRouting
         return SparseMoe(routing(scope, gate, moe), GatedExperts(scope, moe, parts))
 
     def clamped_experts(self, name: str, moe: MoeConfig, alpha: float, limit: float) -> SparseMoe:
-        """The sparse feed-forward block with biases and a clamped gate."""
+        """Make an MoE block with biases and a clamped gate (gpt-oss)."""
         scope = self.at(name)
         return SparseMoe(SoftmaxRouting(scope, "router", moe, bias=True), ClampedExperts(scope, moe, alpha, limit))
 
     def relu2_experts(self, name: str, moe: MoeConfig, latent: int = 0) -> SparseMoe | LatentMoe:
-        """The sparse feed-forward block without gates."""
+        """Make an MoE block with relu^2 experts; `latent`: width of the experts' inputs, 0: the
+        hidden size."""
         scope = self.at(name)
         if latent:
             return LatentMoe(scope, moe, latent)
         return SparseMoe(SigmoidRouting(scope, "gate", moe), Relu2Experts(scope, moe, self.config.hidden_size))
 
     def activation(self, name: str) -> Callable[[mx.array], mx.array]:
-        """An elementwise function. Raises `ConfigError` for one that is not here."""
+        """Return an elementwise function. Raises `ConfigError` for an unknown one."""
         activations = {"gelu": gelu, "relu2": relu2, "sigmoid": mx.sigmoid, "tanh": mx.tanh}
         if name not in activations:
             raise ConfigError(f"MLX's layers have no activation {name!r}", wanted=", ".join(activations))

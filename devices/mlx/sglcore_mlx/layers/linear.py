@@ -11,18 +11,18 @@ import mlx.core as mx
 from sglcore_mlx.layers.quantization import Form
 
 MIN_SPLIT = 128
-"""Outputs below which a linear layer is not worth two streams."""
+"""A linear layer with fewer outputs is not split over streams."""
 
 
 @dataclass(frozen=True, slots=True)
 class LinearParts:
-    """How this device likes its products and rotations.
+    """The fastest ways to compute products and rotations on this device.
 
-    With two or more `streams`, a plain linear layer computes an equal share of its outputs on each;
-    without, it is one product on the default stream. `fused_rotary` says whether `mx.fast.rope` is
-    a kernel of its own, rather than a composition of small operations; `narrow_experts` whether
-    `mx.gather_mm` takes 16-bit elements, or float32 only; `chunk` is how many tokens a recurrence
-    computes at once, a power of two.
+    `streams`: with two or more, a plain linear layer computes an equal share of its outputs on
+    each; otherwise it is one product on the default stream. `fused_rotary`: `mx.fast.rope` is one
+    kernel, not composed of small operations. `narrow_experts`: `mx.gather_mm` supports 16-bit
+    elements, not only float32. `chunk`: how many tokens a recurrence computes at once, a power of
+    two.
     """
 
     streams: tuple[mx.Stream, ...] = ()
@@ -32,12 +32,12 @@ class LinearParts:
 
     @classmethod
     def of_processor(cls, streams: tuple[mx.Stream, ...] = ()) -> LinearParts:
-        """What MLX's build for processors likes."""
+        """Return the values for MLX on the CPU."""
         return cls(streams, fused_rotary=False, narrow_experts=False, chunk=16)
 
 
 class Identified(Protocol):
-    """A batch whose tokens have ids int32 [T]."""
+    """A batch with token ids."""
 
     @property
     def input_ids(self) -> mx.array:
@@ -46,10 +46,10 @@ class Identified(Protocol):
 
 
 class Linear(Protocol):
-    """y = x W^T + b."""
+    """A linear layer: y = x W^T + b."""
 
     def __call__(self, x: mx.array) -> mx.array:
-        """[T, in] to [T, out]."""
+        """Map [T, in] to [T, out]."""
         ...
 
 
@@ -59,20 +59,20 @@ class PlainLinear:
     __slots__ = ("_bias", "_turned")
 
     def __init__(self, turned: mx.array, bias: mx.array | None) -> None:
-        """`turned` is the weight as a view [in, out]."""
+        """`turned`: the weight as a transposed view [in, out]."""
         self._turned = turned
         self._bias = bias
 
     def __call__(self, x: mx.array) -> mx.array:
-        """[T, in] to [T, out]."""
+        """Map [T, in] to [T, out]."""
         if self._bias is None:
             return x @ self._turned
         return mx.addmm(self._bias, x, self._turned)
 
 
 class SplitLinear:
-    """The same product as shares of its outputs, each on a stream of its own; one row is one
-    product, where a split does not pay."""
+    """A linear layer that computes shares of its outputs on several streams. For one row it is one
+    product, because splitting does not pay."""
 
     __slots__ = ("_shares", "_streams", "_whole")
 
@@ -82,7 +82,7 @@ class SplitLinear:
         self._streams = tuple(streams)
 
     def __call__(self, x: mx.array) -> mx.array:
-        """[T, in] to [T, out]."""
+        """Map [T, in] to [T, out]."""
         if x.shape[0] == 1:
             return self._whole(x)
         outputs: list[mx.array] = []
@@ -103,14 +103,14 @@ class Packed:
     form: Form
 
     def product(self, x: mx.array) -> mx.array:
-        """x [T, in] to [T, out]."""
+        """Map x [T, in] to [T, out]."""
         form = self.form
         return mx.quantized_matmul(
             x, self.weight, self.scales, self.biases, group_size=form.group_size, bits=form.bits, mode=form.mode
         )
 
     def rows(self, ids: mx.array, dtype: mx.Dtype) -> mx.array:
-        """Rows int [T], unpacked, [T, in]."""
+        """Return the rows `ids` int [T], dequantised, [T, in]."""
         form, biases = self.form, None if self.biases is None else self.biases[ids]
         rows = mx.dequantize(
             self.weight[ids], self.scales[ids], biases, group_size=form.group_size, bits=form.bits, mode=form.mode
@@ -128,14 +128,14 @@ class QuantisedLinear:
         self._bias = bias
 
     def __call__(self, x: mx.array) -> mx.array:
-        """[T, in] to [T, out]."""
+        """Map [T, in] to [T, out]."""
         y = self._packed.product(x)
         return y if self._bias is None else y + self._bias
 
 
 class SideBySide:
-    """Linear layers of one input whose weights can not be one array, because they are packed
-    differently."""
+    """Several linear layers with one input; their weights can not be one array, because they are
+    packed differently."""
 
     __slots__ = ("_parts",)
 
@@ -143,12 +143,12 @@ class SideBySide:
         self._parts = tuple(parts)
 
     def __call__(self, x: mx.array) -> mx.array:
-        """[T, in] to [T, sum of out], the parts side by side."""
+        """Map [T, in] to [T, sum of out], the concatenated results."""
         return mx.concatenate([part(x) for part in self._parts], axis=-1)
 
 
 class Ordered:
-    """A linear layer whose outputs come in another order, where its weights can not."""
+    """A linear layer with reordered outputs, for weights that can not be reordered."""
 
     __slots__ = ("_linear", "_order")
 
@@ -157,12 +157,12 @@ class Ordered:
         self._order = order
 
     def __call__(self, x: mx.array) -> mx.array:
-        """[T, in] to [T, out]."""
+        """Map [T, in] to [T, out]."""
         return self._linear(x)[:, self._order]
 
 
 class Embedding:
-    """A row of a plain weight [rows, size] or a packed one for each id, times a scale in the
+    """Looks up rows of a plain or packed weight [rows, size], times an optional scale, in the
     model's dtype."""
 
     __slots__ = ("_dtype", "_scale", "weight")
@@ -173,16 +173,16 @@ class Embedding:
         self._scale = None if scale is None else mx.array(scale, dtype)
 
     def __call__(self, ids: mx.array) -> mx.array:
-        """int [T] to [T, size]."""
+        """Return the rows [T, size] of ids int [T]."""
         rows = self.weight.rows(ids, self._dtype) if isinstance(self.weight, Packed) else self.weight[ids]
         return rows if self._scale is None else rows * self._scale
 
     def embed(self, batch: Identified) -> mx.array:
-        """The rows [T, size] of the batch's ids."""
+        """Return the rows [T, size] of the batch's ids."""
         return self(batch.input_ids)
 
     def row(self, index: int) -> mx.array:
-        """[1, size]."""
+        """Return one row, [1, size]."""
         return self(mx.array([index]))
 
 
@@ -195,5 +195,5 @@ class Head:
         self._linear = linear
 
     def __call__(self, hidden: mx.array) -> mx.array:
-        """[N, H] to float32 [N, V]."""
+        """Map [N, H] to logits float32 [N, V]."""
         return self._linear(hidden).astype(mx.float32)

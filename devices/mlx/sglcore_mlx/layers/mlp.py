@@ -1,4 +1,4 @@
-"""The feed-forward block of a decoder layer."""
+"""The MLP of a decoder layer, and activations."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ GATE_AND_UP = ("gate_proj", "up_proj")
 
 
 def silu_and_mul(gate_up: mx.array) -> mx.array:
-    """[..., 2 I], gate and up side by side, to silu(gate) * up, [..., I]."""
+    """Return silu(gate) * up, [..., I], of concatenated gate and up, [..., 2 I]."""
     size = gate_up.shape[-1] // 2
     gate, up = gate_up[..., :size], gate_up[..., size:]
     return gate * mx.sigmoid(gate) * up
 
 
 def gelu(x: mx.array) -> mx.array:
-    """GELU (Hendrycks and Gimpel 2016), exact."""
+    """Return the exact GELU (Hendrycks and Gimpel 2016)."""
     return x * (1 + mx.erf(x * math.sqrt(0.5))) * 0.5
 
 
 def gelu_tanh_and_mul(gate_up: mx.array) -> mx.array:
-    """The same with the approximation of GELU by tanh, as x * sigmoid(2 z) where its tanh is of
-    z."""
+    """Return gelu(gate) * up with GELU's tanh approximation; 0.5 * (1 + tanh(z)) is computed as
+    sigmoid(2 z)."""
     size = gate_up.shape[-1] // 2
     gate, up = gate_up[..., :size], gate_up[..., size:]
     wide = gate.astype(mx.float32)
@@ -36,13 +36,13 @@ def gelu_tanh_and_mul(gate_up: mx.array) -> mx.array:
 
 
 def gelu_and_mul(gate_up: mx.array) -> mx.array:
-    """The same with GELU, exact."""
+    """Return gelu(gate) * up with the exact GELU."""
     size = gate_up.shape[-1] // 2
     return gelu(gate_up[..., :size]) * gate_up[..., size:]
 
 
 def relu2(x: mx.array) -> mx.array:
-    """max(x, 0)^2, elementwise."""
+    """Return max(x, 0)^2, elementwise."""
     return mx.square(mx.maximum(x, 0))
 
 
@@ -57,8 +57,8 @@ class GatedMlp:
     __slots__ = ("_activate", "down_proj", "gate_up_proj")
 
     def __init__(self, build: Scope, intermediate_size: int, bias: bool = False, fused: str = "") -> None:
-        """`fused` is that of `Build.mlp`; a checkpoint that mlx_lm wrote may have two weights in
-        its place."""
+        """`fused`: as in `Build.mlp`; checkpoints written by mlx_lm may have two separate weights
+        instead."""
         hidden_size = build.config.hidden_size
         self._activate = ACTIVATIONS[build.config.hidden_act]
         is_fused = fused and build.weights.has(f"{build.prefix}{fused}.weight")
@@ -67,5 +67,5 @@ class GatedMlp:
         self.down_proj = build.linear("down_proj", intermediate_size, hidden_size, bias)
 
     def __call__(self, hidden: mx.array) -> mx.array:
-        """[T, H] to [T, H]."""
+        """Map [T, H] to [T, H]."""
         return self.down_proj(self._activate(self.gate_up_proj(hidden)))

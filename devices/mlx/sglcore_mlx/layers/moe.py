@@ -1,4 +1,4 @@
-"""The sparse feed-forward block: a gate chooses experts for each token."""
+"""MoE blocks: a router selects experts for each token."""
 
 from __future__ import annotations
 
@@ -15,33 +15,33 @@ from sglcore_mlx.layers.scope import Scope
 
 MXFP4 = Form(32, 4, "mxfp4")
 MIN_SORTED = 64
-"""Choices (tokens times experts of each) from which rows are sorted by expert, so that each is read
-once."""
+"""From this number of selections (tokens times experts per token), rows are sorted by expert, so
+that each expert is read once."""
 
 MAX_SORTED = 32768
 SORTED_MULTIPLE = 64
-"""MLX is told that rows are sorted if there are at most so many or a multiple of 64, and for packed
-weights only if a row's elements are a multiple of 64. Metal's kernels for sorted rows give wrong
-numbers for others up to MLX 0.32.2; this can go when no such version is supported."""
+"""`sorted_indices` is set only if there are at most MAX_SORTED rows or a multiple of 64, and for
+packed weights only if a row's elements are a multiple of 64. For other sizes Metal's kernels for
+sorted rows give wrong results up to MLX 0.32.2; remove this when no such version is supported."""
 
 
 Routing: TypeAlias = Callable[[mx.array], tuple[mx.array, mx.array]]
-"""Rows [T, H] to the weights of the K chosen, [T, K], and the experts uint32 [T, K]."""
+"""Maps rows [T, H] to the weights of K selected experts, [T, K], and the experts uint32 [T, K]."""
 
 
 class ExpertLinear(Protocol):
-    """y = x W^T with the weight of each row's expert."""
+    """A linear layer y = x W^T with the weight of each row's expert."""
 
     def __call__(self, x: mx.array, experts: mx.array, is_sorted: bool) -> mx.array:
-        """[..., 1, in] and experts uint32 [..., K] to [..., K, 1, out], where x's dimensions before
-        the last two broadcast against those of `experts`; `is_sorted` says that experts never
-        decrease, which MLX may be told."""
+        """Map x [..., 1, in] and experts uint32 [..., K] to [..., K, 1, out]; x's dimensions before
+        the last two broadcast against those of `experts`. `is_sorted`: experts are in ascending
+        order and MLX may rely on it."""
         ...
 
 
 class PlainExperts:
-    """A weight [experts, out, in], as a view [experts, in, out]; `is_wide` has the product made in
-    float32, of a copy that lives no longer than the product."""
+    """A weight [experts, out, in], as a transposed view [experts, in, out]. `is_wide`: compute the
+    product in float32, with a temporary copy of the weight."""
 
     __slots__ = ("_is_wide", "_turned")
 
@@ -82,7 +82,7 @@ class QuantisedExperts:
 
 
 class ExpertsSideBySide:
-    """Gate and up where their weights can not be one array, because they are packed differently."""
+    """Gate and up projections with separate weights, because they are packed differently."""
 
     __slots__ = ("_gate", "_up")
 
@@ -96,14 +96,14 @@ class ExpertsSideBySide:
 
 
 class GatedExperts:
-    """down(silu(gate(x)) * up(x)) of each row's expert, from any form of checkpoint:
-    `experts.N.gate_proj`, or all of a layer as `switch_mlp.gate_proj`, or as
+    """down(silu(gate(x)) * up(x)) with each row's expert. The checkpoint may have
+    `experts.N.gate_proj` per expert, or one tensor per layer: `switch_mlp.gate_proj` or
     `experts.gate_up_proj`."""
 
     __slots__ = ("down_proj", "gate_up_proj")
 
     def __init__(self, build: Scope, moe: MoeConfig, parts: Sequence[str]) -> None:
-        """The names are those of `Build.experts`."""
+        """`parts`: names as in `Build.experts`."""
         if build.weights.has(f"{build.prefix}switch_mlp.gate_proj.weight"):
             self.gate_up_proj, self.down_proj = _stacked(build.at("switch_mlp"), moe)
         elif len(parts) == 2:
@@ -119,8 +119,8 @@ class GatedExperts:
 
 
 class ClampedExperts:
-    """Experts with biases and a clamped gate (gpt-oss), whose rows of gate and up take turns. Those
-    that are stored in 4 bits stay so."""
+    """Experts with biases and a clamped gate (gpt-oss); gate and up rows alternate. Weights stored
+    in 4 bits stay packed."""
 
     __slots__ = ("_alpha", "_b2", "_b13", "_limit", "_w2", "_w13")
 
@@ -147,7 +147,7 @@ class ClampedExperts:
 
 
 def _turned(build: Scope, name: str, experts: int, inputs: int, outputs: int) -> ExpertLinear:
-    """A weight that the checkpoint has as [experts, in, out], or in MXFP4 by blocks."""
+    """Load a weight that the checkpoint has as [experts, in, out], or as MXFP4 blocks."""
     if not build.weights.has(f"{build.prefix}{name}_blocks"):
         weight = build.weights.keep(build.weights.take(f"{build.prefix}{name}", experts, inputs, outputs))
         return PlainExperts(weight, not build.kernels.narrow_experts)
@@ -159,21 +159,21 @@ def _turned(build: Scope, name: str, experts: int, inputs: int, outputs: int) ->
 
 
 class SparseMoe:
-    """A gate and its experts."""
+    """A router and its experts."""
 
     __slots__ = ("_mix", "_route")
 
     def __init__(self, route: Routing, mix: ExpertLinear) -> None:
-        """`mix` computes the rows of experts."""
+        """`mix` runs the experts."""
         self._route = route
         self._mix = mix
 
     def __call__(self, hidden: mx.array) -> mx.array:
-        """[T, H] to [T, H]: the weighted sum of the chosen experts' outputs."""
+        """Map [T, H] to [T, H]: the weighted sum of the selected experts' outputs."""
         return self.mixed(hidden, *self._route(hidden))
 
     def mixed(self, hidden: mx.array, weights: mx.array, experts: mx.array) -> mx.array:
-        """The same of rows for which `Routing` chose."""
+        """Like `__call__`, with the weights and experts of `Routing`."""
         if experts.size < MIN_SORTED:
             rows = self._mix(hidden[:, None, None, :], experts, False)
         else:
@@ -183,8 +183,8 @@ class SparseMoe:
     def _mix_sorted(self, hidden: mx.array, experts: mx.array) -> mx.array:
         flat = experts.flatten()
         order = mx.argsort(flat)
-        # A dimension that is inserted after the gather leads Metal's sorted kernel to wrong rows,
-        # in MLX 0.31 and 0.32.0.
+        # Insert the dimension before the gather: inserted afterwards, Metal's sorted kernel reads
+        # wrong rows in MLX 0.31 and 0.32.0.
         rows = hidden[:, None, :][order // experts.shape[1]]
         is_told = flat.size <= MAX_SORTED or flat.size % SORTED_MULTIPLE == 0
         mixed = self._mix(rows, flat[order], is_told)
@@ -192,8 +192,8 @@ class SparseMoe:
 
 
 class Relu2Experts:
-    """down(max(up(x), 0)^2) of each row's expert, of `width` numbers in and out:
-    `experts.N.up_proj`, or all of a layer as `switch_mlp.fc1`."""
+    """down(max(up(x), 0)^2) with each row's expert; inputs and outputs have `width` elements. The
+    checkpoint has `experts.N.up_proj`, or one tensor per layer, `switch_mlp.fc1`."""
 
     __slots__ = ("_down", "_up")
 
@@ -212,7 +212,7 @@ class Relu2Experts:
 
 
 class LatentMoe:
-    """A gate, and experts in a narrower space."""
+    """A router, and experts that work in a narrower latent space."""
 
     __slots__ = ("_experts", "_fc1", "_fc2", "_route")
 
@@ -224,12 +224,12 @@ class LatentMoe:
         self._experts = SparseMoe(self._route, Relu2Experts(build, moe, latent))
 
     def __call__(self, hidden: mx.array) -> mx.array:
-        """[T, H] to [T, H]."""
+        """Map [T, H] to [T, H]."""
         return self._fc2(self._experts.mixed(self._fc1(hidden), *self._route(hidden)))
 
 
 class SoftmaxRouting:
-    """The largest of a softmax over all experts."""
+    """Selects the experts with the largest softmax probabilities."""
 
     __slots__ = ("_normalize", "_top_k", "gate")
 
@@ -243,8 +243,8 @@ class SoftmaxRouting:
 
 
 class SigmoidRouting:
-    """The largest sigmoids, each with a bias of its own, in the best groups (DeepSeek-V3, section
-    2.1.2), of float32 logits."""
+    """Selects the experts with the largest biased sigmoids of float32 logits, within the best
+    groups (DeepSeek-V3, section 2.1.2)."""
 
     __slots__ = ("_bias", "_gate", "_moe")
 
@@ -274,8 +274,8 @@ class SigmoidRouting:
 
 
 def _best_groups(grouped: mx.array, count: int) -> mx.array:
-    """Scores [T, groups, E / groups] to [T, E], with nothing but -inf in groups whose two best are
-    not among the best."""
+    """Map scores [T, groups, E / groups] to [T, E]; all but the `count` best groups, by the sum of
+    their two best scores, become -inf."""
     sums = mx.topk(grouped, 2, axis=-1).sum(axis=-1)
     lowest = mx.topk(sums, count, axis=-1).min(axis=-1, keepdims=True)
     kept = mx.where((sums >= lowest)[..., None], grouped, -mx.inf)
@@ -283,8 +283,9 @@ def _best_groups(grouped: mx.array, count: int) -> mx.array:
 
 
 def top_k_routing(logits: mx.array, k: int, normalize: bool) -> tuple[mx.array, mx.array]:
-    """Logits [T, experts] to the weights of the k chosen, [T, k] in the logits' dtype, and the
-    experts uint32 [T, k]: softmax over all experts in float32, then the k largest, in no order."""
+    """Map logits [T, experts] to the weights of the k selected experts, [T, k] in the logits'
+    dtype, and the experts uint32 [T, k]: softmax over all experts in float32, then the k largest,
+    unordered."""
     probabilities = mx.softmax(logits.astype(mx.float32), axis=-1)
     experts = mx.argpartition(probabilities, kth=-k, axis=-1)[:, -k:]
     weights = mx.take_along_axis(probabilities, experts, axis=-1)
@@ -294,8 +295,8 @@ def top_k_routing(logits: mx.array, k: int, normalize: bool) -> tuple[mx.array, 
 
 
 def _stacked(build: Scope, moe: MoeConfig) -> tuple[ExpertLinear, ExpertLinear]:
-    """Experts of a checkpoint that has each projection of a layer as one tensor [experts, out, in],
-    plain or packed."""
+    """Load experts of a checkpoint with one tensor [experts, out, in] for each projection of a
+    layer, plain or packed."""
     hidden, size = build.config.hidden_size, moe.intermediate_size
     names = ("gate_proj", "up_proj")
     if build.form_of(names[0]) == build.form_of(names[1]):
@@ -314,15 +315,15 @@ def _stacked_linear(build: Scope, names: tuple[str, ...], experts: int, inputs: 
 
 
 def _both_stacked(build: Scope, moe: MoeConfig, parts: Sequence[str]) -> tuple[ExpertLinear, ExpertLinear]:
-    """Experts of a checkpoint that has gate over up, and down, of a layer as tensors [experts, out,
-    in]."""
+    """Load experts of a checkpoint with two tensors [experts, out, in] per layer: gate and up
+    concatenated, and down."""
     hidden, size, (both, down) = build.config.hidden_size, moe.intermediate_size, parts
     gate_up = _stacked_linear(build, (both,), moe.num_experts, hidden, 2 * size)
     return gate_up, _stacked_linear(build, (down,), moe.num_experts, size, hidden)
 
 
 def _whole(build: Scope, moe: MoeConfig) -> tuple[ExpertLinear, ExpertLinear]:
-    """The same as plain tensors, named after no layer."""
+    """Like `_both_stacked`, with plain tensors named without `.weight`."""
     hidden, size, count = build.config.hidden_size, moe.intermediate_size, moe.num_experts
     shapes = (("gate_up_proj", 2 * size, hidden), ("down_proj", hidden, size))
     gate_up, down = (build.weights.take(f"{build.prefix}{name}", count, *shape) for name, *shape in shapes)
@@ -330,7 +331,7 @@ def _whole(build: Scope, moe: MoeConfig) -> tuple[ExpertLinear, ExpertLinear]:
 
 
 def _separate(build: Scope, moe: MoeConfig, parts: Sequence[str]) -> tuple[ExpertLinear, ExpertLinear]:
-    """Experts of a checkpoint that has a tensor for each projection of each expert."""
+    """Load experts of a checkpoint with one tensor for each projection of each expert."""
     hidden, size = build.config.hidden_size, moe.intermediate_size
     return _stack(build, moe, parts[:2], size, hidden), _stack(build, moe, parts[2:], hidden, size)
 

@@ -8,33 +8,33 @@ from sglcore_mlx.layers.scope import Scope
 
 
 class RMSNorm:
-    """Root mean square norm with a weight [size] (Zhang and Sennrich 2019)."""
+    """RMS norm with a weight [size] (Zhang and Sennrich 2019)."""
 
     __slots__ = ("_eps", "_weight")
 
     def __init__(self, build: Scope, size: int, eps: float, offset: float | None = None) -> None:
-        """`offset` is that of `Build.norm`."""
+        """`offset`: as in `Build.norm`."""
         self._weight = build.parameter("weight", size, offset=offset)
         self._eps = eps
 
     def __call__(self, x: mx.array) -> mx.array:
-        """Over the last dimension of [..., size]. With a float32 weight it is computed in float32,
-        as `mx.fast.rms_norm` does."""
+        """Normalise the last dimension of [..., size]. With a float32 weight it is computed in
+        float32, as `mx.fast.rms_norm` does."""
         return mx.fast.rms_norm(x, self._weight, self._eps).astype(x.dtype)
 
     def add(self, x: mx.array, residual: mx.array | None) -> tuple[mx.array, mx.array]:
-        """The norm of residual + x, and that sum, which begins with x if there is no residual."""
+        """Return the norm of residual + x, and the sum. Without a residual the sum is x."""
         total = x if residual is None else residual + x
         return self(total), total
 
 
 class HeadNorm:
-    """The norms of query and key heads, each with a weight of its own, over both at once."""
+    """Norms per head of queries and keys, with separate weights, in one call."""
 
     __slots__ = ("_eps", "_weight")
 
     def __init__(self, build: Scope, offset: float | None = None) -> None:
-        """`offset` is that of `Build.norm`."""
+        """`offset`: as in `Build.norm`."""
         config, weights = build.config, build.weights
         dtype = None if offset is None else mx.float32
         q, k = (weights.take(f"{build.prefix}{x}_norm.weight", config.head_dim, dtype=dtype) for x in "qk")
@@ -49,12 +49,12 @@ class HeadNorm:
 
 
 class WholeNorm:
-    """The norms of all query heads at once, and of all key heads, each with a weight of its own."""
+    """One norm over all query heads together, and one over all key heads, with separate weights."""
 
     __slots__ = ("_heads", "_k", "_q")
 
     def __init__(self, build: Scope, offset: float | None = None) -> None:
-        """`offset` is that of `Build.norm`."""
+        """`offset`: as in `Build.norm`."""
         config = build.config
         self._heads = config.num_attention_heads
         self._q, self._k = (
@@ -73,19 +73,19 @@ class WholeNorm:
 
 
 class GatedNorm:
-    """Root mean square norm of each group, with silu(gate) before it (Mamba 2) or after it (Gated
-    Delta Networks)."""
+    """RMS norm of each group; silu(gate) is applied before it (Mamba 2) or after it (Gated Delta
+    Networks)."""
 
     __slots__ = ("_eps", "_gate_first", "_weight")
 
     def __init__(self, build: Scope, groups: int, size: int, *, gate_first: bool) -> None:
-        """The weight is [groups * size]; rows may have several times as many elements."""
+        """The weight is [groups * size]; the input width can be a multiple of it."""
         self._weight = build.parameter("weight", groups * size).reshape(groups, size)
         self._eps = build.config.rms_norm_eps
         self._gate_first = gate_first
 
     def __call__(self, x: mx.array, gate: mx.array) -> mx.array:
-        """x and gate [T, width] to [T, width], in x's dtype."""
+        """Map x and gate [T, width] to [T, width], in x's dtype."""
         (groups, size), (tokens, width) = self._weight.shape, x.shape
         wide = gate.astype(mx.float32)
         opened = wide * mx.sigmoid(wide)
@@ -97,7 +97,7 @@ class GatedNorm:
 
 
 class LayerNorm:
-    """Layer norm with weight, and with bias or without, [size] (Ba et al. 2016)."""
+    """Layer norm with a weight and an optional bias, [size] (Ba et al. 2016)."""
 
     __slots__ = ("_bias", "_eps", "_weight")
 
@@ -107,5 +107,5 @@ class LayerNorm:
         self._eps = eps
 
     def __call__(self, x: mx.array) -> mx.array:
-        """Over the last dimension of [T, size]."""
+        """Normalise the last dimension of [T, size]."""
         return mx.fast.layer_norm(x, self._weight, self._bias, self._eps)

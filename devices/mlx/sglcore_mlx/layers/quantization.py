@@ -1,7 +1,7 @@
-"""How a checkpoint of the mlx-community form says that its weights are quantised.
+"""Reads the quantisation of checkpoints in mlx-community's format.
 
-`config.json` has "quantization": the form of every quantised module, and below it, by a module's
-name, another form, or false for a module that is not quantised. A module is quantised if the
+`config.json` has "quantization": the packed format of quantised modules, with overrides by module
+name: another format, or false for a module that is not quantised. A module is quantised if the
 checkpoint has its scales.
 """
 
@@ -17,19 +17,19 @@ from sglcore.device.errors import ConfigError
 AFFINE_BITS = (2, 3, 4, 5, 6, 8)
 AFFINE_GROUPS = (32, 64, 128)
 FIXED: Mapping[str, tuple[int, int]] = MappingProxyType({"mxfp4": (4, 32), "mxfp8": (8, 32), "nvfp4": (4, 16)})
-"""The modes with one form each: bits and group size. Their scales are bytes and they have no
+"""Modes with one fixed format: (bits, group size). Their scales are bytes, and they have no
 biases."""
 
 KEYS = frozenset({"group_size", "bits", "mode"})
-"""What a form is given by. Anything else that is set would change the numbers."""
+"""The keys of a format. Any other key that is set could change the numbers, so it is refused."""
 
 REMEDY = "use the unquantised version of this model, or one that mlx_lm.convert made"
 
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """How one weight is packed: `bits` an element, a scale for each `group_size` of a row; `mode`
-    as MLX names it."""
+    """The packed format of a weight: `bits` per element, one scale per `group_size` elements of a
+    row; `mode`: MLX's name."""
 
     group_size: int
     bits: int
@@ -37,38 +37,38 @@ class Form:
 
     @property
     def is_affine(self) -> bool:
-        """Whether groups have a bias besides their scale."""
+        """Whether groups have a bias in addition to the scale."""
         return self.mode == "affine"
 
     def __str__(self) -> str:
-        """For people: "4-bit, groups of 64"."""
+        """Return a description such as "4-bit, groups of 64"."""
         kind = f"{self.bits}-bit" if self.is_affine else self.mode
         return f"{kind}, groups of {self.group_size}"
 
 
 @dataclass(frozen=True, slots=True)
 class Quantization:
-    """The form of each quantised module: `default`, except for those in `modules`, by the model's
-    names (None there: not quantised)."""
+    """The format of quantised modules: `default`, with overrides in `modules` by the model's names
+    (None: not quantised)."""
 
     default: Form
     modules: Mapping[str, Form | None]
 
     def form_of(self, module: str) -> Form | None:
-        """The form of a module."""
+        """Return the format of a module; None: not quantised."""
         return self.modules.get(module, self.default)
 
 
 def read_quantization(raw: Mapping[str, Any], own_name: Callable[[str], str]) -> Quantization | None:
-    """What `config.json` says, None for a plain checkpoint; `own_name` gives what the model calls a
-    weight there. Raises `ConfigError` for a form that can not be run."""
+    """Read the quantisation in `config.json`; None for a plain checkpoint. `own_name` maps a
+    checkpoint's weight name to the model's. Raises `ConfigError` for an unsupported format."""
     given = raw.get("quantization")
     if given is None:
         foreign = raw.get("quantization_config")
         if foreign is not None:
             method = foreign.get("quant_method", "unnamed") if isinstance(foreign, Mapping) else foreign
             if method == "mxfp4":
-                return None  # of experts alone, whose tensors say so by their names
+                return None  # only experts are packed; their tensors' names show it
             raise ConfigError(f"the checkpoint is quantised by {method!r}", wanted="plain weights", remedy=REMEDY)
         return None
     if not isinstance(given, Mapping):

@@ -1,8 +1,7 @@
-"""Recurrences over the tokens of rows, for one token of each and for many at once. All arrays are
-float32.
+"""Recurrences over each request's tokens, for one token and for many. All arrays are float32.
 
-What happens inside a chunk of tokens is products of matrices; from chunk to chunk only the state
-goes on. `chunk` is its size, a power of two.
+Within a chunk of tokens they are matrix products; only the state passes from chunk to chunk.
+`chunk`: the chunk size, a power of two.
 """
 
 from __future__ import annotations
@@ -13,11 +12,11 @@ import mlx.core as mx
 def gated_delta_rule(
     q: mx.array, k: mx.array, v: mx.array, g: mx.array, beta: mx.array, states: mx.array, chunk: int
 ) -> tuple[mx.array, mx.array]:
-    """S = exp(g) S; S = S + k (beta (v - S^T k))^T; the result is S^T q (Yang et al. 2024, Gated
-    Delta Networks).
+    """Compute for each token S = exp(g) S; S = S + k (beta (v - S^T k))^T; result S^T q (Yang et
+    al. 2024, Gated Delta Networks).
 
     q and k [N, heads, L, K], v [N, heads, L, V], g and beta [N, heads, L], states S [N, heads, K,
-    V]; gives results [N, heads, L, V] and the states after the last token.
+    V]. Returns results [N, heads, L, V] and the states after the last token.
     """
     if q.shape[2] == 1:
         return _delta_step(q, k, v, g, beta, states)
@@ -27,12 +26,12 @@ def gated_delta_rule(
 def selective_scan(
     x: mx.array, g: mx.array, before: mx.array, after: mx.array, states: mx.array, chunk: int
 ) -> tuple[mx.array, mx.array]:
-    """S = exp(g) S + x B^T; the result is S C (Dao and Gu 2024, Mamba 2), where x is times its time
-    step already.
+    """Compute for each token S = exp(g) S + x B^T; result S C (Dao and Gu 2024, Mamba 2). x is
+    already multiplied by its time step.
 
-    Heads are in groups, which share B, `before`, and C, `after`: x [N, groups, each, L, P], g [N,
-    groups, each, L], B and C [N, groups, 1, L, W], states S [N, groups, each, P, W]; gives results
-    [N, groups, each, L, P] and the states after the last token.
+    The heads of a group share B (`before`) and C (`after`): x [N, groups, each, L, P], g [N,
+    groups, each, L], B and C [N, groups, 1, L, W], states S [N, groups, each, P, W]. Returns
+    results [N, groups, each, L, P] and the states after the last token.
     """
     if x.shape[3] == 1:
         return _scan_step(x, g, before, after, states)
@@ -42,7 +41,7 @@ def selective_scan(
 def _delta_step(
     q: mx.array, k: mx.array, v: mx.array, g: mx.array, beta: mx.array, states: mx.array
 ) -> tuple[mx.array, mx.array]:
-    """One token: the states are read for one product, and once more to be written."""
+    """One token: the states are read for one product, and once more for the update."""
     decay = mx.exp(g)[..., None]
     found = mx.concatenate([k, q], axis=2) @ states * decay
     delta = (v - found[:, :, :1]) * beta[..., None]
@@ -53,7 +52,8 @@ def _delta_step(
 def _delta_chunks(
     q: mx.array, k: mx.array, v: mx.array, g: mx.array, beta: mx.array, states: mx.array, chunk: int
 ) -> tuple[mx.array, mx.array]:
-    """Section 3.3 there: what the tokens of a chunk find of each other is a triangular system."""
+    """The chunked form (section 3.3 of Yang et al.): the dependencies between the tokens of a chunk
+    are a triangular system."""
     length = q.shape[2]
     q, k, v, g, beta = (_chunked(each, 2, chunk) for each in (q, k, v, g, beta))
     passed, kept, within = _decays(g)
@@ -80,7 +80,7 @@ def _scan_step(
 def _scan_chunks(
     x: mx.array, g: mx.array, before: mx.array, after: mx.array, states: mx.array, chunk: int
 ) -> tuple[mx.array, mx.array]:
-    """Section 6 there."""
+    """The chunked form (section 6 of Dao and Gu)."""
     length = x.shape[3]
     x, g, before, after = (_chunked(each, 3, chunk) for each in (x, g, before, after))
     passed, kept, within = _decays(g)
@@ -94,17 +94,17 @@ def _scan_chunks(
 
 
 def _decays(g: mx.array) -> tuple[mx.array, mx.array, mx.array]:
-    """Of a chunk's logarithms [..., C]: what is left at each token of what was before the chunk,
-    and at the chunk's end of each token, [..., C, 1]; at token i of token j, [..., C, C], zero
-    where j is later."""
+    """Return decay factors of a chunk with logarithms g [..., C]: from before the chunk to each
+    token, and from each token to the end of the chunk, [..., C, 1] each; from token j to token i,
+    [..., C, C], zero if j is later."""
     total, places = mx.cumsum(g, axis=-1), mx.arange(g.shape[-1])
     between = mx.where(places[:, None] >= places, total[..., :, None] - total[..., None, :], -mx.inf)
     return mx.exp(total)[..., None], mx.exp(total[..., -1:] - total)[..., None], mx.exp(between)
 
 
 def _chunked(x: mx.array, axis: int, most: int) -> mx.array:
-    """The axis of L tokens as two, of chunks and of their tokens; with zeros behind the last one,
-    which change no state."""
+    """Split the axis of L tokens into chunks and tokens, padded at the end with zeros, which change
+    no state."""
     lead, length, rest = x.shape[:axis], x.shape[axis], x.shape[axis + 1 :]
     size = min(most, 1 << (length - 1).bit_length())
     missing = -length % size
@@ -114,9 +114,9 @@ def _chunked(x: mx.array, axis: int, most: int) -> mx.array:
 
 
 def _inverse(lower: mx.array) -> mx.array:
-    """The inverses of I + lower, of which only what is below the diagonal counts, [..., C, C], C a
-    power of two: of blocks of two, from these of four, and so on. That is substitution; a series of
-    powers would cancel where keys are alike."""
+    """Return the inverses of I + the part of `lower` below the diagonal, [..., C, C], C a power of
+    two. Inverts blocks of size 2, then 4, and so on, which is substitution; a power series would
+    suffer from cancellation for similar keys."""
     places, found, width = mx.arange(lower.shape[-1]), mx.eye(lower.shape[-1]), 1
     while width < lower.shape[-1]:
         block = places // width

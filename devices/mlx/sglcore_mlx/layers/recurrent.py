@@ -1,5 +1,5 @@
-"""Layers that keep a state of each request: projections over all tokens, a convolution and a
-recurrence row by row."""
+"""Layers with a recurrent state of each request: projections over all tokens, a convolution and a
+recurrence per request."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from sglcore_mlx.layers.scope import Scope
 from sglcore_mlx.models.contract import StateShape
 
 Rows = Callable[[mx.array], mx.array]
-"""A function of rows."""
+"""A function of rows [T, ...]."""
 L2_EPS = 1e-6
-"""Of the norm of queries and keys."""
+"""Epsilon of the L2 norm of queries and keys."""
 
 
 class CausalConv:
-    """The depthwise convolution over a token and those before it, then perhaps silu; by
-    `NAME.weight` of the checkpoint, [channels, 1, taps] or as MLX has them, [channels, taps, 1]."""
+    """A depthwise causal convolution, followed by silu if `silu`. Its weight is `NAME.weight` of
+    the checkpoint, [channels, 1, taps] or in MLX's layout, [channels, taps, 1]."""
 
     __slots__ = ("_bias", "_silu", "_weight", "tail")
 
@@ -36,7 +36,8 @@ class CausalConv:
         self._silu = silu
 
     def __call__(self, x: mx.array, tails: mx.array) -> tuple[mx.array, mx.array]:
-        """x [N, L, size] after the tokens `tails` [N, taps - 1, size]: the same shapes."""
+        """Convolve x [N, L, size], which follows the tokens `tails` [N, taps - 1, size]; returns
+        results and new tails of the same shapes."""
         joined, length = mx.concatenate([tails, x], axis=1), x.shape[1]
         out = mx.zeros(x.shape[2:]) if self._bias is None else self._bias
         for tap in range(self._weight.shape[0]):
@@ -46,12 +47,11 @@ class CausalConv:
 
 
 class GatedDeltaNet:
-    """Queries, keys and values through a convolution, then the gated delta rule, and a norm with a
-    gate (Yang et al. 2024)."""
+    """Gated DeltaNet (Yang et al. 2024): a convolution of queries, keys and values, the gated delta
+    rule, and a gated norm."""
 
     def __init__(self, build: Scope, layer_id: int, net: DeltaNetConfig, projection: Rows, output: Rows) -> None:
-        """`projection` gives queries, keys and values, the gate of the norm, b and a, side by
-        side."""
+        """`projection` returns queries, keys and values, the norm's gate, b and a, concatenated."""
         width, heads = 2 * net.keys + net.values, net.value_heads
         self.layer_id, self._net, self._chunk = layer_id, net, build.kernels.chunk
         self._projection, self._output = projection, output
@@ -81,18 +81,19 @@ class GatedDeltaNet:
         return out.swapaxes(1, 2).astype(qkv.dtype).reshape(rows, length, net.values), [tails, matrices]
 
     def _unit(self, x: mx.array) -> mx.array:
-        """[N, L, key_heads, K] to [N, heads, L, K], every head of length 1, each for as many value
-        heads in order."""
+        """Normalise each head of [N, L, key_heads, K] to length 1, and repeat it for its value
+        heads: [N, heads, L, K]."""
         x = x * mx.rsqrt((x * x).sum(axis=-1, keepdims=True) + L2_EPS)
         return mx.repeat(x, self._net.value_heads // self._net.key_heads, axis=2).swapaxes(1, 2)
 
 
 class Mamba2:
-    """A convolution and the selective scan, then a norm with a gate before it (Dao and Gu 2024)."""
+    """Mamba 2 (Dao and Gu 2024): a convolution, the selective scan, and a norm with the gate before
+    it."""
 
     def __init__(self, build: Scope, layer_id: int, space: Mamba2Config, projection: Rows, output: Rows) -> None:
-        """`projection` gives the gate, what the convolution takes, and the time steps, side by
-        side."""
+        """`projection` returns the gate, the convolution's input, and the time steps,
+        concatenated."""
         groups, each = space.groups, space.heads // space.groups
         self.layer_id, self._space, self._chunk = layer_id, space, build.kernels.chunk
         self._projection, self._output = projection, output
@@ -123,17 +124,18 @@ class Mamba2:
         return out.astype(xbc.dtype).reshape(rows, length, space.inner), [tails, matrices]
 
     def _by_group(self, x: mx.array) -> mx.array:
-        """[N, L, heads, ...] to [N, groups, each, L, ...]."""
+        """Rearrange [N, L, heads, ...] to [N, groups, each, L, ...]."""
         rows, length, heads, *rest = x.shape
         grouped = x.reshape(rows, length, self._space.groups, heads // self._space.groups, *rest)
         return grouped.transpose(0, 2, 3, 1, *range(4, grouped.ndim))
 
 
 class ShortConv:
-    """A convolution of what one gate lets through, behind another gate (Liquid AI's LFM2)."""
+    """A convolution of gated inputs, followed by a second gate (Liquid AI's LFM2)."""
 
     def __init__(self, build: Scope, layer_id: int, taps: int, projection: Rows, output: Rows, bias: bool) -> None:
-        """`projection` gives the first gate, the second, and what they weigh, side by side."""
+        """`projection` returns the gate before the convolution, the gate after it, and the input,
+        concatenated."""
         self.layer_id = layer_id
         self._projection, self._output = projection, output
         self._conv = CausalConv(build, "conv", build.config.hidden_size, taps, bias=bias, silu=False)
@@ -150,8 +152,7 @@ class ShortConv:
 
 
 def _rate(build: Scope, heads: int) -> mx.array:
-    """float32 [heads], by `A_log` of this scope: what a time step of one adds to the logarithm of
-    what is left."""
+    """Return -exp(A_log), float32 [heads]: the log decay of a time step of 1."""
     return build.weights.keep(-mx.exp(build.weights.take(f"{build.prefix}A_log", heads, dtype=mx.float32)))
 
 

@@ -1,4 +1,4 @@
-"""Rotary position embedding of the heads of a step, queries and keys in one call."""
+"""Rotary position embedding, for queries and keys in one call."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from sglcore.checkpoint.config import ModelConfig
 from sglcore.checkpoint.rotary import rotary_dim, rotary_frequencies
 
 Rotate: TypeAlias = Callable[[mx.array, int], mx.array]
-"""`rotate(heads [T, N, D], count)` gives the first `count` heads of the tokens of a step, rotated,
-[T, count, D]."""
+"""`rotate(heads [T, N, D], count)` applies the rotary embedding to the first `count` heads of a
+step's tokens; returns [T, count, D]."""
 
 
 class Rotary:
-    """The rotation of a model that is opened for `max_positions`; the first part of each head is
-    rotated in halves.
+    """A model's rotary embedding for up to `max_positions`, on the first `rotary_dim` elements of
+    each head; element i is paired with i + rotary_dim / 2.
 
-    `is_fused` chooses `mx.fast.rope`; otherwise the angles are worked out once a step and every
-    layer uses them. Raises what `rotary_frequencies` raises.
+    `is_fused`: use `mx.fast.rope`; otherwise the angles are computed once per step for all layers.
+    Raises what `rotary_frequencies` raises.
     """
 
     __slots__ = ("_dtype", "_factor", "_frequencies", "_head_dim", "_is_fused", "_periods", "_size")
@@ -38,7 +38,7 @@ class Rotary:
         mx.eval(self._frequencies, self._periods, *(() if self._factor is None else (self._factor,)))
 
     def at(self, positions: mx.array) -> Rotate:
-        """The rotation of tokens at positions int32 [T]."""
+        """Return the function for tokens at positions int32 [T]."""
         rotate = self._fused(positions) if self._is_fused else self._composed(positions)
         factor = self._factor
         return rotate if factor is None else lambda heads, count: rotate(heads * factor, count)

@@ -1,7 +1,6 @@
-"""What a layer receives when it is built: the configuration, and where its weights come from.
+"""The scope in which a layer is built: configuration and weights.
 
-A layer asks for each weight once, by the checkpoint's own name; whether it is quantised is found
-out here.
+A layer takes each weight once, by the checkpoint's name; `Scope` finds out whether it is quantised.
 """
 
 from __future__ import annotations
@@ -36,11 +35,8 @@ WORD_BITS = 32
 
 @dataclass(frozen=True, slots=True)
 class Scope:
-    """The scope in which a layer is built; `prefix` is its name in the checkpoint, with a trailing
-    dot unless empty.
-
-    `max_positions` bounds the positions that will occur.
-    """
+    """The scope in which a layer is built. `prefix`: its name in the checkpoint, with a trailing
+    dot unless empty. `max_positions`: positions are below this number."""
 
     config: ModelConfig
     weights: Weights
@@ -49,29 +45,30 @@ class Scope:
     prefix: str = field(default="")
 
     def at(self, *names: str | int) -> Self:
-        """The scope of a part of this layer."""
+        """Return the scope of a part of this layer."""
         return replace(self, prefix=self.prefix + "".join(f"{name}." for name in names))
 
     def parameter(self, name: str, *shape: int, offset: float | None = None) -> mx.array:
-        """One weight, `prefix.name` in the checkpoint. With an `offset`, which is added unless it
-        is in it, it is float32."""
+        """Take the weight `prefix.name`. With an `offset` it is float32, and the offset is added
+        unless the checkpoint's weights include it."""
         taken = self.weights.take(self.prefix + name, *shape, dtype=None if offset is None else mx.float32)
         return self.weights.keep(taken + offset if offset and not self.weights.has_offsets else taken)
 
     @property
     def dtype(self) -> mx.Dtype:
-        """What the model is computed in."""
+        """The dtype of the model's computation."""
         return self.weights.dtype
 
     def linear(self, name: str, inputs: int, outputs: int, bias: bool = False) -> Linear:
-        """A linear layer of this scope."""
+        """Make a linear layer of this scope."""
         return self.fused([(name, outputs)], inputs, bias)
 
     def fused(
         self, parts: Sequence[tuple[str, int]], inputs: int, bias: bool = False, interleaved: Sequence[str] = ()
     ) -> Linear:
-        """Several linear layers with one input, as one; `parts` are (name, outputs). One product if
-        their weights are packed alike."""
+        """Make one linear layer of several with the same input; `parts`: (name, outputs). It is one
+        product if their weights have the same format. `interleaved`: names of parts with rotary
+        pairs in adjacent rows, which are reordered to halves."""
         if len({self.form_of(name) for name, _ in parts}) > 1:
             return SideBySide([self.fused([part], inputs, bias, interleaved) for part in parts])
         return self._product(parts, inputs, bias, self._order(parts, interleaved) if interleaved else None)
@@ -79,14 +76,15 @@ class Scope:
     def ordered(
         self, parts: Sequence[tuple[str, int]], inputs: int, order: Sequence[int], bias: bool = False
     ) -> Linear:
-        """`fused`, whose output i is output order[i] of the parts."""
+        """Like `fused`, with reordered outputs: output i is output order[i] of the parts."""
         indices = mx.array(np.asarray(order, np.int32))
         if len({self.form_of(name) for name, _ in parts}) > 1:
             return Ordered(self.fused(parts, inputs, bias), indices)
         return self._product(parts, inputs, bias, indices)
 
     def _product(self, parts: Sequence[tuple[str, int]], inputs: int, bias: bool, order: mx.array | None) -> Linear:
-        """Weights that are packed alike, rows below rows, then in an order."""
+        """Make a linear layer of weights in the same format, concatenated by rows, then
+        reordered."""
         total, form = sum(size for _, size in parts), self.form_of(parts[0][0])
         biases = [self.weights.take(f"{self.prefix}{name}.bias", size) for name, size in parts] if bias else []
         offset = self._joined(biases, order)
@@ -98,7 +96,7 @@ class Scope:
         return self.plain(weight, offset, total)
 
     def plain(self, weight: mx.array, bias: mx.array | None, out_features: int) -> Linear:
-        """A linear layer over a kept weight [out, in], split over the streams there are."""
+        """Make a linear layer with a kept weight [out, in], split over the available streams."""
         whole = self._turned(weight, bias, 0, out_features)
         streams = self.kernels.streams
         if len(streams) < 2 or out_features < MIN_SPLIT:
@@ -108,7 +106,7 @@ class Scope:
         return SplitLinear(whole, shares, streams)
 
     def embedding(self, name: str, rows: int, size: int, scale: float | None = None) -> Embedding:
-        """A row for each id."""
+        """Make an embedding with a row for each id."""
         form = self.form_of(name)
         if form is not None:
             return Embedding(self.packed([(name, (rows,))], size, form), self.dtype, scale)
@@ -116,14 +114,14 @@ class Scope:
         return Embedding(weight, self.dtype, scale)
 
     def head(self, name: str, rows: int, size: int, tied: Embedding | None = None) -> Head:
-        """The output layer; one that is tied takes no memory of its own."""
+        """Make the output layer; a tied one takes no additional memory."""
         if tied is None:
             return Head(self.linear(name, size, rows))
         weight = tied.weight
         return Head(QuantisedLinear(weight, None) if isinstance(weight, Packed) else self.plain(weight, None, rows))
 
     def form_of(self, name: str) -> Form | None:
-        """How the weight of a module of this scope is packed; None: it is plain."""
+        """Return the packed format of a module's weight in this scope; None: it is plain."""
         module, quantization = self.prefix + name, self.weights.quantization
         if quantization is None or not self.weights.has(f"{module}.scales"):
             return None
@@ -136,8 +134,8 @@ class Scope:
         form: Form,
         order: mx.array | None = None,
     ) -> Packed:
-        """The packed weights of modules of one form, rows below rows, then in an order; `names` are
-        (name, leading dimensions)."""
+        """Take the packed weights of modules in one format, concatenated by rows, then reordered;
+        `names`: (name, leading dimensions)."""
         weights, width, groups = self.weights, in_features * form.bits // WORD_BITS, in_features // form.group_size
         weights.note_form(str(form))
         modules = [(self.prefix + name, shape) for name, shape in names]
@@ -150,19 +148,20 @@ class Scope:
         return Packed(self._rows(words, order), self._rows(scales, order), self._rows(biases, order), form)
 
     def _rows(self, arrays: list[mx.array], order: mx.array | None) -> mx.array:
-        """Arrays [..., rows, width] below one another, kept."""
+        """Concatenate arrays [..., rows, width] by rows, reorder them, and keep the result."""
         joined = arrays[0] if len(arrays) == 1 else mx.concatenate(arrays, axis=-2)
         return self.weights.keep(joined if order is None else joined[..., order, :])
 
     def _joined(self, arrays: list[mx.array], order: mx.array | None) -> mx.array | None:
-        """Arrays one after the other along the first dimension, kept; none of none."""
+        """Concatenate arrays along the first dimension, reorder them, and keep the result; None if
+        there are none."""
         if not arrays:
             return None
         joined = arrays[0] if len(arrays) == 1 else mx.concatenate(arrays)
         return self.weights.keep(joined if order is None else joined[order])
 
     def _order(self, parts: Sequence[tuple[str, int]], interleaved: Sequence[str]) -> mx.array:
-        """int32 [outputs]: where each row of the joined parts is among those of the checkpoint."""
+        """Return int32 [outputs]: the checkpoint row of each row of the joined parts."""
         rows, first, head = [], 0, self.config.head_dim
         for name, size in parts:
             is_paired = name in interleaved

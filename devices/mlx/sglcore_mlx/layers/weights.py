@@ -1,5 +1,5 @@
-"""The weights of a model while it is built: taken from the checkpoint by name, still unread, and
-then read in turn."""
+"""The weights of a model while it is built: taken from the checkpoint by name without reading, then
+read one after the other."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ FLOATS = ("F32", "F16", "BF16")
 
 
 class Weights:
-    """The tensors of a checkpoint, each taken once, cast to `dtype` and kept. Nothing is read
+    """The tensors of a checkpoint; each is taken once, cast to `dtype` and kept. Nothing is read
     before `read`.
 
-    A tensor that is not there is noted, and `check` names all of them. `has_offsets`: what models
-    add to the weights of norms is in them already, as mlx_lm writes checkpoints whose convolutions
-    it turns.
+    Missing tensors are noted, and `check` names all of them. `has_offsets`: the offset that models
+    add to norm weights is already included, as in checkpoints that mlx_lm wrote (recognised by
+    their transposed convolutions).
     """
 
     __slots__ = ("_arrays", "_entries", "_forms", "_kept", "_missing", "_views", "dtype", "has_offsets", "quantization")
@@ -43,52 +43,51 @@ class Weights:
         self._forms: set[str] = set()
 
     def has(self, name: str) -> bool:
-        """Whether the checkpoint has a tensor that was not taken yet."""
+        """Return whether the checkpoint has a tensor that was not taken yet."""
         return name in self._entries
 
     def shape_of(self, name: str) -> tuple[int, ...] | None:
-        """Of a tensor that was not taken yet, as the checkpoint has it; None if it has none."""
+        """Return the checkpoint's shape of a tensor that was not taken yet; None if missing."""
         return self._entries[name].shape if name in self._entries else None
 
     def take(self, name: str, *shape: int, dtype: mx.Dtype | None = None) -> mx.array:
-        """A weight of floating elements, in a dtype (None: the model's). Raises `CheckpointError`
-        for another shape or type."""
+        """Take a floating-point weight in a dtype (None: the model's). Raises `CheckpointError` for
+        another shape or type."""
         return self._take(name, shape, FLOATS).astype(dtype or self.dtype)
 
     def take_raw(self, name: str, dtype: str, *shape: int) -> mx.array:
-        """A tensor as it is stored, of the type that the file names `dtype`. Raises
-        `CheckpointError` as `take` does."""
+        """Take a tensor as stored, of the file's type `dtype`. Raises `CheckpointError` as `take`
+        does."""
         return self._take(name, shape, (dtype,))
 
     def keep(self, array: mx.array) -> mx.array:
-        """Make an array a weight of the model: `read` fills it, `num_bytes` counts it. Returns
-        it."""
+        """Register an array as a weight: `read` evaluates it, `num_bytes` counts it. Returns it."""
         self._kept.append(array)
         return array
 
     def view(self, array: mx.array) -> mx.array:
-        """Note a view of kept weights, so that `read` makes it too; it takes no memory. Returns
+        """Register a view of kept weights, which `read` evaluates too; it takes no memory. Returns
         it."""
         self._views.append(array)
         return array
 
     def note_form(self, form: str) -> None:
-        """Note that some weight is quantised in this form."""
+        """Note that a weight is quantised in this format."""
         self._forms.add(form)
 
     @property
     def num_bytes(self) -> int:
-        """The size of all weights that are kept."""
+        """The size of all kept weights."""
         return sum(array.nbytes for array in self._kept)
 
     @property
     def forms(self) -> str:
-        """The forms of quantisation among the weights, for people; "none" without any."""
+        """A description of the weights' quantisation formats; "none" if there are none."""
         return "; ".join(sorted(self._forms)) or "none"
 
     def check(self, is_harmless: Callable[[str], object]) -> None:
-        """Raise `CheckpointError` for tensors that were wanted and are not there, then for those
-        that nothing wants."""
+        """Raise `CheckpointError` for missing tensors, then for unused ones that are not
+        harmless."""
         if self._missing:
             raise CheckpointError(
                 f"{_some(self._missing)} not in the checkpoint", remedy="check config.json, or download it again"
@@ -101,8 +100,8 @@ class Weights:
             )
 
     def read(self, progress: Callable[[int, int], None]) -> None:
-        """Read every weight in turn, waiting for each, so that no more than one is in memory twice.
-        `progress` is called with the bytes of weights that are there, and of all of them."""
+        """Read the weights one after the other, waiting for each, so that at most one is in memory
+        twice. `progress` is called with the bytes read so far, and of all weights."""
         self._arrays.clear()
         total, done = self.num_bytes, 0
         for array in self._kept:
@@ -132,7 +131,8 @@ class Weights:
 
 
 def _is_turned(entry: Entry) -> bool:
-    """A convolution [channels, taps, 1], where others have [channels, 1, taps]."""
+    """Return whether it is a convolution in MLX's layout [channels, taps, 1], instead of [channels,
+    1, taps]."""
     return entry.name.endswith(".conv1d.weight") and entry.shape[1] != 1
 
 

@@ -1,2 +1,1 @@
-"""One file for each architecture, in the published checkpoint's own names, and what reads their
-checkpoints."""
+"""The interface of models to the worker."""

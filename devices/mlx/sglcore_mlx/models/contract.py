@@ -1,4 +1,4 @@
-"""What a worker sees of a model: pure functions of arrays, and the geometry of its layers."""
+"""The interface of models to the worker: pure functions of arrays, and the shapes of layers."""
 
 from __future__ import annotations
 
@@ -22,53 +22,53 @@ class LayerShape:
     head_dim: int
     """Elements of a head."""
     sliding_window: int | None
-    """Tokens that a query sees, itself among them. None: all."""
+    """Number of tokens that a query sees, including itself. None: all."""
     scale: float
-    """What scores are multiplied with."""
+    """Factor of scores."""
     causal: bool = True
-    """A token sees itself and the tokens before it. False: it sees those after it too, and the
-    window reaches both ways."""
+    """A token sees itself and earlier tokens. False: also later ones, and a window extends in both
+    directions."""
     softcap: float | None = None
-    """c bends a scaled score s to c * tanh(s / c). None: scores stay as they are."""
+    """With softcap c a scaled score s becomes c * tanh(s / c). None: no softcap."""
     sinks: mx.array | None = None
-    """[heads]: the scores of one more key, which has no value. None: there is none."""
+    """[heads]: scores of an additional key without a value. None: no sinks."""
 
 
 @dataclass(frozen=True, slots=True)
 class StateShape:
-    """One array of what a layer keeps of a request."""
+    """Shape and dtype of one array of a layer's state of a request."""
 
     shape: tuple[int, ...]
     dtype: mx.Dtype
 
 
 class SlicedModel(Protocol):
-    """A model whose forward is `embed`, `run_layers` over all layers, and `finish`."""
+    """A model with a forward that can be split: `embed`, `run_layers` over all layers, `finish`."""
 
     @property
     def sliced_layers(self) -> int:
-        """How many layers it has."""
+        """The number of layers."""
         ...
 
     def embed(self, batch: Any) -> Any:
-        """What the first layer starts from."""
+        """Return the input state of the first layer."""
         ...
 
     def run_layers(self, state: Any, first: int, last: int) -> Any:
-        """The state after the layers first <= i < last; the one before is used up."""
+        """Return the state after the layers first <= i < last; `state` must not be used again."""
         ...
 
     def finish(self, state: Any) -> mx.array:
-        """Hidden states [T, H] after the last norm."""
+        """Return hidden states [T, H] after the last norm."""
         ...
 
 
 class Model(Protocol):
-    """A model that a worker drives. Nothing here evaluates or reads on the host, so all of it can
-    be compiled.
+    """A model that a worker runs. No method evaluates or reads arrays on the host, so all can be
+    compiled.
 
-    `states` are what each layer with a state keeps of a request, by the layer's id. `num_bytes` is
-    the size of all weights; `quantization` says their form ("none", "4-bit, groups of 64", ...).
+    `states`: state shapes of each layer with a recurrent state, by state id. `num_bytes`: size of
+    all weights; `quantization`: their format ("none", "4-bit, groups of 64", ...).
     """
 
     config: ModelConfig
@@ -80,23 +80,23 @@ class Model(Protocol):
 
     @property
     def sliced_layers(self) -> int:
-        """A forward may be run by slices of so many layers; 0: only whole."""
+        """Number of layers if a forward can run in slices of layers; 0: only whole."""
         ...
 
     @property
     def sliced(self) -> SlicedModel:
-        """What runs them."""
+        """The model as one that runs slices of layers."""
         ...
 
     def __call__(self, batch: ForwardBatch) -> mx.array:
-        """T tokens to hidden states [T, H] after the last norm."""
+        """Return hidden states [T, H] after the last norm."""
         ...
 
     def logits(self, hidden: mx.array) -> mx.array:
-        """Hidden states [N, H] to float32 [N, V]; an encoder raises `ConfigError`."""
+        """Return logits float32 [N, V] of hidden states [N, H]. An encoder raises `ConfigError`."""
         ...
 
     def classify(self, pooled: mx.array) -> mx.array:
-        """Pooled hidden states [B, H] to [B, labels]; raises `ConfigError` without a head for
-        that."""
+        """Return scores [B, labels] of pooled hidden states [B, H]. Raises `ConfigError` if the
+        model has no classification head."""
         ...

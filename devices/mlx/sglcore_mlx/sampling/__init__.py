@@ -1,2 +1,2 @@
-"""Sampling on MLX: the core's integer sampler over lazy arrays, token for token the same. Host
-parts are the core's own."""
+"""Sampling on MLX: the core's integer sampler over lazy arrays, with identical tokens. The host
+part is the core's."""

@@ -1,9 +1,8 @@
-"""Top-k, top-p and min-p on integer gaps: one sort of 64-bit keys (gap, id) finds where the kept
-prefix ends.
+"""Top-k, top-p and min-p on integer gaps: one sort of 64-bit keys (gap, id) finds the end of the
+kept prefix.
 
-The order is total, so ties need no care, and all that scatters or adds on the device is 32 bits
-wide or elementwise: Metal has neither 64-bit scatters nor, in every build of MLX, 64-bit running
-sums.
+The keys are unique, so ties need no special case. Scatters and running sums are 32 bits wide,
+because Metal has no 64-bit scatters and not every build of MLX has 64-bit running sums.
 """
 
 import mlx.core as mx
@@ -15,16 +14,15 @@ DIGIT_BITS = 10
 
 
 def token_weights(gaps: mx.array, table: mx.array) -> mx.array:
-    """exp(-gap) in units of 2**-30, int32; gaps int32 of any shape in 0..LIMIT, table
+    """Return exp(-gap) in units of 2**-30, int32; gaps int32 of any shape in 0..LIMIT, table
     int64[8193]."""
     value, drop = table_entries(table, (gaps >> WEIGHT_STEP_BITS).astype(mx.uint32))
     return value - ((drop * (gaps & ((1 << WEIGHT_STEP_BITS) - 1))) >> WEIGHT_STEP_BITS)
 
 
 def keep_prefix(gaps: mx.array, top_k: mx.array | None, top_p: mx.array | None, tables: RaceTables) -> mx.array:
-    """Gaps int32[B, V] of which exactly the first top_k int32[B] stay, and of these the smallest
-    prefix whose weight reaches top_p int32[B] / 2**24 of theirs; the others become LIMIT. None = no
-    such cut-off."""
+    """Keep, of gaps int32[B, V], the first top_k int32[B], and of these the shortest prefix with at
+    least top_p int32[B] / 2**24 of their weight; the others become LIMIT. None: no such cut-off."""
     keys = (gaps.astype(mx.int64) << ID_BITS) | tables.ids
     ordered = mx.sort(keys, axis=-1)
     kept = mx.full(gaps.shape[:1], gaps.shape[1], mx.int32) if top_k is None else mx.minimum(top_k, gaps.shape[1])
@@ -35,13 +33,13 @@ def keep_prefix(gaps: mx.array, top_k: mx.array | None, top_p: mx.array | None, 
 
 
 def keep_min_p(gaps: mx.array, min_p: mx.array) -> mx.array:
-    """Gaps int32[B, V] of which those of at most min_p int32[B] stay; the others become LIMIT."""
+    """Keep, of gaps int32[B, V], those of at most min_p int32[B]; the others become LIMIT."""
     return _drop(gaps, gaps > min_p[:, None])
 
 
 def running_sums(weights: mx.array) -> mx.array:
-    """int64[B, V]: inclusive sums of weights int32[B, V] in 0..2**30 along the row. Three digits
-    are summed in uint32, which at 2**10 each hold 2**22 - 1 of them."""
+    """Return int64[B, V]: inclusive running sums of weights int32[B, V] in 0..2**30. Weights are
+    split into three digits of 10 bits; uint32 holds the sum of 2**22 - 1 of them."""
     total = mx.zeros(weights.shape, mx.int64)
     for shift in (2 * DIGIT_BITS, DIGIT_BITS, 0):
         digits = weights >> shift
@@ -52,8 +50,8 @@ def running_sums(weights: mx.array) -> mx.array:
 
 
 def _reaching(ordered: mx.array, kept: mx.array, top_p: mx.array, tables: RaceTables) -> mx.array:
-    """How many of the first `kept` int32[B] of the sorted keys reach the share top_p int32[B]:
-    int32[B], at least 1."""
+    """Return int32[B], at least 1: how many of the first `kept` int32[B] sorted keys are needed to
+    reach the share top_p int32[B]."""
     weights = token_weights((ordered >> ID_BITS).astype(mx.int32), tables.weight)
     weights = weights * (tables.ids < kept[:, None])
     running = running_sums(weights)
@@ -62,18 +60,18 @@ def _reaching(ordered: mx.array, kept: mx.array, top_p: mx.array, tables: RaceTa
 
 
 def weight_of_share(weights: mx.array, share: mx.array) -> mx.array:
-    """int64[B]: the least weight that is share int32[B] / 2**24 of the sum of weights int32[B,
-    V]."""
+    """Return int64[B]: the smallest integer weight of at least share int32[B] / 2**24 of the sum of
+    weights int32[B, V]."""
     return _share(running_sums(weights)[:, -1], share.astype(mx.int64))
 
 
 def _share(total: mx.array, top_p: mx.array) -> mx.array:
-    """ceil(total * top_p / 2**24) without the 2**76 product, int64."""
+    """Return ceil(total * top_p / 2**24), int64, without a product of up to 2**76."""
     high, low = total >> TOP_P_BITS, total & ((1 << TOP_P_BITS) - 1)
     return high * top_p + ((low * top_p + ((1 << TOP_P_BITS) - 1)) >> TOP_P_BITS)
 
 
 def _drop(gaps: mx.array, dropped: mx.array) -> mx.array:
-    """Gaps with LIMIT where `dropped` bool is True. No gap lies beyond LIMIT, so a maximum
-    serves."""
+    """Set gaps to LIMIT where `dropped` bool is True. No gap is above LIMIT, so a maximum does
+    it."""
     return mx.maximum(gaps, dropped.astype(mx.int32) * LIMIT)

@@ -1,5 +1,5 @@
-"""Log-probabilities of raw logits: the chosen token's, its rank, and the best alternatives.
-float32."""
+"""Log-probabilities of raw logits, float32: of the chosen token with its rank, and of the best
+tokens."""
 
 import mlx.core as mx
 
@@ -8,8 +8,8 @@ from sglcore_mlx.sampling.race import ID_BITS
 
 
 def logprobs_of(logits: mx.array, targets: mx.array, top_n: int) -> Logprobs[mx.array]:
-    """Of targets int32[N] under logits float[N, V], with the min(top_n, V) best. Targets outside
-    the vocabulary are read as its nearest end. Nothing is evaluated; zero rows are allowed."""
+    """Return log-probabilities and ranks of targets int32[N] under logits float[N, V], and the
+    min(top_n, V) best tokens. Targets are clipped to the vocabulary. Queues only; N may be 0."""
     vocab_size = logits.shape[1]
     count = min(top_n, vocab_size)
     if not logits.shape[0]:
@@ -30,8 +30,8 @@ def logprobs_of(logits: mx.array, targets: mx.array, top_n: int) -> Logprobs[mx.
 
 
 def _top_ids(logits: mx.array, ids: mx.array, count: int) -> mx.array:
-    """int32[N, K]. Value and inverted id form one integer key without ties, because `topk` orders
-    nothing."""
+    """Return the ids of the K best logits, int32[N, K], best first. Value and inverted id form a
+    unique integer key; the result is sorted, because `topk` is unordered."""
     if not count:
         return mx.zeros((logits.shape[0], 0), mx.int32)
     last = (1 << ID_BITS) - 1
@@ -41,7 +41,7 @@ def _top_ids(logits: mx.array, ids: mx.array, count: int) -> mx.array:
 
 
 def ordered_bits(values: mx.array) -> mx.array:
-    """int32 that compare as the float32 values do, both zeros alike; NaN lies beyond the
+    """Return int32 that compare as the float32 values; both zeros are equal, NaN is beyond the
     infinities."""
     bits = values.view(mx.int32)
     ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)

@@ -1,8 +1,7 @@
-"""What changes logits before the draw: penalties, bias with early bans, and masks. Pure functions
-of arrays.
+"""Changes logits before sampling: penalties, bias with early bans, and masks. Pure functions of
+arrays.
 
-Penalties are counted anew from the history, so nothing accumulates and running twice changes
-nothing.
+Penalties count the history anew each time, so repeated runs give the same result.
 """
 
 from dataclasses import dataclass
@@ -14,28 +13,28 @@ from sglcore.sampling.state import Bias, Masks
 
 @dataclass(frozen=True, slots=True)
 class Penalties:
-    """Penalties of the B rows of a batch, in order. Rows with neutral parameters are left bit for
-    bit as they are."""
+    """Penalties of the B requests of a batch, in order. Neutral parameters leave logits unchanged
+    bit for bit."""
 
     history: mx.array
-    """int32[B, L]: each row's prompt and output; cells at or beyond the row's position may hold
-    anything."""
+    """int32[B, L]: each request's prompt and output; entries at or beyond its position are
+    ignored."""
     starts: mx.array
-    """int32[B]: where the output begins."""
+    """int32[B]: index of the first output token."""
     repetition: mx.array
-    """float32[B], as are the next two."""
+    """float32[B], as the next two."""
     presence: mx.array
     frequency: mx.array
 
 
 def token_counts(history: mx.array, lengths: mx.array, starts: mx.array, vocab_size: int) -> tuple[mx.array, mx.array]:
-    """Occurrences int32[B, V] in the prompt (positions below starts) and in the output (from there,
-    below lengths) of history int32[B, L]; starts, lengths int32[B]. Ids outside the vocabulary
-    (placeholders) are not counted."""
+    """Count tokens of history int32[B, L]: int32[B, V] in the prompt (positions below `starts`) and
+    in the output (from `starts`, below `lengths`); starts, lengths int32[B]. Ids outside the
+    vocabulary (placeholders) are not counted."""
     rows, columns = history.shape
     positions = mx.arange(columns, dtype=mx.int32)
     inside = (positions < lengths[:, None]) & (history >= 0) & (history < vocab_size)
-    # One scatter for both: the output's counts lie behind the prompt's.
+    # One scatter for both: the output's counts come after the prompt's.
     places = mx.clip(history, 0, vocab_size - 1) + vocab_size * (positions >= starts[:, None]).astype(mx.int32)
     places = places + 2 * vocab_size * mx.arange(rows, dtype=mx.int32)[:, None]
     counts = mx.zeros(rows * 2 * vocab_size, mx.int32).at[places.reshape(-1)].add(inside.astype(mx.int32).reshape(-1))
@@ -44,9 +43,9 @@ def token_counts(history: mx.array, lengths: mx.array, starts: mx.array, vocab_s
 
 
 def apply_penalties(logits: mx.array, state: Penalties, lengths: mx.array) -> mx.array:
-    """Logits float32[B, V] with penalties at lengths int32[B]: repetition divides positive and
-    multiplies other logits of tokens seen; then frequency per occurrence and presence once are
-    subtracted for output tokens."""
+    """Apply penalties to logits float32[B, V] at lengths int32[B]: repetition divides positive and
+    multiplies other logits of seen tokens; then, for output tokens, frequency is subtracted per
+    occurrence and presence once."""
     prompt, output = token_counts(state.history, lengths, state.starts, logits.shape[1])
     factor = state.repetition[:, None]
     changed = mx.where(logits > 0, logits / factor, logits * factor)
@@ -56,7 +55,7 @@ def apply_penalties(logits: mx.array, state: Penalties, lengths: mx.array) -> mx
 
 
 def apply_bias(logits: mx.array, state: Bias[mx.array], positions: mx.array) -> mx.array:
-    """Logits float32[B, V] with the entries that count at positions int32[B] added."""
+    """Add to logits float32[B, V] the bias entries that are active at positions int32[B]."""
     active = mx.take(positions, state.rows) < state.until
     values = mx.where(active, state.values, 0.0)
     places = state.rows * logits.shape[1] + state.ids
@@ -64,7 +63,7 @@ def apply_bias(logits: mx.array, state: Bias[mx.array], positions: mx.array) -> 
 
 
 def apply_masks(logits: mx.array, state: Masks[mx.array]) -> mx.array:
-    """Logits float[B, V] whose rows of the state are -inf where a token is not allowed."""
+    """Set logits float[B, V] to -inf where the masks of the state's rows forbid a token."""
     allowed = unpack_bitmask(state.words, logits.shape[1])
     masked = mx.where(allowed, mx.take(logits, state.rows, axis=0), -float("inf"))
     places = mx.broadcast_to(state.rows[:, None], masked.shape)
@@ -72,13 +71,12 @@ def apply_masks(logits: mx.array, state: Masks[mx.array]) -> mx.array:
 
 
 def unpack_bitmask(words: mx.array, vocab_size: int) -> mx.array:
-    """bool[M, V] from int32 or uint32[M, ceil(V / 32)], lowest bit first, 1 = allowed."""
+    """Unpack int32 or uint32[M, ceil(V / 32)], lowest bit first, to bool[M, V]; 1 = allowed."""
     bits = (words.view(mx.uint32)[:, :, None] >> mx.arange(32, dtype=mx.uint32)) & 1
     return bits.reshape(words.shape[0], -1)[:, :vocab_size] != 0
 
 
 def _rounded(product: mx.array) -> mx.array:
-    """The product as memory holds it. Reading its bits ends the fused loop: in one loop with the
-    subtraction a compiler may round only once (a fused multiply-add), and other devices round
-    twice."""
+    """Round the product to float32. Reinterpreting its bits prevents a fused multiply-add with the
+    subtraction, which would round once where other devices round twice."""
     return product.view(mx.int32).view(mx.float32)

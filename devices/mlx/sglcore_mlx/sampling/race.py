@@ -1,8 +1,8 @@
-"""The integer race on MLX: fixed-point gaps, keyed noise, and the draw. Pure functions of arrays;
-nothing is evaluated.
+"""The integer Gumbel race on MLX: fixed-point gaps, keyed noise, and the draw. Pure functions of
+arrays; all queue only.
 
-The same integers as `sglcore/sampling/race.py`; `sglcore/sampling/reference.py` defines them.
-Hashing is in uint32, whose products wrap and whose shifts bring in zeros.
+Gives the same integers as `sglcore/sampling/race.py`; `sglcore/sampling/reference.py` defines them.
+Hashing uses uint32, with wrapping products and logical shifts.
 """
 
 from dataclasses import dataclass
@@ -20,8 +20,9 @@ MAX_VOCAB = (1 << ID_BITS) - 1
 
 @dataclass(frozen=True, slots=True)
 class RaceTables:
-    """Constants of one vocabulary. An entry of the first two holds the value in its upper and the
-    step in its lower 32 bits, so that one gather fetches both: gathers are what a draw costs."""
+    """Constants of one vocabulary. Entries of `gumbel` and `weight` hold the value in the upper and
+    the step in the lower 32 bits, so that one gather fetches both: gathers dominate the cost of a
+    draw."""
 
     gumbel: mx.array
     """int64[16384]"""
@@ -34,7 +35,7 @@ class RaceTables:
 
 
 def make_race_tables(vocab_size: int) -> RaceTables:
-    """The tables of a vocabulary, made by the host, so that any thread may use them. Raises
+    """Make the tables of a vocabulary on the host, so that any thread can use them. Raises
     ConfigError beyond 2**22 - 1 tokens."""
     if not 0 < vocab_size <= MAX_VOCAB:
         raise ConfigError(f"a vocabulary of {vocab_size} tokens", wanted=f"1..{MAX_VOCAB}", remedy="check vocab_size")
@@ -48,7 +49,7 @@ def make_race_tables(vocab_size: int) -> RaceTables:
 
 
 def row_keys(seed_words: mx.array, positions: mx.array) -> mx.array:
-    """Key words uint32[B, 2] of one draw per row, from seed words int32[B, 2] and positions
+    """Return key words uint32[B, 2], one draw per row, from seed words int32[B, 2] and positions
     int32[B]."""
     words = seed_words.view(mx.uint32)
     first = _mix32(positions.astype(mx.uint32) * noise.POSITION_FACTOR + words[:, 0])
@@ -57,25 +58,25 @@ def row_keys(seed_words: mx.array, positions: mx.array) -> mx.array:
 
 
 def gaps_below_best(logits: mx.array, best: mx.array, scale: mx.array) -> mx.array:
-    """int32[B, V] in 2**-16 nat, LIMIT where a token is no candidate; logits float32[B, V], best
-    and scale float32[B].
+    """Return gaps int32[B, V] in 2**-16 nat, LIMIT where a token is no candidate; logits float32[B,
+    V], best and scale float32[B].
 
-    One subtraction, then one multiplication, then rounding to even: each rounds by itself, and a
-    difference that is multiplied cannot become a fused multiply-add, so a compiler may fuse the
-    loop without changing an integer. Rows whose best is not finite hold any integers in 0..LIMIT:
-    what a NaN becomes as an integer is the device's choice.
+    A subtraction, a multiplication, and rounding to even: each rounds separately, and a product of
+    a difference can not become a fused multiply-add, so a compiler can fuse the loop without
+    changing results. If `best` is not finite, the row's gaps are arbitrary integers in 0..LIMIT:
+    the conversion of NaN to an integer depends on the device.
     """
     gaps = mx.round((best[:, None] - logits) * scale[:, None])
     return mx.maximum(mx.minimum(gaps, float(LIMIT)).astype(mx.int32), 0)
 
 
 def gumbel_noise(keys: mx.array, hashed_ids: mx.array, table: mx.array) -> mx.array:
-    """Keyed Gumbel noise int32[B, V] in 2**-16 nat; keys uint32[B, 2], hashed_ids uint32[V] or
-    uint32[B, V]."""
+    """Return keyed Gumbel noise int32[B, V] in 2**-16 nat; keys uint32[B, 2], hashed_ids uint32[V]
+    or uint32[B, V]."""
     words = _hash(hashed_ids ^ keys[:, :1], keys) | 1
-    # As a signed number the word counts from the nearer end of (0, 1): its float exponent is the
-    # octave of the tail. Negative words move 32 octaves down, so that exponent and mantissa alone
-    # are the index.
+    # As a signed number the word is the distance from the nearer end of (0, 1); its float exponent
+    # is the octave of the tail. Negative words are moved 32 octaves down, so that exponent and
+    # mantissa form the index.
     numbers = words.view(mx.int32).astype(mx.float32)
     bits = mx.maximum(numbers, numbers * -FOLD).view(mx.uint32)
     index = (bits >> INTERPOLATION_BITS) & (GUMBEL_SIZE - 1)
@@ -85,46 +86,45 @@ def gumbel_noise(keys: mx.array, hashed_ids: mx.array, table: mx.array) -> mx.ar
 
 
 def coins(keys: mx.array) -> mx.array:
-    """int32[B] in 0..2**24-1: the coin of each draw under keys uint32[B, 2]."""
+    """Return int32[B] in 0..2**24-1: a random number for each draw with keys uint32[B, 2] (XTC)."""
     words = keys[:, :1] ^ noise.mix32((noise.COIN_ID + noise.ID_OFFSET) & noise.WORD)
     return (_hash(words, keys)[:, 0] >> (32 - noise.SHARE_BITS)).astype(mx.int32)
 
 
 def table_entries(table: mx.array, index: mx.array) -> tuple[mx.array, mx.array]:
-    """Value and step, int32 each, of the entries of a packed table at `index` uint32 of any shape,
-    within the table.
+    """Return value and step, int32 each, of a packed table's entries at `index` uint32 of any
+    shape, which must be within the table.
 
-    A gather along an axis, because on the processor it is six times as fast as `take`.
+    Uses a gather along an axis, which is six times as fast as `take` on the CPU.
     """
     entries = mx.take_along_axis(table, index.reshape(-1), axis=0).reshape(index.shape)
     return (entries >> 32).astype(mx.int32), entries.astype(mx.int32)
 
 
 def race_scores(gaps: mx.array, keys: mx.array, hashed_ids: mx.array, table: mx.array) -> mx.array:
-    """noise - gap, int32[B, V]."""
+    """Return noise - gap, int32[B, V]."""
     return gumbel_noise(keys, hashed_ids, table) - gaps
 
 
 def first_argmax(scores: mx.array) -> mx.array:
-    """int32[B]: the first maximum of [B, V]. MLX's argmax gives ties to the lowest index on the
-    processor and on Metal: its reduction compares indices where values are equal."""
+    """Return int32[B]: the first maximum of [B, V]. MLX's argmax resolves ties to the lowest index
+    on the CPU and on Metal: its reduction compares indices of equal values."""
     return mx.argmax(scores, axis=-1).astype(mx.int32)
 
 
 def draw_race(gaps: mx.array, keys: mx.array, tables: RaceTables) -> mx.array:
-    """The drawn token int32[B] of rows of gaps int32[B, V] under keys uint32[B, 2]."""
+    """Draw a token int32[B] from each row of gaps int32[B, V] with keys uint32[B, 2]."""
     return first_argmax(race_scores(gaps, keys, tables.hashed_ids, tables.gumbel))
 
 
 def _packed(table: np.ndarray) -> mx.array:
-    """int64[N] from int32[2, N]."""
+    """Pack int32[2, N] (value, step) to int64[N]."""
     value, step = table.astype(np.int64)
     return mx.array((value << 32) | (step & noise.WORD))
 
 
 def _hash(words: mx.array, keys: mx.array) -> mx.array:
-    """The hashes of hashed ids, with the first key word already in them, under keys uint32[B,
-    2]."""
+    """Hash words, which already include the first key word, with keys uint32[B, 2]."""
     return _fold(_fold(_fold(words, 16) * keys[:, 1:], 15) * noise.MIX_2, 16)
 
 
@@ -133,5 +133,5 @@ def _fold(words: mx.array, shift: int) -> mx.array:
 
 
 def _mix32(words: mx.array) -> mx.array:
-    """The avalanche `noise.mix32` of uint32 words."""
+    """Return `noise.mix32` (an avalanche) of uint32 words."""
     return _fold(_fold(_fold(words, 16) * noise.MIX_1, 15) * noise.MIX_2, 16)

@@ -1,7 +1,6 @@
-"""The batched sampler on MLX: logits in, tokens out, the same as `sglcore/sampling/sampler.py`
-token for token.
+"""The batched sampler on MLX: from logits to the same tokens as `sglcore/sampling/sampler.py`.
 
-Host flags decide which code runs, never values of arrays: nothing is evaluated, so all of it can be
+Host flags, never array values, decide which code runs: nothing is evaluated, so all of it can be
 compiled.
 """
 
@@ -22,40 +21,38 @@ from sglcore_mlx.sampling.state import SamplingState, place_state
 from sglcore_mlx.sampling.xtc import left_out
 
 EXPONENT = 0x7F800000
-"""The exponent bits of a float32: all ones in NaN and the infinities."""
+"""The exponent bits of a float32: all ones for NaN and infinities."""
 
 Draw = Callable[[mx.array, dict[str, mx.array]], tuple[mx.array, mx.array]]
-"""`draw(logits float32[B, V], rows) -> (tokens int32[B], bad rows bool[B])`, as `draw_rows` with
-its first two given."""
+"""`draw(logits float32[B, V], rows) -> (tokens int32[B], bad rows bool[B])`: `draw_rows` with bound
+`needs` and `tables`."""
 
 
 class Sampler:
-    """Draws tokens for one vocabulary, for any number of batches. Beyond constants it holds only
-    compiled functions."""
+    """Samples tokens of one vocabulary. It holds only constants and compiled functions."""
 
     def __init__(self, vocab_size: int, *, compiled: bool = False) -> None:
-        """Makes the tables of a vocabulary, 1..2**22 - 1 tokens. Raises ConfigError beyond.
+        """Make the tables of a vocabulary, 1..2**22 - 1 tokens. Raises ConfigError otherwise.
 
-        With `compiled` the draw of sampled rows runs as few fused kernels, traced once for each
-        kind of batch and number of rows; on the processor MLX calls a C++ compiler for that, which
-        takes seconds. It never changes a token.
+        With `compiled` the draw runs as a few fused kernels, traced once for each kind of batch and
+        number of requests; on the CPU MLX calls a C++ compiler, which takes seconds. The tokens are
+        the same.
         """
         self.vocab_size = vocab_size
         self.tables = make_race_tables(vocab_size)
         self._compiled: dict[SamplingNeeds, Draw] | None = {} if compiled else None
 
     def sample(self, logits: mx.array, state: SamplingState) -> SampledTokens[mx.array]:
-        """Draw one token per row of logits float[B, V]; B may be 0. Nothing is evaluated; works
-        inside `mx.compile`."""
-        # MLX refuses to reduce an array without elements, and a step of which no row emits is an
-        # ordinary step.
+        """Sample one token per row of logits float[B, V]; B may be 0. Queues only; works inside
+        `mx.compile`."""
+        # MLX can not reduce an empty array, and a step may have no request that needs a token.
         tokens, bad = self._draw(logits, state) if logits.shape[0] else (mx.zeros(0, mx.int32), mx.zeros(0, mx.bool_))
         top_n = state.needs.top_logprobs
         return SampledTokens(tokens, bad, None if top_n is None else logprobs_of(logits, tokens, top_n))
 
     def process(self, logits: mx.array, state: SamplingState) -> mx.array:
-        """float32[B, V] of logits float[B, V] after penalties, bias with bans, what this step adds,
-        masks, and XTC."""
+        """Return float32[B, V]: logits float[B, V] after penalties, bias with bans, the changes of
+        this step, masks, and XTC."""
         logits = logits.astype(mx.float32)
         if state.penalties is not None:
             logits = apply_penalties(logits, state.penalties, state.positions)
@@ -74,8 +71,8 @@ class Sampler:
         return self._draw_of(state.needs)(processed, state.row_arrays())
 
     def _draw_of(self, needs: SamplingNeeds) -> Draw:
-        """What draws a batch of these needs. Processors stay outside: a history grows with every
-        token, and each of its shapes would be compiled anew."""
+        """Return the draw function of a kind of batch. Logit processors are not compiled: the
+        history grows with every token, and each of its shapes would be compiled anew."""
         needs = replace(needs, any_penalty=False, any_bias=False, any_xtc=False, top_logprobs=None)
         draw = partial(draw_rows, needs, self.tables)
         if self._compiled is None or needs.all_greedy:
@@ -88,9 +85,9 @@ class Sampler:
 def draw_rows(
     needs: SamplingNeeds, tables: RaceTables, logits: mx.array, rows: dict[str, mx.array]
 ) -> tuple[mx.array, mx.array]:
-    """Tokens int32[B] and bad rows bool[B] of processed logits float32[B, V], B at least 1; rows as
-    of `SamplingState.row_arrays`, a dictionary because a compiled function takes no state; `needs`
-    without processors."""
+    """Draw tokens int32[B], and return bad rows bool[B], from processed logits float32[B, V], B at
+    least 1. `rows`: the result of `SamplingState.row_arrays`, a dictionary because a compiled
+    function can not take a state; `needs`: without logit processors."""
     state = place_state(needs, rows["positions"], rows)
     best = mx.max(logits, axis=-1)
     bad = is_bad(best)
@@ -99,15 +96,15 @@ def draw_rows(
 
 
 def _race(logits: mx.array, best: mx.array, state: SamplingState, tables: RaceTables) -> mx.array:
-    """int32[B]: the token of sampled and greedy rows; any token in bad rows."""
+    """Return int32[B]: the tokens of sampled and greedy rows; arbitrary tokens in bad rows."""
     keys = row_keys(state.seed_words, state.positions)
     raced = draw_race(candidate_gaps(logits, best, state, tables), keys, tables)
     return mx.where(state.greedy, first_argmax(logits), raced) if state.needs.any_greedy else raced
 
 
 def candidate_gaps(logits: mx.array, best: mx.array, state: SamplingState, tables: RaceTables) -> mx.array:
-    """Gaps int32[B, V] after temperature and cut-offs; LIMIT = no candidate. logits float32[B, V],
-    best float32[B]."""
+    """Return gaps int32[B, V] after temperature and cut-offs; LIMIT = no candidate. logits
+    float32[B, V], best float32[B]."""
     gaps = gaps_below_best(logits, best, state.scale)
     if state.top_k is not None or state.top_p is not None:
         gaps = keep_prefix(gaps, state.top_k, state.top_p, tables)
@@ -117,19 +114,19 @@ def candidate_gaps(logits: mx.array, best: mx.array, state: SamplingState, table
 
 
 def is_bad(best: mx.array) -> mx.array:
-    """bool[B]: best float32[B] is not finite."""
+    """Return bool[B]: whether best float32[B] is not finite."""
     return (best.view(mx.int32) & EXPONENT) == EXPONENT
 
 
 def apply_xtc(logits: mx.array, xtc: Exclusion[mx.array], state: SamplingState, tables: RaceTables) -> mx.array:
-    """Logits float32[B, V] with the candidates alone in the rows of XTC; `state` is that of all
-    rows."""
+    """Apply XTC to logits float32[B, V]: in its rows, all tokens except the remaining candidates
+    become -inf. `state`: the state of all rows."""
     own = {name: mx.take(getattr(state, name), xtc.rows, axis=0) for name in ("positions", "seed_words", "scale")}
     narrowed = replace(state, **own, top_k=xtc.top_k, top_p=xtc.top_p, min_p=xtc.min_p)
     chosen = mx.take(logits, xtc.rows, axis=0)
     best = mx.max(chosen, axis=-1)
     gaps = candidate_gaps(chosen, best, narrowed, tables)
     dropped = left_out(gaps, xtc, row_keys(narrowed.seed_words, narrowed.positions), tables) | (gaps == LIMIT)
-    # The gaps of a row whose best is not finite are any integers; it has no candidates.
+    # If `best` is not finite, the gaps are arbitrary; such a row has no candidates.
     kept = mx.where(dropped | is_bad(best)[:, None], -float("inf"), chosen)
     return mx.put_along_axis(logits, mx.broadcast_to(xtc.rows[:, None], kept.shape), kept, axis=0)

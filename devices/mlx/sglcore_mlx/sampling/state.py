@@ -1,4 +1,4 @@
-"""The state of one draw, made of arrays by name."""
+"""The state of one sampling call, made from named arrays."""
 
 from collections.abc import Mapping
 
@@ -14,12 +14,12 @@ ROW_FIELDS = ("positions", "seed_words", "scale", "greedy", "top_k", "top_p", "m
 
 
 class SamplingState(OfAnyLibrary[mx.array, Penalties]):
-    """What one sampling call needs, as arrays of MLX."""
+    """The inputs of one sampling call as MLX arrays."""
 
     __slots__ = ()
 
     def row_arrays(self) -> dict[str, mx.array]:
-        """The fields, by name, that hold one entry per row and that the draw itself reads."""
+        """Return, by name, the fields with one entry per row that the draw reads."""
         parts = {name: getattr(self, name) for name in ROW_FIELDS}
         return {name: part for name, part in parts.items() if part is not None}
 
@@ -32,12 +32,12 @@ def place_state(
     history: mx.array | None = None,
     masks: Masks[mx.array] | None = None,
 ) -> SamplingState:
-    """From arrays of `state_arrays`, and of `penalty_arrays` of all rows: a dictionary of arrays
-    can be an argument of a compiled function, a state cannot.
+    """Make the state from the arrays of `state_arrays`, and of `penalty_arrays` of all rows: a
+    compiled function can take a dictionary of arrays, but not a state.
 
-    history int32[B, L] holds each row's tokens so far, the one at index p in column p; L may end at
-    the longest row with penalties. Raises ConfigError if `needs` names penalties and there is no
-    history.
+    history int32[B, L]: each request's tokens so far, the token at index p in column p; L must be
+    at least the length of the longest request with penalties. Raises ConfigError if `needs` has
+    penalties and there is no history.
     """
     return SamplingState(
         needs,

@@ -1,4 +1,4 @@
-"""XTC on MLX: what `sglcore/sampling/xtc.py` says. Pure functions of arrays."""
+"""XTC on MLX, as in `sglcore/sampling/xtc.py`. Pure functions of arrays."""
 
 import mlx.core as mx
 
@@ -9,14 +9,14 @@ from sglcore_mlx.sampling.race import RaceTables, coins
 
 
 def left_out(gaps: mx.array, xtc: Exclusion[mx.array], keys: mx.array, tables: RaceTables) -> mx.array:
-    """bool[M, V]: what a draw under keys uint32[M, 2] leaves out of gaps int32[M, V], in which
-    LIMIT is no candidate."""
+    """Return bool[M, V]: the tokens that XTC excludes from a draw with keys uint32[M, 2]; gaps
+    int32[M, V], LIMIT = no candidate."""
     return top_tokens(gaps, xtc.share, tables) & (coins(keys) < xtc.chance)[:, None]
 
 
 def top_tokens(gaps: mx.array, share: mx.array, tables: RaceTables) -> mx.array:
-    """bool[M, V]: the candidates with at least share int32[M] / 2**24 of the row's weight, but the
-    least likely of them: of those equally far behind, that of the highest id."""
+    """Return bool[M, V]: the candidates with at least share int32[M] / 2**24 of the row's weight,
+    except the least likely of them (among equals, the one with the highest id)."""
     weights = token_weights(gaps, tables.weight)
     top = (weights.astype(mx.int64) >= weight_of_share(weights, share)[:, None]) & (gaps < LIMIT)
     last = mx.max(mx.where(top, gaps, -1), axis=-1, keepdims=True)

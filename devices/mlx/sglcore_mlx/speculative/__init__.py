@@ -1,2 +1,2 @@
-"""Several tokens of a request in one decode step: what is proposed after its last token, and which
-of it is right."""
+"""Speculative decoding: draft tokens after each request's last token, and their verification in one
+decode step."""

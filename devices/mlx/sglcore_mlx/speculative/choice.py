@@ -1,5 +1,4 @@
-"""Whether a start verifies proposals, and whose: what was asked for, what this device has, what the
-model allows."""
+"""Chooses the drafter by the configuration, and checks what this device and the model support."""
 
 from __future__ import annotations
 
@@ -15,9 +14,10 @@ from sglcore.device.ledger import DecisionLedger, Row
 from sglcore.device.worker import Limits
 
 DRAFT_TOKENS = 4
-"""Proposals of a step at most where nobody asks for a number."""
+"""Default maximum of draft tokens per step."""
 NGRAM, SUFFIX = SERVED = ("ngram", "suffix")
-"""What followed in the same text, and in those of others first."""
+"""The supported drafters: `ngram` drafts from the request's own text, `suffix` first from texts of
+the prefix cache."""
 _NO_MODEL = "a model that proposes has no worker on this device"
 GAPS: Mapping[str, str] = MappingProxyType(
     {
@@ -29,46 +29,47 @@ GAPS: Mapping[str, str] = MappingProxyType(
         "frozen-mtp": _NO_MODEL,
     }
 )
-"""Kinds that the core knows and this device does not have, and why."""
+"""Drafters of the core that this device does not support, and why."""
 COUPLED = "coupled"
-"""The rule by which a proposal is right if it is what the target draws."""
+"""The acceptance rule: a draft token is accepted if it is the token that the model draws."""
 RULE_GAPS: Mapping[str, str] = MappingProxyType(
     {
         "rejection": "draws of proposals are compared here, and their probabilities are not kept",
         "block": "draws of proposals are compared here, and their probabilities are not kept",
     }
 )
-"""The same for rules."""
+"""Acceptance rules of the core that this device does not support, and why."""
 
 TREE_GAP = "this device verifies one proposal for each place, no trees"
 
 
 @dataclass(frozen=True, slots=True)
 class Speculation:
-    """Proposals of this `kind`, as many of each request and step as one of `lengths`, ascending."""
+    """The drafter `kind`; the number of draft tokens per request and step is one of `lengths`,
+    ascending."""
 
     kind: str
     lengths: tuple[int, ...]
 
     @property
     def tokens(self) -> int:
-        """Proposals of a step at most."""
+        """The most draft tokens of a request per step."""
         return self.lengths[-1]
 
     @property
     def summary(self) -> str:
-        """The kind, and how many proposals."""
+        """The drafter and the numbers of draft tokens, for the ledger."""
         fewer = f"{', '.join(map(str, self.lengths[:-1]))} or " if self.lengths[1:] else ""
         return f"{self.kind}, {fewer}{self.tokens} tokens a step"
 
     @property
     def from_host(self) -> bool:
-        """Steps bring proposals of the host, which has to know all tokens for them."""
+        """Whether the host drafts; it must know all tokens for that, so steps can not overlap."""
         return self.kind == SUFFIX
 
     def limits_of(self, plain: Limits) -> Limits:
-        """What a worker that verifies them can hold and do, from what it can without. Steps bring
-        decode rows or prompts, never both."""
+        """Return the limits of a worker with speculation, given those without. A step has decode
+        requests or prompts, never both."""
         return replace(
             plain,
             draft_tokens=self.tokens,
@@ -80,15 +81,15 @@ class Speculation:
 
 
 class Described(Protocol):
-    """Of a model: its configuration, and the layers that keep a state of each request."""
+    """A model's configuration, and its layers with recurrent states."""
 
     config: Any
     state_layers: tuple[Any, ...]
 
 
 def choose_speculation(config: EngineConfig, ledger: DecisionLedger) -> Speculation | None:
-    """As the configuration asks. No model is read. Raises ConfigError for what this device does not
-    have, by its name."""
+    """Choose by the configuration and record the decision; reads no model. Raises ConfigError, with
+    the name, for what this device does not support."""
     kind = config.speculative
     _check_rule(config.speculative_verify)
     if kind is not None and kind in GAPS:
@@ -119,8 +120,8 @@ def choose_speculation(config: EngineConfig, ledger: DecisionLedger) -> Speculat
 
 
 def check_model(speculation: Speculation | None, model: Described) -> None:
-    """Raise ConfigError for a model that can not take a token back; its weights may still be
-    empty."""
+    """Raise ConfigError for a model that can not undo a token (encoders, recurrent states); its
+    weights need not be read yet."""
     if speculation is None:
         return
     found = f"speculative is {speculation.kind!r}, and"

@@ -1,8 +1,8 @@
-"""The stepper whose decode steps verify proposals: one forward over each request's last token and
-what was proposed after it.
+"""The stepper with speculation: a decode step is one forward over each request's last token and its
+draft tokens.
 
-A proposal is right when it equals the token that the target draws in its place, so the text is the
-same as without any.
+A draft token is accepted if it equals the token that the target draws at its position, so the text
+is the same as without speculation.
 """
 
 from __future__ import annotations
@@ -30,8 +30,7 @@ from sglcore_mlx.stepper import Launched, Stepper
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """How many proposals of each request a step verifies, and how many it makes for the next
-    one."""
+    """Numbers of draft tokens per request: verified by a step, and made for the next step."""
 
     verified: int
     made: int
@@ -43,8 +42,8 @@ Drafter: TypeAlias = Callable[[mx.array, mx.array, int], mx.array]
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """The requests of a verification, `slots` and `limits` int32[B], and the most cells that one of
-    them can have after it."""
+    """The requests of a verification: `slots` and `limits` int32[B], and `most`, the largest number
+    of valid KV slots that one of them can have after it."""
 
     slots: mx.array
     limits: mx.array
@@ -52,8 +51,8 @@ class Rows:
 
 
 class SpeculativeStepper(Stepper):
-    """Proposes by what followed before in the same text, unless the host proposes. Decode rows
-    bring up to `tokens` proposals each, prompts come as always."""
+    """Drafts by n-grams of the same text, unless the host provides draft tokens. Decode requests
+    have up to `tokens` draft tokens each; prompts run as without speculation."""
 
     def __init__(
         self,
@@ -65,7 +64,7 @@ class SpeculativeStepper(Stepper):
         tokens: int,
         **options: Any,
     ) -> None:
-        """`options` are those of `Stepper`."""
+        """`options`: the keyword arguments of `Stepper`."""
         super().__init__(model, attention, state, sizes, **options)
         self.drafter: Drafter = propose
         self._tokens = tokens
@@ -78,7 +77,7 @@ class SpeculativeStepper(Stepper):
         mx.eval(state.arrays())
 
     def launch_with(self, counts: Counts, batch: ScheduleBatch) -> Launched:
-        """As `launch`, with as many proposals."""
+        """As `launch`, with these numbers of draft tokens."""
         self._counts = counts
         return self.launch(batch)
 
@@ -86,7 +85,7 @@ class SpeculativeStepper(Stepper):
         return self._verify(batch) if batch.forward_mode.is_decode else self._extend(batch)
 
     def _extend(self, batch: ScheduleBatch) -> StepOutput[mx.array]:
-        """A prompt's forward, and what is proposed to follow where it is whole."""
+        """Run a prefill step, and draft for the requests with a complete prompt."""
         output, slots = super()._generate(batch), mx.array(batch.slots)
         assert output.tokens is not None
         self._drafts.lengths[slots] = mx.array(batch.seq_lens)
@@ -98,7 +97,7 @@ class SpeculativeStepper(Stepper):
         return output
 
     def _verify(self, batch: ScheduleBatch) -> StepOutput[mx.array]:
-        """A token of each request and its proposals; then what is proposed next."""
+        """Verify each request's draft tokens; then draft for the next step."""
         width = self._counts.verified + 1
         self._table.append(batch)
         wide = self._widened(batch, width)
@@ -114,8 +113,8 @@ class SpeculativeStepper(Stepper):
         return StepOutput(wide.plan, path, sampled, runs=(runs.accepted, runs.proposed), drafts=drafts)
 
     def _verify_logits(self, batch: ScheduleBatch, width: int) -> tuple[mx.array, Rows, Placed, str]:
-        """float32 [B * N, V], the requests, their tokens, and what ran. The tokens are in the
-        history from here on: nothing reads that before, so that it is written in its own memory."""
+        """Return logits float32 [B * N, V], the requests, their tokens, and the name of the path.
+        Writes the tokens to the history before anything reads it, so that MLX writes in place."""
         count, state, table = batch.batch_size, self._state, self._table
         most = int(most_lens(batch, width).max())
         pages = bucket(-(-most // table.page_size), table.rows.shape[1])
@@ -146,7 +145,7 @@ class SpeculativeStepper(Stepper):
         return self._wide
 
     def _take_proposals(self, slots: mx.array, given: mx.array) -> None:
-        """Those of the host int32[B, k] instead of our own, but where it has none."""
+        """Replace our draft tokens with the host's int32[B, k] for requests where it has some."""
         table = self._drafts.proposals
         table[slots] = mx.where(given[:, :1] < 0, table[slots], given)
 
@@ -154,15 +153,15 @@ class SpeculativeStepper(Stepper):
         return place(self._state.last, self._drafts, slots, limits, nodes, width)
 
     def _accept(self, sampled: SampledTokens[mx.array], rows: Rows, placed: Placed) -> Runs:
-        """How far the proposals are right; the tables are those of the next step from here on."""
+        """Accept draft tokens, and update lengths and last tokens for the next step."""
         runs = accept(sampled.token_ids.reshape(placed.ids.shape), placed, self._drafts, rows.slots, rows.limits)
         self._drafts.lengths[rows.slots] = runs.lengths
         self._state.last[rows.slots] = runs.roots
         return runs
 
     def _propose(self, slots: mx.array, lengths: mx.array, roots: mx.array, most: int) -> None:
-        """What follows texts of lengths int32[B], at most `most`, whose last tokens are roots
-        int32[B], which the history does not have yet."""
+        """Draft tokens for texts with lengths int32[B] (at most `most`), followed by roots
+        int32[B], which are not in the history yet."""
         tokens, table = self._counts.made, self._drafts.proposals
         table[slots] = NONE
         if not tokens:
@@ -173,7 +172,7 @@ class SpeculativeStepper(Stepper):
         table[slots, :tokens] = self.drafter(known, lengths, tokens)
 
     def _told(self, batch: ScheduleBatch, slots: mx.array) -> mx.array | None:
-        """int32[B, k]: what is proposed next, where the host makes masks along it."""
+        """Return the next draft tokens int32[B, k] if the host needs them for masks, else None."""
         return None if batch.masks is None else self._drafts.proposals[slots]
 
     @property
@@ -182,6 +181,6 @@ class SpeculativeStepper(Stepper):
         return self._state.drafts
 
     def close(self) -> None:
-        """As the plain stepper's."""
+        """As `Stepper.close`."""
         super().close()
         del self._rows

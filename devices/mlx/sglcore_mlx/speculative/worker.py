@@ -1,5 +1,5 @@
-"""The worker of a start with proposals: how many each step verifies, by what was right and what
-steps took."""
+"""The worker with speculation: chooses the number of draft tokens per step by acceptance and step
+times."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from sglcore_mlx.worker import MlxWorker
 
 
 class SpeculativeWorker(MlxWorker):
-    """As the plain worker, on a stepper that verifies proposals: `length` says of how many."""
+    """A worker with a stepper that verifies draft tokens; `length` controls their number."""
 
     def __init__(self, *given: Any, lengths: tuple[int, ...]) -> None:
-        """`given` is the plain worker's. `lengths` are the numbers of proposals that a step may
-        verify, ascending."""
+        """`given`: the arguments of `MlxWorker`. `lengths`: the allowed numbers of draft tokens per
+        step, ascending."""
         super().__init__(*given)
         self.length = LengthController(lengths)
         self._times = StepTimes()
@@ -35,7 +35,7 @@ class SpeculativeWorker(MlxWorker):
         return self._thread.post(stepper.launch_with, Counts(verified, self.length.tokens), batch)
 
     def collect(self, ticket: Ticket) -> BatchResult:
-        """As the plain worker's."""
+        """As `MlxWorker`; also reports acceptance and time to the length controller."""
         result = super().collect(ticket)
         self._times.end(result, self.length)
         return result

@@ -1,8 +1,8 @@
-"""The simulated Intel GPUs that `--sim=xpu` gives where sglcore-sim is installed; nothing of the
-device itself imports this.
+"""The simulated Intel GPUs of `--sim=xpu`, if sglcore-sim is installed; the device package does not
+import this.
 
-Figures follow what Intel publishes and what torch's `xpu` properties are called; no machine was
-read. A part of two stacks is two devices, as its driver shows them.
+The values are from Intel's publications, under the names of torch's `xpu` properties; none was read
+from a machine. A GPU with two stacks is two devices, as in its driver.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ DISPLAY, OTHER_DISPLAY = 0x030000, 0x038000
 
 
 def chip(name: str, arch: str, device: int, pci_class: int, mib: int, figures: dict[str, Any]) -> Kind:
-    """A GPU behind the driver `xe` and Level Zero, with a torch that was built for it."""
+    """Make a GPU with the driver `xe`, Level Zero, and a torch build for it."""
     node = f"DRIVER=xe\nPCI_CLASS={pci_class:X}\nPCI_ID=8086:{device:04X}\nPCI_SLOT_NAME=0000:{{bus}}:00.0\n"
     files = {
         "dev/dri/renderD{render}": "",
@@ -62,7 +62,8 @@ COMMON = MappingProxyType(
 def figures(
     name: str, cores: int, units: int, lanes: tuple[int, ...], local_kib: int, has_fp64: bool
 ) -> dict[str, Any]:
-    """Fields of `torch.xpu.get_device_properties`; `cores` have `units` vector engines each."""
+    """Return fields of `torch.xpu.get_device_properties`; each of `cores` has `units` vector
+    engines."""
     return {
         "name": name,
         "gpu_subslice_count": cores,
@@ -96,4 +97,4 @@ KINDS = (
         figures("Intel(R) Arc(TM) A770 Graphics", 32, 16, (8, 16, 32), 64, False),
     ),
 )
-"""The chips; the first is what the kind's name alone means."""
+"""The chips; the first is the default of `--sim=xpu`."""

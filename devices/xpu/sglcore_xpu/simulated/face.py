@@ -1,4 +1,4 @@
-"""The `torch._C._xpu_*` names that a CPU build lacks, so that the shipped Python of torch.xpu runs
+"""The `torch._C._xpu_*` names that a CPU build lacks, so that torch.xpu's own Python code runs
 unmodified."""
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class StreamBinding(in_tree.StreamBinding):
 
     @staticmethod
     def priority_range() -> tuple[int, int]:
-        """Lowest and highest priority, as on hardware."""
+        """Return lowest and highest priority, as on hardware."""
         return (1, -1)
 
 
@@ -36,7 +36,7 @@ class GraphBinding(in_tree.GraphBinding):
 
 
 def plant(sim: Any) -> None:
-    """A torch that was built for Intel GPUs."""
+    """Make torch look like a build for Intel GPUs."""
     xpu: Any = torch.xpu
     values = {
         **in_tree.bindings(sim, "xpu"),
@@ -49,7 +49,7 @@ def plant(sim: Any) -> None:
     torch.version.xpu = "20250302"  # foreign: torch reads its build from here
     in_tree.plant(xpu, values, "streams", "graphs")
     in_tree.plant_storages("xpu")
-    # Its parts ask a table of this build that has no row for the device type.
+    # Its parts look up a table of this build that has no row for the device type.
     sim.core.run_whole("scaled_dot_product_attention")
     table = SimpleNamespace(**{**sim.kind.properties, "total_memory": sim.memory})
     xpu._get_device_properties = lambda device: table  # foreign: set by the C initialisation on hardware

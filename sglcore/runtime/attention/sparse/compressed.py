@@ -1,8 +1,8 @@
-"""DeepSeek-V4's attention: over the rows of a sliding window and over rows of complete blocks.
+"""DeepSeek-V4's attention: over the rows of a sliding window, and over the rows of complete blocks,
+either all or chosen ones.
 
-All complete blocks, or chosen ones. Implemented with the kernel table's entries, so for every
-device and every graph. The row indices are computed once per forward, on the device, and shared by
-its layers.
+It uses only entries of the kernel table, so it runs on every device and in every graph. The row
+indices are computed once per forward, on the device, for all layers.
 """
 
 from __future__ import annotations

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 class Compressor:
     """Compresses a block of tokens to one row: the sum of token values weighted by their gates.
 
-    The row is then normed with `weight` float32 [D] and rotated as the block's first token. `ape`
-    float32 [ratio, C] is added to the gates; `cos_sin_cache` is that of `rotary`. The result goes
-    to `rows` of the layer; tokens without a complete block go to `state`.
+    The row is then normed with `weight` float32 [D] and rotated by the position of the block's
+    first token. `ape` float32 [ratio, C] is added to the gates; `cos_sin_cache` is that of
+    `rotary`. The result goes to `rows` of the layer; tokens without a complete block go to `state`.
     """
 
     layer: SparseLayer

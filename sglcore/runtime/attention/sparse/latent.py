@@ -1,7 +1,7 @@
 """Latent attention (MLA) of DeepSeek-V2, and the sparse attention of DeepSeek-V3.2.
 
-All heads share one latent row per token; a query attends to all rows, or to those that an indexer
-chooses. Implemented with the kernel table's entries, so for every device and every graph.
+All heads share one latent row per token. A query attends to all rows, or to those that an indexer
+chooses. It uses only entries of the kernel table, so it runs on every device and in every graph.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""An attention layer with KV rows of its own form.
+"""An attention layer that stores KV rows instead of keys and values per head.
 
 It maps hidden states to hidden states, projections included.
 """
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 class SparseLayer(Attention, ABC):
     """A layer of sparse attention, as the runner, graphs and memory sizing see it.
 
-    `rows` are the rows that it keeps, by name; the first `value_size` elements of a row are its
-    value; `top_k` rows are chosen for each token (0: it sees all). `asks` is the feature that a
-    backend must name.
+    `rows` are the stored rows, by name; the first `value_size` elements of a row are its value.
+    `top_k` rows are chosen for each token (0: it sees all). `asks` is the feature that a backend
+    must name.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class SparseLayer(Attention, ABC):
 
     @property
     def features(self) -> frozenset[str]:
-        """The one feature that stands for all of its attention."""
+        """The single feature `asks`, which covers everything that the layer needs."""
         return self._features
 
     @property
@@ -64,7 +64,7 @@ class SparseLayer(Attention, ABC):
         """Map hidden [T, H] to [T, H]; store and read rows.
 
         A forward captured in pieces runs this layer between two pieces, and a compiler treats it as
-        opaque. The batch is that of the context; the parameter is ignored.
+        opaque. The batch comes from the forward context; the parameter is ignored.
         """
         if torch.compiler.is_compiling():
             return torch.ops.sglcore.sparse_layer(hidden, self.layer_id)
@@ -84,7 +84,7 @@ class SparseLayer(Attention, ABC):
 
 @torch.library.custom_op("sglcore::sparse_layer", mutates_args=())
 def sparse_layer_op(hidden: Tensor, layer_id: int) -> Tensor:
-    """A sparse layer as one operation that is opaque to a compiler.
+    """Run a sparse layer as one operation that is opaque to a compiler.
 
     Its inputs come from the context.
     """

@@ -101,10 +101,10 @@ class RequestRows(NamedTuple):
 
 
 def later_steps(view: ForwardBatch, count: int) -> tuple[ForwardBatch, list[ForwardBatch]]:
-    """Return `count` decode steps, the batch and those after it, each one token longer.
+    """Return `count` decode steps: the batch and the steps after it, each one token longer.
 
-    As one batch with the rows of all steps, and as one batch per step; tensors are shared. Cache
-    locations are None; requests must have their pages already.
+    The first result is one batch with the rows of all steps, the second a batch for each step. They
+    share tensors. Cache locations are None; requests must have their pages already.
     """
     assert view.extend_seq_lens is None
     values = {name: value for name in _ADVANCING if (value := getattr(view, name)) is not None}
@@ -162,8 +162,8 @@ def choose_rows(
     """Return int32 [T, count]: the rows that a token's indexer scores highest.
 
     Scores are computed from q [T, H, D] and weights [T, H], scaled by 1 / sqrt(H D), in parts of at
-    most LOGITS scores. `named`: page numbers int32 [N, P] to return instead of those of the keys,
-    and each token's row in them, int32 [T].
+    most LOGITS scores. `named`: another page table int32 [N, P] that names the returned rows, and
+    each token's row in it, int32 [T] (None: the table of `paged`).
     """
     scale, tokens, width = (q.shape[1] * q.shape[2]) ** -0.5, q.shape[0], max(1, paged.most)
     found, (pages, lines) = [], named or (paged.table, paged.slots)

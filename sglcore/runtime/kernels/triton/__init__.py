@@ -1,10 +1,9 @@
 """Kernels in Triton, for any device that Triton compiles for. What differs between devices is data
 (`Tuning`).
 
-`Tuning` has what differs between devices. Needs the library `triton`, which nothing else in the
-core imports. Under `TRITON_INTERPRET=1`, set before this package is imported, the same kernels run
-on the host. "Floor:" in the docstring of a kernel is the least memory traffic that the operation
-needs.
+Needs the library `triton`, which nothing else in the core imports. Under `TRITON_INTERPRET=1`, set
+before this package is imported, the same kernels run on the host. "Floor:" in the docstring of a
+kernel is the least memory traffic that the operation needs.
 """
 
 from __future__ import annotations

@@ -63,14 +63,17 @@ def gated_kernel(
 
 
 def silu_and_mul(x: Tensor, tuning: Tuning = Tuning()) -> Tensor:
-    """The table's `silu_and_mul`. While tracing, a compiler gets the reference and fuses it."""
+    """Implement `KernelTable.silu_and_mul`.
+
+    While tracing, a compiler gets the reference and fuses it.
+    """
     if torch.compiler.is_compiling():
         return reference_silu_and_mul(x)
     return _gated(x, False, None, tuning)
 
 
 def gelu_tanh_and_mul(x: Tensor, tuning: Tuning = Tuning()) -> Tensor:
-    """The table's `gelu_tanh_and_mul`.
+    """Implement `KernelTable.gelu_tanh_and_mul`.
 
     While tracing, a compiler gets the reference and fuses it.
     """
@@ -80,7 +83,7 @@ def gelu_tanh_and_mul(x: Tensor, tuning: Tuning = Tuning()) -> Tensor:
 
 
 def limited_silu_and_mul(x: Tensor, limit: float, tuning: Tuning = Tuning()) -> Tensor:
-    """The table's `limited_silu_and_mul`.
+    """Implement `KernelTable.limited_silu_and_mul`.
 
     While tracing, a compiler gets the reference and fuses it.
     """

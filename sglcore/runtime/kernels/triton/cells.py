@@ -1,4 +1,4 @@
-"""Cells of the paged pool: the location of each token, and the writes of its key and value."""
+"""KV slots of the paged pool: the location of each token, and the writes of its key and value."""
 
 # A kernel is not Python to a type checker.
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false, reportOperatorIssue=false
@@ -48,7 +48,7 @@ def store_kv_kernel(
 def cache_locations_kernel(
     page_table, slots, positions, out, tokens, table_stride, PAGE: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Compute cells from the page table.
+    """Compute KV slots from the page table.
 
     Floor: three int32 read and one index written for each token.
     """
@@ -63,9 +63,9 @@ def cache_locations_kernel(
 def store_kv(
     key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, out_cache_loc: Tensor, tuning: Tuning = Tuning()
 ) -> None:
-    """The table's `store_kv`.
+    """Implement `KernelTable.store_kv`.
 
-    Both caches have the same strides, and a cell's heads are contiguous.
+    Both caches have the same strides, and a KV slot's heads are contiguous.
     """
     tokens = key.shape[0]
     if not tokens:
@@ -94,7 +94,7 @@ def store_kv(
 def cache_locations(
     page_table: Tensor, slots: Tensor, positions: Tensor, page_size: int, out: Tensor, tuning: Tuning = Tuning()
 ) -> None:
-    """The table's `cache_locations`."""
+    """Implement `KernelTable.cache_locations`."""
     tokens = positions.shape[0]
     if not tokens:
         return

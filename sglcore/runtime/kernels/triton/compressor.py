@@ -80,7 +80,7 @@ def keep_kernel(
 def compress(
     kv_gate: Tensor, state: Tensor, ape: Tensor, reads: Tensor, writes: Tensor, tuning: Tuning = Tuning()
 ) -> Tensor:
-    """The table's `compress`. One launch reads everything before another writes."""
+    """Implement `KernelTable.compress`. One launch reads everything before another writes."""
     (tokens, columns), (events, span), (ratio, width) = kv_gate.shape, reads.shape, ape.shape
     size = width * ratio // span
     out = torch.empty(events, size, dtype=kv_gate.dtype, device=kv_gate.device)

@@ -91,7 +91,7 @@ def causal_conv(
     targets: Tensor | None = None,
     tuning: Tuning = Tuning(),
 ) -> Tensor:
-    """The table's `causal_conv`."""
+    """Implement `KernelTable.causal_conv`."""
     tokens, size = x.shape
     is_ragged = starts is not None
     out = torch.zeros((tokens, size), dtype=x.dtype, device=x.device) if is_ragged else x.new_empty((tokens, size))

@@ -191,7 +191,7 @@ def gated_delta_rule(
     targets: Tensor | None = None,
     tuning: Tuning = Tuning(),
 ) -> Tensor:
-    """The table's `gated_delta_rule`."""
+    """Implement `KernelTable.gated_delta_rule`."""
     tokens, (_, heads, key_size, size) = qkv.shape[0], states.shape
     given = qkv, a, b, a_log, dt_bias, states, slots, slots if targets is None else targets
     strides = qkv.stride(0), a.stride(0), b.stride(0), key_size**-0.5

@@ -235,14 +235,17 @@ def sum_kernel(
 
 
 def moe(hidden: Tensor, weights: Tensor, ids: Tensor, w13: Tensor, w2: Tensor, tuning: Tuning = Tuning()) -> Tensor:
-    """The table's `moe`; weights and ids are contiguous. A compiler sees one operation."""
+    """Implement `KernelTable.moe`; weights and ids are contiguous.
+
+    A compiler sees one operation.
+    """
     return _moe(hidden, weights, ids, w13, w2, None, tuning)
 
 
 def limited_moe(
     hidden: Tensor, weights: Tensor, ids: Tensor, w13: Tensor, w2: Tensor, limit: float, tuning: Tuning = Tuning()
 ) -> Tensor:
-    """The table's `limited_moe`, by the same kernels.
+    """Implement `KernelTable.limited_moe`, with the same kernels.
 
     While tracing, a compiler gets the reference.
     """
@@ -263,7 +266,7 @@ def clamped_moe(
     limit: float,
     tuning: Tuning = Tuning(),
 ) -> Tensor:
-    """The table's `clamped_moe`, by the same kernels.
+    """Implement `KernelTable.clamped_moe`, with the same kernels.
 
     While tracing, a compiler gets the reference.
     """
@@ -286,7 +289,7 @@ def mxfp4_moe(
     limit: float,
     tuning: Tuning = Tuning(),
 ) -> Tensor:
-    """The table's `mxfp4_moe`, by the same kernels.
+    """Implement `KernelTable.mxfp4_moe`, with the same kernels.
 
     While tracing, a compiler gets the reference.
     """
@@ -333,8 +336,8 @@ def _moe(
 def moe_op(
     hidden: Tensor, weights: Tensor, ids: Tensor, w13: Tensor, w2: Tensor, sizes: list[int], launches: str
 ) -> Tensor:
-    """`moe` as one operation; `sizes` and `launches`, a JSON list, are the parts of the tuning that
-    it needs.
+    """Run `moe` as one operation; `sizes` and `launches`, a JSON list, are the parts of the tuning
+    that it needs.
     """
     rows, columns, depth_bytes, lanes, elements = sizes
     products, sort, total = read_launches(launches)

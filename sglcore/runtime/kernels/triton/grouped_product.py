@@ -52,7 +52,7 @@ def grouped_linear_kernel(
 
 
 def grouped_linear(x: Tensor, weight: Tensor, tuning: Tuning = Tuning()) -> Tensor:
-    """The table's `grouped_linear`, with the tile sizes of experts."""
+    """Implement `KernelTable.grouped_linear`, with the tile sizes of experts."""
     (tokens, groups, deep), size = x.shape, weight.shape[1]
     out = torch.empty(tokens, groups, size, dtype=x.dtype, device=x.device)
     if not tokens:

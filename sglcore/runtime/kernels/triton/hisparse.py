@@ -133,7 +133,7 @@ def swap_in(
     counts: Tensor,
     tuning: Tuning = Tuning(),
 ) -> None:
-    """The table's `swap_in`."""
+    """Implement `KernelTable.swap_in`."""
     (requests, count), places = chosen.shape, held.shape[1]
     if not requests:
         return
@@ -162,7 +162,7 @@ def swap_in(
 
 
 def copy_rows(source: Tensor, target: Tensor, loads: Tensor, counts: Tensor, tuning: Tuning = Tuning()) -> None:
-    """The table's `copy_rows`."""
+    """Implement `KernelTable.copy_rows`."""
     _, requests, count = loads.shape
     if not requests * count:
         return

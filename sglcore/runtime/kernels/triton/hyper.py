@@ -195,7 +195,7 @@ def hc_pre(
     iters: int,
     tuning: Tuning = Tuning(),
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The table's `hc_pre`; a token's streams are contiguous.
+    """Implement `KernelTable.hc_pre`; a token's streams are contiguous.
 
     While tracing, a compiler gets the reference and fuses it.
     """
@@ -210,7 +210,7 @@ def hc_pre(
 def hc_head(
     h: Tensor, fn: Tensor, base: Tensor, scale: Tensor, norm_eps: float, hc_eps: float, tuning: Tuning = Tuning()
 ) -> Tensor:
-    """The table's `hc_head`; a token's streams are contiguous.
+    """Implement `KernelTable.hc_head`; a token's streams are contiguous.
 
     While tracing, a compiler gets the reference and fuses it.
     """
@@ -280,7 +280,7 @@ def _collapsed(
 
 
 def hc_post(x: Tensor, h: Tensor, post: Tensor, comb: Tensor, tuning: Tuning = Tuning()) -> Tensor:
-    """The table's `hc_post`; a token's streams are contiguous.
+    """Implement `KernelTable.hc_post`; a token's streams are contiguous.
 
     While tracing, a compiler gets the reference and fuses it.
     """

@@ -77,7 +77,9 @@ def index_logits_kernel(
 
 @triton.jit
 def keys_at(line, at, count, BLOCK: tl.constexpr):
-    """Return int32 that order as a block of logits, LOWEST at or past `count`, and their places."""
+    """Return a block of logits as int32 keys of the same order, LOWEST at or past `count`; also
+    their columns, and whether these are below `count`.
+    """
     place = at + tl.arange(0, BLOCK)
     inside = place < count
     return tl.where(inside, ordered(tl.load(line + place, mask=inside, other=0.0)), LOWEST), place, inside
@@ -167,7 +169,7 @@ def index_logits(
     codec: RowCodec | None,
     tuning: Tuning = Tuning(),
 ) -> Tensor:
-    """The table's `index_logits`."""
+    """Implement `KernelTable.index_logits`."""
     tokens, heads, dim = q.shape
     out = torch.empty(tokens, width, dtype=torch.float32, device=q.device)
     if not out.numel():
@@ -213,7 +215,7 @@ def index_top_k(
     k: int,
     tuning: Tuning = Tuning(),
 ) -> Tensor:
-    """The table's `index_top_k`."""
+    """Implement `KernelTable.index_top_k`."""
     tokens, width = logits.shape
     out = torch.empty(tokens, k, dtype=torch.int32, device=logits.device)
     if not tokens:

@@ -206,7 +206,7 @@ def rope_tail(
     is_inverse: bool,
     tuning: Tuning = Tuning(),
 ) -> Tensor:
-    """The table's `rope_tail`; elements of a head are contiguous."""
+    """Implement `KernelTable.rope_tail`; elements of a head are contiguous."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     normed = 0 if norm_eps is None else x.shape[2]
     _tails(x, None, norm_eps or 0.0, positions, cos_sin_cache, out, None, None, normed, is_inverse, tuning)
@@ -224,7 +224,7 @@ def norm_rope_store(
     codec: RowCodec | None,
     tuning: Tuning = Tuning(),
 ) -> None:
-    """The table's `norm_rope_store`."""
+    """Implement `KernelTable.norm_rope_store`."""
     normed = weight.shape[0]
     _tails(x.unsqueeze(1), weight, eps, positions, cos_sin_cache, rows, out_rows, codec, normed, False, tuning)
 
@@ -283,7 +283,7 @@ def index_key_store(
     codec: RowCodec | None,
     tuning: Tuning = Tuning(),
 ) -> None:
-    """The table's `index_key_store`."""
+    """Implement `KernelTable.index_key_store`."""
     tokens, size = x.shape
     if not tokens:
         return

@@ -123,7 +123,7 @@ def gated_rms_norm_kernel(
 def gated_rms_norm(
     x: Tensor, gate: Tensor, weight: Tensor, eps: float, gate_first: bool, tuning: Tuning = Tuning()
 ) -> Tensor:
-    """The table's `gated_rms_norm`."""
+    """Implement `KernelTable.gated_rms_norm`."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     groups, size = weight.shape
     rows = x.numel() // size
@@ -151,7 +151,7 @@ def gated_rms_norm(
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, tuning: Tuning = Tuning()) -> Tensor:
-    """The table's `rms_norm`; x [T, N] or [T, heads, N] by strides.
+    """Implement `KernelTable.rms_norm`; x [T, N] or [T, heads, N] by strides.
 
     While tracing, a compiler gets the reference.
     """
@@ -187,7 +187,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, tuning: Tuning = Tuning()) -
 def add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, tuning: Tuning = Tuning()
 ) -> tuple[Tensor, Tensor]:
-    """The table's `add_rms_norm`; writes the sum into `residual` and its norm into `x`."""
+    """Implement `KernelTable.add_rms_norm`: write the sum to `residual` and its norm to `x`."""
     if torch.compiler.is_compiling():
         return reference_add_rms_norm(x, residual, weight, eps)
     rows, size = x.shape

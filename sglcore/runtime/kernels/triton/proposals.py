@@ -151,7 +151,7 @@ def place_proposals(
     owners: Tensor,
     tuning: Tuning = Tuning(),
 ) -> None:
-    """The table's `place_proposals`.
+    """Implement `KernelTable.place_proposals`.
 
     A step of fewer draft tokens than the table has runs the same program.
     """
@@ -187,7 +187,7 @@ def accept_proposals(
     runs: Tensor,
     tuning: Tuning = Tuning(),
 ) -> None:
-    """The table's `accept_proposals`; one program for any number of draft tokens."""
+    """Implement `KernelTable.accept_proposals`; one program for any number of draft tokens."""
     requests = slots.shape[0]
     if not requests:
         return
@@ -221,7 +221,7 @@ def tree_walk(
     runs: Tensor,
     tuning: Tuning = Tuning(),
 ) -> None:
-    """The table's `tree_walk`; one program for any number of nodes."""
+    """Implement `KernelTable.tree_walk`; one program for any number of nodes."""
     requests = slots.shape[0]
     if not requests:
         return

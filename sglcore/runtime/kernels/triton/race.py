@@ -36,7 +36,7 @@ NOT_A_NUMBER = tl.constexpr(0x7FFFFFFF)
 
 @triton.jit
 def ordered(x):
-    """Return int32 that compare as float32 x: both zeros alike and NaN above all."""
+    """Return int32 keys that compare like float32 x: both zeros are equal, and NaN is above all."""
     bits = tl.where(x == 0, 0.0, x).to(tl.int32, bitcast=True)
     bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     return tl.where(x != x, NOT_A_NUMBER, bits)
@@ -44,7 +44,7 @@ def ordered(x):
 
 @triton.jit
 def number_of(order):
-    """Return the float32 of an int32 from `ordered`."""
+    """Return the float32 of a key from `ordered`."""
     return (order ^ ((order >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 

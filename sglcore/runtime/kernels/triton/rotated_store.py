@@ -79,10 +79,10 @@ def rotary_and_store(
     out_cache_loc: Tensor,
     tuning: Tuning = Tuning(),
 ) -> Tensor:
-    """The table's `rotary_and_store`.
+    """Implement `KernelTable.rotary_and_store`.
 
-    Both caches have the same strides, and a cell's heads are contiguous. While tracing, a compiler
-    gets the reference and fuses it.
+    Both caches have the same strides, and a KV slot's heads are contiguous. While tracing, a
+    compiler gets the reference and fuses it.
     """
     if torch.compiler.is_compiling():
         return reference_rotary_and_store(q, k, v, positions, cos_sin_cache, head_dim, k_cache, v_cache, out_cache_loc)

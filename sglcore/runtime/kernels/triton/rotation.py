@@ -17,7 +17,7 @@ from sglcore.runtime.kernels.triton.tuning import Tuning, power_of_two, tiles
 
 @triton.jit
 def row_of(token, cells, tokens):
-    """Return the target row of a token, int64: its cell, or its own row without cells."""
+    """Return the target row of a token, int64: its KV slot, or its own row without KV slots."""
     row = token
     if cells is not None:
         row = tl.load(cells + token, mask=token < tokens, other=0).to(tl.int64)
@@ -42,8 +42,8 @@ def rotate_heads(
 ):
     """Rotate rows `flat` of (token, head) of x [tokens, HEADS * DIM] and store them in out.
 
-    `out_stride` is the distance between tokens, or between cells if `cells` has each token's (None:
-    its own row). Products and their sum are rounded to x's dtype, as in the reference.
+    `out_stride` is the distance between tokens, or between KV slots if `cells` has each token's
+    (None: its own row). Products and their sum are rounded to x's dtype, as in the reference.
     """
     token, head = (flat // HEADS).to(tl.int64), flat % HEADS
     column = tl.arange(0, BLOCK)
@@ -118,7 +118,7 @@ def rotary_kernel(
 def rotary(
     q: Tensor, k: Tensor, positions: Tensor, cos_sin_cache: Tensor, head_dim: int, tuning: Tuning = Tuning()
 ) -> tuple[Tensor, Tensor]:
-    """The table's `rotary`. While tracing, a compiler gets the reference and fuses it."""
+    """Implement `KernelTable.rotary`. While tracing, a compiler gets the reference and fuses it."""
     if torch.compiler.is_compiling():
         return reference_rotary(q, k, positions, cos_sin_cache, head_dim)
     tokens = q.shape[0]

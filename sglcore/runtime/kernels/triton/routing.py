@@ -154,7 +154,7 @@ def hash_routing_kernel(
 def sqrtsoftplus_routing(
     logits: Tensor, bias: Tensor, k: int, scale: float, tuning: Tuning = Tuning()
 ) -> tuple[Tensor, Tensor]:
-    """The table's `sqrtsoftplus_routing`.
+    """Implement `KernelTable.sqrtsoftplus_routing`.
 
     While tracing, a compiler gets the reference and fuses it.
     """
@@ -187,7 +187,10 @@ def sqrtsoftplus_routing(
 def hash_routing(
     logits: Tensor, input_ids: Tensor, table: Tensor, scale: float, tuning: Tuning = Tuning()
 ) -> tuple[Tensor, Tensor]:
-    """The table's `hash_routing`. While tracing, a compiler gets the reference and fuses it."""
+    """Implement `KernelTable.hash_routing`.
+
+    While tracing, a compiler gets the reference and fuses it.
+    """
     if torch.compiler.is_compiling():
         return reference_hash_routing(logits, input_ids, table, scale)
     rows, k = logits.shape[0], table.shape[1]
@@ -220,7 +223,10 @@ def _choices(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def top_k_routing(logits: Tensor, k: int, normalize: bool, tuning: Tuning = Tuning()) -> tuple[Tensor, Tensor]:
-    """The table's `top_k_routing`. While tracing, a compiler gets the reference and fuses it."""
+    """Implement `KernelTable.top_k_routing`.
+
+    While tracing, a compiler gets the reference and fuses it.
+    """
     if torch.compiler.is_compiling():
         return reference_top_k_routing(logits, k, normalize)
     rows, experts = logits.shape

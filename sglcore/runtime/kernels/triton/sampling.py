@@ -295,7 +295,8 @@ class DrawKernels:
 
 
 def draw(logits: Tensor, state: SamplingState, tables: RaceTables, tuning: Tuning = Tuning()) -> tuple[Tensor, Tensor]:
-    """The table's `draw`: tokens int32[B] and bad bool[B] of logits float[B, V]. Does not wait.
+    """Implement `KernelTable.draw`: tokens int32[B] and bad bool[B] of logits float[B, V]. Does not
+    wait.
 
     Floor: the logits read twice without cut-offs, and five times more for each of top-k and top-p;
     from the cache after the first read, if they fit.

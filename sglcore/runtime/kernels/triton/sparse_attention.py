@@ -220,7 +220,7 @@ def sparse_mqa(
     codec: RowCodec | None,
     tuning: Tuning = Tuning(),
 ) -> Tensor:
-    """The table's `sparse_mqa`; both pools have one dtype."""
+    """Implement `KernelTable.sparse_mqa`; both pools have one dtype."""
     return _attend(q, Lists(rows, chosen, more_rows, more_chosen), sinks, scale, value_size, 0, codec, tuning)
 
 
@@ -236,7 +236,7 @@ def paged_mqa(
     codec: RowCodec | None,
     tuning: Tuning = Tuning(),
 ) -> Tensor:
-    """The table's `paged_mqa`."""
+    """Implement `KernelTable.paged_mqa`."""
     lists = Lists(rows, table, slots=token_slots, lens=lens)
     return _attend(q, lists, None, scale, value_size, page_size, codec, tuning)
 

@@ -54,9 +54,8 @@ def window_rows_kernel(
 
 @triton.jit
 def state_row(table, slot, offset, place, inside, stride, PAGE: tl.constexpr, RING: tl.constexpr):
-    """Return where a state keeps a token: in the ring of its page, or of its slot.
-
-    It is that of its slot if there is no table.
+    """Return the row in which a state keeps a token: in the ring of its page, or, without a table,
+    of its slot.
     """
     home = slot
     if table is not None:
@@ -178,7 +177,7 @@ def window_rows(
     out: Tensor,
     tuning: Tuning = Tuning(),
 ) -> None:
-    """The table's `window_rows`."""
+    """Implement `KernelTable.window_rows`."""
     _lists(table, token_slots, positions, window, 1, page_size, out, tuning)
 
 
@@ -191,7 +190,7 @@ def block_rows(
     out: Tensor,
     tuning: Tuning = Tuning(),
 ) -> None:
-    """The table's `block_rows`."""
+    """Implement `KernelTable.block_rows`."""
     _lists(table, token_slots, positions, 0, ratio, page_size, out, tuning)
 
 
@@ -246,7 +245,7 @@ def compress_plan(
     writes: Tensor,
     tuning: Tuning = Tuning(),
 ) -> None:
-    """The table's `compress_plan`."""
+    """Implement `KernelTable.compress_plan`."""
     (events, span), rows, tokens = reads.shape, slots.shape[0], writes.shape[0]
     stride = 0 if state_table is None else state_table.stride(0)
     shape = {"PAGE": page_size, "RING": ring, "BLOCK": EVENTS, **tuning.options(tuning.compress_plan)}

@@ -151,7 +151,7 @@ def selective_scan(
     targets: Tensor | None = None,
     tuning: Tuning = Tuning(),
 ) -> Tensor:
-    """The table's `selective_scan`."""
+    """Implement `KernelTable.selective_scan`."""
     tokens, (_, heads, size, width) = xbc.shape[0], states.shape
     given, last = (
         (xbc, dt, a_log, d, dt_bias, states, slots, slots if targets is None else targets),

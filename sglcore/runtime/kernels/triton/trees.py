@@ -138,7 +138,7 @@ def tree_expand(
     reached: Tensor,
     tuning: Tuning = Tuning(),
 ) -> None:
-    """The table's `tree_expand`."""
+    """Implement `KernelTable.tree_expand`."""
     requests, width = reached.shape
     if not requests:
         return
@@ -165,7 +165,7 @@ def tree_expand(
 
 
 def tree_build(records: Tensor, sums: Tensor, depths: Tensor, tree: Tensor, tuning: Tuning = Tuning()) -> None:
-    """The table's `tree_build`."""
+    """Implement `KernelTable.tree_build`."""
     requests, most = sums.shape
     if not requests:
         return
@@ -191,7 +191,7 @@ def tree_place(
     proposals: Tensor,
     tuning: Tuning = Tuning(),
 ) -> None:
-    """The table's `tree_place`."""
+    """Implement `KernelTable.tree_place`."""
     requests, nodes = slots.shape[0], trees.shape[2]
     if not requests:
         return

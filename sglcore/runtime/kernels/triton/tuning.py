@@ -76,8 +76,8 @@ class Tuning:
     lanes: int = 32
     """Threads per warp (the warp size)."""
     float8: str | None = None
-    """The format of 8-bit floats that the device converts by an instruction. Other formats, or with
-    None all, are converted by their bits."""
+    """The 8-bit float format that the device converts by an instruction. All other formats are
+    converted by their bits. None: the device has no such instruction."""
     elements: int = 2048
     """Elements that one program of an elementwise kernel or norm holds. A longer row is held
     whole."""
@@ -108,10 +108,10 @@ class Tuning:
     tree_place: LaunchConfig = LaunchConfig(32, 1)
     """Writing draft trees into the tables of their slots."""
     programs: int = 256
-    """Programs that keep the device busy. Attention over long requests is split until there are as
-    many."""
+    """Programs that keep the device busy. Attention over long requests is split until it has this
+    number of programs."""
     most_splits: int = 64
-    """The most parts into which attention over one request is split."""
+    """Maximum number of parts into which attention over one request is split."""
     decode_tokens: int = 64
     """Tokens of the cache in one iteration of decode attention, while their keys fit into
     `tile_bytes`."""
@@ -161,7 +161,7 @@ class Tuning:
     causal_conv: LaunchConfig = LaunchConfig(128, 1)
     """The causal convolution."""
     state_columns: int = 32
-    """Values of a head of which one program holds the part of the recurrent state."""
+    """Values of a head in the part of the recurrent state that one program holds."""
     gated_delta_rule: LaunchConfig = LaunchConfig(128, 1)
     """The gated delta rule."""
     scan_tokens: int = 32
@@ -183,7 +183,8 @@ class Tuning:
     copy_rows: LaunchConfig = LaunchConfig(128, 1)
     """Copying rows between host memory and the device."""
     hc_split: int = 1024
-    """Elements of a token's streams of which one program adds up the mixing (hyper-connections)."""
+    """Elements of a token's streams that one program adds up for the mixing weights
+    (hyper-connections)."""
     hc_depth: int = 64
     """Elements of one iteration of that sum."""
     hc_pre: LaunchConfig = LaunchConfig(128, 2)

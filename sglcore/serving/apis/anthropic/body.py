@@ -1,4 +1,5 @@
-"""Bodies of /v1/messages: what a client of Anthropic's API may send. Knows no engine."""
+"""Bodies of /v1/messages: what a client of Anthropic's API may send. It does not know the
+engine."""
 
 from __future__ import annotations
 
@@ -166,7 +167,7 @@ class MessagesRequest(CountRequest, SamplingFields):
 
 
 UNTHREADED = "thread_unsupported_request"
-"""The word of an error by which clients know that they must send whole conversations."""
+"""The error code by which clients know that they must send whole conversations."""
 
 
 class MessagesErrorDetail(Answer):

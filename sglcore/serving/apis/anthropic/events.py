@@ -1,5 +1,5 @@
-"""An answer as a message of Anthropic's API: the events of its stream, in order, and the message
-that they come to."""
+"""An answer as a message of Anthropic's API: the events of its stream, in order, and the complete
+message."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ class MessageWriter(Writer[ChatRun]):
     def __init__(self, frontend: Frontend, name: str | None) -> None:
         super().__init__(frontend, name)
         self._max_model_len = frontend.info.max_model_len if frontend.info is not None else 0
-        """Tells an answer that filled the context from one that reached its own limit."""
+        """Distinguishes an answer that filled the context from one that reached its own limit."""
         self._blocks = Blocks()
         self._reason = ""
 
     async def answer(self, run: ChatRun) -> dict[str, Any]:
-        """The whole message; waits for its end. Raises Unanswered if it failed."""
+        """Return the whole message; waits for its end. Raises Unanswered if it failed."""
         await run.ended()
         async for event in run:
             self._take(event)
@@ -43,8 +43,8 @@ class MessageWriter(Writer[ChatRun]):
         return message
 
     async def events(self, run: ChatRun) -> AsyncGenerator[bytes, None]:
-        """The message's events as they happen. What comes before the first word is raised before
-        anything is given."""
+        """Yield the message's events as they happen. An error before the first text is raised
+        before anything is yielded."""
         begin, events = await run.begin()
         message = self._begun(run.output)
         first = self._take(begin)
@@ -56,11 +56,11 @@ class MessageWriter(Writer[ChatRun]):
         yield named_events(self._end(message, run.output))
 
     def on_error(self, error: Exception) -> bytes:
-        """The event that tells of an error after the first."""
+        """Return the event for an error after the first event."""
         return named_events([error_body(told(error))])
 
     def _begun(self, output: RequestOutput) -> dict[str, Any]:
-        """The message before its first word."""
+        """Return the message before its first text."""
         return {
             "id": f"msg_{uuid.uuid4().hex}",
             "type": "message",
@@ -79,7 +79,7 @@ class MessageWriter(Writer[ChatRun]):
         return [made for change in self._blocks.take(event.delta) for made in _events(change)]
 
     def _end(self, message: dict[str, Any], output: RequestOutput) -> list[Event]:
-        """The events after the last word; the message is whole then."""
+        """Return the events after the last text; they complete the message."""
         check_answered([output])
         made = [event for change in self._blocks.finish() for event in _events(change)]
         delta = self._ending(output)
@@ -135,7 +135,7 @@ def _whole(block: Block) -> dict[str, Any]:
 
 
 def _usage(output: RequestOutput) -> dict[str, Any]:
-    """Anthropic counts the tokens that came from the cache apart from `input_tokens`."""
+    """Return the usage. Anthropic does not count tokens from the cache in `input_tokens`."""
     return {
         "input_tokens": len(output.prompt_token_ids) - output.cached_tokens,
         "cache_creation_input_tokens": 0,
@@ -146,7 +146,7 @@ def _usage(output: RequestOutput) -> dict[str, Any]:
 
 
 def error_body(failure: Failure) -> dict[str, Any]:
-    """A failure as Anthropic writes it."""
+    """Return a failure in Anthropic's form."""
     kind = _ERRORS.get(failure.status, "invalid_request_error" if failure.status < 500 else "api_error")
     details = {"details": {"error_code": failure.code}} if failure.code == UNTHREADED else {}
     return {"type": "error", "error": {"type": kind, "message": failure.message, **details}}

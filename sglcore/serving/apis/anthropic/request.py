@@ -1,5 +1,5 @@
-"""A request for a message of Anthropic's API as a conversation: blocks become the messages and
-tools of the chat endpoint."""
+"""Converts a message request of Anthropic's API to a conversation: blocks become messages and tools
+of the chat endpoint."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def message_request(body: MessagesRequest) -> ChatRequest:
 
 
 def chat_request(body: CountRequest, params: SamplingParams) -> ChatRequest:
-    """The chat request of a conversation. An answer that the conversation ends with is gone on
-    with."""
+    """Return the chat request of a conversation. If the conversation ends with an answer, that
+    answer is continued."""
     messages = _system(body.system)
     for place, message in enumerate(body.messages):
         _add(messages, message, f"messages[{place}]")
@@ -98,8 +98,8 @@ def _system(system: str | list[Texts] | None) -> list[dict[str, Any]]:
 
 
 def _add(messages: list[dict[str, Any]], message: Message, where: str) -> None:
-    """Add a turn: results of calls are messages of their own, and a second turn of one side goes on
-    with the first."""
+    """Add a turn: results of calls become messages of their own; consecutive turns of one side are
+    joined."""
     if message.role == "assistant":
         turn = _answer(message.content, f"{where}.content")
         _join(messages, turn) if messages and messages[-1]["role"] == "assistant" else messages.append(turn)
@@ -127,7 +127,7 @@ def _flush(messages: list[dict[str, Any]], role: str, texts: list[dict[str, Any]
 
 
 def _answer(content: str | list[Block], where: str) -> dict[str, Any]:
-    """The model's own turn: its texts are one text, as it wrote them."""
+    """Return the model's own turn; its texts are joined unchanged."""
     turn: dict[str, Any] = {"role": "assistant"}
     for place, block in enumerate(_blocks(content)):
         match block:
@@ -223,7 +223,7 @@ def _grammar(body: CountRequest) -> Any:
 
 
 def unused(body: MessagesRequest) -> list[str]:
-    """The fields, and those inside of others, that this server has no use for."""
+    """Return the fields, nested ones included, that this server does not use."""
     notes = [*body.warnings()]
     is_forced = body.tool_choice is not None and body.tool_choice.type in ("any", "tool")
     notes += [f"thinking.{name}" for name in body.thinking.warnings()] if body.thinking is not None else []

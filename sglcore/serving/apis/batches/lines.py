@@ -1,4 +1,4 @@
-"""The input of a batch: a line of JSON for each request."""
+"""The input of a batch: one line of JSON for each request."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 import msgspec
 
 MOST_FAULTS = 50
-"""Faults of a file that are told."""
+"""Number of faults of a file that are reported."""
 LONGEST_LINE = 8 << 20
-"""Bytes of a line at most, unless the server allows other requests."""
+"""Largest number of bytes of a line, unless the server allows other requests."""
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A request: the number of its line, from 1, its caller's name for it, and its body as JSON."""
+    """A request: the number of its line, from 1, its custom id, and its body as JSON."""
 
     number: int
     custom_id: str
@@ -33,8 +33,8 @@ class _Written(msgspec.Struct):
 def read_lines(
     content: Iterable[bytes], endpoint: str, longest: int = LONGEST_LINE
 ) -> tuple[list[Line], list[dict[str, Any]]]:
-    """The requests of a file's lines, all for this endpoint and none of more than `longest` bytes,
-    and what is wrong with it as OpenAI writes that: a file with a fault is not run."""
+    """Return the requests of a file's lines, which must all be for this endpoint and have at most
+    `longest` bytes, and the file's faults in OpenAI's form. A file with a fault is not run."""
     lines: list[Line] = []
     faults: list[dict[str, Any]] = []
     names: set[str] = set()
@@ -62,7 +62,7 @@ def read_lines(
 
 
 def _wrong(written: _Written, endpoint: str, names: set[str]) -> tuple[str, str, str] | None:
-    """Code, message and field of what is wrong with a line."""
+    """Return code, message and field of what is wrong with a line; None if it is valid."""
     if written.custom_id in names:
         return "duplicate_custom_id", f"custom_id {written.custom_id[:60]!r} was there before", "custom_id"
     if written.method != "POST":

@@ -1,4 +1,4 @@
-"""/v1/files and /v1/batches: requests that may wait, in a file, and their answers, in another."""
+"""/v1/files and /v1/batches: requests without urgency in one file, and their answers in another."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from sglcore.serving.apis.body import Body
 from sglcore.serving.replicas.errors import InvalidRequest
 
 WINDOW_SECONDS = 24 * 3600
-"""A batch that is not over by then has expired."""
+"""Seconds after which a batch that has not ended expires."""
 _GET = (400, 404)
 Limit = Annotated[int, Query(ge=1, le=10000)]
 Order = Annotated[Literal["asc", "desc"], Query()]
@@ -56,7 +56,8 @@ class Deleted(Answer):
 
 
 def add_routes(router: APIRouter, runner: BatchRunner | None, most: int) -> None:
-    """All of them; where nothing runs batches they say what it takes. `most`: bytes of a file."""
+    """Add all endpoints; without a runner they answer with how to enable batches. `most`: bytes of
+    a file."""
 
     def opened() -> BatchRunner:
         if runner is None:
@@ -193,7 +194,7 @@ def _batch(body: BatchBody) -> dict[str, Any]:
 
 
 def _form() -> dict[str, Any]:
-    """The body of an upload in the document."""
+    """Return the body of an upload for the document."""
     properties = {"file": {"type": "string", "format": "binary"}, "purpose": {"const": "batch"}}
     schema = {"type": "object", "required": ["file", "purpose"], "properties": properties}
     return {"requestBody": {"required": True, "content": {"multipart/form-data": {"schema": schema}}}}

@@ -19,36 +19,36 @@ from sglcore.serving.apis.batches.store import BatchStore
 from sglcore.serving.replicas.errors import StorageError, failure
 
 Call = Callable[[str, bytes, str], Awaitable[tuple[int, bytes]]]
-"""Asks an endpoint: its path, a JSON body, the request's id; status and JSON of the answer."""
+"""Calls an endpoint with its path, a JSON body and the request's id; returns status and JSON of the
+answer."""
 RETRY_SECONDS = 1.0
-"""Between two tries of a request that the server has no place for."""
+"""Seconds between two tries of a request that the server has no room for."""
 MOST_DEATHS = 3
-"""Tries of a request after which its engine ended."""
+"""Tries of a request after which its engine ended; the request fails after this number."""
 POLL_SECONDS = 1.0
-"""Between two looks at a batch that runs: whether it was cancelled, or its time is over."""
+"""Seconds between two checks of a running batch: whether it was cancelled or has expired."""
 
 log = logging.getLogger("sglcore.serving")
 
 
 class BatchRunner:
-    """One batch after another, the oldest first. `tell` it that there is something new."""
+    """Runs one batch after another, the oldest first. Call `tell` for a change."""
 
     def __init__(
         self, store: BatchStore, call: Call, at_once: int, *, longest: int = LONGEST_LINE, wait: float = RETRY_SECONDS
     ) -> None:
-        """`at_once`: requests that may be on their way together. `longest`: bytes of one at most.
-        `wait`: seconds before what did not work is tried again."""
+        """`at_once`: requests in flight at the same time. `longest`: largest number of bytes of
+        one. `wait`: seconds before a failed try is repeated."""
         self.store, self._longest = store, longest
         self._call, self._at_once, self._wait = call, at_once, wait
         self._news = asyncio.Event()
 
     def tell(self) -> None:
-        """A batch was made or cancelled; does not wait."""
+        """Note that a batch was made or cancelled; does not wait."""
         self._news.set()
 
     async def run(self) -> None:
-        """Run what there is and what comes, until cancelled; a batch that was cut off then goes on
-        with the next start."""
+        """Run batches until cancelled. A batch that was interrupted continues at the next start."""
         while True:
             self._news.clear()
             active = await self._active()
@@ -58,7 +58,7 @@ class BatchRunner:
                 await self._rest()
 
     async def _active(self) -> list[dict[str, Any]]:
-        """The batches that are not over; waits until they can be read."""
+        """Return the batches that have not ended; waits until they can be read."""
         is_told = False
         while True:
             try:
@@ -81,7 +81,7 @@ class BatchRunner:
         await self._news.wait()
 
     async def _try(self, batch: dict[str, Any]) -> None:
-        """Run it; what goes wrong fails it, and nothing else."""
+        """Run a batch; an error fails this batch and nothing else."""
         try:
             await self._run(batch)
         except (StorageError, OSError, sqlite3.Error) as error:
@@ -160,7 +160,7 @@ class BatchRunner:
 
 
 def _pending(workers: list[asyncio.Task[None]]) -> set[asyncio.Task[None]]:
-    """Those that have not ended. Raises what ended one of the others."""
+    """Return the tasks that have not ended. Raises the error of an ended one."""
     for worker in workers:
         if worker.done():
             worker.result()

@@ -1,6 +1,5 @@
-"""Files and batches in a folder: what they hold as files, what is known of them in SQLite. A
-process that is killed loses neither: a result is there for good before it counts, and a file before
-it is known.
+"""Files and batches in a folder: content as files, metadata in SQLite. Nothing is lost when the
+process is killed: a result is durable before it counts, and a file before it is listed.
 
 Every method waits for the disk and may be called from any thread.
 """
@@ -22,7 +21,7 @@ from sglcore.device.errors import NO_SPACE, ConfigError
 from sglcore.serving.replicas.errors import InvalidRequest, StorageError
 
 ACTIVE = ("validating", "in_progress", "finalizing", "cancelling")
-"""A batch in one of these states is not over."""
+"""States of a batch that has not ended."""
 _TABLES = """
 CREATE TABLE IF NOT EXISTS files (number INTEGER PRIMARY KEY, id TEXT UNIQUE, value TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS batches (number INTEGER PRIMARY KEY, id TEXT UNIQUE, value TEXT NOT NULL);
@@ -39,12 +38,12 @@ class BatchStore:
     """
 
     def __init__(self, folder: Path) -> None:
-        """Open or make it; what was half written when its owner ended is removed. Raises
+        """Open the folder or make it; removes files that the last owner had not finished. Raises
         ConfigError."""
         self._files = folder / "files"
         self._lock = threading.Lock()
         self._unwritten: dict[str, dict[str, Any]] = {}
-        """Batches that have failed, as the disk does not say yet."""
+        """Batches that have failed, but not yet on the disk."""
         try:
             self._files.mkdir(parents=True, exist_ok=True)
             self._database = sqlite3.connect(folder / "batches.sqlite", check_same_thread=False, timeout=1.0)
@@ -64,12 +63,12 @@ class BatchStore:
             ) from None
 
     def close(self) -> None:
-        """Let go of the folder."""
+        """Release the folder."""
         self.settle()
         self._database.close()
 
     def add_file(self, content: bytes | memoryview, filename: str, purpose: str) -> dict[str, Any]:
-        """Keep a file; the object that describes it."""
+        """Store a file; returns its object."""
         with self._undone() as made:
             value = self._write((content,), filename, purpose, made)
             with self._lock, self._database:
@@ -82,8 +81,8 @@ class BatchStore:
         return self._files / file_id
 
     def delete_file(self, file_id: str) -> None:
-        """Forget a file. Raises InvalidRequest for one that is not there, or that a batch still
-        reads."""
+        """Delete a file. Raises InvalidRequest if it does not exist or if a batch still reads
+        it."""
         self.get("files", file_id, "file_id")
         reader = next((each["id"] for each in self.active() if each["input_file_id"] == file_id), None)
         if reader is not None:
@@ -93,12 +92,12 @@ class BatchStore:
         (self._files / file_id).unlink(missing_ok=True)
 
     def add_batch(self, batch: Mapping[str, Any]) -> None:
-        """Keep a new batch."""
+        """Store a new batch."""
         with self._transaction():
             self._put("batches", batch)
 
     def get(self, table: str, object_id: str, param: str) -> dict[str, Any]:
-        """A file's object, or a batch's (`table`). Raises InvalidRequest that blames `param`."""
+        """Return the object of a file or a batch (`table`). Raises InvalidRequest about `param`."""
         with self._lock:
             row = self._database.execute(f"SELECT value FROM {table} WHERE id = ?", (object_id,)).fetchone()
         if row is None:
@@ -125,32 +124,32 @@ class BatchStore:
         return {"object": "list", "data": data, **ends, "has_more": len(found) > limit}
 
     def active(self) -> list[dict[str, Any]]:
-        """The batches that are not over, oldest first."""
+        """Return the batches that have not ended, oldest first."""
         with self._lock:
             rows = self._database.execute("SELECT value FROM batches ORDER BY number").fetchall()
         return [value for row in rows if (value := self._known(row[0]))["status"] in ACTIVE]
 
     def move(self, batch_id: str, status: str, *, of: Iterable[str] = ACTIVE, **known: Any) -> dict[str, Any]:
-        """Put a batch into a state, if it is in one `of` these, with the time of it and what is
-        `known` then; the batch."""
+        """Set a batch's state, its time and the fields `known`, if its state is one `of` these;
+        returns the batch."""
         with self._transaction():
             return self._move(batch_id, status, of, known)
 
     def add_result(self, batch_id: str, line: int, result: bytes, *, is_answer: bool) -> None:
-        """Keep what came of a line, as it will stand in the file of answers or of errors."""
+        """Store the result of a line, as it will be in the file of answers or of errors."""
         with self._transaction():
             row = (batch_id, line, is_answer, result)
             self._database.execute("INSERT OR REPLACE INTO results VALUES (?, ?, ?, ?)", row)
 
     def lines_done(self, batch_id: str) -> set[int]:
-        """The lines that have results."""
+        """Return the lines that have results."""
         with self._lock:
             rows = self._database.execute("SELECT line FROM results WHERE batch = ?", (batch_id,))
             return {row[0] for row in rows}
 
     def finish(self, batch_id: str, status: str, **known: Any) -> None:
-        """Make the files of what a batch has, and put it into its last state with what is `known`
-        of it, all or nothing."""
+        """Write the files of a batch's results, and set its last state with the fields `known`, all
+        or nothing."""
         with self._transaction() as made:
             known["request_counts"] = self._counts(batch_id)
             for name in self._kinds(batch_id):
@@ -217,8 +216,8 @@ class BatchStore:
     def _write(
         self, content: Iterable[bytes | memoryview], filename: str, purpose: str, made: list[Path]
     ) -> dict[str, Any]:
-        """A new file of these pieces, which is on the disk, and is the last of those `made`; the
-        object that describes it."""
+        """Write these pieces to a new file, which is then durable, and append it to `made`; returns
+        its object."""
         file_id, size = f"file-{secrets.token_hex(12)}", 0
         made.append(self._files / file_id)
         with made[-1].open("xb") as stream:
@@ -230,12 +229,12 @@ class BatchStore:
         return {"id": file_id, "object": "file", **known, "status": "processed"}
 
     def _kinds(self, batch_id: str) -> list[str]:
-        """Which files a batch gets: of answers, and of errors."""
+        """Return the kinds of files that a batch gets: answers, errors."""
         rows = self._database.execute("SELECT DISTINCT is_answer FROM results WHERE batch = ?", (batch_id,))
         return sorted(("output" if row[0] else "error" for row in rows), reverse=True)
 
     def _results(self, batch_id: str, kind: str) -> Iterator[bytes]:
-        """The lines of such a file."""
+        """Yield the lines of such a file."""
         rows = self._database.execute(
             "SELECT value FROM results WHERE batch = ? AND is_answer = ? ORDER BY line", (batch_id, kind == "output")
         )
@@ -248,7 +247,7 @@ class BatchStore:
             self._database.execute(f"DELETE FROM results WHERE batch NOT IN ({names})")
 
     def _known(self, text: str) -> dict[str, Any]:
-        """A row's object, as it is by now."""
+        """Return a row's object in its current state."""
         value: dict[str, Any] = json.loads(text)
         return self._unwritten.get(value["id"], value)
 
@@ -267,7 +266,7 @@ class BatchStore:
         self._database.execute(f"INSERT INTO {table} (id, value) VALUES (?, ?)", (value["id"], json.dumps(value)))
 
     def _shown(self, table: str, value: dict[str, Any]) -> dict[str, Any]:
-        """A batch that is not over, with what is done of it by now."""
+        """Return a batch; if it has not ended, with its current counts."""
         if table == "batches" and value["status"] in ACTIVE:
             with self._lock:
                 value["request_counts"] = self._counts(value["id"])

@@ -15,8 +15,8 @@ ENCODED = ("base64", "quoted-printable")
 
 
 def read_form(content_type: str, body: bytes) -> tuple[dict[str, str], tuple[str, bytes | memoryview]]:
-    """The fields of a form, and the name and the content of its file, which may be a view of the
-    body. Raises InvalidRequest."""
+    """Return the fields of a form, and the name and the content of its file, which may be a view of
+    the body. Raises InvalidRequest."""
     if not content_type.lower().startswith("multipart/form-data"):
         raise InvalidRequest("the body is no form", wanted="multipart/form-data", status=415, param="file")
     boundary = _head(f"content-type: {content_type}".encode("latin-1", "replace")).get_boundary()
@@ -39,7 +39,7 @@ def read_form(content_type: str, body: bytes) -> tuple[dict[str, str], tuple[str
 
 
 def _parts(body: bytes, boundary: bytes) -> Iterator[tuple[int, int]]:
-    """Where each part begins and ends. Raises InvalidRequest for a form that has no end."""
+    """Yield where each part begins and ends. Raises InvalidRequest for a form without an end."""
     line = re.compile(rb"(?:\r\n|\A)--" + re.escape(boundary) + rb"(--)?[ \t]*(?=\r\n|\Z)")
     mark, place, begin = b"--" + boundary, 0, None
     while (place := body.find(mark, place)) >= 0:
@@ -56,7 +56,7 @@ def _parts(body: bytes, boundary: bytes) -> Iterator[tuple[int, int]]:
 
 
 def _part(body: bytes, begin: int, end: int) -> tuple[EmailMessage, bytes | memoryview]:
-    """The head and the content of a part."""
+    """Return the head and the content of a part."""
     split = body.find(b"\r\n\r\n", begin, end)
     if split < 0:
         return _head(b""), b""

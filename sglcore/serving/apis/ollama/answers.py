@@ -1,4 +1,4 @@
-"""Answers of the endpoints below /api, as the document describes them."""
+"""Answers of the endpoints below /api, as the OpenAPI document describes them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Bodies of the endpoints below /api: what a client of Ollama may send. Knows no engine."""
+"""Bodies of the endpoints below /api: what a client of Ollama may send. It does not know the
+engine."""
 
 from __future__ import annotations
 
@@ -47,7 +48,7 @@ class OllamaOptions(SamplingFields):
     mirostat_eta: Ignored[float] = None
 
     def warnings(self) -> tuple[str, ...]:
-        """The ignored fields, and a window of penalties."""
+        """Return the ignored fields, and a penalty window without effect."""
         window = () if self.repeat_last_n in (None, -1) else ("repeat_last_n",)
         return tuple(sorted((*super().warnings(), *window)))
 
@@ -83,7 +84,8 @@ class OllamaMessage(Body):
 
     @model_validator(mode="after")
     def _says_something(self) -> OllamaMessage:
-        """Only an assistant may have said nothing: a template would write the word None for it."""
+        """Check that only an assistant has an empty message: a template would write the word None
+        for another role."""
         if self.content is None and self.role != "assistant":
             raise PydanticCustomError("no_content", "content, which a message of role {role} has", {"role": self.role})
         return self
@@ -114,7 +116,7 @@ class AnswerFields(Body):
     shift: Ignored[bool] = None
 
     def warnings(self) -> tuple[str, ...]:
-        """The ignored fields, those of `options` too."""
+        """Return the ignored fields, including those of `options`."""
         own = () if self.options is None else self.options.warnings()
         return (*super().warnings(), *(f"options.{name}" for name in own))
 

@@ -1,4 +1,4 @@
-"""An answer as Ollama writes it: the lines of its stream, and the object that they come to."""
+"""An answer in Ollama's form: the lines of its stream, and the complete object."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ class Said:
 
 
 Shape = Callable[[Said], dict[str, Any]]
-"""Where an endpoint's answer has it."""
+"""Puts the content where an endpoint's answer has it."""
 
 
 def as_message(said: Said) -> dict[str, Any]:
-    """In /api/chat: a message."""
+    """Return the content as /api/chat has it: a message."""
     message: dict[str, Any] = {"role": "assistant", "content": said.content}
     if said.thinking:
         message["thinking"] = said.thinking
@@ -46,32 +46,32 @@ def as_message(said: Said) -> dict[str, Any]:
 
 
 def as_text(said: Said) -> dict[str, Any]:
-    """In /api/generate: a text."""
+    """Return the content as /api/generate has it: a text."""
     return {"response": said.content, **({"thinking": said.thinking} if said.thinking else {})}
 
 
 def line(value: Any) -> bytes:
-    """A value as a line of a stream."""
+    """Return a value as a line of a stream."""
     return encode(value) + b"\n"
 
 
 def error_body(failure: Failure) -> dict[str, Any]:
-    """A failure as Ollama writes it."""
+    """Return a failure in Ollama's form."""
     return {"error": failure.message}
 
 
 def now() -> str:
-    """The time as answers have it."""
+    """Return the current time in the form of answers."""
     return written(time.time())
 
 
 def written(seconds: float) -> str:
-    """Seconds since 1970 as answers have a time."""
+    """Return seconds since 1970 in the form of answers."""
     return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
 
 
 class LinesWriter(Writer[ChatRun]):
-    """The answer to one request. It has the model name that the request used."""
+    """The answer to one request, with the model name that the request used."""
 
     def __init__(self, frontend: Frontend, texts: TokenTexts, body: AnswerFields, shape: Shape) -> None:
         super().__init__(frontend, served_name(frontend, body.model))
@@ -84,15 +84,16 @@ class LinesWriter(Writer[ChatRun]):
 
     @property
     def form(self) -> StreamForm:
-        """Lines; one that says nothing is a sign of life, as readers take every line for a part."""
+        """Return the form of lines. A line without content is the keep-alive, because readers take
+        every line for a part."""
         return StreamForm(LINES, line(self._part(Said())))
 
     def loaded(self) -> dict[str, Any]:
-        """The answer to a request that asks for nothing: the model is there."""
+        """Return the answer to a request without a prompt: the model is loaded."""
         return {**self._part(Said()), "done": True, "done_reason": "load"}
 
     async def answer(self, run: ChatRun) -> dict[str, Any]:
-        """The whole answer; waits for its end. Raises Unanswered if it failed."""
+        """Return the whole answer; waits for its end. Raises Unanswered if it failed."""
         await run.ended()
         logprobs: list[Any] = []
         async for event in run:
@@ -103,7 +104,7 @@ class LinesWriter(Writer[ChatRun]):
         return {**self._part(said), **self._ending(run), **self._logprobs(logprobs)}
 
     async def events(self, run: ChatRun) -> AsyncGenerator[bytes, None]:
-        """The lines. What comes before the first word is raised before anything is given."""
+        """Yield the lines. An error before the first text is raised before anything is yielded."""
         first, others = await run.begin()
         for part in self._lines(first):
             yield part
@@ -115,7 +116,7 @@ class LinesWriter(Writer[ChatRun]):
         yield line({**self._part(Said()), **self._ending(run)})
 
     def on_error(self, error: Exception) -> bytes:
-        """The line that tells of an error after the first."""
+        """Return the line for an error after the first line."""
         return line(error_body(told(error)))
 
     def _part(self, said: Said) -> dict[str, Any]:
@@ -141,7 +142,7 @@ class LinesWriter(Writer[ChatRun]):
         return self._said(self._blocks.finish())
 
     def _said(self, changes: Sequence[BlockChange]) -> list[Said]:
-        """What changes of blocks tell: text as it grows, a call when it is whole."""
+        """Return the content of block changes: text as it grows, a call when it is complete."""
         found: list[Said] = []
         for change in changes:
             if change.kind == "grew" and change.text and change.block.kind == "text":
@@ -164,7 +165,7 @@ class LinesWriter(Writer[ChatRun]):
         return {"logprobs": chat_logprobs(self._texts, found, self._shown)["content"]} if found else {}
 
     def _ending(self, run: ChatRun) -> dict[str, Any]:
-        """What an answer says at its end. Raises Unanswered if it failed."""
+        """Return the fields at the end of an answer. Raises Unanswered if it failed."""
         check_answered(run.outputs)
         output: RequestOutput = run.output
         end = time.perf_counter()
@@ -185,5 +186,5 @@ class LinesWriter(Writer[ChatRun]):
 
 
 def _nanoseconds(seconds: float) -> int:
-    """At least one: clients divide by it."""
+    """Return nanoseconds, at least 1, because clients divide by them."""
     return max(int(seconds * 1e9), 1)

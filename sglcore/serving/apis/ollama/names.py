@@ -1,4 +1,4 @@
-"""Names of models as Ollama writes them: with a tag, which is `latest` where none is said."""
+"""Model names in Ollama's form: with a tag, by default `latest`."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ LATEST = ":latest"
 
 
 def tagged(name: str) -> str:
-    """A served name with its tag."""
+    """Return a served name with its tag."""
     return name if ":" in name else name + LATEST
 
 
 def served_name(frontend: Frontend, name: str | None) -> str:
-    """Which of the served names is meant, with the tag or without; no name means the main one.
+    """Return the served name that is meant, with or without the tag; without a name, the main one.
     Raises InvalidRequest (404)."""
     if not name:
         return frontend.names[0]

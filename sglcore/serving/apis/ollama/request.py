@@ -1,4 +1,4 @@
-"""Bodies of Ollama's protocol as what the engines are asked for."""
+"""Converts bodies of Ollama's protocol to requests for the engines."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ _OWN_NAMES = MappingProxyType(
 
 
 def chat_request(body: OllamaChatBody, frontend: Frontend) -> ChatRequest:
-    """The chat that a body describes. An answer that the conversation ends with is gone on with.
+    """Return the chat of a body. If the conversation ends with an answer, that answer is continued.
     Raises InvalidRequest and SamplingError."""
     messages = _messages(body.messages or ())
     last = messages[-1]
@@ -69,7 +69,7 @@ def chat_request(body: OllamaChatBody, frontend: Frontend) -> ChatRequest:
 
 
 def text_request(body: OllamaGenerateBody, frontend: Frontend) -> ChatRequest:
-    """A prompt, and what the system says, as a conversation. Raises InvalidRequest and
+    """Return a prompt, with the system text, as a conversation. Raises InvalidRequest and
     SamplingError."""
     _check(body)
     system = [{"role": "system", "content": body.system}] if body.system else []
@@ -83,8 +83,8 @@ def text_request(body: OllamaGenerateBody, frontend: Frontend) -> ChatRequest:
 
 
 def plain_prompt(body: OllamaGenerateBody, frontend: Frontend) -> str | None:
-    """The prompt of a text that is gone on with as it is, or between two; None for one that is
-    answered. Raises InvalidRequest."""
+    """Return the prompt of a text that is continued without a template, or filled in between two
+    texts; None for a text to answer. Raises InvalidRequest."""
     _check(body)
     prompt = body.prompt or ""
     if body.suffix:
@@ -129,7 +129,8 @@ def _check(body: OllamaGenerateBody) -> None:
 
 
 def _check_penalties(options: OllamaOptions) -> None:
-    """A window of penalties, where there are any, is all that came."""
+    """Raise InvalidRequest for a penalty window with active penalties: penalties always count over
+    the prompt and the output."""
     penalties = options.given("repeat_penalty", "repetition_penalty", "presence_penalty", "frequency_penalty")
     neutral = {"repeat_penalty": 1, "repetition_penalty": 1, "presence_penalty": 0, "frequency_penalty": 0}
     active = [f"options.{name}" for name, value in penalties.items() if value != neutral[name]]
@@ -176,24 +177,25 @@ def _messages(messages: Sequence[OllamaMessage]) -> list[dict[str, Any]]:
 
 
 class _Calls:
-    """The calls of a conversation that have no answer yet. This protocol may name neither call nor
-    answer: names are by the place, so that the same conversation is the same prompt."""
+    """The calls of a conversation without an answer so far. In this protocol neither calls nor
+    answers need an id: ids come from positions, so that the same conversation gives the same
+    prompt."""
 
     def __init__(self) -> None:
         self._count = 0
         self._open: dict[str, str] = {}
-        """The function of each, by its id."""
+        """The function name of each call, by its id."""
 
     def made(self, call: OllamaCall) -> dict[str, Any]:
-        """A call as templates take it."""
+        """Return a call as templates take it."""
         self._count += 1
-        name = call.id or f"call{self._count:05d}"  # nine letters and digits, as some templates want
+        name = call.id or f"call{self._count:05d}"  # nine letters and digits, for some templates
         self._open[name] = call.function.name
         arguments = json.dumps(call.function.arguments, ensure_ascii=False)
         return {"id": name, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}
 
     def answered(self, message: OllamaMessage) -> dict[str, str]:
-        """Which call a message answers, as far as that is known."""
+        """Return the id and name of the call that a message answers, as far as they are known."""
         name = message.tool_call_id or next(
             (name for name, function in self._open.items() if message.tool_name in (None, "", function)), None
         )

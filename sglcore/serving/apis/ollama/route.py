@@ -1,5 +1,5 @@
 """POST /api/chat, generate, embed, embeddings and show, GET /api/tags, ps and version: Ollama's
-protocol, its errors on all of them."""
+protocol, with its errors on all of them."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ from sglcore.serving.replicas.frontend import Pooled
 from sglcore.serving.replicas.runs import start_runs
 
 PROTOCOL = "0.12.11"
-"""The version of Ollama that has these fields: log-probabilities are its newest ones."""
+"""The version of Ollama that has these fields; log-probabilities are the newest ones."""
 
 
 def add_routes(router: APIRouter, frontend: ChatFrontend) -> None:
-    """All of them."""
+    """Add all endpoints."""
     _add_chat(router, frontend)
     _add_generate(router, frontend)
     _add_vectors(router, frontend)
@@ -92,7 +92,7 @@ def _add_generate(router: APIRouter, frontend: ChatFrontend) -> None:
 
 
 async def _continued(body: OllamaGenerateBody, prompt: str, frontend: ChatFrontend) -> ChatRun:
-    """The run of a text that no template is put around."""
+    """Return the run of a text that is continued without a template."""
     params = params_of(body, frontend)
     form = "format" if params.grammar is not None else ""
     return plain_run(await start_runs(frontend, [prompt], params, form=form), params, form)
@@ -156,7 +156,7 @@ def _add_models(router: APIRouter, frontend: ChatFrontend) -> None:
 
 
 def _once(make: Callable[[], Awaitable[ModelCard]]) -> Callable[[], Awaitable[ModelCard]]:
-    """Keeps what is made, once it has been: files of a model that is served do not change."""
+    """Cache the result of `make`: the files of a served model do not change."""
     kept: list[ModelCard] = []
 
     async def get() -> ModelCard:
@@ -168,7 +168,7 @@ def _once(make: Callable[[], Awaitable[ModelCard]]) -> Callable[[], Awaitable[Mo
 
 
 def _unit(vector: np.ndarray) -> np.ndarray:
-    """The same direction, of length 1."""
+    """Return the vector scaled to length 1."""
     return vector / (float(np.linalg.norm(vector)) or 1.0)
 
 

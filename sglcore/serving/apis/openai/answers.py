@@ -1,5 +1,5 @@
-"""Answers of /v1/chat/completions, /v1/completions and /v1/models, as the document describes
-them."""
+"""Answers of /v1/chat/completions, /v1/completions and /v1/models, as the OpenAPI document
+describes them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Bodies of /v1/chat/completions and /v1/completions: what a client may send. Knows no engine."""
+"""Bodies of /v1/chat/completions and /v1/completions: what a client may send. It does not know the
+engine."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ class Part(Body):
         return value
 
     def plain(self) -> dict[str, Any]:
-        """The piece as templates take it: what was refused is text as well."""
+        """Return the piece as templates take it; a refusal becomes text."""
         return {"type": "text", "text": self.text if self.type == "text" else self.refusal}
 
 
@@ -71,14 +72,15 @@ class Message(Body):
 
     @model_validator(mode="after")
     def _says_something(self) -> Message:
-        """Only an assistant may have said nothing: a template would write the word None for it."""
+        """Check that only an assistant has an empty message: a template would write the word None
+        for another role."""
         if self.content is None and self.role != "assistant":
             raise PydanticCustomError("no_content", "content, which a message of role {role} has", {"role": self.role})
         return self
 
     def plain(self) -> dict[str, Any]:
-        """The message as templates take it: no empty fields, a developer is a system, reasoning
-        under one name."""
+        """Return the message as templates take it: without empty fields, a developer as a system,
+        reasoning under one name."""
         found = self.model_dump(exclude_none=True, exclude={"annotations"})
         if isinstance(self.content, list):
             found["content"] = [part.plain() for part in self.content]
@@ -111,7 +113,7 @@ class Tool(Body):
     function: Function
 
     def plain(self) -> dict[str, Any]:
-        """The tool as templates take it."""
+        """Return the tool as templates take it."""
         found = self.model_dump(exclude_none=True)
         found["function"].pop("strict", None)
         return found
@@ -168,7 +170,7 @@ class ChatBody(TemplateFields, GenerationFields):
     verbosity: Ignored[str] = None
 
     def warnings(self) -> tuple[str, ...]:
-        """Those of all bodies, and a tool's `strict` where no call is forced."""
+        """Return the ignored fields, and a tool's `strict` if no call is forced."""
         names = super().warnings()
         if self.tool_choice in (None, "auto", "none") and any(tool.function.strict for tool in self.tools or ()):
             return tuple(sorted((*names, "tools.function.strict")))
@@ -179,7 +181,7 @@ Ids = Annotated[Items[Count], Field(min_length=1)]
 
 
 def _form(value: Any) -> str:
-    """Which of the forms a prompt wants to have: its first item tells."""
+    """Return the form of a prompt, decided by its first item."""
     first = value[0] if isinstance(value, list) and value else ""
     if isinstance(first, str):
         return "texts" if isinstance(value, list) else "text"
@@ -218,5 +220,5 @@ class CompletionBody(GenerationFields):
 
 
 def as_prompts(found: Any) -> list[Any]:
-    """The prompts of a `Prompts`, each a text or a list of token ids."""
+    """Return the prompts of a `Prompts`, each a text or a list of token ids."""
     return [found] if isinstance(found, str) or isinstance(found[0], int) else list(found)

@@ -22,10 +22,10 @@ from sglcore.serving.replicas.runs import Runs, check_answered, failure_of
 
 
 class _Writer(Writer[Run]):
-    """What completions and chats have alike."""
+    """The common part of completions and chats."""
 
     def __init__(self, frontend: Frontend, texts: TokenTexts, body: GenerationFields, prefix: str, chunk: str) -> None:
-        """`prefix` of the answer's id; `chunk`: the `object` of a stream's parts."""
+        """`prefix`: the beginning of the answer's id; `chunk`: the `object` of a stream's parts."""
         super().__init__(frontend, body.model)
         self.id = f"{prefix}-{secrets.token_hex(12)}"
         self._texts, self._chunk = texts, chunk
@@ -35,12 +35,12 @@ class _Writer(Writer[Run]):
         self._tells_usage = self._counts_along or (wanted is not None and bool(wanted.include_usage))
 
     def _frame(self, kind: str) -> dict[str, Any]:
-        """What the answer, and every part of a stream, begins with."""
+        """Return the first fields of the answer and of every part of a stream."""
         return {"id": self.id, "object": kind, **self._about, "system_fingerprint": self.fingerprint}
 
     def _chunks(self, runs: Runs) -> Callable[[dict[str, Any]], bytes]:
-        """What makes an event of a chunk. The constant part is encoded once, with the first: then
-        it is known who answers."""
+        """Return a function that encodes a chunk as an event. The constant part is encoded once,
+        with the first chunk: only then is the engine known."""
         is_empty = self._tells_usage and not self._counts_along
         begin = b""
 
@@ -56,7 +56,8 @@ class _Writer(Writer[Run]):
         return chunk
 
     def _last(self, outputs: Sequence[RequestOutput]) -> bytes:
-        """The usage, if it is wanted, and the end. Raises Unanswered if every sample failed."""
+        """Return the usage, if requested, and the end of the stream. Raises Unanswered if every
+        sample failed."""
         check_answered(outputs)
         usage = {**self._frame(self._chunk), "choices": [], "usage": self._usage(outputs)}
         return (event(usage) if self._tells_usage else b"") + DONE
@@ -89,7 +90,7 @@ class ChatWriter(_Writer[ChatRun]):
         self._body = body
 
     async def answer(self, run: ChatRun) -> dict[str, Any]:
-        """The whole answer; waits for all samples. Raises Unanswered if every one failed."""
+        """Return the whole answer; waits for all samples. Raises Unanswered if every one failed."""
         messages, body = await collect_chat(run), self._body
         output = run.output
         check_answered([output])
@@ -105,7 +106,7 @@ class ChatWriter(_Writer[ChatRun]):
         return answer
 
     async def events(self, run: ChatRun) -> AsyncGenerator[bytes, None]:
-        """All events, the last one [DONE] unless every sample failed."""
+        """Yield all events; the last one is [DONE] unless every sample failed."""
         chunk, begun = self._chunks(run), set[int]()
         async for found in run:
             if found.progress is not None:
@@ -136,7 +137,7 @@ class ChatWriter(_Writer[ChatRun]):
         return {**choice, "token_ids": sample.token_ids} if self._body.return_token_ids else choice
 
     def _first(self, index: int, output: RequestOutput) -> dict[str, Any]:
-        """The role comes before anything else of a sample."""
+        """Return the first chunk of a sample: its role."""
         delta = {"role": "assistant", "content": ""}
         first: dict[str, Any] = {"choices": [{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}]}
         if self._body.return_token_ids:
@@ -170,7 +171,7 @@ class CompletionWriter(_Writer[Runs]):
         self._shows_special = body.skip_special_tokens is False
 
     async def answer(self, runs: Runs) -> dict[str, Any]:
-        """The whole answer; waits for all samples. Raises Unanswered if every one failed."""
+        """Return the whole answer; waits for all samples. Raises Unanswered if every one failed."""
         outputs = await runs.wait()
         check_answered(outputs)
         samples = [(output, sample) for output in outputs for sample in output.outputs]
@@ -181,7 +182,7 @@ class CompletionWriter(_Writer[Runs]):
         }
 
     async def events(self, runs: Runs) -> AsyncGenerator[bytes, None]:
-        """All events, the last one [DONE] unless every sample failed."""
+        """Yield all events; the last one is [DONE] unless every sample failed."""
         chunk, records = self._chunks(runs), dict[int, CompletionLogprobs]()
         async for place, item in runs.read():
             if isinstance(item, PromptProgress):
@@ -193,7 +194,7 @@ class CompletionWriter(_Writer[Runs]):
         yield self._last(runs.outputs)
 
     def _usage(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
-        """A prompt that was only scored has no tokens made."""
+        """Return the usage; a prompt that was only scored has no output tokens."""
         found = super()._usage(outputs)
         if self._body.max_tokens == 0:
             found |= {"completion_tokens": 0, "total_tokens": found["prompt_tokens"]}
@@ -262,7 +263,7 @@ class CompletionWriter(_Writer[Runs]):
         return CompletionLogprobs(self._texts, offset=offset, shows_special=self._shows_special)
 
     def _echoed(self, output: RequestOutput) -> str:
-        """The prompt as text, if it is wanted."""
+        """Return the prompt as text, if requested."""
         if not self._body.echo:
             return ""
         if output.prompt is not None:
@@ -271,9 +272,9 @@ class CompletionWriter(_Writer[Runs]):
 
 
 def _ending(sample: Completion, reason: str | None, body: GenerationFields) -> dict[str, Any]:
-    """How a sample ended: the reason, which of the stops that were asked for it was (none: the
-    model's own end), the seed that gives it again, what of its schema it does not keep to, and why
-    it failed if it did."""
+    """Return how a sample ended: the reason, the requested stop that ended it (none: the model's
+    own end), the seed that reproduces it, the parts of its schema that it violates, and the error
+    if it failed."""
     cause = sample.stop_cause
     asked = cause if isinstance(cause, str) or cause in (body.stop_token_ids or ()) else None
     about = {"finish_reason": reason, "stop_reason": asked, "seed_used": sample.seed}
@@ -283,7 +284,7 @@ def _ending(sample: Completion, reason: str | None, body: GenerationFields) -> d
 
 
 def _progress(item: PromptProgress) -> dict[str, int]:
-    """How far a prompt is, as a chunk tells it."""
+    """Return the progress of a prompt for a chunk."""
     return {"total": item.total, "cached": item.cached, "processed": item.processed}
 
 

@@ -1,4 +1,4 @@
-"""Bodies of completions and chats as what the engines are asked for."""
+"""Converts bodies of completions and chats to requests for the engines."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ DEFAULT_MAX_TOKENS = 16
 
 @dataclass(frozen=True, slots=True)
 class CompletionRequest:
-    """Prompts, each a text or token ids, and how they go on; `form` is the field that binds the
-    text, if one does."""
+    """Prompts, each a text or token ids, and how to continue them; `form` is the field that
+    constrains the text, if any."""
 
     prompts: Sequence[str | Sequence[int]]
     params: SamplingParams
@@ -29,7 +29,7 @@ class CompletionRequest:
 
 
 def completion_request(body: CompletionBody, config: ServerConfig) -> CompletionRequest:
-    """The prompts that a body wants to go on; raises InvalidRequest and SamplingError."""
+    """Return the prompts that a body wants continued. Raises InvalidRequest and SamplingError."""
     _check(body)
     check_streamed(body)
     prompts = as_prompts(body.prompt)
@@ -46,7 +46,7 @@ def completion_request(body: CompletionBody, config: ServerConfig) -> Completion
 
 
 def chat_request(body: ChatBody, config: ServerConfig, request_id: str) -> ChatRequest:
-    """The chat that a body describes; raises InvalidRequest and SamplingError."""
+    """Return the chat of a body. Raises InvalidRequest and SamplingError."""
     check_streamed(body)
     shown = alternatives(body.logprobs, body.top_logprobs, config)
     params, form = generation_params(body, config, max_tokens=_max_tokens(body), logprobs=shown)
@@ -86,7 +86,7 @@ def _max_tokens(body: ChatBody) -> int | None:
 
 
 def _choice_of(body: ChatBody) -> Any:
-    """OpenAI's rule: with tools the model may call, without it cannot."""
+    """Return the tool choice by OpenAI's default: "auto" with tools, "none" without."""
     if body.tool_choice is None:
         return "auto" if body.tools else "none"
     return body.tool_choice if isinstance(body.tool_choice, str) else body.tool_choice.model_dump()
@@ -100,7 +100,7 @@ def _template_values(body: ChatBody) -> dict[str, Any] | None:
 
 
 def _check(body: CompletionBody) -> None:
-    """Refuse by name what the server cannot do."""
+    """Raise InvalidRequest, with the field's name, for what the server cannot do."""
     if body.suffix:
         raise InvalidRequest(
             "suffix: this server does not fill in between two texts", remedy="leave suffix out", param="suffix"

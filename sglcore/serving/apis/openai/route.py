@@ -34,7 +34,7 @@ log-probabilities.
 
 
 def add_routes(router: APIRouter, frontend: ChatFrontend) -> None:
-    """All of them."""
+    """Add all endpoints."""
     _add_generation(router, frontend)
     _add_models(router, frontend)
 

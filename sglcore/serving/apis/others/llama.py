@@ -1,5 +1,4 @@
-"""POST /completion, /infill and /apply-template, GET /props and /slots, as llama-server has
-them."""
+"""POST /completion, /infill and /apply-template, GET /props and /slots, as in llama-server."""
 
 from __future__ import annotations
 
@@ -45,7 +44,7 @@ class PromptAnswer(Answer):
 
 
 def add_routes(router: APIRouter, frontend: ChatFrontend) -> None:
-    """All of them."""
+    """Add all endpoints."""
     texts = TokenTexts(frontend.codec)
 
     async def run(body: LlamaFields, prompts: list[Any]) -> Response | Stream:
@@ -154,7 +153,7 @@ def _task(generation: Generation, sample: Completion) -> dict[str, Any]:
 
 
 class _Writer(Writer[Runs]):
-    """The answer to one request: of several prompts a list."""
+    """The answer to one request; a list if there are several prompts."""
 
     def __init__(self, frontend: ChatFrontend, body: LlamaFields, texts: TokenTexts) -> None:
         super().__init__(frontend, body.model)
@@ -163,14 +162,14 @@ class _Writer(Writer[Runs]):
         self._began = time.perf_counter()
 
     async def answer(self, run: Runs) -> Any:
-        """The whole answer; waits for all samples. Raises Unanswered if every one failed."""
+        """Return the whole answer; waits for all samples. Raises Unanswered if every one failed."""
         outputs = await run.wait()
         check_answered(outputs)
         found = [self._end(place, output) for place, output in enumerate(outputs)]
         return found[0] if len(found) == 1 else found
 
     async def events(self, run: Runs) -> AsyncGenerator[bytes, None]:
-        """Parts of the text, and for each prompt its end."""
+        """Yield the parts of the text, and for each prompt its end."""
         async for place, item in run.read():
             if isinstance(item, PromptProgress):
                 continue
@@ -182,7 +181,7 @@ class _Writer(Writer[Runs]):
         check_answered(run.outputs)
 
     def _end(self, place: int, output: RequestOutput) -> dict[str, Any]:
-        """The whole answer to a prompt."""
+        """Return the whole answer to a prompt."""
         sample, prompt = output.outputs[0], len(output.prompt_token_ids)
         made, seconds = len(sample.token_ids), max(time.perf_counter() - self._began, 1e-9)
         return {
@@ -222,7 +221,7 @@ class _Writer(Writer[Runs]):
         }
 
     def _probabilities(self, found: Sequence[TokenLogprob] | None) -> dict[str, Any]:
-        """Those of the tokens, if they are wanted."""
+        """Return the probabilities of the tokens, if requested."""
         if not self._body.n_probs:
             return {}
         shown = chat_logprobs(self._texts, found or (), self._body.n_probs)["content"]
@@ -231,7 +230,7 @@ class _Writer(Writer[Runs]):
 
 
 def _stop(sample: Completion) -> dict[str, Any]:
-    """How a text ended: by a word, by the model's own end, or by the limit."""
+    """Return how a text ended: by a stop word, by the model's own end, or by the limit."""
     word = sample.stop_cause if isinstance(sample.stop_cause, str) else ""
     kind = "word" if word else {"stop": "eos", "length": "limit"}.get(sample.finish_reason or "", "none")
     return {"stop_type": kind, "stopping_word": word}

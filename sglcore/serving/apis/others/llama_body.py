@@ -1,4 +1,4 @@
-"""Bodies of llama-server's own endpoints, and what they ask of the engines."""
+"""Bodies of llama-server's own endpoints, and their sampling parameters."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from sglcore.serving.apis.params import MOST_IDS, Bias, SamplingFields, Stop, St
 from sglcore.serving.replicas.errors import InvalidRequest, blame
 
 NEVER = -1e30
-"""What is added to the logit of a token that may not come."""
+"""The bias that forbids a token."""
 _OWN_NAMES = MappingProxyType(
     {"max_tokens": "n_predict", "repetition_penalty": "repeat_penalty", "logprobs": "n_probs"}
 )
@@ -78,8 +78,8 @@ class ApplyTemplateBody(TemplateFields):
 
 
 def llama_params(body: LlamaFields, config: ServerConfig) -> tuple[SamplingParams, str]:
-    """What a body asks for, and the field that binds the form of the text (empty: none does).
-    Raises InvalidRequest."""
+    """Return the sampling parameters of a body, and the field that constrains the text (empty:
+    none). Raises InvalidRequest."""
     check_limit("n_probs", body.n_probs, config.max_logprobs)
     form, grammar = _form(body)
     if body.repeat_penalty is not None:

@@ -1,4 +1,4 @@
-"""POST /generate, as SGLang has it."""
+"""POST /generate, as in SGLang."""
 
 from __future__ import annotations
 
@@ -71,13 +71,13 @@ class GenerateBody(Body):
 
     @property
     def is_list(self) -> bool:
-        """Whether the answer is one: of a list of prompts, or of several samples."""
+        """Whether the answer is a list: for a list of prompts, or for several samples."""
         samples = self.sampling_params.n if self.sampling_params is not None else None
         return isinstance(self.text, list) or isinstance((self.input_ids or [0])[0], list) or (samples or 1) > 1
 
 
 def add_routes(router: APIRouter, frontend: ChatFrontend) -> None:
-    """It."""
+    """Add the endpoint."""
     texts = TokenTexts(frontend.codec)
 
     @router.post(
@@ -103,7 +103,7 @@ def add_routes(router: APIRouter, frontend: ChatFrontend) -> None:
 
 
 class _Writer(Writer[Runs]):
-    """The answer to one request: of a list of prompts, or of several samples, a list."""
+    """The answer to one request; a list for a list of prompts, or for several samples."""
 
     def __init__(self, frontend: ChatFrontend, texts: TokenTexts, body: GenerateBody) -> None:
         super().__init__(frontend)
@@ -111,14 +111,14 @@ class _Writer(Writer[Runs]):
         self._reads_text = frontend.codec.reads_text
 
     async def answer(self, run: Runs) -> Any:
-        """The whole answer; waits for all samples. Raises Unanswered if every one failed."""
+        """Return the whole answer; waits for all samples. Raises Unanswered if every one failed."""
         outputs = await run.wait()
         check_answered(outputs)
         found = [self._sample(output, sample) for output in outputs for sample in output.outputs]
         return found if self._is_list else found[0]
 
     def _sample(self, output: RequestOutput, sample: Completion) -> dict[str, Any]:
-        """What there is of a sample."""
+        """Return the current state of a sample."""
         about: dict[str, Any] = {
             "id": output.request_id,
             "finish_reason": _ending(sample),
@@ -142,7 +142,7 @@ class _Writer(Writer[Runs]):
         return self._texts.text(token_id) if self._reads_text else None
 
     async def events(self, run: Runs) -> AsyncGenerator[bytes, None]:
-        """All of a sample so far, with every part of it."""
+        """Yield, for every new part of a sample, all of the sample so far."""
         async for place, item in run.read():
             if isinstance(item, PromptProgress):
                 continue

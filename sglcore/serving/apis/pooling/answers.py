@@ -1,4 +1,4 @@
-"""Answers of /v1/embeddings, /v1/score, /v1/rerank and /classify, as the document describes
+"""Answers of /v1/embeddings, /v1/score, /v1/rerank and /classify, as the OpenAPI document describes
 them."""
 
 from __future__ import annotations

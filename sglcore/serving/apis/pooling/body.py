@@ -1,5 +1,5 @@
-"""Bodies of /v1/embeddings, /v1/score, /v1/rerank and /classify: what a client may send. Knows no
-engine."""
+"""Bodies of /v1/embeddings, /v1/score, /v1/rerank and /classify: what a client may send. It does
+not know the engine."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class PoolingFields(Body):
 
     @property
     def most(self) -> int | None:
-        """Tokens to which a longer text is cut, -1 for what the model holds; None: it is
+        """Tokens to which a longer text is truncated, -1 for the model's limit; None: it is
         refused."""
         if self.truncate_prompt_tokens is not None:
             return self.truncate_prompt_tokens

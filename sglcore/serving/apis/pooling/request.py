@@ -1,4 +1,4 @@
-"""Texts as a model takes them that answers with vectors or scores, and what their numbers mean."""
+"""Inputs for a model that answers with vectors or scores, and the meaning of its numbers."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from sglcore.serving.replicas.errors import InvalidRequest, blame
 from sglcore.serving.replicas.frontend import LONG_TEXT, Frontend, Pooled
 
 Text = str | tuple[str, str] | list[int]
-"""A text, two that belong together, or token ids."""
+"""A text, a pair of texts, or token ids."""
 UNIT = 1e-3
-"""How far from 1 the length of a vector is that has been scaled to 1."""
+"""Largest deviation from 1 of the length of a vector that counts as normalised."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """A score for each pair, and the tokens of all."""
+    """A score for each pair, and the number of tokens of all."""
 
     values: list[float]
     tokens: int
 
 
 def described(frontend: Frontend, body: PoolingFields, tokens: int) -> dict[str, Any]:
-    """What every answer says of the model and its work. Raises InvalidRequest for another model's
-    name."""
+    """Return the fields of every answer about the model and its tokens. Raises InvalidRequest for
+    another model's name."""
     usage = {"prompt_tokens": tokens, "total_tokens": tokens}
     return {"model": check_model(frontend, body.model), "system_fingerprint": fingerprint(frontend), "usage": usage}
 
@@ -59,8 +59,8 @@ async def embedded(frontend: Frontend, body: EmbeddingBody) -> list[Pooled]:
 
 
 async def scored(frontend: Frontend, body: PoolingFields, pairs: Sequence[tuple[str, str]], param: str) -> Scored:
-    """How well the texts of each pair fit: by the model's head for one label, or the cosine of
-    their vectors; waits. `param` names the field of the second texts."""
+    """Return how well the texts of each pair match: by the model's head for one label, or by the
+    cosine of their vectors. Waits. `param`: the field of the second texts."""
     _check(frontend, body, param, len(pairs))
     assert frontend.info is not None
     if frontend.info.limits["num_labels"] == 1:
@@ -88,7 +88,7 @@ async def shortened(frontend: Frontend, texts: Sequence[str], tokens: int) -> li
 
 
 async def classified(frontend: Frontend, body: ClassifyBody) -> tuple[list[dict[str, Any]], int]:
-    """Label and probabilities of each input, and the tokens of all; waits."""
+    """Return label and probabilities of each input, and the number of tokens of all. Waits."""
     inputs = as_prompts(body.input)
     _check(frontend, body, "input", len(inputs))
     assert frontend.info is not None
@@ -154,14 +154,14 @@ def _check_embeds(frontend: Frontend) -> None:
 
 
 def _wrong_model(found: str, wanted: str, own: str, code: str = "model_does_not_embed") -> InvalidRequest:
-    """`own` is what this model answers."""
+    """Return the error for a model with another kind of answer; `own`: what this model answers."""
     remedy = f"use {own}, or serve one of those"
     return InvalidRequest(f"this model {found}", wanted=wanted, remedy=remedy, param="model", code=code)
 
 
 def _shortened(vector: np.ndarray, size: int) -> np.ndarray:
-    """The first numbers of a vector, of length 1 if the whole is (Kusupati et al. 2022,
-    Matryoshka)."""
+    """Return the first numbers of a vector, scaled to length 1 if the whole vector has length 1
+    (Kusupati et al. 2022, Matryoshka)."""
     if size == len(vector):
         return vector
     is_unit = abs(float(np.linalg.norm(vector)) - 1.0) < UNIT

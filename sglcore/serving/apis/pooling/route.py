@@ -19,7 +19,7 @@ from sglcore.serving.replicas.frontend import Frontend
 
 
 def add_routes(router: APIRouter, frontend: Frontend) -> None:
-    """All of them."""
+    """Add all endpoints."""
 
     @router.post("/v1/embeddings", tags=["embeddings"], responses=documented(EmbeddingAnswer))
     async def embeddings(body: EmbeddingBody) -> Response:

@@ -1,4 +1,4 @@
-"""Bodies of /v1/responses: what a client may send. Knows no engine."""
+"""Bodies of /v1/responses: what a client may send. It does not know the engine."""
 
 from __future__ import annotations
 

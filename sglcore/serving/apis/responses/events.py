@@ -1,5 +1,4 @@
-"""An answer as a response: the events of its stream, in order, and the response that they come
-to."""
+"""An answer as a response: the events of its stream, in order, and the complete response."""
 
 from __future__ import annotations
 
@@ -29,7 +28,7 @@ from sglcore.serving.replicas.runs import check_answered, failure_of
 Event = dict[str, Any]
 _PREFIX = MappingProxyType({"text": "msg", "reasoning": "rs", "tool": "fc"})
 _CUT = MappingProxyType({"length": "max_output_tokens"})
-"""Finish reasons of answers that are incomplete, and OpenAI's words for them."""
+"""Finish reasons of incomplete answers -> OpenAI's words."""
 
 
 def draft(body: ResponsesRequest, params: SamplingParams, model: str, mark: str) -> dict[str, Any]:
@@ -77,7 +76,7 @@ def _shown_tool(tool: dict[str, Any]) -> dict[str, Any]:
 
 
 class ResponseWriter(Writer[ChatRun]):
-    """The answer of one chat. When it has ended, the store has it, unless the client wants none
+    """The answer of one chat. At its end it is stored, unless the client wants no response
     stored."""
 
     def __init__(self, frontend: Frontend, texts: TokenTexts, body: ResponsesRequest, store: ResponseStore) -> None:
@@ -86,12 +85,12 @@ class ResponseWriter(Writer[ChatRun]):
         self._blocks = Blocks()
         self._codec, self._texts, self._body, self._store = frontend.codec, texts, body, store
         self._top: int | None = None
-        """The most likely tokens that log-probabilities show; None: none at all."""
+        """Number of most likely tokens in log-probabilities; None: no log-probabilities."""
         self._reason: str | None = None
         self._sent = 0
 
     async def answer(self, run: ChatRun) -> dict[str, Any]:
-        """The whole response; waits for its end. Raises Unanswered if it failed."""
+        """Return the whole response; waits for its end. Raises Unanswered if it failed."""
         self._begin(run)
         await run.ended()
         self._response["system_fingerprint"] = self.fingerprint
@@ -102,8 +101,8 @@ class ResponseWriter(Writer[ChatRun]):
         return self._response
 
     async def events(self, run: ChatRun) -> AsyncGenerator[bytes, None]:
-        """The response's events as they happen. An error ends them with the event that tells it,
-        but what comes before the first word is raised, so that it has a status of its own."""
+        """Yield the response's events as they happen. An error ends them with an event, but an
+        error before the first text is raised, so that it has a status of its own."""
         self._begin(run)
         first, events = await run.begin()
         self._response["system_fingerprint"] = self.fingerprint
@@ -120,13 +119,13 @@ class ResponseWriter(Writer[ChatRun]):
         yield named_events(self._end(run, failure))
 
     def _keep(self, messages: Sequence[Mapping[str, Any]]) -> None:
-        """Store the response, and the conversation up to and with it: `messages` but for the
-        instructions, which are not of it."""
+        """Store the response, and the conversation up to and including it: `messages` without the
+        instructions, which do not belong to it."""
         asked = messages[1:] if self._body.instructions else messages
         self._store.put(Stored(self._response, input_items(self._body.input or ""), [*asked, self._said()]))
 
     def _said(self) -> dict[str, Any]:
-        """The answer as a message of the conversation."""
+        """Return the answer as a message of the conversation."""
         texts = [block.text for block in self._blocks.all if block.kind == "text"]
         calls = [block for block in self._blocks.all if block.kind == "tool"]
         message: dict[str, Any] = {"role": "assistant"}
@@ -146,14 +145,14 @@ class ResponseWriter(Writer[ChatRun]):
         self._top = run.request.params.logprobs
 
     def _take(self, event: ChatEvent) -> list[Event]:
-        """The events that a part of the answer makes."""
+        """Return the events for a part of the answer."""
         if event.finish_reason is not None:
             self._reason = event.finish_reason
         changes = self._blocks.take(event.delta, (event.logprobs or ()) if self._top is not None else ())
         return self._number([made for change in changes for made in self._change(change)])
 
     def _end(self, run: ChatRun, failure: Failure | None) -> list[Event]:
-        """The events after the last word; the response is whole then."""
+        """Return the events after the last text; they complete the response."""
         changes = [] if failure is not None else self._blocks.force_text()
         changes += self._blocks.finish()
         made = [event for change in changes for event in self._change(change)]
@@ -186,7 +185,7 @@ class ResponseWriter(Writer[ChatRun]):
         return len(self._codec.encode(reasoning, special=False)) if reasoning else 0
 
     def _status_of(self, block: Block) -> str:
-        """Only the last block of an answer that was cut is incomplete."""
+        """Return a block's status: only the last block of a truncated answer is incomplete."""
         is_last = block is self._blocks.all[-1]
         was_cut = self._reason not in ("stop", "tool_calls")
         return "incomplete" if is_last and was_cut else "completed"
@@ -263,7 +262,7 @@ def _item_place(block: Block) -> dict[str, Any]:
 
 
 def _usage(output: RequestOutput, reasoning: int) -> dict[str, Any]:
-    """Token counts; those of the reasoning are counted over its text."""
+    """Return token counts; reasoning tokens are counted over the text of the reasoning."""
     prompt, made = len(output.prompt_token_ids), len(output.outputs[0].token_ids)
     cut = {} if output.max_tokens is None else {"max_output_tokens": output.max_tokens}
     return {

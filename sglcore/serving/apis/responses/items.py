@@ -1,4 +1,4 @@
-"""The input of a stored response as the items that its client may list."""
+"""The input of a stored response as a list of items for its client."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _PREFIX = MappingProxyType({"message": "msg", "function_call": "fc", "function_c
 
 
 def input_items(given: str | Sequence[Any]) -> list[dict[str, Any]]:
-    """Items with ids and parts, of text or of the items of a request."""
+    """Return items with ids and parts, from a text or from the items of a request."""
     if isinstance(given, str):
         given = [MessageItem(role="user", content=given)]
     return [_item(item) for item in given]

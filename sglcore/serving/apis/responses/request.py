@@ -1,4 +1,4 @@
-"""A request for a response as a conversation: items become the messages and tools of the chat
+"""Converts a response request to a conversation: items become messages and tools of the chat
 endpoint."""
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ _ABSENT = MappingProxyType(
     }
 )
 LOGPROBS = "message.output_text.logprobs"
-"""The word of `include` that asks for log-probabilities."""
+"""The word in `include` that requests log-probabilities."""
 
 
 def response_request(body: ResponsesRequest, earlier: Sequence[dict[str, Any]], max_logprobs: int) -> ChatRequest:
-    """What a request asks for; `earlier` is the conversation up to it. Raises InvalidRequest or
-    SamplingError."""
+    """Return the chat request of a body; `earlier` is the conversation before it. Raises
+    InvalidRequest or SamplingError."""
     refuse_fields(body.model_dump(include=set(_ABSENT)), _ABSENT)
     check_limit("top_logprobs", body.top_logprobs, max_logprobs)
     form = body.text.format if body.text is not None else None
@@ -58,8 +58,8 @@ def response_request(body: ResponsesRequest, earlier: Sequence[dict[str, Any]], 
 
 
 def chat_request(body: Conversation, earlier: Sequence[dict[str, Any]], params: SamplingParams) -> ChatRequest:
-    """The chat request of a conversation that begins with `earlier`; `instructions` stand before
-    it."""
+    """Return the chat request of a conversation that begins with `earlier`; `instructions` come
+    before it."""
     system = [{"role": "system", "content": body.instructions}] if body.instructions else []
     return ChatRequest(
         messages=[*system, *earlier, *_input(body, earlier)],
@@ -74,7 +74,7 @@ def chat_request(body: Conversation, earlier: Sequence[dict[str, Any]], params: 
 
 
 def _input(body: Conversation, earlier: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The messages of the request's own input. Raises InvalidRequest."""
+    """Return the messages of the request's own input. Raises InvalidRequest."""
     if body.input is None or body.input == [] or body.input == "":
         raise InvalidRequest("the field input is missing", wanted="text, or a list of items", param="input")
     if isinstance(body.input, str):
@@ -111,7 +111,8 @@ class _Conversation:
                 refuse_kind("an item", kind, "message, function_call, function_call_output or reasoning", where)
 
     def _turn(self, field: str) -> dict[str, Any]:
-        """The model's message that has no such field yet, nor one that follows it in a turn."""
+        """Return the model's message of this turn if it has neither this field nor one that comes
+        after it, else a new message."""
         order = ("reasoning_content", "content", "tool_calls")
         last = self.messages[-1] if self.messages else {}
         if last.get("role") == "assistant" and not any(name in last for name in order[order.index(field) :]):
@@ -158,7 +159,7 @@ def unread(body: Conversation, ignored: Sequence[str]) -> list[str]:
 
 
 def _wants_logprobs(body: ResponsesRequest) -> bool:
-    """Whether the answer shows log-probabilities."""
+    """Return whether the answer shows log-probabilities."""
     return body.top_logprobs is not None or LOGPROBS in (body.include or ())
 
 
@@ -183,14 +184,14 @@ def _template_kwargs(body: Conversation) -> dict[str, Any]:
 
 
 def _content(content: str | list[Part], where: str) -> Any:
-    """Text of a user or a tool, as the chat endpoint takes it."""
+    """Return text of a user or a tool, as the chat endpoint takes it."""
     if isinstance(content, str):
         return content
     return [{"type": "text", "text": _part(part, f"{where}[{place}]")} for place, part in enumerate(content)]
 
 
 def _text(content: str | list[Part], where: str) -> str:
-    """Text of the model, in one piece as it was written."""
+    """Return text of the model, joined unchanged."""
     if isinstance(content, str):
         return content
     return "".join(_part(part, f"{where}[{place}]") for place, part in enumerate(content))
@@ -207,7 +208,7 @@ def _part(part: Any, where: str) -> str:
 
 
 def unused(body: ResponsesRequest) -> list[str]:
-    """The fields, and those inside of others, that this server has no use for."""
+    """Return the fields, nested ones included, that this server does not use."""
     notes = [*body.warnings()]
     notes += [f"include {ascii(word)[:SHOWN]}" for word in body.include or () if word != LOGPROBS]
     if body.text is not None and body.text.verbosity is not None:

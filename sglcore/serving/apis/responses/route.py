@@ -1,4 +1,4 @@
-"""POST /v1/responses, and the responses that it keeps: GET and DELETE /v1/responses/{id},
+"""POST /v1/responses, and the stored responses: GET and DELETE /v1/responses/{id},
 /v1/responses/{id}/input_items."""
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ _OWN_NAMES = MappingProxyType(
         "logprobs": "top_logprobs",
     }
 )
-"""Fields of the chat endpoint and parameters of sampling, and what this endpoint calls them."""
+"""Names of the chat endpoint and of sampling parameters -> names of this endpoint."""
 _ADDRESS = (400, 404)
-"""Error statuses of an endpoint that takes an id alone."""
+"""Error statuses of an endpoint that takes only an id."""
 
 
 def add_routes(router: APIRouter, frontend: ChatFrontend) -> None:
-    """All of them. What they keep is in this process only, and bounded."""
+    """Add all endpoints. Stored responses are in this process only, and bounded."""
     store = ResponseStore(frontend.config.max_stored_responses)
     texts = TokenTexts(frontend.codec)
 
@@ -68,7 +68,7 @@ def add_routes(router: APIRouter, frontend: ChatFrontend) -> None:
 
 
 def _add_kept(router: APIRouter, store: ResponseStore) -> None:
-    """The routes of responses that are kept."""
+    """Add the endpoints of stored responses."""
 
     @router.get("/v1/responses/{response_id}", tags=["responses"], responses=_documented(statuses=_ADDRESS))
     async def retrieve(response_id: str, request: Request) -> Response:
@@ -116,7 +116,7 @@ def _documented(
 
 
 def _only(request: Request, known: Iterable[str]) -> None:
-    """Refuse parameters that would have no effect."""
+    """Raise InvalidRequest for query parameters that would have no effect."""
     unknown = next((name for name in request.query_params if name.removesuffix("[]") not in known), None)
     if unknown is not None:
         raise InvalidRequest(

@@ -12,12 +12,12 @@ import msgspec
 from sglcore.serving.replicas.errors import InvalidRequest
 
 MOST_BYTES = 64 << 20
-"""JSON of all stored responses together."""
+"""Bytes of JSON of all stored responses together."""
 
 
 class Stored(NamedTuple):
-    """A response with an `id` as its client has it, the items that it answered, and the
-    conversation up to and with it."""
+    """A response with an `id` as its client has it, the items of its input, and the conversation up
+    to and including it."""
 
     response: Mapping[str, Any]
     items: Sequence[Mapping[str, Any]]
@@ -25,8 +25,7 @@ class Stored(NamedTuple):
 
 
 class ResponseStore:
-    """The newest `most` responses, of at most `most_bytes` together; a new one makes the oldest
-    ones go.
+    """The newest `most` responses, of at most `most_bytes` together; a new one evicts the oldest.
 
     They are kept as JSON: the same values as objects may take twenty times the memory.
     """
@@ -40,7 +39,7 @@ class ResponseStore:
         return len(self._kept)
 
     def put(self, stored: Stored) -> None:
-        """Keep a response."""
+        """Store a response."""
         data = self._kept[stored.response["id"]] = msgspec.json.encode(stored)
         self._size += len(data)
         while len(self._kept) > self._most or self._size > self._most_bytes:
@@ -48,7 +47,7 @@ class ResponseStore:
             self._size -= len(gone)
 
     def get(self, response_id: str, param: str) -> Stored:
-        """The response of this id; raises InvalidRequest (404) that blames `param`."""
+        """Return the response with this id. Raises InvalidRequest (404) about `param`."""
         found = self._kept.get(response_id)
         if found is None:
             raise InvalidRequest(
@@ -62,6 +61,6 @@ class ResponseStore:
         return Stored(*msgspec.json.decode(found))
 
     def drop(self, response_id: str, param: str) -> None:
-        """Forget a response; raises InvalidRequest (404) if there is none."""
+        """Delete a response. Raises InvalidRequest (404) if there is none."""
         self.get(response_id, param)
         self._size -= len(self._kept.pop(response_id))

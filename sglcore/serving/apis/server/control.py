@@ -1,5 +1,4 @@
-"""What an operator does to the requests of others: end them, hold them up, forget what the prefix
-cache has.
+"""Operator endpoints for the requests of others: abort them, pause them, flush the prefix cache.
 
 The paths and fields are those of SGLang and of vLLM.
 """
@@ -24,8 +23,8 @@ PATHS = frozenset(
         *_FLUSHES,
     }
 )
-"""What is answered though the server has too much to do: a pause may be why, and an abort the way
-out."""
+"""Paths that are answered even if the server is overloaded: a pause may be the cause, and an abort
+the solution."""
 _SGLANG_MODES: Mapping[str, PauseMode] = MappingProxyType({"abort": "abort", "retract": "keep", "in_place": "keep"})
 
 
@@ -79,7 +78,7 @@ class FlushAnswer(Answer):
 
 
 def add_routes(router: APIRouter, frontend: Frontend) -> None:
-    """All of them."""
+    """Add all endpoints."""
     _add_aborts(router, frontend)
     _add_pauses(router, frontend)
     for path in _FLUSHES:

@@ -1,5 +1,5 @@
 """GET /server_info, /server_info/stats, /server_info/audit and /metrics: what runs and why, and
-what it counts."""
+counters."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ class ServerAudit(Answer):
 
 
 def add_routes(router: APIRouter, frontend: ChatFrontend) -> None:
-    """The routes; but for the audit they wait for nothing."""
+    """Add the endpoints; only the audit waits."""
 
     @router.get("/server_info", tags=["operations"], responses={200: {"model": ServerInfo}})
     async def server_info() -> Response:

@@ -1,5 +1,5 @@
-"""GET /livez, /readyz, /startupz and /health: what an orchestrator asks. They answer before the
-model is there."""
+"""GET /livez, /readyz, /startupz and /health: probes for an orchestrator. They answer before the
+model is loaded."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class PhaseAnswer(Answer):
 
 
 def add_routes(router: APIRouter, frontend: Frontend) -> None:
-    """The probes, by GET and HEAD; none of them waits."""
+    """Add the probes, by GET and HEAD; none of them waits."""
     health = frontend.health
     _add(router, "/livez", health, lambda: health.live, "Whether the process should go on")
     _add(router, "/readyz", health, lambda: health.ready, "Whether requests may come")

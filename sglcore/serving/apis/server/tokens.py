@@ -1,5 +1,5 @@
-"""POST /tokenize and /detokenize, GET /tokenizer_info: they need the tokenizer alone, so they
-answer before the model is there.
+"""POST /tokenize and /detokenize, GET /tokenizer_info: they need only the tokenizer, so they answer
+before the model is loaded.
 
 The last one is for clients that count and cut tokens themselves.
 """
@@ -90,7 +90,7 @@ class TokenizerInfo(Answer):
 
 
 def add_routes(router: APIRouter, frontend: ChatFrontend) -> None:
-    """The routes; they ask no engine."""
+    """Add the endpoints; they need no engine."""
     texts = TokenTexts(frontend.codec)
 
     @router.post("/tokenize", tags=["tokens"], responses=documented(TokenizeAnswer))
@@ -160,7 +160,7 @@ async def _ids(frontend: ChatFrontend, body: TokenizeBody) -> list[int]:
 
 
 def _check_alone(body: TokenizeBody) -> None:
-    """The fields that belong to messages do nothing for a text."""
+    """Raise InvalidRequest for fields of messages in a request with a text."""
     given = next(iter(body.given(*TemplateFields.model_fields)), None)
     if given is not None:
         raise InvalidRequest(f"found {given} beside prompt", wanted="messages", param=given)

@@ -1,4 +1,4 @@
-"""What a model's text means, part by part: reasoning, content, and tool calls."""
+"""The meaning of a model's text, part by part: reasoning, content, and tool calls."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class Delta:
     text: str = ""
     index: int = 0
     name: str = ""
-    """Of the function, in `tool_start`."""
+    """The function's name, in `tool_start`."""
     call_id: str = ""
-    """In `tool_start`."""
+    """The call's id, in `tool_start`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +33,8 @@ class Call:
 
 
 def joined(deltas: Iterable[Delta]) -> list[Delta]:
-    """The same deltas, with neighbours of one kind and call made one; how the text was split no
-    longer shows."""
+    """Return the same deltas with adjacent ones of one kind and call joined, so that the splitting
+    of the text does not show."""
     result: list[Delta] = []
     for delta in deltas:
         last = result[-1] if result else None
@@ -46,12 +46,12 @@ def joined(deltas: Iterable[Delta]) -> list[Delta]:
 
 
 def text_of(deltas: Iterable[Delta], kind: Kind) -> str:
-    """All text of one kind."""
+    """Return all text of one kind."""
     return "".join(delta.text for delta in deltas if delta.kind == kind)
 
 
 def calls_of(deltas: Iterable[Delta]) -> list[Call]:
-    """The tool calls in their order; raises ValueError for a call that starts twice, out of order,
+    """Return the tool calls in order. Raises ValueError for a call that starts twice, out of order,
     or not at all."""
     found: list[Call] = []
     for delta in deltas:

@@ -1,5 +1,4 @@
-"""The formats that are known, as data: by what evidence each is chosen, its markers, and its
-parser."""
+"""The known formats as data: the evidence for each, its markers, and its parser."""
 
 from __future__ import annotations
 
@@ -22,9 +21,9 @@ class ToolFamily:
     name: str
     """The name of the parser."""
     evidence: tuple[str, ...]
-    """Texts in a chat template. The family is chosen for a template that writes all of them."""
+    """Texts in a chat template. The family is chosen for a template that contains all of them."""
     opening: tuple[str, ...]
-    """What a call may begin with."""
+    """Texts with which a call may begin."""
     marks: tuple[str, ...]
     """Markers of a well-formed call, which no client should see."""
     calls: ToolScan
@@ -32,12 +31,11 @@ class ToolFamily:
     aliases: tuple[str, ...] = ()
     """Names that other engines use."""
     has_short_ids: bool = False
-    """Ids of calls are short."""
+    """Whether ids of calls are short."""
     has_numbered_ids: bool = False
-    """A call's id is `functions.NAME:NUMBER`, and the template reads the name from there."""
+    """Whether a call's id is `functions.NAME:NUMBER`, from which the template reads the name."""
     write: Callable[[Sequence[Mapping[str, Any]]], str] | None = None
-    """Writes calls as content, for templates that have no place for them. None: there is no
-    need."""
+    """Writes calls as content, for templates that cannot. None: not needed."""
     stops: tuple[str, ...] = ()
     """Tokens that end the model's turn, whatever the checkpoint says."""
 
@@ -105,7 +103,7 @@ TOOLS = (
         aliases=("llama3_json", "llama4_json"),
     ),
 )
-"""The more special ones first: the first that passes its test is taken."""
+"""The more specific families first: the first one that passes its test is taken."""
 
 REASONING = (
     ReasoningFamily(name="granite", marks=("<think>", "</think>"), hidden=("<response>", "</response>")),

@@ -1,8 +1,8 @@
 """Harmony, the answers of gpt-oss: messages on channels, each with a header of special tokens.
 
-`<|channel|>analysis<|message|>...<|end|>` is reasoning, what goes `to=functions.NAME` is a call,
-all else is content: `final` is the answer, and `commentary` what the model tells before it calls.
-Facts: the model card of gpt-oss, its chat template, and the format's published guide.
+`<|channel|>analysis<|message|>...<|end|>` is reasoning, a message `to=functions.NAME` is a call,
+everything else is content: `final` is the answer, and `commentary` is text before a call. Facts:
+the model card of gpt-oss, its chat template, and the format's published guide.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from sglcore.serving.chat.parsers.scanner import Malformed, Scan, Scanner
 
 START, CHANNEL, MESSAGE, END, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|constrain|>"
 CALL = "<|call|>"
-"""Ends a call, and the model's turn: the client has to answer it."""
+"""Ends a call and the model's turn: the client has to answer the call."""
 RECIPIENT = " to=functions."
 
 _TO = re.compile(r"\bto=([^\s<]+)")
@@ -23,8 +23,8 @@ _CHANNEL = re.compile(re.escape(CHANNEL) + r"\s*(\w+)")
 
 
 def harmony(s: Scanner, tools: Tools, *, reads_calls: bool = True, is_open: bool = False) -> Scan[None]:
-    """A whole answer; without `reads_calls` a call is content. `is_open`: the prompt ends inside
-    reasoning."""
+    """Parse a whole answer; without `reads_calls` a call is content. `is_open`: the prompt ends
+    inside reasoning."""
     kind: Kind = "reasoning" if is_open else "content"
     last: Kind | None = None
     if is_open:
@@ -72,8 +72,8 @@ def _header(s: Scanner) -> Scan[str | None]:
 
 
 def _call(s: Scanner, header: str, tools: Tools) -> Scan[None]:
-    """The call of a message that goes to a function of the caller's; what else it holds is left to
-    be said."""
+    """Parse a call to one of the caller's functions; other content of the message is left in the
+    text."""
     found = _TO.search(header)
     recipient = found.group(1) if found else ""
     name = recipient.removeprefix("functions.")

@@ -16,10 +16,10 @@ from sglcore.serving.chat.parsers.scanner import Malformed, Scan, Scanner
 
 Tools = Sequence[Mapping[str, Any]]
 Sink = Callable[[str], None]
-"""Where the text of a call's arguments goes."""
+"""Receives the text of a call's arguments."""
 
 LONGEST_NAME = 1024
-"""Characters of a function's name, or of a call's id."""
+"""Largest number of characters of a function's name, or of a call's id."""
 
 CALL, CALL_END = "<tool_call>", "</tool_call>"
 PYTHON_TAG = "<|python_tag|>"
@@ -33,8 +33,8 @@ CALL_BEGIN, ARGUMENT, CALL_DONE = "<|tool_call_begin|>", "<|tool_call_argument_b
 
 @dataclass(slots=True)
 class Head:
-    """The beginning of a call, up to its arguments; `arguments` if they came before the name, or
-    are missing."""
+    """The beginning of a call, up to its arguments; `arguments` is set if they came before the
+    name, or are missing."""
 
     name: str = ""
     call_id: str = ""
@@ -44,8 +44,8 @@ class Head:
 
 @dataclass(frozen=True, slots=True)
 class Marked:
-    """`{"name": ..., "arguments": ...}`, or a list of such objects, between two marks; called, it
-    reads them."""
+    """`{"name": ..., "arguments": ...}`, or a list of such objects, between two marks. Calling it
+    parses them."""
 
     begin: str
     end: str
@@ -68,21 +68,21 @@ class Marked:
                 yield from s.take(self.end)
 
     def write(self, calls: Sequence[Mapping[str, Any]]) -> str:
-        """A list of calls as a model writes it."""
+        """Write calls as a model writes them, in a list."""
         made = [{name: call["function"][name] for name in ("name", "arguments")} for call in calls]
         return self.begin + json.dumps(made, ensure_ascii=False)
 
 
 HERMES = Marked(CALL, CALL_END)
 GRANITE = Marked("<|tool_call|>", "<|/tool_call|>")
-"""Granite 3 leaves the end out, Phi-4-mini does not."""
+"""Granite 3 omits the end mark, Phi-4-mini does not."""
 NEMOTRON = Marked("<TOOLCALL>", "</TOOLCALL>")
 LFM2 = Marked("<|tool_call_start|>", "<|tool_call_end|>")
 
 
 def llama3(s: Scanner, tools: Tools) -> Scan[None]:
-    """`{"name": ..., "parameters": ...}` at the beginning or after `<|python_tag|>`; more calls
-    after `;`."""
+    """Parse `{"name": ..., "parameters": ...}` at the beginning or after `<|python_tag|>`; further
+    calls follow `;`."""
     yield from _llama3_series(s)
     while mark := (yield from s.pass_until((PYTHON_TAG,), "content")):
         if not (yield from _llama3_series(s)):
@@ -90,7 +90,7 @@ def llama3(s: Scanner, tools: Tools) -> Scan[None]:
 
 
 def mistral(s: Scanner, tools: Tools) -> Scan[None]:
-    """`[TOOL_CALLS]` before a list of objects, or before each `name[ARGS]{...}`."""
+    """Parse `[TOOL_CALLS]` before a list of objects, or before each `name[ARGS]{...}`."""
     while mark := (yield from s.pass_until((TOOL_CALLS,), "content")):
         if (head := (yield from s.attempt(_list_head(s)))) is not None:
             yield from _list_rest(s, head)
@@ -101,13 +101,13 @@ def mistral(s: Scanner, tools: Tools) -> Scan[None]:
 
 
 def deepseek(s: Scanner, tools: Tools) -> Scan[None]:
-    """Calls between markers, each `function<sep>name` and a fenced object, or `name<sep>` and the
-    object."""
+    """Parse calls between markers, each `function<sep>name` with a fenced object, or `name<sep>`
+    with the object."""
     yield from _sections(s, BEGIN, _fenced_head, ONE_END, END)
 
 
 def kimi(s: Scanner, tools: Tools) -> Scan[None]:
-    """Calls between markers, each with an id that holds its name:
+    """Parse calls between markers, each with an id that contains its name:
     `functions.name:0<begin>{...}`."""
     yield from _sections(s, SECTION, _identified_head, CALL_DONE, SECTION_END)
 
@@ -127,12 +127,12 @@ def _sections(s: Scanner, begin: str, head_of: Callable[[Scanner], Scan[Head]], 
 
 
 def text_as_json(text: str) -> str:
-    """A JSON string, with letters that are not ASCII as they are."""
+    """Return a JSON string; letters that are not ASCII stay as they are."""
     return json.dumps(text, ensure_ascii=False)
 
 
 def _object_head(s: Scanner, *, needs_arguments: bool = False) -> Scan[Head]:
-    """An object up to its arguments, if its name comes first, or else all of it."""
+    """Read an object up to its arguments if its name comes first, else the whole object."""
     head = Head()
     yield from s.literal("{")
     while True:
@@ -160,7 +160,7 @@ def _object_head(s: Scanner, *, needs_arguments: bool = False) -> Scan[Head]:
 
 
 def _object_rest(s: Scanner, head: Head) -> Scan[bool]:
-    """The arguments and the end of the object; False if it is malformed."""
+    """Read the arguments and the end of the object; returns False if it is malformed."""
     if head.arguments:
         s.arguments(s.start_call(head.name, head.call_id))(head.arguments)
         return True
@@ -179,7 +179,7 @@ def _object_tail(s: Scanner) -> Scan[bool]:
 
 
 def _arguments(s: Scanner, head: Head) -> Scan[bool]:
-    """A call with its arguments, which come next; False if they are malformed."""
+    """Read a call with its arguments, which come next; returns False if they are malformed."""
     yield from s.starts("{")
     return (yield from s.json_object(s.arguments(s.start_call(head.name, head.call_id))))
 
@@ -261,7 +261,7 @@ def _named(name: str) -> Head:
 
 
 def _string(s: Scanner) -> Scan[str]:
-    """A JSON string, read."""
+    """Read a JSON string."""
     yield from s.literal('"')
     text = ""
     while True:
@@ -279,7 +279,7 @@ def _string(s: Scanner) -> Scan[str]:
 
 
 def _object(s: Scanner) -> Scan[str]:
-    """A JSON object as text, read."""
+    """Read a JSON object; returns it as text."""
     parts: list[str] = []
     if not (yield from s.json_object(parts.append)):
         raise Malformed

@@ -1,5 +1,5 @@
-"""One JSON object, recognised while it arrives: strict JSON (RFC 8259), as text, without making
-values of it."""
+"""Recognises one JSON object while it arrives: strict JSON (RFC 8259), as text, without building
+values."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ class JsonText:
         self._word = ""
 
     def feed(self, text: str, at: int = 0) -> int:
-        """Characters of text[at:] that belong to the object; fewer than there are only if it is
-        done or bad."""
+        """Return how many characters of text[at:] belong to the object; fewer than all only if it
+        is done or bad."""
         start = at
         while at < len(text) and not (self.done or self.bad):
             at = self._take(text, at)
         return at - start
 
     def _take(self, text: str, at: int) -> int:
-        """Read one thing; returns where the next one begins, or `at` itself if it is bad."""
+        """Read one item; returns where the next one begins, or `at` itself if it is bad."""
         if self._wants in ("string", "key string"):
             return self._in_string(text, at)
         if self._word:
@@ -50,7 +50,8 @@ class JsonText:
         return at + 1 if self._accepts(text[at]) else at
 
     def _accepts(self, mark: str) -> bool:
-        """Take one character outside of strings, numbers and words."""
+        """Take one character outside of strings, numbers and words; returns whether JSON allows
+        it."""
         wants = self._wants
         if wants == "object":
             self.bad = mark != "{"
@@ -113,7 +114,8 @@ class JsonText:
         return at + 1
 
     def _in_word(self, text: str, at: int) -> int:
-        """A number or a word: its end is the first character that can be in neither."""
+        """Read a part of a number or a word; its end is the first character that can be in
+        neither."""
         start = at
         while at < len(text) and text[at] in _LETTERS:
             at += 1

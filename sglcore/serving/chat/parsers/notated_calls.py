@@ -1,8 +1,8 @@
-"""Tool calls in a notation of their own: LFM2's (`[name(key="text", other=None)]`) and Gemma's
+"""Tool calls in notations of their own: LFM2's (`[name(key="text", other=None)]`) and Gemma's
 (`call:name{key:<|"|>text<|"|>}`).
 
-Values become JSON while they arrive. Facts: LFM2's model card and LFM2.5's chat template, those of
-FunctionGemma and Gemma 4.
+Values are converted to JSON while they arrive. Facts: LFM2's model card, and the chat templates of
+LFM2.5, FunctionGemma and Gemma 4.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from sglcore.serving.chat.parsers.json_calls import LONGEST_NAME, Sink, Tools, t
 from sglcore.serving.chat.parsers.scanner import Malformed, Scan, Scanner
 
 MOST_LEVELS = 64
-"""Of lists and objects inside one another."""
+"""Largest depth of nested lists and objects."""
 
 _NAME = re.compile(r"[^\s()\[\]{}<>\"'=:,]+")
 _WORDS = MappingProxyType({"True": "true", "False": "false", "None": "null"})
@@ -33,26 +33,27 @@ _ENDS = (",", "]", "}", ")")
 
 @dataclass(frozen=True, slots=True)
 class Notation:
-    """A notation of calls. Called, it reads them."""
+    """A notation of calls. Calling it parses them."""
 
     begin: str
-    """Before the calls."""
+    """Text before the calls."""
     end: str
-    """After the calls."""
+    """Text after the calls."""
     around: tuple[str, str]
-    """Before and after the arguments."""
+    """Text before and after the arguments."""
     assign: str
-    """Between a parameter's name and its value."""
+    """Text between a parameter's name and its value."""
     quotes: tuple[str, ...]
-    """Around text, the model's own first. In quotes of one character a backslash escapes."""
+    """Quotation marks of text, the model's own first. In quotes of one character a backslash
+    escapes."""
     prefix: str = ""
-    """Before a function's name."""
+    """Text before a function's name."""
     joint: str = ","
-    """Between parameters."""
+    """Text between parameters."""
     is_list: bool = False
-    """Calls are in a list."""
+    """Whether calls are in a list."""
     is_sorted: bool = False
-    """Parameters are in the order of their names."""
+    """Whether parameters are sorted by name."""
 
     @property
     def marks(self) -> tuple[str, ...]:
@@ -74,13 +75,13 @@ class Notation:
                 yield from s.take(self.end)
 
     def write(self, calls: Sequence[Mapping[str, Any]]) -> str:
-        """A list of calls as a model writes it; of Python's notation."""
+        """Write calls as a model writes them; for Python's notation only."""
         functions = [call["function"] for call in calls]
         made = (f"{f['name']}({', '.join(map(_written, f['arguments'].items()))})" for f in functions)
         return f"{self.begin}[{', '.join(made)}]{self.end}"
 
     def _head(self, s: Scanner, before: str) -> Scan[str]:
-        """What comes before a call, and its name."""
+        """Read the text before a call, and its name."""
         yield from s.literal(before + self.prefix)
         yield from s.peek()
         name, _ = yield from s.upto((self.around[0],), LONGEST_NAME)
@@ -89,8 +90,8 @@ class Notation:
         return name.strip()
 
     def _entries(self, s: Scanner, sink: Sink, end: str, assign: str, level: int) -> Scan[bool]:
-        """Names with values up to the end, as an object; False if something else stands between
-        them."""
+        """Read names with values up to the end, as an object; returns False if anything else is
+        between them."""
         before = "{"
         while not (yield from s.take(end)):
             has_joint = before == "{" or (yield from s.take(","))
@@ -116,7 +117,7 @@ class Notation:
         return text_as_json(name.strip())
 
     def _quote(self, s: Scanner) -> Scan[str]:
-        """The quotation mark that comes next, which is read; empty if none does."""
+        """Read the quotation mark that comes next; returns an empty text if there is none."""
         for quote in self.quotes:
             if (yield from s.take(quote)):
                 return quote
@@ -152,7 +153,8 @@ def _written(entry: tuple[str, Any]) -> str:
 
 
 def _string(s: Scanner, quote: str, sink: Sink) -> Scan[bool]:
-    """Text up to its quotation mark, handed on as it comes; False if there is none."""
+    """Read text up to its quotation mark and pass it on as it arrives; returns False if there is
+    none."""
     sink('"')
     marks = (quote, "\\") if len(quote) == 1 else (quote,)
     while mark := (yield from s.hand_on(marks, lambda text: sink(text_as_json(text)[1:-1]))):
@@ -164,7 +166,7 @@ def _string(s: Scanner, quote: str, sink: Sink) -> Scan[bool]:
 
 
 def _escaped(s: Scanner) -> Scan[str]:
-    """What a backslash and the next characters stand for, inside a string of JSON."""
+    """Read a backslash escape; returns its text inside a JSON string."""
     if not (yield from s.more()):
         return "\\\\"
     mark = s.character()
@@ -181,7 +183,7 @@ def _escaped(s: Scanner) -> Scan[str]:
 
 
 def _word(s: Scanner, sink: Sink) -> Scan[bool]:
-    """A number, a constant, or text without quotation marks."""
+    """Read a number, a constant, or text without quotation marks."""
     parts: list[str] = []
     mark = yield from s.hand_on(_ENDS, parts.append)
     s.unread(len(mark))

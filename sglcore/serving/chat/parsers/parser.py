@@ -19,8 +19,7 @@ class AnswerScan(Protocol):
     """Reads a whole answer in which reasoning is not one block at the beginning."""
 
     def __call__(self, s: Scanner, tools: Tools, *, reads_calls: bool, is_open: bool) -> Scan[None]:
-        """Without `reads_calls` a call is content; `is_open` if the prompt ends inside
-        reasoning."""
+        """Without `reads_calls` a call is content. `is_open`: the prompt ends inside reasoning."""
         ...
 
 
@@ -32,17 +31,17 @@ class ReasoningFamily:
     marks: tuple[str, str]
     aliases: tuple[str, ...] = ()
     resume: str = ""
-    """What stands between the end of reasoning and what follows."""
+    """Text between the end of reasoning and what follows."""
     opening: str = ""
-    """What content begins with."""
+    """Text with which content begins."""
     hidden: tuple[str, ...] = ()
     """Marks around content, which users must not see either."""
     answer: AnswerScan | None = None
-    """Reads the whole answer, calls as well, where reasoning may stand anywhere in it."""
+    """Parses the whole answer, calls included, if reasoning may be anywhere in it."""
 
 
 class DeltaParser:
-    """Text in, deltas out; joined, they do not depend on how the text was split."""
+    """Text in, deltas out. The joined deltas do not depend on how the text was split."""
 
     def __init__(
         self,
@@ -54,25 +53,25 @@ class DeltaParser:
         controls: Iterable[str] = (),
         new_id: Callable[[], str] | None = None,
     ) -> None:
-        """Without `calls` what looks like one is content; `reasoning_open` if the prompt has the
-        mark of its beginning."""
+        """Without `calls`, text that looks like a call is content. `reasoning_open`: the prompt has
+        the mark that begins reasoning."""
         hidden = reasoning.hidden if reasoning else ()
         self._scanner = Scanner(new_id or long_id, (*controls, *hidden))
         self._steps = _answer(self._scanner, calls, tools, reasoning, reasoning_open)
         self._is_over = False
 
     def push(self, text: str) -> list[Delta]:
-        """More text of the answer; what it adds."""
+        """Take more text of the answer; returns the deltas that it adds."""
         self._scanner.push(text)
         return self._read()
 
     def finish(self) -> list[Delta]:
-        """The answer has ended; what was held back."""
+        """End the answer; returns the deltas of text that was held back."""
         self._scanner.end()
         return self._read()
 
     def whole(self, text: str) -> list[Delta]:
-        """A whole answer at once."""
+        """Parse a whole answer at once."""
         return joined([*self.push(text), *self.finish()])
 
     def _read(self) -> list[Delta]:
@@ -82,12 +81,12 @@ class DeltaParser:
 
 
 def long_id() -> str:
-    """A new id of a call, as most clients know it."""
+    """Return a new id of a call in the usual form."""
     return f"call_{secrets.token_hex(12)}"
 
 
 def short_id() -> str:
-    """A new id of nine letters and digits, which Mistral's templates want."""
+    """Return a new id of nine letters and digits, which Mistral's templates require."""
     return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
 
 
@@ -106,8 +105,8 @@ def _answer(
 
 
 def _reasoning(s: Scanner, start: str, end: str, is_open: bool) -> Scan[None]:
-    """A block of reasoning at the beginning; its markers, and white space inside and after it, are
-    no part of it."""
+    """Read a block of reasoning at the beginning. Its markers, and white space inside and after it,
+    do not belong to it."""
     if not (yield from s.take(start)) and not is_open:
         return
     s.border()

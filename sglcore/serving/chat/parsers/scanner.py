@@ -1,7 +1,7 @@
-"""Text that arrives in pieces, read by a parser that is written as if it were all there.
+"""Text that arrives in pieces, for a parser that is written as if all text were there.
 
-A parser is a generator over a Scanner. A step that needs more text yields; it goes on when more was
-pushed or the text ended. What a step decides depends on the characters only, never on where the
+A parser is a generator over a Scanner. A step that needs more text yields; it continues after more
+text was pushed or the text ended. Its decisions depend only on the characters, never on where the
 text was split.
 """
 
@@ -21,14 +21,14 @@ Scan = Generator[None, None, T]
 
 
 class Malformed(Exception):
-    """The text is not what the format says: it is content."""
+    """The text does not have the format's form: it is content."""
 
 
 class Scanner:
     """The text not read yet, and the deltas read so far."""
 
     def __init__(self, new_id: Callable[[], str], controls: Iterable[str] = ()) -> None:
-        """`controls` are special tokens that a text may hold and that users must not see."""
+        """`controls`: special tokens that may be in the text and that users must not see."""
         self._text = ""
         self._at = 0
         self._ended = False
@@ -43,22 +43,22 @@ class Scanner:
         self._joint = ""
 
     def push(self, text: str) -> None:
-        """More text."""
+        """Add more text."""
         self._text += text
 
     def end(self) -> None:
-        """No more text comes."""
+        """End the text."""
         self._ended = True
 
     def taken(self) -> list[Delta]:
-        """The deltas since the last call; frees the text that has been read."""
+        """Return the deltas since the last call; frees the text that has been read."""
         if not self._pins:
             self._text, self._at = self._text[self._at :], 0
         out, self._out = self._out, []
         return out
 
     def attempt(self, step: Scan[T]) -> Scan[T | None]:
-        """Run a step; if it is malformed, reading goes on where it began, and the result is
+        """Run a step. If it is malformed, reading continues where the step began, and the result is
         None."""
         start = self._at
         self._pins += 1
@@ -71,7 +71,7 @@ class Scanner:
             self._pins -= 1
 
     def more(self) -> Scan[bool]:
-        """Wait until there is text; False at its end."""
+        """Wait until there is text; returns False at its end."""
         while self._at == len(self._text):
             if self._ended:
                 return False
@@ -79,8 +79,8 @@ class Scanner:
         return True
 
     def peek(self) -> Scan[str]:
-        """The next character that is not white space, "" at the end; the white space before it is
-        read."""
+        """Return the next character that is not white space, "" at the end; reads the white space
+        before it."""
         while (yield from self.more()):
             self._at = _SPACES.match(self._text, self._at).end()  # type: ignore[union-attr]
             if self._at < len(self._text):
@@ -94,12 +94,12 @@ class Scanner:
         self._at += len(word)
 
     def take(self, word: str) -> Scan[bool]:
-        """Whether the word comes next, after white space; if so, both are read, or else nothing
-        is."""
+        """Read white space and then the word; returns False and reads nothing if another text comes
+        next."""
         return (yield from self.attempt(self._literal_true(word))) is True
 
     def skip(self, mark: str) -> Scan[None]:
-        """Read this one character if it comes next."""
+        """Read this character if it comes next."""
         if (yield from self.more()) and self._text[self._at] == mark:
             self._at += 1
 
@@ -109,11 +109,11 @@ class Scanner:
         return self._text[self._at - 1]
 
     def unread(self, size: int) -> None:
-        """Go back over what was just read, inside `attempt`."""
+        """Go back over text that was just read, inside `attempt`."""
         self._at -= size
 
     def starts(self, word: str) -> Scan[bool]:
-        """Whether the word comes next, after white space; it is not read."""
+        """Return whether the word comes next, after white space, without reading it."""
         yield from self.peek()
         while len(self._text) - self._at < len(word):
             if self._ended or not word.startswith(self._text[self._at :]):
@@ -122,8 +122,8 @@ class Scanner:
         return self._text.startswith(word, self._at)
 
     def upto(self, marks: tuple[str, ...], limit: int | None = None) -> Scan[tuple[str, str]]:
-        """The text before the first of the marks, which is read, and the mark; Malformed at the end
-        or past `limit`."""
+        """Read up to and including the first of the marks; returns the text before it, and the
+        mark. Raises Malformed at the end or beyond `limit`."""
         read: list[str] = []
         while True:
             text, mark = self._run(marks)
@@ -137,7 +137,7 @@ class Scanner:
             yield
 
     def hand_on(self, marks: tuple[str, ...], sink: Callable[[str], None]) -> Scan[str]:
-        """Hand on the text before the first of the marks; reads and returns the mark, "" at the
+        """Pass on the text before the first of the marks; reads and returns the mark, "" at the
         end."""
         while True:
             text, mark = self._run(marks)
@@ -147,7 +147,7 @@ class Scanner:
             yield
 
     def pass_until(self, marks: tuple[str, ...], kind: Kind) -> Scan[str]:
-        """Say the text before the first of the marks as a kind; reads and returns the mark, "" at
+        """Add the text before the first of the marks as a kind; reads and returns the mark, "" at
         the end."""
         while True:
             mark = yield from self.hand_on(marks + self._controls, lambda text: self.say(kind, text))
@@ -159,7 +159,7 @@ class Scanner:
                 return ""
 
     def json_object(self, sink: Callable[[str], None]) -> Scan[bool]:
-        """Read a JSON object and hand on its text; False where it stops being JSON or ends
+        """Read a JSON object and pass on its text; returns False if it stops being JSON or ends
         early."""
         json = JsonText()
         while not json.done:
@@ -188,7 +188,7 @@ class Scanner:
         self.say_raw(kind, body)
 
     def say_raw(self, kind: Kind, text: str) -> None:
-        """The same, with all white space."""
+        """Add reasoning or content with all its white space."""
         if text:
             self._out.append(Delta(kind, text))
 
@@ -200,14 +200,14 @@ class Scanner:
         self._spaces, self._after_block, self._joint = "", True, joint
 
     def start_call(self, name: str, call_id: str = "") -> int:
-        """A call begins; returns its index."""
+        """Begin a call; returns its index."""
         self.border()
         self._out.append(Delta("tool_start", "", self._calls, name, call_id or self._new_id()))
         self._calls += 1
         return self._calls - 1
 
     def arguments(self, index: int) -> Callable[[str], None]:
-        """Where the text of a call's arguments goes."""
+        """Return the receiver for the text of a call's arguments."""
         return lambda text: self._out.append(Delta("tool_arguments", text, index)) if text else None
 
     def _literal_true(self, word: str) -> Scan[bool]:
@@ -215,7 +215,8 @@ class Scanner:
         return True
 
     def _run(self, marks: tuple[str, ...]) -> tuple[str, str]:
-        """Read up to and with the first mark, or all that cannot be the beginning of one."""
+        """Read up to and including the first mark, or all text that cannot be the beginning of
+        one."""
         start = self._at
         found = _pattern(marks).search(self._text, start) if marks else None
         if found:

@@ -1,7 +1,7 @@
-"""Tool calls in tags: Qwen3-Coder's (`<function=name><parameter=key>value</parameter></function>`),
-GLM-4.5's and MiniMax-M2's.
+"""Tool calls in tags: those of Qwen3-Coder
+(`<function=name><parameter=key>value</parameter></function>`), GLM-4.5 and MiniMax-M2.
 
-Values are plain text; the tool's schema says which of them are not strings. They become one JSON
+Values are plain text; the tool's schema says which values are not strings. They become one JSON
 object. Facts: the chat templates of these models.
 """
 
@@ -18,24 +18,24 @@ from sglcore.serving.chat.parsers.scanner import Malformed, Scan, Scanner
 
 @dataclass(frozen=True, slots=True)
 class Tags:
-    """A way to write calls in tags; called, it reads them."""
+    """A tag format of calls. Calling it parses them."""
 
     function: tuple[str, str]
-    """Around a function's name; a parameter, or the end, may come in place of the second one."""
+    """Tags around a function's name; a parameter, or the end, may replace the second one."""
     key: tuple[str, str]
-    """Around a parameter's name."""
+    """Tags around a parameter's name."""
     value: tuple[str, str]
-    """Around its value."""
+    """Tags around its value."""
     end: str
-    """Of a function."""
+    """End tag of a function."""
     section: tuple[str, str] = ("", "")
-    """Around functions; models leave it out at times."""
+    """Tags around functions; models sometimes leave them out."""
     margin: str = ""
-    """One character at both ends of a value that is no part of it."""
+    """A character at both ends of a value that does not belong to it."""
 
     @property
     def opening(self) -> tuple[str, ...]:
-        """What a call may begin with."""
+        """Texts with which a call may begin."""
         return tuple(filter(None, (self.section[0], self.function[0])))
 
     @property
@@ -68,8 +68,8 @@ class Tags:
         return _name(name)
 
     def _call(self, s: Scanner, name: str, properties: Mapping[str, Any]) -> Scan[bool]:
-        """The parameters up to the end of the function; False if something else stands between
-        them."""
+        """Read the parameters up to the end of the function; returns False if anything else is
+        between them."""
         sink = s.arguments(s.start_call(name))
         before = "{"
         while not (yield from s.take(self.end)):
@@ -93,7 +93,7 @@ class Tags:
         return _name(name)
 
     def _string(self, s: Scanner, sink: Sink, schema: Any) -> Scan[bool]:
-        """A value that is text: handed on as it comes."""
+        """Read a text value and pass it on as it arrives."""
         sink('"')
         if not (yield from self._rest(s, lambda text: sink(text_as_json(text)[1:-1]))):
             return False
@@ -101,14 +101,15 @@ class Tags:
         return True
 
     def _value(self, s: Scanner, sink: Sink, schema: Any) -> Scan[bool]:
-        """A value that may be anything: handed on when all of it is there."""
+        """Read a value of any type and pass it on when it is complete."""
         parts: list[str] = []
         is_whole = yield from self._rest(s, parts.append)
         sink(as_json("".join(parts), schema) if is_whole else "".join(parts))
         return is_whole
 
     def _rest(self, s: Scanner, sink: Sink) -> Scan[bool]:
-        """A value up to its end, without its margins; False if the text ends before."""
+        """Read a value up to its end, without its margins; returns False if the text ends
+        before."""
         end = self.value[1]
         if not self.margin:
             return bool((yield from s.hand_on((end,), sink)))
@@ -137,7 +138,7 @@ def _name(text: str) -> str:
 
 
 def properties_of(tools: Tools, name: str) -> Mapping[str, Any]:
-    """The declared parameters of a tool, by name; empty if the tool is unknown."""
+    """Return the declared parameters of a tool, by name; empty if the tool is unknown."""
     functions = (tool.get("function", tool) for tool in tools)
     schema = next((function.get("parameters") for function in functions if function.get("name") == name), None)
     properties = schema.get("properties") if isinstance(schema, Mapping) else None
@@ -145,13 +146,13 @@ def properties_of(tools: Tools, name: str) -> Mapping[str, Any]:
 
 
 def is_string(schema: Any) -> bool:
-    """Whether a value of this schema can be nothing but a string."""
+    """Return whether a value of this schema can only be a string."""
     return isinstance(schema, Mapping) and schema.get("type") == "string"
 
 
 def as_json(text: str, schema: Any) -> str:
-    """The JSON text of a parameter's value: JSON if it is some, Python's names of constants, or
-    else a string."""
+    """Return the JSON text of a parameter's value: the text itself if it is JSON, Python's
+    constants converted, else a string."""
     kinds = _kinds(schema)
     word = text.strip()
     constant = {"true": "true", "false": "false", "none": "null", "null": "null"}.get(word.lower())
@@ -167,7 +168,7 @@ def as_json(text: str, schema: Any) -> str:
 
 
 def _kinds(schema: Any) -> set[str]:
-    """The types that a schema names; empty if it does not say."""
+    """Return the types that a schema names; empty if it names none."""
     if not isinstance(schema, Mapping):
         return set()
     kind = schema.get("type")

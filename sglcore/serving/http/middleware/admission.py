@@ -1,4 +1,4 @@
-"""Back-pressure: beyond its limits the server says so at once, and when to come again."""
+"""Back-pressure: beyond its limits the server refuses at once, and says when to retry."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from sglcore.serving.http.middleware.refusal import TurnedAway
 from sglcore.serving.replicas.metrics import Metrics
 
 MODEL = ("/v1/", OLLAMA)
-"""What the paths of endpoints begin with that ask the model."""
+"""Prefixes of the paths of endpoints that use the model."""
 
 
 class Admission:
-    """Bounds the POST requests in flight, but for those of operators, and refuses those for the
+    """Limits the POST requests in flight, except operators' requests, and refuses requests for the
     model while its queue is full."""
 
     def __init__(
         self, app: ASGIApp, max_concurrent: int, max_queued: int, waiting: Callable[[], int], metrics: Metrics
     ) -> None:  # fmt: skip
-        """`waiting()` is how many prompts wait in the engines' queues."""
+        """`waiting()`: the number of prompts that wait in the engines' queues."""
         self._app, self._metrics, self._waiting = app, metrics, waiting
         self._max_concurrent, self._max_queued = max_concurrent, max_queued
         self._in_flight = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Raises TurnedAway (429) and Retry-After, which is computed from how fast requests ended
-        lately."""
+        """Run the app. Raises TurnedAway (429) with Retry-After, which is computed from the recent
+        rate at which requests ended."""
         if scope["method"] != "POST" or scope["path"] in PATHS:
             return await self._app(scope, receive, send)
         self._check(scope["path"])

@@ -1,5 +1,5 @@
-"""Request bodies: taken whole before the app runs, within a size, a time, and a sum over all that
-are arriving."""
+"""Request bodies: read whole before the app runs, within a size, a time, and a limit on the sum of
+all bodies."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from starlette.types import Message as AsgiEvent
 from sglcore.serving.http.middleware.refusal import TurnedAway, body_length, has_body, header
 
 ARRIVING, ARRIVING_FILES = 32, 2
-"""So many bodies, or files, of the greatest size may be there at once; beyond that, requests are
-told to come again."""
+"""Number of bodies, or of files, of the largest size that may be in memory at once; beyond that,
+requests are refused for now."""
 FILES = "/v1/files"
 FORM_BYTES = 64 << 10
-"""What a form may have around its file."""
+"""Bytes that a form may have in addition to its file."""
 
 
 @dataclass(slots=True)
 class Limit:
-    """Bytes of a body at most, the flag that sets them, the sum that may be there at once, and
-    is."""
+    """Largest number of bytes of a body, the flag that sets it, the largest sum of all bodies, and
+    the current sum."""
 
     most: int
     flag: str
@@ -34,13 +34,13 @@ class Limit:
 
 @dataclass(slots=True)
 class Arriving:
-    """A body that arrives: its bytes so far, which count for its limit until it is let go of."""
+    """A body in memory: its bytes so far, which count for its limit until it is released."""
 
     limit: Limit
     count: int = 0
 
     def add(self, count: int) -> None:
-        """So many bytes more. Raises TurnedAway."""
+        """Count `count` more bytes. Raises TurnedAway."""
         self.count += count
         self.limit.at_once += count
         if self.count > self.limit.most:
@@ -59,19 +59,19 @@ class Arriving:
 
 
 class Bodies:
-    """Hands the app a body that is complete."""
+    """Gives the app complete bodies."""
 
     def __init__(self, app: ASGIApp, max_bytes: int, seconds: float, max_file_bytes: int) -> None:
-        """`max_bytes` of a body, which has to arrive in `seconds`; a file of `max_file_bytes` has
-        as long for each `max_bytes`."""
+        """A body has at most `max_bytes` and must arrive within `seconds`; a file has at most
+        `max_file_bytes`, and the same time for each `max_bytes` of it."""
         self._app, self._seconds, self._step = app, seconds, max_bytes
         self._usual = Limit(max_bytes, "--max-request-bytes", ARRIVING * max_bytes)
         most = max_file_bytes + FORM_BYTES
         self._files = Limit(most, "--max-batch-file-bytes", ARRIVING_FILES * most)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Raises TurnedAway: 413 (too large), 408 (too slow), 415 (compressed), 429 (too many at
-        once)."""
+        """Run the app. Raises TurnedAway: 413 (too large), 408 (too slow), 415 (compressed), 429
+        (too many at once)."""
         if not has_body(scope):
             return await self._app(scope, receive, send)
         limit = self._files if scope["path"] == FILES else self._usual
@@ -86,7 +86,7 @@ class Bodies:
                 await self._app(scope, inward, send)
 
     async def _read(self, arriving: Arriving, receive: Receive) -> bytes | None:
-        """The body; None if the client left."""
+        """Return the body; None if the client left."""
         try:
             async with asyncio.timeout(self._seconds) as deadline:
                 return await self._collect(arriving, receive, deadline)
@@ -121,7 +121,7 @@ def _arriving(limit: Limit) -> Iterator[Arriving]:
 
 
 def too_large(found: str, limit: Limit) -> TurnedAway:
-    """413, with the number and the remedy."""
+    """Return the error 413, with the number and the remedy."""
     message = (
         f"the request has {found}, where {limit.most} are the most; "
         f"send less at once, or start the server with a greater {limit.flag}"
@@ -140,7 +140,7 @@ def _check(scope: Scope, limit: Limit) -> None:
 
 
 def _once(body: bytes, receive: Receive) -> Receive:
-    """A receive that gives the body first, and then what the connection says."""
+    """Return a receive function that returns the body first, and then the connection's messages."""
     waiting = [body]
 
     async def inward() -> AsgiEvent:

@@ -22,7 +22,7 @@ from sglcore.serving.http.tracing import Answered, Traces
 from sglcore.serving.replicas.metrics import CALLER, CLOCKS, Metrics, RequestClock
 
 QUIET = frozenset({"/livez", "/readyz", "/startupz", "/health", "/metrics", "/server_info/stats"})
-"""Asked so often by machines that their log lines are of level debug."""
+"""Paths that machines request so often that their log lines have level debug."""
 METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 """Methods that are counted by name.
 
@@ -60,12 +60,12 @@ class Exchanges:
         self._app, self._metrics, self._log, self._traces = app, metrics, log, traces
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """The id comes from the header x-request-id if that is one, and goes back in the same
-        header and in request-id."""
+        """Run the app. The request's id is the header x-request-id if that is a valid id; answers
+        have it in the same header and in request-id."""
         exchange = _exchange(scope)
         state = scope.setdefault("state", {})
         state["request_id"] = exchange.request_id
-        # Anthropic's clients look for the second one.
+        # Clients of Anthropic read the second one.
         ids = [(name, exchange.request_id.encode()) for name in (b"x-request-id", b"request-id")]
 
         async def outward(message: AsgiEvent) -> None:
@@ -109,7 +109,7 @@ class Exchanges:
 
 @contextmanager
 def _while_connected(exchange: Exchange, answering: set[asyncio.Task[Any]]) -> Iterator[None]:
-    """What runs inside is cancelled, and that is all, when the connection ends."""
+    """Cancel the work inside, silently, when the connection ends."""
     task = asyncio.current_task()
     assert task is not None
     answering.add(task)
@@ -125,8 +125,8 @@ def _while_connected(exchange: Exchange, answering: set[asyncio.Task[Any]]) -> I
 
 
 def line(exchange: Exchange) -> str:
-    """One line about a request that ended; status 499 is a client that left before the answer
-    began."""
+    """Return one line about a request that ended; status 499 is a client that left before the
+    answer began."""
     elapsed = _milliseconds(exchange.elapsed())
     words = [f"id={exchange.request_id}", f"client={exchange.client}", exchange.method, json.dumps(exchange.path)]
     words += [f"status={exchange.status}", f"ms={elapsed}"]

@@ -1,7 +1,7 @@
 """A server that only this machine should reach answers only to this machine's names.
 
-Without it any web page could make a name of its own point here, and use the visitor's browser to
-ask.
+Otherwise any web page could let a name of its own point here, and use the visitor's browser for
+requests.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from sglcore.serving.http.middleware.refusal import TurnedAway, header
 
 
 class Hosts:
-    """Checks the header Host, and Origin where a browser sends one."""
+    """Checks the header Host, and Origin if a browser sends one."""
 
     def __init__(self, app: ASGIApp, allowed: tuple[str, ...], origins: tuple[str, ...]) -> None:
-        """`allowed` are names besides loopback's; `origins` are web pages that may ask from
-        elsewhere."""
+        """`allowed`: names in addition to loopback's; `origins`: web pages from elsewhere that may
+        send requests."""
         self._app, self._origins = app, frozenset(origins)
         self._allowed = frozenset(name.lower() for name in allowed)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Raises TurnedAway (403)."""
+        """Run the app. Raises TurnedAway (403)."""
         host = (header(scope, b"host") or b"").decode("latin-1")
         if host and not self._is_ours(host):
             raise _turned_away("host", f"the name {host!r} is not this server's", "allowed-hosts")
@@ -44,7 +44,7 @@ def _turned_away(what: str, found: str, option: str) -> TurnedAway:
 
 
 def name_of(host: str) -> str:
-    """The name or address in a Host header, in lower case, without port and brackets."""
+    """Return the name or address in a Host header, in lower case, without port and brackets."""
     if host.startswith("["):
         return host[1:].partition("]")[0].lower()
     return host.partition(":")[0].rstrip(".").lower()

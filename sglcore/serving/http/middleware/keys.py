@@ -1,5 +1,4 @@
-"""API keys: a request brings one of them, or learns nothing, not even how long a comparison
-took."""
+"""API keys: a request without a valid key learns nothing, not even how long a comparison took."""
 
 from __future__ import annotations
 
@@ -11,19 +10,19 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from sglcore.serving.http.middleware.refusal import TurnedAway, header
 
 OPEN = frozenset({"/", "/livez", "/readyz", "/startupz", "/health"})
-"""Paths that may be read without a key: the page itself, and what probes ask."""
+"""Paths that need no key: the page itself, and probes."""
 
 
 class Keys:
-    """Lets through what brings a key, in `Authorization: Bearer ...` or in `x-api-key`."""
+    """Passes requests with a key, in `Authorization: Bearer ...` or in `x-api-key`."""
 
     def __init__(self, app: ASGIApp, keys: tuple[str, ...]) -> None:
-        """At least one key; only their digests are kept."""
+        """Takes at least one key; only their digests are kept."""
         self._app = app
         self._digests = tuple(sha256(key.encode()).digest() for key in keys)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Raises TurnedAway (401)."""
+        """Run the app. Raises TurnedAway (401)."""
         offered = _offered(scope)
         if not (self._is_open(scope) or sum(self._matches(each) for each in offered)):
             found = "the API key is not one of this server's" if offered else "the request brings no API key"
@@ -35,8 +34,8 @@ class Keys:
         return scope["method"] in ("GET", "HEAD") and scope["path"] in OPEN
 
     def _matches(self, offered: bytes) -> int:
-        """Compares digests of equal length with every key, so the time tells neither which nor how
-        much was right."""
+        """Compare digests of equal length with every key, so that the time reveals neither which
+        key matches nor how much of it."""
         digest = sha256(offered).digest()
         return sum(hmac.compare_digest(digest, each) for each in self._digests)
 

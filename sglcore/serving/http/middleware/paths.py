@@ -1,4 +1,4 @@
-"""Paths that clients of other servers use, without /v1 or by another word."""
+"""Paths that clients of other servers use: without /v1, or with another name."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ _PLAIN = (
     "classify",
 )
 SAME = MappingProxyType({**{f"/{name}": f"/v1/{name}" for name in _PLAIN}, "/reranking": "/v1/rerank"})
-"""A path, and ours for the same."""
+"""A path -> our path for the same endpoint."""
 
 
 class Paths:
     """Maps request paths to our own paths, for the app inside it."""
 
     def __init__(self, app: ASGIApp) -> None:
-        """`app` knows our own paths alone."""
+        """`app`: the app with our own paths only."""
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Runs the app."""
+        """Run the app."""
         path = SAME.get(scope.get("path", ""))
         await self._app(scope if path is None else {**scope, "path": path, "raw_path": path.encode()}, receive, send)

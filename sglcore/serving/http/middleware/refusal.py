@@ -1,4 +1,4 @@
-"""How a request is turned away, so that the client reads why even if it is still sending."""
+"""Refuses a request so that the client reads the reason even if it is still sending."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from sglcore.serving.replicas.errors import INVALID, NO_HEADERS, Failure, Unansw
 from sglcore.serving.replicas.metrics import Metrics
 
 SMALL = 64 << 10
-"""A body up to this many bytes is taken before the answer, so that the connection can be used
-again."""
+"""A body of up to this many bytes is read before the answer, so that the connection can be
+reused."""
 _LONGEST, _MOST = 1.0, 64 << 20
 
 
 class TurnedAway(Unanswered):
-    """Raised by middleware for what it does not let through; counted by its code."""
+    """Middleware raises this for a refused request; refusals are counted by code."""
 
     def __init__(self, status: int, found: str, code: str, headers: Mapping[str, str] = NO_HEADERS) -> None:
-        """What the client is told."""
+        """`status`, text, code and headers of the answer."""
         kind = "rate_limit_error" if status == 429 else INVALID
         super().__init__(Failure(status, found, kind, None, code, headers))
         self.code = code
@@ -36,12 +36,12 @@ class Refusals:
     """
 
     def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
-        """`app` is what may fail."""
+        """`app`: the app that may fail."""
         self._app, self._metrics = app, metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Runs the app; what it raises after its answer has begun is raised: only a closed
-        connection can tell of that."""
+        """Run the app. An error after the answer has begun is raised again: only closing the
+        connection can report it."""
         has_begun, is_complete = False, not has_body(scope)
 
         async def inward() -> AsgiEvent:
@@ -69,8 +69,8 @@ class Refusals:
 async def _refuse(failure: Failure, is_complete: bool, scope: Scope, receive: Receive, send: Send) -> None:
     """Answer with the failure. `is_complete`: all of the body has been received.
 
-    What the client still sends is read and dropped, for a second and 64 MiB at most: a socket that
-    is closed over unread bytes takes the answer back.
+    The rest that the client sends is read and dropped, for at most a second and 64 MiB: closing a
+    socket with unread bytes would discard the answer.
     """
     body = encode(body_of(failure, scope))
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
@@ -85,7 +85,7 @@ async def _refuse(failure: Failure, is_complete: bool, scope: Scope, receive: Re
 
 
 def has_body(scope: Scope) -> bool:
-    """Whether the request announces a body."""
+    """Return whether the request announces a body."""
     return any(
         name == b"transfer-encoding" or (name == b"content-length" and value != b"0")
         for name, value in scope["headers"]
@@ -93,25 +93,26 @@ def has_body(scope: Scope) -> bool:
 
 
 def body_length(scope: Scope) -> int | None:
-    """The body's length in bytes as the client announced it; None if it did not, or not as a
-    number."""
+    """Return the length in bytes that the client announced for the body; None if it announced none,
+    or no number."""
     value = header(scope, b"content-length")
     return int(value) if value is not None and value.isdigit() and len(value) < 20 else None
 
 
 def header(scope: Scope, name: bytes) -> bytes | None:
-    """The first value of a header; `name` in lower case."""
+    """Return the first value of a header; `name` in lower case."""
     return next((value for key, value in scope["headers"] if key == name), None)
 
 
 async def _ends_soon(failure: Failure, scope: Scope, receive: Receive) -> bool:
-    """Whether the rest of the body comes within a second: that of a small one is waited for."""
+    """Return whether the rest of the body arrives within a second; only a small body is waited
+    for."""
     is_small = (body_length(scope) or SMALL + 1) <= SMALL
     return failure.status != 408 and is_small and await _drop(receive)
 
 
 async def _drop(receive: Receive) -> bool:
-    """Read and drop the rest of the body; whether it ended."""
+    """Read and drop the rest of the body; returns whether it ended."""
     count = 0
     try:
         async with asyncio.timeout(_LONGEST):

@@ -1,5 +1,5 @@
-"""The page at `/`: one document that requests nothing from other hosts, made of the files in this
-folder.
+"""The page at `/`: one document from the files of this folder, which requests nothing from other
+hosts.
 
 Its policy names its scripts and its style by their hashes, so that nothing else can run in it.
 """
@@ -17,8 +17,8 @@ LINKED = re.compile(rb'<link rel="stylesheet" href="(\w+\.css)">|<script src="(\
 
 
 def add_routes(router: APIRouter, frontend: object) -> None:
-    """GET `/`. The page is read once; it asks the server for all it shows, so it needs nothing of
-    the frontend."""
+    """Add GET `/`. The page is read once. It requests all its data from the server, so it does not
+    use the frontend."""
     content = page()
     shown = page_headers(content)
 
@@ -29,7 +29,7 @@ def add_routes(router: APIRouter, frontend: object) -> None:
 
 
 def page() -> bytes:
-    """The document, with its style and its scripts in it."""
+    """Return the document, including its style and its scripts."""
     folder = files("sglcore.serving.http.page")
 
     def inlined(found: re.Match[bytes]) -> bytes:
@@ -41,7 +41,7 @@ def page() -> bytes:
 
 
 def page_headers(content: bytes) -> dict[str, str]:
-    """The page's headers, with a policy under which it talks to its own server alone."""
+    """Return the page's headers, with a policy that allows only requests to its own server."""
     return {
         "content-type": "text/html; charset=utf-8",
         "content-security-policy": policy(content),
@@ -54,8 +54,8 @@ def page_headers(content: bytes) -> dict[str, str]:
 
 
 def policy(content: bytes) -> str:
-    """The Content-Security-Policy that allows the scripts and the style in `content`, and no
-    other."""
+    """Return the Content-Security-Policy that allows only the scripts and the style in
+    `content`."""
     allowed = {
         "default-src": "'none'",
         "script-src": _hashes(content, b"script"),
@@ -70,7 +70,7 @@ def policy(content: bytes) -> str:
 
 
 def _hashes(content: bytes, tag: bytes) -> str:
-    """The hash of every block between `<tag>` and `</tag>`."""
+    """Return the hashes of all blocks between `<tag>` and `</tag>`."""
     blocks = re.findall(b"<%s>(.*?)</%s>" % (tag, tag), content, re.DOTALL)
     digests = (base64.b64encode(hashlib.sha256(block).digest()).decode("ascii") for block in blocks)
     return " ".join(f"'sha256-{digest}'" for digest in digests)

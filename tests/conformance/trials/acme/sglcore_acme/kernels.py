@@ -28,8 +28,8 @@ def kernels() -> KernelTable:
 
 
 def tuning(capability: Capability) -> Tuning:
-    """How kernels are launched: as many programs as fill the device twice; one tile of keys at a
-    time."""
+    """Return the launch settings: two programs per core to fill the device, and one tile of keys at
+    a time."""
     from sglcore.runtime.kernels.triton import LaunchConfig, Tuning
 
     return Tuning(

@@ -1,5 +1,5 @@
-"""Attention of quirk: a call for each row over its pages, in which each head's tokens lie together;
-sizes come from the host."""
+"""Attention of quirk: one call per row over page-major keys and values; sizes come from the
+host."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from sglcore.runtime.memory.pools import PAGE_MAJOR
 
 @dataclass(slots=True)
 class HostPlan(RowsPlan):
-    """`sizes`: queries and length of each row."""
+    """`sizes`: (number of queries, length) of each row."""
 
     sizes: tuple[tuple[int, int], ...]
 
 
 class QuirkAttention(PageRowsAttention):
-    """Decoder attention without windows, in the device's only type."""
+    """Decoder attention without sliding windows, in bfloat16."""
 
     facts = AttentionFacts(index_dtype="int32", page_sizes=(32,), dtypes=("bfloat16",), layouts=(PAGE_MAJOR,))
 
     def plan(self, batch: ForwardBatch) -> HostPlan:
-        """Page rows of the batch, and its sizes as the host knows them."""
+        """Plan the page rows of the batch, and add its sizes from the host."""
         made, queries = PageRowsAttention.plan(self, batch), batch.extend_seq_lens_cpu
         assert batch.seq_lens_cpu is not None
         lengths = batch.seq_lens_cpu.tolist()
@@ -37,7 +37,7 @@ class QuirkAttention(PageRowsAttention):
         return HostPlan(*(getattr(made, field.name) for field in fields(made)), tuple(sizes))  # pyright: ignore[reportCallIssue]
 
     def attend_pages(self, q: Tensor, k_pages: Tensor, v_pages: Tensor, plan: Any, layer: Any) -> Tensor:
-        """Row by row."""
+        """Attend one row after the other."""
         outs: list[Tensor] = []
         for row, (count, length) in enumerate(plan.sizes):
             queries, q = q[:count].transpose(0, 1), q[count:]

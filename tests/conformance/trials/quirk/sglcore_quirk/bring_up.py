@@ -1,5 +1,5 @@
-"""The start of quirk: the standard order, with keys and values page-major, and its memory asked for
-before the pools are sized."""
+"""The bring-up of quirk: the standard order with page-major keys and values, and with the memory of
+the device read before the pools are sized."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from sglcore.runtime.memory.pools import PER_HEAD_BY_PAGE, PoolKind
 
 
 def pool_kind() -> PoolKind:
-    """As the attention reads them."""
+    """Page-major, as the attention reads it."""
     return PER_HEAD_BY_PAGE
 
 

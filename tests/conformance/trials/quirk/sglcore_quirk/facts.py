@@ -7,8 +7,8 @@ from sglcore.device.facts import Facts
 
 
 def facts(index: int = 0) -> Facts:
-    """Integers of 32 bits, one float type, nothing beside the host, and calls that take their sizes
-    from the host."""
+    """int32 indices, one float dtype, no steps in parallel with the host, and calls that take their
+    sizes from the host."""
     return Facts(
         tensor_device=f"quirk:{index}",
         index_dtype="int32",

@@ -1,5 +1,5 @@
-"""The simulated quirk accelerator that `--sim=quirk` gives where sglcore-sim is installed; nothing
-of the device imports this."""
+"""The simulated quirk accelerator for `--sim=quirk`, if sglcore-sim is installed. Device code does
+not import this."""
 
 from __future__ import annotations
 
