@@ -1,4 +1,5 @@
-"""C4: text in and out through the engine. The laws of the HTTP server come with the server."""
+"""Level C4, text through the engine: streamed pieces, concurrent requests, refused and aborted
+requests, statistics. No law covers the HTTP server; `tests/serving` tests it."""
 
 from __future__ import annotations
 

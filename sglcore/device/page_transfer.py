@@ -78,12 +78,14 @@ class PageMemory(Protocol):
         ...
 
     def read(self, region: int, pages: Ints) -> Bytes:
-        """Return uint8[N, bytes_per_page] of N pages, after all submitted steps; waits for them."""
+        """Return uint8[N, bytes_per_page] of N pages of a region, an index into `regions`, after
+        all submitted steps; waits for them.
+        """
         ...
 
     def write(self, region: int, pages: Ints, data: Bytes) -> None:
-        """Write uint8[N, bytes_per_page] to N pages, before all steps that are submitted later. May
-        wait.
+        """Write uint8[N, bytes_per_page] to N pages of a region, an index into `regions`, before
+        all steps that are submitted later. May wait.
         """
         ...
 

@@ -47,7 +47,7 @@ class Model(Protocol):
         ...
 
     def embed_ids(self, ids: Tensor) -> Tensor:
-        """Return the embeddings [T, hidden] of ids [T], the input of the first layer."""
+        """Return the embeddings [T, hidden] of ids [T], in the form of `input_embeds`."""
         ...
 
 

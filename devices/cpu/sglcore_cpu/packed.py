@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class Held(Protocol):
-    """The memory format of a packed weight [out, in]."""
+    """The data of one packed weight, in the memory format of its kernels."""
 
     @property
     def num_bytes(self) -> int:
@@ -24,7 +24,8 @@ class Held(Protocol):
 
 
 class Form(Held, Protocol):
-    """A format of the native kernels, with the operations that read it."""
+    """The data of one packed weight [out, in], in a format of the native kernels, with the
+    operations that read it."""
 
     def multiply(self, x: Tensor, bias: Tensor | None, wide: bool = False) -> Tensor:
         """Return x [T, in] times the weight's transpose, plus bias [out]: [T, out] in x's dtype, or

@@ -1,8 +1,8 @@
-"""The watch over the ranks: whether they are connected, send heartbeats and run; else what failed,
-and which rank failed first.
+"""The watch over the ranks: finds the error that ended them, and the rank that failed first.
 
-Two detectors: the end of a channel (a rank died, within milliseconds) and silence (a rank is
-stopped, or disconnected).
+A rank reports its own error. Else its channel ends (the process died, seen within milliseconds) or
+is silent (the process is stopped, or disconnected). Heartbeats come from a thread of their own, so
+they do not show that a forward proceeds.
 """
 
 from __future__ import annotations

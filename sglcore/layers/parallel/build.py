@@ -70,7 +70,8 @@ class ShardedBuild(Scope):
 
     @property
     def _ranks(self) -> AnyGroup:
-        """The ranks that share the heads of a request, and the vocabulary."""
+        """The process group `attn_tp`: its ranks divide the heads of each request, and the
+        vocabulary."""
         return self._every.attn_tp
 
     @property

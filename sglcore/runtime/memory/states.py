@@ -105,7 +105,9 @@ class StatePool:
         self._states, self._taken = self._allocate()
 
     def states(self, layer_id: int) -> Mapping[str, Tensor]:
-        """Return a layer's tensors, each [rows, *shape]."""
+        """Return a recurrent layer's tensors by name, each [rows, *shape]: row 0 is scratch, then
+        slots, then snapshots.
+        """
         return self._states[layer_id]
 
     def changes(self, batch: ScheduleBatch) -> dict[str, NDArray]:

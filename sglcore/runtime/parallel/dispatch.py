@@ -164,7 +164,12 @@ class RaggedDispatcher:
 
 @dataclass(slots=True)
 class _Fixed:
-    """A fixed dispatch in progress; `experts` int32 [R] are the experts of the rows that arrive."""
+    """A fixed dispatch in progress.
+
+    `experts` int32 [R] are the experts of all rows that arrive, padding included, numbered on this
+    rank; R = ranks * experts per rank * `max_rows`. `places` [T, K] is what was dispatched, kept
+    for the combine.
+    """
 
     rows: Handle
     experts: Tensor

@@ -56,7 +56,7 @@ class LayeredModel(Protocol):
         ...
 
     def embed_ids(self, ids: Tensor, /) -> Tensor:
-        """Return the embeddings [T, H] of ids [T]."""
+        """Return the embeddings [T, H] of ids [T], in the form of the batch's `input_embeds`."""
         ...
 
 
@@ -94,7 +94,7 @@ class FeatureModel:
         return self._model.logits(hidden[:, : -self.feature_size].contiguous())
 
     def embed_ids(self, ids: Tensor) -> Tensor:
-        """Return the embeddings [T, H] of ids [T], the input of the first layer."""
+        """Return the embeddings [T, H] of ids [T], in the form of the batch's `input_embeds`."""
         return self._model.embed_ids(ids)
 
 

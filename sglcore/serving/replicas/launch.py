@@ -26,7 +26,8 @@ class EngineProcess(Protocol):
 
     @property
     def last_words(self) -> str:
-        """What is known of its end in addition to the exit code; empty: nothing."""
+        """The launcher's reason for the end of this process, shown instead of the exit code; empty
+        if it knows none."""
         ...
 
     async def wait(self) -> int:

@@ -1,8 +1,9 @@
-"""DeepSeek-V4's attention: over the rows of a sliding window, and over the rows of complete blocks,
-either all or chosen ones.
+"""DeepSeek-V4's attention: over the rows of a sliding window and, in layers with compression, over
+the rows of complete blocks: all blocks, or those that the layer's indexer chooses.
 
-It uses only entries of the kernel table, so it runs on every device and in every graph. The row
-indices are computed once per forward, on the device, for all layers.
+It uses only entries of the kernel table, so it runs on every device and in every graph. The plan is
+computed once per forward, on the device, for all layers; only chosen blocks are computed layer by
+layer.
 """
 
 from __future__ import annotations
@@ -134,10 +135,11 @@ class DeepseekV4AttnBackend(AttentionBackend[CompressedPlan]):
         return plans
 
     def choose(self, q: Tensor, weights: Tensor, layer: SparseLayer, batch: ForwardBatch) -> None:
-        """Choose the `top_k` complete blocks that an indexer scores highest.
+        """Choose for each token the `top_k` complete blocks that an indexer scores highest; sets
+        the plan's `chosen`.
 
-        Scores come from q [T, H, D] and weights [T, H]. This layer attends to these blocks. All are
-        chosen if there are at most `top_k`.
+        Scores come from q [T, H, D] and weights [T, H]. All blocks are chosen if there are at most
+        `top_k`.
         """
         _, plan = self.planned(batch)
         pool, tokens, kept = self.token_to_kv_pool, plan.tokens, layer.rows[INDEX_KEYS]

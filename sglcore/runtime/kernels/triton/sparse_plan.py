@@ -65,7 +65,10 @@ def state_row(table, slot, offset, place, inside, stride, PAGE: tl.constexpr, RI
 
 @triton.jit
 def row_begin(seq_lens, lengths, row, live):
-    """Return the first token of a row in this step, and the end of the last."""
+    """Return the positions in its request of a row's first token in this step, and after its last.
+
+    Without `lengths` a row has one token. Both are 0 where `live` is false.
+    """
     end = tl.load(seq_lens + row, mask=live, other=0)
     length = live.to(tl.int32)
     if lengths is not None:
