@@ -100,8 +100,9 @@ class EngineConfig:
     )
     dtype: str = setting(
         "auto",
-        "Data type of weights and activations: auto (the checkpoint's), float32, bfloat16 or float16.",
-        choices=("auto", "float32", "bfloat16", "float16"),
+        "Data type of weights and activations: auto (the checkpoint's), float32, bfloat16, float16, or float64 if "
+        "the device computes in it.",
+        choices=("auto", "float32", "bfloat16", "float16", "float64"),
     )
     max_model_len: int | None = setting(
         None, "Context length of each request, in tokens; default: the checkpoint's.", least=1
