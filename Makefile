@@ -24,7 +24,7 @@ TYPES_MEMORY ?= 6144
 FILES ?=
 # Further options of bench-cpu, such as --quick or --engines sglcore,llama_cpp; of bench-gpu, such as --part products.
 BENCH ?=
-# Further options of mutation, such as --again or --file sglcore/step/rows.py.
+# Further options of mutation, such as --again or --file sglcore/step/emitting_rows.py.
 MUTATION ?=
 
 DECLARED := pyproject.toml $(wildcard constraints*.txt devices/*/pyproject.toml simulator/pyproject.toml) \

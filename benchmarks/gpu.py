@@ -30,7 +30,7 @@ from on_gpu.supervisor import Results, supervise
 from on_gpu.table import table
 from results import machine
 
-IMPORTS = ("torch", "sglcore.engine.core", "sglcore.runtime.bring_up", "sglcore.models.loader")
+IMPORTS = ("torch", "sglcore.engine.core", "sglcore.runtime.bring_up", "sglcore.models.weights.model_loader")
 """Modules that take seconds to import and touch no device."""
 DRY_SECONDS = 20
 """Factor of a part's time limit in a dry run, which may be on a slow machine."""

@@ -19,16 +19,16 @@ import numpy as np
 from results import machine, write_results
 from tokenizers import Tokenizer
 
-from sglcore.device.config import resolve_config
-from sglcore.engine.grammar import BACKENDS, GrammarBackend, open_grammars
+from sglcore.config.engine_config import resolve_config
 from sglcore.engine.start import embedded_model, start
-from sglcore.engine.text import TextCodec, eos_token_ids
-from sglcore.engine.vocabulary import Vocabulary
-from sglcore.sampling.grammar import Grammar
+from sglcore.engine.structured_output.grammar_cache import BACKENDS, GrammarBackend, open_grammars
+from sglcore.engine.structured_output.grammar_vocabulary import Vocabulary
+from sglcore.engine.tokenizers.text_codec import TextCodec, eos_token_ids
+from sglcore.sampling.grammar_spec import Grammar
 from sglcore.sampling.params import SamplingParams
-from sglcore.schedule.loop import Loop
 from sglcore.schedule.request import Request
 from sglcore.schedule.scheduler import Scheduler
+from sglcore.schedule.step_loop import Loop
 
 LARGE = 128_000
 STEPS = 150

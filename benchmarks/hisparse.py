@@ -43,21 +43,21 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import sglcore_sim
+from sglcore.config.engine_config import resolve_config
 from sglcore.device.batch import ForwardMode, ScheduleBatch
-from sglcore.device.config import resolve_config
-from sglcore.engine.meter import Meter
+from sglcore.engine.metered_worker import Meter
 from sglcore.engine.start import start
 from sglcore.runtime.attention.layer import Attention
 from sglcore.runtime.forward_batch import ForwardBatch
-from sglcore.runtime.hisparse.coordinator import HiSparseCoordinator
-from sglcore.runtime.hisparse.shape import SwapShape
-from sglcore.runtime.memory.rows import KeptRows, Place
+from sglcore.runtime.hisparse.hisparse_coordinator import HiSparseCoordinator
+from sglcore.runtime.hisparse.hisparse_shape import SwapShape
+from sglcore.runtime.memory.kv_rows import KeptRows, Place
 from sglcore.runtime.model_runner import Model
 from sglcore.runtime.tp_worker import TpModelWorker
 from sglcore.sampling.params import SamplingParams
-from sglcore.schedule.loop import Loop
 from sglcore.schedule.request import Request
 from sglcore.schedule.scheduler import Scheduler
+from sglcore.schedule.step_loop import Loop
 
 OWN = (0.02, 0.1, 0.3)
 SMALLER, TOP_K, PAGE, VOCAB = 16, 16, 16, 4000

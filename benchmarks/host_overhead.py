@@ -17,7 +17,7 @@ import torch
 from results import machine, write_results
 from torch import Tensor
 
-from sglcore.device.config import resolve_config
+from sglcore.config.engine_config import resolve_config
 from sglcore.engine.start import start
 from sglcore.runtime.forward_batch import ForwardBatch
 from sglcore.runtime.model_runner import ModelRunner
@@ -25,9 +25,9 @@ from sglcore.runtime.tp_worker import TpModelWorker
 from sglcore.sampling.params import SamplingParams
 from sglcore.sampling.sampler import Sampler, SamplingState
 from sglcore.sampling.state import SampledTokens
-from sglcore.schedule.loop import Loop
 from sglcore.schedule.request import Request
 from sglcore.schedule.scheduler import Scheduler
+from sglcore.schedule.step_loop import Loop
 
 STEPS = 600
 

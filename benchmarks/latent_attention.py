@@ -24,7 +24,7 @@ from results import machine, write_results
 from torch import Tensor
 from triton.testing import do_bench
 
-from sglcore.conformance.laws_kernels import relative_error
+from sglcore.conformance.laws.laws_kernels import relative_error
 from sglcore.device.discovery import discover
 from sglcore.device.package import resolve
 from sglcore.runtime.kernels import reference_sparse

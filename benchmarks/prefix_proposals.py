@@ -18,8 +18,8 @@ from results import machine, write_results
 
 from sglcore.device.worker import Limits
 from sglcore.sampling.params import SamplingParams
-from sglcore.schedule.memory import Memory
-from sglcore.schedule.prefix_proposals import PrefixProposals
+from sglcore.schedule.cache.prefix_proposals import PrefixProposals
+from sglcore.schedule.cache.request_pages import Memory
 from sglcore.schedule.request import Request
 
 COUNT, PROMPT, ROUNDS = 4, 512, 5

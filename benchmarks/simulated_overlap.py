@@ -31,8 +31,8 @@ from two_batch_overlap import HIDDEN, PARTS, STAGGERS, TOKENS, Site, link_of, ms
 import sglcore_sim
 from sglcore import LLM, SamplingParams
 from sglcore.engine.start import embedded_model
-from sglcore.runtime.parallel.group import Group
-from sglcore.schedule import loop
+from sglcore.runtime.parallel.process_group import Group
+from sglcore.schedule import step_loop
 from sglcore_sim.clocks import Speeds, VirtualTime, virtual_time
 from sglcore_sim.collectives import Group as SimulatedGroup
 
@@ -129,7 +129,7 @@ def slices_row(folder: Path, kind: str, asked: str, lane: str) -> dict[str, Any]
     llm = LLM(str(folder), prompt_slices=asked, prompt_lane=lane, prefix_cache=False, **settings)
     sim = sglcore_sim.current()
     assert sim is not None
-    with virtual_time(sim, SPEEDS) as clock, mock.patch.object(loop, "perf_counter", lambda: clock.now):
+    with virtual_time(sim, SPEEDS) as clock, mock.patch.object(step_loop, "perf_counter", lambda: clock.now):
         worker: Any = llm.started.worker
         streams = worker.runner.streams
         clock.share(streams.forward, 1.0)

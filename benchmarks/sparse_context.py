@@ -23,12 +23,12 @@ import torch
 import transformers
 from results import machine, write_results
 
-from sglcore.device.config import resolve_config
+from sglcore.config.engine_config import resolve_config
 from sglcore.engine.start import start
 from sglcore.sampling.params import SamplingParams
-from sglcore.schedule.loop import Loop
 from sglcore.schedule.request import Request
 from sglcore.schedule.scheduler import Scheduler
+from sglcore.schedule.step_loop import Loop
 
 STEPS, WARM = 24, 4
 LAYERS, VOCAB = 10, 16000

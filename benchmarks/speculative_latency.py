@@ -28,20 +28,20 @@ from results import machine, write_results
 from torch import Tensor
 
 import sglcore_sim
-from sglcore.device.config import resolve_config
+from sglcore.config.engine_config import resolve_config
 from sglcore.engine.start import embedded_model, start
-from sglcore.engine.text import TextCodec
+from sglcore.engine.tokenizers.text_codec import TextCodec
 from sglcore.runtime.attention.layer import Attention
 from sglcore.runtime.forward_batch import ForwardBatch
 from sglcore.runtime.model_runner import Model, ModelRunner
-from sglcore.runtime.speculative.autoregressive import AutoregressiveDrafter
-from sglcore.runtime.speculative.block import BlockDrafter
-from sglcore.runtime.speculative.worker import SpeculativeWorker
+from sglcore.runtime.speculative.block_drafts import BlockDrafter
+from sglcore.runtime.speculative.chain_drafts import AutoregressiveDrafter
+from sglcore.runtime.speculative.verify_worker import SpeculativeWorker
 from sglcore.runtime.tp_worker import TpModelWorker
 from sglcore.sampling.params import SamplingParams
-from sglcore.schedule.loop import Loop
 from sglcore.schedule.request import Request
 from sglcore.schedule.scheduler import Scheduler
+from sglcore.schedule.step_loop import Loop
 
 COSTS = (0.1, 0.25)
 HEADS = (("eagle3", (2, 4, 7)), ("mtp", (2, 4)), ("dflash", (2, 4, 7)))

@@ -26,19 +26,19 @@ from results import machine, write_results
 from safetensors.torch import save_file
 from torch import Tensor
 
-from sglcore.checkpoint.config import read_config
+from sglcore.checkpoint.model_config import read_config
 from sglcore.device.batch import ForwardMode
-from sglcore.device.cut import CutTerms, Staggers
 from sglcore.device.topology import Communication, Place, Topology
-from sglcore.models.loader import load_model
-from sglcore.models.steps import Steps
+from sglcore.models.single_steps import Steps
+from sglcore.models.weights.model_loader import load_model
 from sglcore.runtime.forward_batch import ForwardBatch
 from sglcore.runtime.kernels.table import KernelTable
-from sglcore.runtime.overlap.halves import Halves
-from sglcore.runtime.overlap.turns import take_turns
-from sglcore.runtime.parallel.dispatch import RaggedDispatcher
-from sglcore.runtime.parallel.group import Group
+from sglcore.runtime.overlap.interleave import take_turns
+from sglcore.runtime.overlap.micro_batches import Halves
+from sglcore.runtime.parallel.expert_dispatch import RaggedDispatcher
+from sglcore.runtime.parallel.process_group import Group
 from sglcore.runtime.parallel.rank_groups import Groups
+from sglcore.step.micro_batch_cut import CutTerms, Staggers
 
 LAYERS, HIDDEN, HEADS, HEAD_DIM, INNER, VOCAB, TOKENS = 12, 512, 8, 64, 1024, 64, 126
 PARTS = (0.25, 0.5, 1.0, 2.0)

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.core_model_loading import revert_weight_conversion
 
-from sglcore.models.deepseek_v4_nextn import DeepseekV4NextN
+from sglcore.models.drafts.deepseek_v4_nextn import DeepseekV4NextN
 from tests.checkpoints import Oracle
 
 SLIDING, SPARSE, HEAVY = "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"

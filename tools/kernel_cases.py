@@ -11,46 +11,60 @@ from typing import Any
 
 import torch
 
-from sglcore.conformance.sampling_state import make_state
+from sglcore.conformance.inputs.sampling_state import make_state
 from sglcore.runtime.attention import triton_decode, triton_extend
 from sglcore.runtime.attention.layer import Attention
 from sglcore.runtime.kernels.row_codec import RowCodec
 from sglcore.runtime.kernels.triton import (
     activation,
     cells,
-    compressor,
     convolution,
     delta_rule,
+    draft_trees,
+    draft_verification,
     experts,
     grouped_product,
-    hisparse,
     hyper,
-    indexer,
-    latent_rows,
-    norm,
-    proposals,
+    norm_kernels,
     race,
     rotated_store,
     rotation,
     routing,
-    rows,
     sampling,
     softmax,
+    state_space,
+)
+from sglcore.runtime.kernels.triton.sparse import (
+    compressor,
+    hisparse,
+    indexer,
+    latent_rows,
+    pool_rows,
     sparse_attention,
     sparse_plan,
-    state_space,
-    trees,
 )
 from sglcore.runtime.kernels.triton.tuning import Option, Tuning
-from sglcore.sampling.batch import SamplingBatch
+from sglcore.sampling.gumbel_race import make_race_tables
 from sglcore.sampling.params import SamplingParams
-from sglcore.sampling.race import make_race_tables
+from sglcore.sampling.params_batch import SamplingBatch
 
 KERNELS: tuple[ModuleType, ...] = (
-    *(activation, cells, sampling, experts, norm, proposals, race, rotated_store, rotation, routing, trees),
+    *(
+        activation,
+        cells,
+        sampling,
+        experts,
+        norm_kernels,
+        draft_verification,
+        race,
+        rotated_store,
+        rotation,
+        routing,
+        draft_trees,
+    ),
     *(convolution, delta_rule, state_space),
     *(hisparse, hyper, latent_rows, sparse_plan),
-    *(compressor, grouped_product, indexer, rows, softmax, sparse_attention),
+    *(compressor, grouped_product, indexer, pool_rows, softmax, sparse_attention),
     *(triton_decode, triton_extend),
 )
 """The modules with kernels."""
@@ -138,9 +152,9 @@ def _elementwise(dtype: torch.dtype, tuning: Tuning) -> Cases:
     ints, angles = torch.empty(TOKENS, dtype=torch.int32), torch.empty(256, 128)
     kv, caches = torch.empty(TOKENS, 8, 128, dtype=dtype), (cache, cache)
     return {
-        "norm": lambda: norm.rms_norm(x, gain, 1e-5, tuning),
-        "head norm": lambda: norm.rms_norm(heads, gain[:128], 1e-5, tuning),
-        "add and norm": lambda: norm.add_rms_norm(x, x, gain, 1e-5, tuning),
+        "norm": lambda: norm_kernels.rms_norm(x, gain, 1e-5, tuning),
+        "head norm": lambda: norm_kernels.rms_norm(heads, gain[:128], 1e-5, tuning),
+        "add and norm": lambda: norm_kernels.add_rms_norm(x, x, gain, 1e-5, tuning),
         "activation": lambda: activation.silu_and_mul(wide, tuning),
         "rotary": lambda: rotation.rotary(q, k, ints, angles, 128, tuning),
         "partial rotary": lambda: rotation.rotary(q, k, ints, angles[:, :64].contiguous(), 128, tuning),
@@ -172,7 +186,7 @@ def _recurrent(dtype: torch.dtype, tuning: Tuning) -> Cases:
         "delta rule of prompts": lambda: delta_rule.gated_delta_rule(*rule, ints, ints, ints, tuning),
         "selective scan": lambda: state_space.selective_scan(*space, None, None, None, tuning),
         "selective scan of prompts": lambda: state_space.selective_scan(*space, ints, ints, ints, tuning),
-        "gated norm": lambda: norm.gated_rms_norm(x, x, gains, 1e-6, False, tuning),
+        "gated norm": lambda: norm_kernels.gated_rms_norm(x, x, gains, 1e-6, False, tuning),
     }
 
 
@@ -221,14 +235,30 @@ def _streams(tuning: Tuning) -> Cases:
 def _lists(tuning: Tuning) -> Cases:
     """Plans of DeepSeek-V4's attention: sliding windows, and blocks of 128 and of 4 tokens."""
     ints, table = torch.empty(TOKENS, dtype=torch.int32), torch.empty(CELLS, 64, dtype=torch.int32)
-    rows, out = ints[:4], torch.empty(TOKENS, 128, dtype=torch.int32)
+    pool_rows, out = ints[:4], torch.empty(TOKENS, 128, dtype=torch.int32)
     where = torch.empty(TOKENS, dtype=torch.int64)
     plan = sparse_plan.compress_plan
     return {
         "window": lambda: sparse_plan.window_rows(table, ints, ints, 128, 256, out, tuning),
         "blocks": lambda: sparse_plan.block_rows(table, ints, ints, 128, 256, out, tuning),
         "plan of prompts": lambda: plan(
-            rows, rows, rows, rows, ints, ints, table, table, rows, 256, 4, 8, out[:20, :8], ints, where, where, tuning
+            pool_rows,
+            pool_rows,
+            pool_rows,
+            pool_rows,
+            ints,
+            ints,
+            table,
+            table,
+            pool_rows,
+            256,
+            4,
+            8,
+            out[:20, :8],
+            ints,
+            where,
+            where,
+            tuning,
         ),
         "plan": lambda: plan(
             ints, ints, None, None, ints, ints, table, None, None, 256, 128, 128, out, ints, where, where, tuning
@@ -245,12 +275,16 @@ def _verification(tuning: Tuning) -> Cases:
     )
     wide, runs = torch.empty(16, dtype=torch.int32), torch.empty(4, 4, dtype=torch.int32)
     tables, inputs = (last, last, table), (wide, wide, wide, wide)
-    trees = torch.empty(4, CELLS, 8, dtype=torch.int32), *tables, runs
+    draft_trees = torch.empty(4, CELLS, 8, dtype=torch.int32), *tables, runs
     return {
-        "placed proposals": lambda: proposals.place_proposals(*tables, ints, ints, None, *inputs, tuning),
-        "placed proposals with masks": lambda: proposals.place_proposals(*tables, ints, ints, ints, *inputs, tuning),
-        "accepted proposals": lambda: proposals.accept_proposals(wide, wide, ints, ints, *tables, runs, tuning),
-        "walked trees": lambda: proposals.tree_walk(wide, wide, ints, ints, *trees, runs, tuning),
+        "placed proposals": lambda: draft_verification.place_proposals(*tables, ints, ints, None, *inputs, tuning),
+        "placed proposals with masks": lambda: draft_verification.place_proposals(
+            *tables, ints, ints, ints, *inputs, tuning
+        ),
+        "accepted proposals": lambda: draft_verification.accept_proposals(
+            wide, wide, ints, ints, *tables, runs, tuning
+        ),
+        "walked trees": lambda: draft_verification.tree_walk(wide, wide, ints, ints, *draft_trees, runs, tuning),
         **_trees(tuning),
     }
 
@@ -267,10 +301,10 @@ def _trees(tuning: Tuning) -> Cases:
         scores, sums, reached = (torch.empty(each) for each in ((4 * width, width), (4, most), (4, width)))
         made, name = (records, sums, beams, reached), f"{width} beams"
         cases |= {
-            f"{name} of roots": partial(trees.tree_expand, tokens[:4], scores[:4], None, None, 0, *made, tuning),
-            name: partial(trees.tree_expand, tokens, scores, parents, reached, width, *made, tuning),
-            f"trees of {name}": partial(trees.tree_build, records, sums, depths, whole, tuning),
-            f"{nodes} nodes placed": partial(trees.tree_place, tree, tree, tree, slots, *held, tuning),
+            f"{name} of roots": partial(draft_trees.tree_expand, tokens[:4], scores[:4], None, None, 0, *made, tuning),
+            name: partial(draft_trees.tree_expand, tokens, scores, parents, reached, width, *made, tuning),
+            f"trees of {name}": partial(draft_trees.tree_build, records, sums, depths, whole, tuning),
+            f"{nodes} nodes placed": partial(draft_trees.tree_place, tree, tree, tree, slots, *held, tuning),
         }
     return cases
 
@@ -285,10 +319,10 @@ def _swapping(tuning: Tuning) -> Cases:
     for count, size in ((512, 512), (2048, 576)):
         chosen, ints = torch.empty(4, count, dtype=torch.int32), torch.empty(4, dtype=torch.int32)
         held, where = torch.empty(5, 2 * count, dtype=torch.int32), torch.empty(5, 32769, dtype=torch.int32)
-        loads, rows = torch.empty(2, 4, count, dtype=torch.int32), torch.empty(CELLS, size, dtype=BF16)
+        loads, pool_rows = torch.empty(2, 4, count, dtype=torch.int32), torch.empty(CELLS, size, dtype=BF16)
         given = chosen, ints, held, 64, held, held, where, chosen, loads, ints, tuning
         cases[f"swap in {count}"] = partial(hisparse.swap_in, *given)
-        cases[f"copy {count} rows of {size}"] = partial(hisparse.copy_rows, rows, rows, loads, ints, tuning)
+        cases[f"copy {count} rows of {size}"] = partial(hisparse.copy_rows, pool_rows, pool_rows, loads, ints, tuning)
     return cases
 
 

@@ -5,7 +5,7 @@ a position: a change elsewhere does not change it.
     python tools/mutation.py                 # the whole sample
     python tools/mutation.py --minutes 20    # the part that fits, equally from each folder
     python tools/mutation.py --again   # only mutants that survived and are not in mutation.toml
-    python tools/mutation.py --file sglcore/step/rows.py --all   # every mutant of a file
+    python tools/mutation.py --file sglcore/step/emitting_rows.py --all   # every mutant of a file
 
 Works in a copy of the tree below build/mutation, and leaves cosmic-ray's session (for `cr-report`,
 `cr-html`) and report.md there. Fails if the share of killed mutants of a folder is below the floor

@@ -52,7 +52,7 @@ EQUAL = 2e-4
 SMALL = 3_000_000
 """The most parameters of a tiny model; with more, the configuration was not shrunk."""
 SECONDS, BYTES = 90, 6 << 30
-TYPES = ROOT / "sglcore" / "models" / "transformers_types.py"
+TYPES = ROOT / "sglcore" / "models" / "transformers_backend" / "verified_types.py"
 PAGE = ROOT / "docs" / "models.md"
 DECODER = "text decoder"
 BEGIN, END = "<!-- written by tools/sweep_models.py -->", "<!-- end -->"

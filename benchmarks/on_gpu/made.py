@@ -18,21 +18,21 @@ import torch
 from torch import Tensor
 
 from sglcore.checkpoint.dtype import choose_dtype
+from sglcore.config.engine_config import EngineConfig, resolve_config
 from sglcore.conformance.mutant import wrap_steps
 from sglcore.device.bring_up import BringUp
-from sglcore.device.config import EngineConfig, resolve_config
 from sglcore.device.facts import Facts
 from sglcore.device.ledger import DecisionLedger
 from sglcore.device.package import resolve
 from sglcore.engine.core import Engine
 from sglcore.engine.start import choose_overlap, embedded_model, no_progress
-from sglcore.layers.build import Build
-from sglcore.layers.scope import Weights
-from sglcore.models.build import Architecture
+from sglcore.layers.build_scope import Weights
+from sglcore.layers.torch_layers import Build
+from sglcore.models.architecture_registry import model_class
 from sglcore.models.implementation import choose_implementation
-from sglcore.models.packing import Packer
-from sglcore.models.registry import model_class
-from sglcore.runtime.kernels.choice import Refusals
+from sglcore.models.layer_kinds import Architecture
+from sglcore.models.weights.weight_packing import Packer
+from sglcore.runtime.kernels.kernel_choice import Refusals
 from sglcore.runtime.kernels.table import KernelTable
 
 from .run import Run

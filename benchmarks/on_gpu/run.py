@@ -13,14 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sglcore.device.config import EngineConfig, resolve_config
+from sglcore.config.engine_config import EngineConfig, resolve_config
 from sglcore.device.facts import Facts
 from sglcore.device.ledger import DecisionLedger
 from sglcore.device.package import DevicePackage, resolve
 from sglcore.device.selection import Choice
 from sglcore.engine.start import bring_up, choose, embedded_model, facts_of, no_progress
 from sglcore.runtime.attention.contract import HostUpdate
-from sglcore.runtime.graphs.backend import GraphBackend
+from sglcore.runtime.graphs.graph_backend import GraphBackend
 from sglcore.runtime.kernels.table import KernelTable
 from sglcore.runtime.streams import Streams, entered
 

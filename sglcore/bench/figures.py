@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from types import MappingProxyType
 
-from sglcore.bench.record import Record
+from sglcore.bench.request_record import Record
 from sglcore.device.errors import ConfigError
 
 LATENCIES: Mapping[str, str] = MappingProxyType(

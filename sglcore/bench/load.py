@@ -15,8 +15,8 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 from sglcore.bench.address import Address, unreachable
-from sglcore.bench.record import Record
 from sglcore.bench.reply import Fault, Reply
+from sglcore.bench.request_record import Record
 from sglcore.bench.workload import Job
 
 Done = Callable[[Record], None]

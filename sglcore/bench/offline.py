@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from sglcore.bench.record import Record
 from sglcore.bench.reply import Fault
+from sglcore.bench.request_record import Record
 from sglcore.bench.workload import Job
 from sglcore.engine.llm import LLM
 from sglcore.engine.outputs import RequestOutput

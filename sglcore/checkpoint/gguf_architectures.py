@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from sglcore.checkpoint.gguf import GgufHeader
+from sglcore.checkpoint.gguf_header import GgufHeader
 
 NONE: Mapping[str, Any] = MappingProxyType({})
 SPARSE_LLAMA = "llama with experts"

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from sglcore.checkpoint.gguf import REMEDY, GgufHeader
 from sglcore.checkpoint.gguf_architectures import ARCHITECTURES, COMMON, SPARSE_LLAMA, architecture_name
+from sglcore.checkpoint.gguf_header import REMEDY, GgufHeader
 from sglcore.device.errors import CheckpointError
 
 LARGEST = 1 << 24

@@ -10,8 +10,8 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from sglcore.device.ending import drop_output, leave
 from sglcore.device.errors import SglcoreError, no_space
+from sglcore.engine.process_end import drop_output, leave
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -27,8 +27,8 @@ def advise(
     is used.
     """
     from sglcore.cli.render import json_text
-    from sglcore.engine.forms.advice import Load, advise_folder, text_of
-    from sglcore.engine.forms.cluster import read_cluster
+    from sglcore.engine.layouts.cluster import read_cluster
+    from sglcore.engine.layouts.layout_advice import Load, advise_folder, text_of
 
     numbers = read_cluster(cluster)
     found = advise_folder(model, numbers, Load(requests, input_len, output_len))

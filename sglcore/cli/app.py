@@ -9,16 +9,16 @@ from sglcore.cli.advise import advise
 from sglcore.cli.bench import make_bench
 from sglcore.cli.chat import chat
 from sglcore.cli.conform import conform
-from sglcore.cli.devices import devices
+from sglcore.cli.device_report import devices
 from sglcore.cli.doctor import doctor
 from sglcore.cli.explain import explain
 from sglcore.cli.generate import generate
 from sglcore.cli.new_device import new_device
 from sglcore.cli.serve import serve
-from sglcore.cli.settings import with_settings
+from sglcore.cli.setting_flags import with_settings
 from sglcore.cli.usage import Command
-from sglcore.device.config import EngineConfig
-from sglcore.device.server_config import ServerConfig
+from sglcore.config.engine_config import EngineConfig
+from sglcore.config.server_config import ServerConfig
 
 
 def make_app() -> typer.Typer:

@@ -13,16 +13,16 @@ import typer
 
 from sglcore.cli import options
 from sglcore.cli.bench_links import links
-from sglcore.cli.settings import engine_settings, with_settings
+from sglcore.cli.setting_flags import engine_settings, with_settings
 from sglcore.cli.usage import Command
-from sglcore.device.config import EngineConfig
+from sglcore.config.engine_config import EngineConfig
 from sglcore.device.errors import ConfigError
 
 if TYPE_CHECKING:
     from sglcore.bench.address import Address
-    from sglcore.bench.beside import Beside
     from sglcore.bench.figures import Figures
-    from sglcore.bench.record import Record
+    from sglcore.bench.long_prompt_effect import Beside
+    from sglcore.bench.request_record import Record
     from sglcore.bench.workload import Job, Workload
 
 NumPrompts = Annotated[int, typer.Option(help="Total number of requests.")]
@@ -236,8 +236,8 @@ def _report(
     plot: Path | None,
 ) -> None:
     from sglcore import __version__
-    from sglcore.bench.beside import beside
     from sglcore.bench.figures import figures
+    from sglcore.bench.long_prompt_effect import beside
 
     found, mixed = figures(records, goals), beside(records)
     if json_file is not None:

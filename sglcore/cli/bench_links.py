@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from sglcore.cli.settings import engine_settings
-from sglcore.device.config import resolve_config
+from sglcore.cli.setting_flags import engine_settings
+from sglcore.config.engine_config import resolve_config
 from sglcore.device.errors import ConfigError
 
 if TYPE_CHECKING:
-    from sglcore.engine.ranks.links import LinkFigures
+    from sglcore.engine.ranks.link_measurement import LinkFigures
 
 
 def links(
@@ -29,7 +29,7 @@ def links(
     Prints latency and bandwidth fitted to the results, in the units of the cluster file of `sglcore
     advise`.
     """
-    from sglcore.engine.ranks.links import measure_links
+    from sglcore.engine.ranks.link_measurement import measure_links
 
     if not 0 < smallest < largest:
         raise ConfigError(

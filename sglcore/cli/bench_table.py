@@ -5,8 +5,8 @@ from __future__ import annotations
 from rich import box
 from rich.table import Table
 
-from sglcore.bench.beside import Beside
 from sglcore.bench.figures import LATENCIES, Figures, Spread
+from sglcore.bench.long_prompt_effect import Beside
 
 
 def totals_table(found: Figures) -> Table:

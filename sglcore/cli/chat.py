@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from sglcore.cli import options
-from sglcore.cli.settings import engine_settings
+from sglcore.cli.setting_flags import engine_settings
 from sglcore.cli.wrap import Writer
 from sglcore.device.errors import ConfigError, SglcoreError
 
 if TYPE_CHECKING:
     from sglcore.cli.chat_source import Source
-    from sglcore.engine.chat_template import Message
+    from sglcore.engine.tokenizers.chat_template import Message
 
 HELP = """\
 /clear         forget the conversation

@@ -17,8 +17,8 @@ from sglcore.bench.address import Address, ServerError, refusal, unreachable
 from sglcore.device.errors import SglcoreError
 
 if TYPE_CHECKING:
-    from sglcore.engine.chat_template import Message
     from sglcore.engine.llm import LLM
+    from sglcore.engine.tokenizers.chat_template import Message
     from sglcore.sampling.params import SamplingParams
 
 

@@ -73,7 +73,7 @@ def conform(
 
 
 def _show_table(results: Path, into: Path | None) -> None:
-    from sglcore.conformance.table import support_table, with_table
+    from sglcore.conformance.support_table import support_table, with_table
 
     made = support_table(results)
     if into is None:

@@ -24,11 +24,11 @@ from types import MappingProxyType
 from sglcore.device.candidate import Candidate, claims_of, try_package
 from sglcore.device.choice import requested_device
 from sglcore.device.discovery import Installed, discover
-from sglcore.device.ending import leave
 from sglcore.device.errors import SglcoreError
 from sglcore.device.pci import unclaimed_devices
 from sglcore.device.selection import decide
 from sglcore.device.system import host_system
+from sglcore.engine.process_end import leave
 
 NATIVE: Mapping[str, str] = MappingProxyType(
     {
@@ -279,9 +279,9 @@ def _requires_torch(distribution: str) -> bool:
 
 def check_environment() -> Iterable[Check]:
     """Check the variables that change what sglcore does."""
-    from sglcore.device.config import EngineConfig
-    from sglcore.device.server_config import ServerConfig
-    from sglcore.device.settings import PREFIX, settings_of
+    from sglcore.config.engine_config import EngineConfig
+    from sglcore.config.server_config import ServerConfig
+    from sglcore.config.settings import PREFIX, settings_of
 
     known = {item.variable: item for record in (EngineConfig, ServerConfig) for item in settings_of(record).values()}
     for name in sorted(name for name in os.environ if name.startswith(PREFIX)):

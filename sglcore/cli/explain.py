@@ -7,9 +7,9 @@ from typing import Annotated, Any
 
 import typer
 
-from sglcore.cli.settings import engine_settings
-from sglcore.device.config import EngineConfig, resolve_config
-from sglcore.device.settings import settings_of
+from sglcore.cli.setting_flags import engine_settings
+from sglcore.config.engine_config import EngineConfig, resolve_config
+from sglcore.config.settings import settings_of
 
 
 def explain(
@@ -25,7 +25,7 @@ def explain(
     from sglcore.cli.banner import ledger_table
     from sglcore.cli.render import json_text
     from sglcore.device.errors import ConfigError
-    from sglcore.engine.hub import is_hub_name
+    from sglcore.engine.model_download import is_hub_name
     from sglcore.engine.start import is_model, start
 
     if topic is not None and model is None and (is_model(Path(topic)) or is_hub_name(topic)):

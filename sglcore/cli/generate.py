@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from sglcore.cli import options
-from sglcore.cli.settings import engine_settings
+from sglcore.cli.setting_flags import engine_settings
 from sglcore.device.errors import ConfigError, SglcoreError
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ def new_device(
     ] = None,
 ) -> None:
     """Generate the skeleton of a device package."""
-    from sglcore.conformance.new_device import next_steps, write_package
+    from sglcore.conformance.device_template import next_steps, write_package
 
     folder = path if path is not None else Path(name)
     for file in write_package(name, folder, module):

@@ -6,8 +6,8 @@ from typing import Annotated
 
 import typer
 
-from sglcore.device.config import EngineConfig
-from sglcore.device.settings import settings_of
+from sglcore.config.engine_config import EngineConfig
+from sglcore.config.settings import settings_of
 
 ModelArgument = Annotated[str | None, typer.Argument(help=settings_of(EngineConfig)["model"].help)]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Print every start-up decision and its reason.")]

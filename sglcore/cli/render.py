@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from sglcore.device.errors import SglcoreError
 
 if TYPE_CHECKING:
-    from sglcore.cli.devices import Survey
+    from sglcore.cli.device_report import Survey
     from sglcore.device.candidate import Candidate
 
 

@@ -12,15 +12,15 @@ import typer
 
 from sglcore.cli import options
 from sglcore.cli.aliases import role_name
-from sglcore.cli.settings import engine_settings, flag_names, split_settings
-from sglcore.device.config import EngineConfig, resolve_config, resolve_server_config
-from sglcore.device.ending import drop_output
+from sglcore.cli.setting_flags import engine_settings, flag_names, split_settings
+from sglcore.config.engine_config import EngineConfig, resolve_config, resolve_server_config
+from sglcore.config.server_config import ServerConfig
 from sglcore.device.errors import ConfigError
-from sglcore.device.server_config import ServerConfig
+from sglcore.engine.process_end import drop_output
 
 if TYPE_CHECKING:
-    from sglcore.engine.ranks.launch import Placement
-    from sglcore.serving.chat.frontend import ChatFrontend
+    from sglcore.engine.ranks.rank_launch import Placement
+    from sglcore.serving.chat.chat_frontend import ChatFrontend
 
 TEXT_ENDPOINTS = "/v1/chat/completions /v1/completions /v1/responses /v1/messages /api/chat /metrics"
 VECTOR_ENDPOINTS = "/v1/embeddings /v1/score /v1/rerank /tokenize /metrics"
@@ -63,7 +63,7 @@ def _placed(config: EngineConfig, server: ServerConfig) -> tuple[Placement, Engi
     """Return this node's placement, with the configurations of a group of nodes. With several
     nodes, --ray places the nodes, not replicas. Raises ConfigError for settings that do not combine
     with several nodes."""
-    from sglcore.engine.ranks.launch import find_placement
+    from sglcore.engine.ranks.rank_launch import find_placement
 
     if config.nodes > 1 and server.ray is not None:
         config, server = replace(config, leader=config.leader or f"ray:{server.ray}"), replace(server, ray=None)
@@ -136,7 +136,7 @@ def _choose(config: EngineConfig, server: ServerConfig) -> tuple[str, ...]:
     an error before the server listens."""
     from sglcore.device.ledger import DecisionLedger
     from sglcore.engine.start import choose
-    from sglcore.serving.replicas.devices import devices_of
+    from sglcore.serving.replicas.replica_devices import devices_of
 
     return devices_of(choose(config, DecisionLedger()), config, server)
 

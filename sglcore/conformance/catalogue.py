@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from sglcore.conformance import (
+from sglcore.conformance.law import LEVELS, Law, up_to
+from sglcore.conformance.laws import (
     laws_attention,
     laws_facts,
     laws_graphs,
@@ -19,7 +20,6 @@ from sglcore.conformance import (
     laws_sparse,
     laws_speculative,
 )
-from sglcore.conformance.law import LEVELS, Law, up_to
 from sglcore.device.errors import ConfigError
 
 LAWS: tuple[Law, ...] = tuple(

@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from sglcore.conformance import mutants_facts as lies
-from sglcore.conformance import mutants_package as wrong
 from sglcore.conformance.mutant import Mutant
+from sglcore.conformance.mutants import mutants_facts as lies
+from sglcore.conformance.mutants import mutants_package as wrong
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,15 +31,17 @@ PROOFS: Mapping[str, Proof] = MappingProxyType(
         "dtypes": Proof("sglcore.checkpoint.dtype", "computes_in", lies.COARSE),
         "preferred_dtype": Proof("sglcore.checkpoint.dtype", "facts_agree", wrong.PREFERS_OTHER),
         "page_size": Proof("sglcore.runtime.bring_up", "facts_agree", wrong.NO_PAGES),
-        "needs_host_lengths": Proof("sglcore.runtime.graphs.build", "attention_is_reference", lies.READS_LENGTHS),
+        "needs_host_lengths": Proof(
+            "sglcore.runtime.graphs.graph_choice", "attention_is_reference", lies.READS_LENGTHS
+        ),
         "allows_mixed_batches": Proof("sglcore.runtime.bring_up", "joins_and_leaves", lies.REFUSES_MIXED),
         "has_streams": Proof("sglcore.runtime.streams", "facts_agree", wrong.HOST_STREAMS),
         "has_pinned_memory": Proof("sglcore.runtime.registry_builders", "copies_are_ordered", lies.LATE_COPIES),
         "reaches_pinned_memory": Proof(
-            "sglcore.runtime.hisparse.bring_up", "kernels_reach_the_host", lies.READS_A_COPY
+            "sglcore.runtime.hisparse.hisparse_bring_up", "kernels_reach_the_host", lies.READS_A_COPY
         ),
         "shares_host_memory": Proof("sglcore.runtime.registry_builders", "facts_agree", wrong.HOST_APART),
-        "default_graph": Proof("sglcore.runtime.graphs.build", "facts_agree", wrong.NO_SUCH_GRAPH),
-        "most_graph_segments": Proof("sglcore.runtime.graphs.build", "facts_agree", wrong.NO_SEGMENTS),
+        "default_graph": Proof("sglcore.runtime.graphs.graph_choice", "facts_agree", wrong.NO_SUCH_GRAPH),
+        "most_graph_segments": Proof("sglcore.runtime.graphs.graph_choice", "facts_agree", wrong.NO_SEGMENTS),
     }
 )

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from sglcore.conformance.gaps import read_record, read_tables
 from sglcore.device.errors import ConfigError
-from sglcore.device.refs import Ref, modules
+from sglcore.device.import_references import Ref, modules
 
 if TYPE_CHECKING:
     from sglcore.conformance.law import Law

@@ -10,18 +10,18 @@ from typing import Any
 import numpy as np
 import torch
 
-from sglcore.conformance.checkpoint import FIRST_TOKEN, VOCAB
+from sglcore.conformance.inputs.hashed_grammar import HashedMatcher
+from sglcore.conformance.inputs.kit_models import FIRST_TOKEN, VOCAB
 from sglcore.conformance.law import LawBroken
-from sglcore.conformance.matcher import HashedMatcher
 from sglcore.conformance.recording_worker import RecordingWorker
 from sglcore.conformance.target import Geometry, StartedDevice
 from sglcore.device.facts import Facts
 from sglcore.device.worker import Limits, TokenLogprobs
 from sglcore.runtime.memory.pools import TokenToKVPool
 from sglcore.sampling.params import SamplingParams
-from sglcore.schedule.loop import Loop
 from sglcore.schedule.request import Request
 from sglcore.schedule.scheduler import Scheduler
+from sglcore.schedule.step_loop import Loop
 
 SHOWN = 4
 """Number of alternative tokens to compare by log-probability, in addition to the chosen token."""

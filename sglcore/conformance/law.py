@@ -9,9 +9,9 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from sglcore.conformance.kit_run import Trial
     from sglcore.conformance.mutant import Mutant
     from sglcore.conformance.target import Target
-    from sglcore.conformance.trial import Trial
 
 LEVELS = ("C0", "C1", "C2", "C3", "C4")
 """Package, tiny run, runner, kernels and attention, serving. A level includes those before it."""

@@ -14,7 +14,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any, NoReturn
 
-from sglcore.device.refs import modules, resolve
+from sglcore.device.import_references import modules, resolve
 
 ASKS = (
     *("_lazy_init", "init", "synchronize", "current_device", "current_device_index", "current_device_idx"),

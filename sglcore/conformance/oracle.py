@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from sglcore.conformance.checkpoint import FIRST_TOKEN, VOCAB
 from sglcore.conformance.harness import Harness, Result
+from sglcore.conformance.inputs.kit_models import FIRST_TOKEN, VOCAB
 from sglcore.conformance.law import LawBroken
 from sglcore.device.worker import TokenLogprobs
 

@@ -18,9 +18,9 @@ import pytest
 
 if TYPE_CHECKING:
     from sglcore.conformance.gaps import Gap
+    from sglcore.conformance.kit_run import Kit, Outcome
     from sglcore.conformance.law import Law
     from sglcore.conformance.target import Target
-    from sglcore.conformance.trial import Kit, Outcome
 
 LEVELS = ("C0", "C1", "C2", "C3", "C4")
 
@@ -200,7 +200,7 @@ def conformance_kits(
 ) -> Iterator[Callable[[Run], Kit]]:
     """Return a function that gives the kit of a run's device. Each kit is made once in a session
     and closed at its end."""
-    from sglcore.conformance.trial import Kit
+    from sglcore.conformance.kit_run import Kit
 
     kits: dict[str, Kit] = {}
 
@@ -219,7 +219,7 @@ def conformance_kits(
 def _settings(config: pytest.Config) -> dict[str, Any]:
     """Return the settings of the command line, each read as EngineConfig reads its field from an
     environment variable."""
-    from sglcore.device.config import PREFIX, resolve_config
+    from sglcore.config.engine_config import PREFIX, resolve_config
 
     given = dict(text.partition("=")[::2] for text in _option(config, "--conform-set"))
     found = resolve_config({}, {f"{PREFIX}{name.upper()}": value for name, value in given.items()})
@@ -247,7 +247,7 @@ def pytest_testnodedown(node: Any) -> None:
     handed = getattr(node, "workeroutput", {})  # foreign: pytest-xdist's attribute of a node
     for name, values in handed.get("conformance", {}).items():
         from sglcore.conformance.gaps import read_gaps
-        from sglcore.conformance.trial import Outcome
+        from sglcore.conformance.kit_run import Outcome
 
         runs = node.config.stash[RUNS]
         if name not in runs:

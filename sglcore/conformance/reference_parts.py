@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from sglcore.conformance.reference import package
+from sglcore.conformance.reference_device import package
 from sglcore.conformance.target import Target
 from sglcore.device.facts import Facts
 from sglcore.runtime.attention.reference import ReferenceAttention

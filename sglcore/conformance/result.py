@@ -17,8 +17,8 @@ from typing import Any
 from sglcore.conformance.catalogue import LAWS
 from sglcore.conformance.fixture import tolerance_values
 from sglcore.conformance.gaps import Gap, gap_for
+from sglcore.conformance.kit_run import Outcome
 from sglcore.conformance.target import Target
-from sglcore.conformance.trial import Outcome
 
 DIGITS = 6
 

@@ -15,9 +15,9 @@ import pytest
 
 from sglcore.conformance.fixture import stale_tolerances
 from sglcore.conformance.gaps import closed_gap, gap_for, stale_gaps
+from sglcore.conformance.kit_run import Kit, Outcome, catches, record_run, replay_run, run_case
 from sglcore.conformance.law import LEVELS, run_name
-from sglcore.conformance.record import read_record, write_record
-from sglcore.conformance.trial import Kit, Outcome, catches, record_run, replay_run, run_case
+from sglcore.conformance.recorded_steps import read_record, write_record
 
 if TYPE_CHECKING:
     from sglcore.conformance.plugin import LawCase, Run

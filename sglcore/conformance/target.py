@@ -11,12 +11,12 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from sglcore.config.engine_config import EngineConfig
 from sglcore.conformance.fixture import FILE, Fixture, read_fixture
 from sglcore.conformance.mutant import Mutant, wrap_steps
 from sglcore.device.bring_up import BringUp
 from sglcore.device.candidate import run_probe
 from sglcore.device.choice import Requested
-from sglcore.device.config import EngineConfig
 from sglcore.device.discovery import GROUP, discover
 from sglcore.device.facts import Facts
 from sglcore.device.ledger import DecisionLedger

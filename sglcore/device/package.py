@@ -1,8 +1,8 @@
 """What a device is, as data. A device package declares one `DevicePackage` and does nothing else at
 import.
 
-Every reference (refs.py) is a `"module:name"` string that is imported when it is used, so a
-declaration costs nothing.
+Every reference (import_references.py) is a `"module:name"` string that is imported when it is used,
+so a declaration costs nothing.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Any, TypeVar
 
 from sglcore.device.adapter import adapted
 from sglcore.device.errors import ConfigError, DeviceError
+from sglcore.device.import_references import Ref, modules, owner
+from sglcore.device.import_references import resolve as resolve
 from sglcore.device.pci import PciClaim
-from sglcore.device.refs import Ref, modules, owner
-from sglcore.device.refs import resolve as resolve
 from sglcore.device.topology import Communication
 
 API = 3

@@ -1,7 +1,8 @@
 """The plan of one step that all ranks follow. It is agreed before the step is submitted, and only
 read afterwards.
 
-`schedule/agree.py` makes it. The offset of each shard's rows among all rows is arithmetic over it.
+`schedule/data_parallel/dp_plan.py` makes it. The offset of each shard's rows among all rows is
+arithmetic over it.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from itertools import accumulate
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """What the data-parallel shards of requests agreed on for one step, by `schedule/agree.py`.
+    """What the data-parallel shards of requests agreed on for one step, by
+    `schedule/data_parallel/dp_plan.py`.
 
     Every shard gets an equal plan except for `shard`. A step with speculation is several forwards,
     of the target and of the drafter, and every shard runs all of them.

@@ -17,19 +17,19 @@ import numpy as np
 
 from sglcore.device.ledger import Row
 from sglcore.device.worker import ModelWorker
-from sglcore.engine.grammar import Grammars, open_grammars
-from sglcore.engine.guidance_schema import left_out_of
 from sglcore.engine.output_processor import OutputProcessor
 from sglcore.engine.outputs import RequestOutput, TextDelta
-from sglcore.engine.skipped_tokenizer import open_codec
-from sglcore.engine.text import EncodedPair, TextCodec, TextError, eos_token_ids
-from sglcore.engine.tokens import TokenEngine
-from sglcore.engine.vocabulary import Vocabulary
+from sglcore.engine.structured_output.grammar_cache import Grammars, open_grammars
+from sglcore.engine.structured_output.grammar_vocabulary import Vocabulary
+from sglcore.engine.structured_output.guidance_schema import left_out_of
+from sglcore.engine.token_engine import TokenEngine
+from sglcore.engine.tokenizers.skipped_tokenizer import open_codec
+from sglcore.engine.tokenizers.text_codec import EncodedPair, TextCodec, TextError, eos_token_ids
 from sglcore.sampling.params import SamplingParams, fresh_seed
-from sglcore.schedule.output import EngineOutput
 from sglcore.schedule.prompt_embeds import PromptEmbeds
 from sglcore.schedule.request import Request
-from sglcore.schedule.results import longest_prompt
+from sglcore.schedule.request_output import EngineOutput
+from sglcore.schedule.result_checks import longest_prompt
 
 Prompt = str | Sequence[int] | PromptEmbeds
 Text = TypeVar("Text")

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
-from sglcore.checkpoint.files import read_json
-from sglcore.checkpoint.pooling import read_pooling
+from sglcore.checkpoint.checkpoint_files import read_json
+from sglcore.checkpoint.pooling_config import read_pooling
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,17 +9,17 @@ from typing import Any
 
 import numpy as np
 
-from sglcore.device.config import EngineConfig, resolve_config
+from sglcore.config.engine_config import EngineConfig, resolve_config
 from sglcore.device.ledger import DecisionLedger
-from sglcore.engine.chat_template import Message
 from sglcore.engine.core import Engine, Prompt
 from sglcore.engine.outputs import Completion, RequestOutput, TextDelta
 from sglcore.engine.progress import Progress
 from sglcore.engine.start import choose_sampling, start
-from sglcore.engine.text import TextError
+from sglcore.engine.tokenizers.chat_template import Message
+from sglcore.engine.tokenizers.text_codec import TextError
 from sglcore.sampling.params import SamplingParams
 from sglcore.schedule.prompt_embeds import PromptEmbeds
-from sglcore.schedule.results import longest_prompt
+from sglcore.schedule.result_checks import longest_prompt
 
 
 class LLM:

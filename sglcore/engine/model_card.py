@@ -10,11 +10,11 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from sglcore.checkpoint.files import checkpoint_files, read_json
-from sglcore.checkpoint.gguf import is_gguf, read_header
+from sglcore.checkpoint.checkpoint_files import checkpoint_files, read_json
 from sglcore.checkpoint.gguf_config import gguf_config
+from sglcore.checkpoint.gguf_header import is_gguf, read_header
 from sglcore.checkpoint.safetensors_header import PLAIN_BYTES, read_entries
-from sglcore.engine.sampled import digest_of
+from sglcore.engine.checkpoint_digest import digest_of
 
 _SIZES = MappingProxyType(
     {

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from sglcore.engine.outputs import Completion, RequestOutput, TextDelta
-from sglcore.engine.text import IncrementalDetokenizer, TextCodec
+from sglcore.engine.tokenizers.text_codec import IncrementalDetokenizer, TextCodec
 from sglcore.sampling.params import SamplingParams
-from sglcore.schedule.output import EngineOutput, TokenLogprob
+from sglcore.schedule.request_output import EngineOutput, TokenLogprob
 
 
 class EarlyEnd(NamedTuple):

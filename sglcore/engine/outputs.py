@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from sglcore.schedule.output import FinishReason, TokenLogprob
+from sglcore.schedule.request_output import FinishReason, TokenLogprob
 
 
 @dataclass(slots=True)

@@ -10,28 +10,28 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sglcore.checkpoint.files import DRAFT_FOLDER
-from sglcore.checkpoint.generation import GENERATION, read_sampling
-from sglcore.checkpoint.gguf import is_gguf
+from sglcore.checkpoint.checkpoint_files import DRAFT_FOLDER
+from sglcore.checkpoint.generation_config import GENERATION, read_sampling
+from sglcore.checkpoint.gguf_header import is_gguf
+from sglcore.config.engine_config import EngineConfig
 from sglcore.device.bring_up import BringUp
 from sglcore.device.choice import ChosenDevice, Requested, check_same
-from sglcore.device.collection import no_collection
-from sglcore.device.config import EngineConfig
 from sglcore.device.discovery import discover
 from sglcore.device.errors import BringUpError, ConfigError
 from sglcore.device.facts import Facts
+from sglcore.device.garbage_collection import no_collection
 from sglcore.device.ledger import DecisionLedger, Row
 from sglcore.device.package import resolve
 from sglcore.device.selection import Choice, select
 from sglcore.device.system import host_system
 from sglcore.device.topology import Place
 from sglcore.device.worker import Limits, ModelWorker
-from sglcore.engine.hub import Hub, commit_of, is_hub_name
-from sglcore.engine.trial import keep_faster
+from sglcore.engine.model_download import Hub, commit_of, is_hub_name
+from sglcore.engine.speed_trial import keep_faster
 from sglcore.sampling.params import SamplingError, SamplingParams
 
 if TYPE_CHECKING:
-    from sglcore.engine.ranks.start import RankOptions
+    from sglcore.engine.ranks.ranks_start import RankOptions
 
 Progress = Callable[[str, int, int], None]
 IN_TURN = "this worker takes one step at a time"
@@ -145,7 +145,7 @@ def start(
     _, sampling = choose_sampling(config, folder)
     begin, check = time.perf_counter(), None
     if max(config.tp, config.dp, config.ep) > 1:
-        from sglcore.engine.ranks.start import start_ranks
+        from sglcore.engine.ranks.ranks_start import start_ranks
 
         worker, seconds = start_ranks(config, folder, choice, ledger, progress, ranks)
         check, trial = worker.check, None

@@ -6,9 +6,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from sglcore.layers.build_scope import Scope
 from sglcore.layers.norm import RMSNorm
 from sglcore.layers.rotary import axes_of, turned_by_axes
-from sglcore.layers.scope import Scope
 from sglcore.runtime.attention.backend_attention import BackendAttention
 from sglcore.runtime.forward_batch import ForwardBatch
 from sglcore.runtime.forward_context import get_attn_backend

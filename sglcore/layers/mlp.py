@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 from torch import Tensor
 
+from sglcore.layers.build_scope import Scope
 from sglcore.layers.linear import Linear
-from sglcore.layers.scope import Scope
 from sglcore.runtime.kernels.table import KernelTable
 
 Activate = Callable[[Tensor], Tensor]

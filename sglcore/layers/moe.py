@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from sglcore.checkpoint.config import MoeConfig
+from sglcore.checkpoint.model_config import MoeConfig
 from sglcore.device.errors import ConfigError
+from sglcore.layers.build_scope import Scope
 from sglcore.layers.linear import Linear
-from sglcore.layers.scope import Scope
 from sglcore.runtime.kernels.mxfp4 import GROUP
 from sglcore.runtime.kernels.table import KernelTable
 

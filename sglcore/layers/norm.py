@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sglcore.layers.scope import Scope
+from sglcore.layers.build_scope import Scope
 from sglcore.runtime.kernels.table import KernelTable
 
 

@@ -6,8 +6,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sglcore.checkpoint.config import ModelConfig
-from sglcore.checkpoint.rotary import mrope_axes, rotary_frequencies
+from sglcore.checkpoint.model_config import ModelConfig
+from sglcore.checkpoint.rope_config import mrope_axes, rotary_frequencies
 
 
 def cos_sin_cache(config: ModelConfig, max_positions: int, device: torch.device) -> Tensor:

@@ -9,18 +9,18 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from sglcore.checkpoint.axes import check_topology
-from sglcore.checkpoint.config import check_context
 from sglcore.checkpoint.dtype import choose_dtype
-from sglcore.checkpoint.shards import check_divisible
-from sglcore.device.config import EngineConfig
+from sglcore.checkpoint.model_config import check_context
+from sglcore.checkpoint.parallel_sizes import check_topology
+from sglcore.checkpoint.tensor_parallel import check_divisible
+from sglcore.config.engine_config import EngineConfig
 from sglcore.device.facts import Facts
 from sglcore.device.ledger import DecisionLedger
-from sglcore.models.build import Architecture
 from sglcore.models.implementation import choose_implementation
-from sglcore.models.loader import load_model
+from sglcore.models.layer_kinds import Architecture
+from sglcore.models.weights.model_loader import load_model
 from sglcore.runtime.kernels.table import KernelTable
-from sglcore.runtime.speculative.choice import most_drafts
+from sglcore.runtime.speculative.speculation_choice import most_drafts
 
 if TYPE_CHECKING:
     from sglcore.runtime.parallel.rank_groups import Groups

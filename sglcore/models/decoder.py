@@ -9,10 +9,10 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple, Protocol
 
-from sglcore.checkpoint.config import ModelConfig, MoeConfig
-from sglcore.checkpoint.recurrent import mamba2_config
+from sglcore.checkpoint.model_config import ModelConfig, MoeConfig
+from sglcore.checkpoint.recurrent_config import mamba2_config
 from sglcore.device.errors import ConfigError
-from sglcore.models.build import Architecture, Array, Attention, Batch, Build, Layer, Norm, Stateful
+from sglcore.models.layer_kinds import Architecture, Array, Attention, Batch, Build, Layer, Norm, Stateful
 
 
 class LayerState(NamedTuple):

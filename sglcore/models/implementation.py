@@ -9,16 +9,16 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from sglcore.checkpoint.config import EMPTY, ModelConfig, architecture_of, read_config, served
-from sglcore.checkpoint.files import read_json
-from sglcore.checkpoint.gguf import is_gguf
+from sglcore.checkpoint.checkpoint_files import read_json
+from sglcore.checkpoint.gguf_header import is_gguf
+from sglcore.checkpoint.model_config import EMPTY, ModelConfig, architecture_of, read_config, served
 from sglcore.device.errors import ConfigError
 from sglcore.device.ledger import DecisionLedger, Row
+from sglcore.models.architecture_registry import ARCHITECTURES
 from sglcore.models.checkpoint_code import brings_code, code_files, code_modules
-from sglcore.models.registry import ARCHITECTURES
-from sglcore.models.transformers_types import PROVEN, VERSION
+from sglcore.models.transformers_backend.verified_types import PROVEN, VERSION
 
-TRANSFORMERS = "sglcore.models.transformers_model:TransformersModel"
+TRANSFORMERS = "sglcore.models.transformers_backend.transformers_model:TransformersModel"
 REMEDY = "choose with --model-impl"
 
 
@@ -67,7 +67,7 @@ def _by_transformers(asked: str, path: Path, ledger: DecisionLedger, task: str, 
         files = ", ".join(code_files(path, raw))
         why = "--trust-remote-code: these files of the checkpoint run with all rights of this process"
         ledger.record(Row("remote code", "none", files, why, "use a model without code", downgrade=True))
-    from sglcore.models.transformers_config import transformers_config
+    from sglcore.models.transformers_backend.transformers_config import transformers_config
 
     config = transformers_config(path, task, runs_code)
     why = "asked for" if asked == "transformers" else f"{config.architecture} has no file here"
@@ -92,7 +92,7 @@ def _proof(config: ModelConfig, kind: str, is_proven: bool) -> tuple[str, bool]:
     from transformers import __version__ as found
 
     if not is_proven:
-        from sglcore.models.transformers_check import check
+        from sglcore.models.transformers_backend.equivalence_check import check
 
         error = check(config, TRANSFORMERS)
         what = f"{config.architecture} was not compared before; checked at load, on a tiny model of the same options"

@@ -13,38 +13,38 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from sglcore.checkpoint.rotary import mrope_axes
+from sglcore.checkpoint.rope_config import mrope_axes
+from sglcore.config.engine_config import EngineConfig
 from sglcore.device.bring_up import Again, BringUp
-from sglcore.device.config import EngineConfig
 from sglcore.device.facts import Facts
 from sglcore.device.ledger import DecisionLedger, Row
 from sglcore.device.package import DevicePackage, Ref, resolve
 from sglcore.device.topology import Place
 from sglcore.device.worker import Limits
+from sglcore.runtime.attention.backend_selection import choose_attention, shape_of
 from sglcore.runtime.attention.contract import AttentionBackend
 from sglcore.runtime.attention.layer import Attention
-from sglcore.runtime.attention.selection import choose_attention, shape_of
 from sglcore.runtime.attention.windowed import WindowedAttention
-from sglcore.runtime.graphs.backend import PromptBackend
-from sglcore.runtime.graphs.build import capture, make_backend
-from sglcore.runtime.hisparse.bring_up import asks_for_hisparse, hisparse, hisparse_config
-from sglcore.runtime.hisparse.coordinator import HiSparseCoordinator
-from sglcore.runtime.kernels.choice import Refusals, choose, fitted
-from sglcore.runtime.kernels.hisparse import REACHING
+from sglcore.runtime.graphs.graph_backend import PromptBackend
+from sglcore.runtime.graphs.graph_choice import capture, make_backend
+from sglcore.runtime.hisparse.hisparse_bring_up import asks_for_hisparse, hisparse, hisparse_config
+from sglcore.runtime.hisparse.hisparse_coordinator import HiSparseCoordinator
+from sglcore.runtime.kernels.hisparse_entries import REACHING
+from sglcore.runtime.kernels.kernel_choice import Refusals, choose, fitted
 from sglcore.runtime.kernels.table import KernelTable
 from sglcore.runtime.loaded_model import LoadedModel, Progress
-from sglcore.runtime.memory.bring_up import pools, sizes
-from sglcore.runtime.memory.make import Pools
+from sglcore.runtime.memory.kv_rows import ROWS, RowPool
+from sglcore.runtime.memory.make_pools import Pools
+from sglcore.runtime.memory.memory_bring_up import pools, sizes
 from sglcore.runtime.memory.pools import (
     KVPool,
     ReqToTokenPool,
 )
-from sglcore.runtime.memory.rows import ROWS, RowPool
 from sglcore.runtime.model_runner import Entered, ModelRunner
-from sglcore.runtime.overlap.bring_up import Lane, lane, slice_ledger, slices
-from sglcore.runtime.overlap.bring_up_halves import cut_terms, halves, second_ledger
-from sglcore.runtime.overlap.halves import Halves
+from sglcore.runtime.overlap.micro_batch_bring_up import cut_terms, halves, second_ledger
+from sglcore.runtime.overlap.micro_batches import Halves
 from sglcore.runtime.overlap.slices import Slices
+from sglcore.runtime.overlap.slices_bring_up import Lane, lane, slice_ledger, slices
 from sglcore.runtime.pooling import Pooler
 from sglcore.runtime.registry_builders import (
     Compute,
@@ -54,23 +54,30 @@ from sglcore.runtime.registry_builders import (
     run_buffers,
     visible_buffer,
 )
-from sglcore.runtime.speculative.bring_up import draft, draft_heads, draft_ledger, draft_pools, speculation, trial
-from sglcore.runtime.speculative.choice import TREE_MASK, Speculation, StepShape, most_rows
-from sglcore.runtime.speculative.features import with_features
-from sglcore.runtime.speculative.make import make_speculative_worker
+from sglcore.runtime.speculative.make_worker import make_speculative_worker
+from sglcore.runtime.speculative.speculation_bring_up import (
+    draft,
+    draft_heads,
+    draft_ledger,
+    draft_pools,
+    speculation,
+    trial,
+)
+from sglcore.runtime.speculative.speculation_choice import TREE_MASK, Speculation, StepShape, most_rows
+from sglcore.runtime.speculative.target_features import with_features
 from sglcore.runtime.streams import Streams, make_streams
 from sglcore.runtime.tp_worker import TpModelWorker
 from sglcore.step.sizing import MemorySizes
-from sglcore.step.slices import slice_budget
+from sglcore.step.slice_decisions import slice_budget
 
 if TYPE_CHECKING:
-    from sglcore.runtime.parallel.group import Group
+    from sglcore.runtime.parallel.process_group import Group
     from sglcore.runtime.parallel.rank_groups import Groups
 
 MODEL_LOADER: Ref = "sglcore.models.checkpoint:load_checkpoint"
 """The function that loads a checkpoint; a reference, because models import the runtime."""
 
-REFERENCE = "sglcore.runtime.kernels.reference"
+REFERENCE = "sglcore.runtime.kernels.reference_kernels"
 """The module with the kernels that define correct results."""
 
 
@@ -83,7 +90,7 @@ def world(
     """
     if place is None or package.communication is None:
         return None
-    from sglcore.runtime.parallel.group import join
+    from sglcore.runtime.parallel.process_group import join
 
     return join(place, package.communication, checks=config.poison)
 
@@ -101,7 +108,7 @@ def groups(
     """
     if world is None or place is None or package.communication is None:
         return None
-    from sglcore.runtime.parallel.bring_up import choose_dispatcher
+    from sglcore.runtime.parallel.parallel_bring_up import choose_dispatcher
     from sglcore.runtime.parallel.rank_groups import divided
 
     make = choose_dispatcher(config, package, ledger)

@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from sglcore.device.batch import ScheduleBatch
-from sglcore.runtime.fields import torch_dtype
 from sglcore.runtime.staging import HostBlock
-from sglcore.step.fields import Axis, FieldSpec, Fill, When, leaves, specs
+from sglcore.runtime.torch_fields import torch_dtype
+from sglcore.step.batch_field import Axis, FieldSpec, Fill, When, leaves, specs
 from sglcore.step.host_values import HostReader, host_reader, make_batch
 
 if TYPE_CHECKING:

@@ -14,19 +14,19 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from sglcore.device.collection import no_collection
+from sglcore.device.garbage_collection import no_collection
 from sglcore.runtime.buffer_registry import BufferRegistry, FillContext
 from sglcore.runtime.forward_batch import ForwardBatch
 from sglcore.runtime.forward_context import ForwardContext
-from sglcore.runtime.graphs.backend import Forward, GraphBackend, PromptBackend
-from sglcore.runtime.graphs.decode import DecodeGraphs
-from sglcore.runtime.graphs.policy import planned, real_view
-from sglcore.runtime.graphs.prompts import PromptForward, PromptGraphs
-from sglcore.runtime.graphs.shadow import Held, Shadow, leaving_cells
+from sglcore.runtime.graphs.decode_graphs import DecodeGraphs
+from sglcore.runtime.graphs.graph_backend import Forward, GraphBackend, PromptBackend
+from sglcore.runtime.graphs.graph_policy import planned, real_view
+from sglcore.runtime.graphs.prefill_graphs import PromptForward, PromptGraphs
+from sglcore.runtime.graphs.shadow_mode import Held, Shadow, leaving_cells
 from sglcore.runtime.streams import Streams
 
 if TYPE_CHECKING:
-    from sglcore.runtime.overlap.halves import Halves
+    from sglcore.runtime.overlap.micro_batches import Halves
 
 Policy = DecodeGraphs | PromptGraphs
 

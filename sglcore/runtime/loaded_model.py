@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from sglcore.checkpoint.config import ModelConfig
+from sglcore.checkpoint.model_config import ModelConfig
 from sglcore.runtime.kernels.table import KernelTable
 from sglcore.runtime.memory.states import KeepsState
 from sglcore.runtime.model_runner import Model

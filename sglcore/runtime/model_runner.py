@@ -21,12 +21,12 @@ from sglcore.runtime.memory.states import StatePool
 from sglcore.runtime.staging import PinnedRing, StagedArrays
 from sglcore.runtime.streams import Streams
 from sglcore.runtime.token_table import TokenTable
-from sglcore.step.proposals import most_lens
-from sglcore.step.states import entering_slots
+from sglcore.step.snapshot_copies import entering_slots
 from sglcore.step.tables import new_history
+from sglcore.step.verification_rows import most_lens
 
 if TYPE_CHECKING:
-    from sglcore.runtime.overlap.halves import Halves
+    from sglcore.runtime.overlap.micro_batches import Halves
     from sglcore.runtime.parallel.rank_groups import Groups
 
 

@@ -1,4 +1,5 @@
-"""Pooling: one vector per request from its hidden states, as `checkpoint/pooling.py` describes."""
+"""Pooling: one vector per request from its hidden states, as `checkpoint/pooling_config.py`
+describes."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from sglcore.checkpoint.pooling import Pooling
+from sglcore.checkpoint.pooling_config import Pooling
 
 Rows = Mapping[str, Tensor]
 """The result of `pooled_rows`, on the device."""

@@ -12,9 +12,9 @@ from torch import Tensor
 from sglcore.device.facts import Facts
 from sglcore.runtime.buffer_registry import BufferRegistry, FillContext, InputBuffer, PostFill
 from sglcore.runtime.forward_batch import ForwardBatch
-from sglcore.runtime.kernels.reference import cache_locations as reference_locations
+from sglcore.runtime.kernels.reference_kernels import cache_locations as reference_locations
 from sglcore.runtime.memory.pools import ReqToTokenPool, WindowTable
-from sglcore.step.fields import When, leaves, spec_of, zero
+from sglcore.step.batch_field import When, leaves, spec_of, zero
 
 Compute = Callable[[Tensor, Tensor, Tensor, int, Tensor], None]
 """The type of the kernel table's `cache_locations`."""

@@ -16,13 +16,13 @@ from sglcore.runtime.forward_batch import ForwardBatch
 from sglcore.runtime.model_runner import ModelRunner
 from sglcore.runtime.speculative.drafter import DrawDraft, RankDrafts
 from sglcore.runtime.token_table import TokenTable
-from sglcore.sampling.batch import SamplingNeeds
 from sglcore.sampling.logprobs import logprobs_of
+from sglcore.sampling.params_batch import SamplingNeeds
 from sglcore.sampling.processors import PenaltyRows, PenaltyState, count_penalties, place_penalties
 from sglcore.sampling.sampler import Sampler, SamplingState, place_state
 from sglcore.sampling.state import Logprobs, Masks, SampledTokens, place_changes
-from sglcore.step.rows import RowPlan
-from sglcore.step.sampling import NO_SAMPLING, BatchSampling, SamplingInputs, sampling_inputs, score_prompts
+from sglcore.step.emitting_rows import RowPlan
+from sglcore.step.sampling_arrays import NO_SAMPLING, BatchSampling, SamplingInputs, sampling_inputs, score_prompts
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +199,7 @@ def _sampler_of(runner: ModelRunner) -> Callable[..., Sampler]:
     """Return the constructor of the sampler: with several ranks, one of them draws."""
     if runner.groups is None:
         return Sampler
-    from sglcore.runtime.parallel.decided import SampledByOne
+    from sglcore.runtime.parallel.rank_decided_sampling import SampledByOne
 
     return partial(SampledByOne, group=runner.groups.attn_tp)
 

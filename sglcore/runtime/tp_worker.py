@@ -15,7 +15,6 @@ from torch import Tensor
 from sglcore.device.batch import ForwardMode, ScheduleBatch
 from sglcore.device.page_transfer import PageMemory
 from sglcore.device.worker import BatchResult, Limits, Ticket
-from sglcore.runtime.fields import retained
 from sglcore.runtime.forward_batch import ForwardBatch
 from sglcore.runtime.memory.page_bytes import PoolPages
 from sglcore.runtime.memory.pools import MHATokenToKVPool
@@ -26,11 +25,12 @@ from sglcore.runtime.readback import Readback, ReadbackQueue
 from sglcore.runtime.sample_step import SampleStep
 from sglcore.runtime.staging import RING, StagedArrays
 from sglcore.runtime.token_table import TokenTable
+from sglcore.runtime.torch_fields import retained
 from sglcore.sampling.state import SampledTokens
-from sglcore.step.output import StepOutput
-from sglcore.step.pooling import pooled_rows
-from sglcore.step.rows import RowPlan, plan_rows
-from sglcore.step.sampling import SamplingInputs
+from sglcore.step.emitting_rows import RowPlan, plan_rows
+from sglcore.step.pooling_rows import pooled_rows
+from sglcore.step.sampling_arrays import SamplingInputs
+from sglcore.step.step_output import StepOutput
 from sglcore.step.tickets import Tickets, refuse_hidden_states, take_payload
 
 

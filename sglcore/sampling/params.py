@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields
 from types import MappingProxyType
 from typing import Any
 
-from sglcore.sampling.grammar import Grammar, Repetition, Thinking, TokenRules
+from sglcore.sampling.grammar_spec import Grammar, Repetition, Thinking, TokenRules
 from sglcore.sampling.pattern_syntax import PatternError
 from sglcore.sampling.stop_pattern import MAX_PLACES, stop_pattern
 

@@ -12,17 +12,17 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from sglcore.sampling.batch import SamplingNeeds
 from sglcore.sampling.cutoffs import STEPS, keep_min_p_, keep_top_k_, keep_top_p_
+from sglcore.sampling.gumbel_race import RaceTables, draw_race, gaps_below_best, make_race_tables, race_scores, row_keys
 from sglcore.sampling.logprobs import logprobs_of
 from sglcore.sampling.noise import LIMIT, ONE
+from sglcore.sampling.params_batch import SamplingNeeds
 from sglcore.sampling.processors import (
     PenaltyState,
     apply_bias_,
     apply_masks_,
     apply_penalties_,
 )
-from sglcore.sampling.race import RaceTables, draw_race, gaps_below_best, make_race_tables, race_scores, row_keys
 from sglcore.sampling.state import Bias, Exclusion, SampledTokens, place_exclusion
 from sglcore.sampling.state import SamplingState as OfAnyLibrary
 from sglcore.sampling.xtc import left_out

@@ -11,8 +11,8 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
-from sglcore.sampling.batch import SamplingBatch, SamplingNeeds
 from sglcore.sampling.noise import OFF, TOP_P_OFF
+from sglcore.sampling.params_batch import SamplingBatch, SamplingNeeds
 
 A = TypeVar("A")
 P = TypeVar("P")

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from sglcore.sampling.cutoffs import token_weights, weight_of_share
+from sglcore.sampling.gumbel_race import RaceTables, coins
 from sglcore.sampling.noise import LIMIT
-from sglcore.sampling.race import RaceTables, coins
 from sglcore.sampling.state import Exclusion
 
 

@@ -11,12 +11,12 @@ from numpy.typing import NDArray
 
 from sglcore.device.batch import ForwardMode, HostSampling, ScheduleBatch, offsets_of
 from sglcore.device.worker import Limits
+from sglcore.schedule.cache.prefix_proposals import NONE, PrefixProposals
+from sglcore.schedule.cache.request_pages import Memory
 from sglcore.schedule.decode_rows import DecodeRows
 from sglcore.schedule.embeds_in_batch import add_embeds
-from sglcore.schedule.masks import Change, add_changes, fill_along
-from sglcore.schedule.memory import Memory
-from sglcore.schedule.prefix_proposals import NONE, PrefixProposals
 from sglcore.schedule.request import Request
+from sglcore.schedule.token_masks import Change, add_changes, fill_along
 
 Ints = NDArray[np.int32]
 Compose = Callable[[Sequence[Request]], HostSampling | None]

@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 
 from sglcore.device.worker import TokenLogprobs
 from sglcore.sampling.params import SamplingParams
-from sglcore.schedule.output import EngineOutput, FinishReason, TokenLogprob, token_logprobs
-from sglcore.schedule.prefix_cache import Node, Standing
+from sglcore.schedule.cache.prefix_cache import Node, Standing
 from sglcore.schedule.prompt_embeds import PromptEmbeds
 from sglcore.schedule.request_errors import RequestError
+from sglcore.schedule.request_output import EngineOutput, FinishReason, TokenLogprob, token_logprobs
 
 Ints = NDArray[np.int32]
 Floats = NDArray[np.float32]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sglcore.sampling.batch import SamplingBatch, SamplingRow
+from sglcore.sampling.params_batch import SamplingBatch, SamplingRow
 from sglcore.schedule.request import Request, State
 
 SLACK = 64

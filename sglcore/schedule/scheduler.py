@@ -15,14 +15,14 @@ import numpy as np
 from sglcore.device.batch import ScheduleBatch
 from sglcore.device.worker import BatchResult, Limits, TokenLogprobs
 from sglcore.schedule.batch_builder import BatchBuilder, Chunk, Compose
+from sglcore.schedule.disaggregation.remote_prefill import RemotePrompts
 from sglcore.schedule.draft_counts import cells_of
-from sglcore.schedule.output import EngineOutput, FinishReason, token_logprobs
-from sglcore.schedule.overlap import BatchRecord, InFlight
-from sglcore.schedule.queue import WaitingQueue
-from sglcore.schedule.remote import RemotePrompts
+from sglcore.schedule.layered_prefill.slice_choice import Slicing, further_slice
+from sglcore.schedule.layered_prefill.sliced_prompt import SlicedPrompt
 from sglcore.schedule.request import Request, State
 from sglcore.schedule.request_errors import RequestError
-from sglcore.schedule.results import (
+from sglcore.schedule.request_output import EngineOutput, FinishReason, token_logprobs
+from sglcore.schedule.result_checks import (
     check_limits,
     check_request,
     check_result,
@@ -37,9 +37,9 @@ from sglcore.schedule.results import (
 )
 from sglcore.schedule.running_requests import RunningRequests
 from sglcore.schedule.sampling_rows import SamplingRows
-from sglcore.schedule.sliced import SlicedPrompt
-from sglcore.schedule.slicing import Slicing, further_slice
-from sglcore.schedule.stats import SchedulerStats, memory_counts
+from sglcore.schedule.scheduler_stats import SchedulerStats, memory_counts
+from sglcore.schedule.steps_in_flight import BatchRecord, InFlight
+from sglcore.schedule.waiting_queue import WaitingQueue
 
 
 class Scheduler:

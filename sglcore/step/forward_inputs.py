@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from sglcore.device.batch import CaptureHiddenMode, ForwardMode, ScheduleBatch
 from sglcore.device.plan import StepPlan
-from sglcore.step.fields import Axis, Once, Split, When, batch_field, batch_record, fill_once, sentinel, zero
+from sglcore.step.batch_field import Axis, Once, Split, When, batch_field, batch_record, fill_once, sentinel, zero
 
 Array = TypeVar("Array")
 Ints = NDArray[np.int32]

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sglcore.device.batch import ScheduleBatch
-from sglcore.step.fields import Axis, FieldSpec, Once, Read, When, leaves, specs
+from sglcore.step.batch_field import Axis, FieldSpec, Once, Read, When, leaves, specs
 
 T = TypeVar("T")
 Values = dict[str, Any]

@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TypedDict
 
-from sglcore.device.config import EngineConfig
+from sglcore.config.engine_config import EngineConfig
 from sglcore.device.errors import ConfigError
 from sglcore.device.ledger import DecisionLedger, Row
 from sglcore.device.worker import most_window_pages

@@ -7,7 +7,7 @@ from __future__ import annotations
 import numpy as np
 
 from sglcore.device.batch import Ints, ScheduleBatch
-from sglcore.step.rows import within
+from sglcore.step.emitting_rows import within
 
 Entries = tuple[Ints, Ints, Ints]
 """Request slots, columns and the values to write there, int32[N] each."""

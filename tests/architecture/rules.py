@@ -18,25 +18,38 @@ ARROWS: Mapping[str, frozenset[str]] = MappingProxyType(
     {
         "": frozenset({"engine", "sampling"}),
         "device": frozenset(),
+        "config": frozenset({"device"}),
         "checkpoint": frozenset({"device"}),
         "sampling": frozenset({"device"}),
-        "schedule": frozenset({"device", "sampling"}),
-        "step": frozenset({"device", "sampling"}),
-        "runtime": frozenset({"device", "checkpoint", "sampling", "step"}),
+        "step": frozenset({"device", "config", "sampling"}),
+        "schedule": frozenset({"device", "sampling", "step"}),
+        "runtime": frozenset({"device", "config", "checkpoint", "sampling", "step"}),
         "layers": frozenset({"device", "checkpoint", "runtime"}),
-        "models": frozenset({"device", "checkpoint", "runtime", "layers"}),
-        "engine": frozenset({"device", "checkpoint", "sampling", "schedule"}),
-        "serving": frozenset({"device", "sampling", "schedule", "engine"}),
+        "models": frozenset({"device", "config", "checkpoint", "runtime", "layers"}),
+        "engine": frozenset({"device", "config", "checkpoint", "sampling", "schedule"}),
+        "serving": frozenset({"device", "config", "sampling", "schedule", "engine"}),
         "bench": frozenset({"device", "sampling", "engine"}),
-        "cli": frozenset({"device", "sampling", "schedule", "engine", "serving", "conformance", "bench"}),
+        "cli": frozenset({"device", "config", "sampling", "schedule", "engine", "serving", "conformance", "bench"}),
         "conformance": frozenset(
-            {"device", "checkpoint", "sampling", "schedule", "step", "runtime", "layers", "models", "engine", "serving"}
+            {
+                "device",
+                "config",
+                "checkpoint",
+                "sampling",
+                "schedule",
+                "step",
+                "runtime",
+                "layers",
+                "models",
+                "engine",
+                "serving",
+            }
         ),
     }
 )
 """What each part of `sglcore` may import, besides itself; "" is `sglcore/__init__.py`."""
 
-DEVICE_ARROWS = frozenset({"device", "checkpoint", "models", "sampling", "step", "runtime"})
+DEVICE_ARROWS = frozenset({"device", "config", "checkpoint", "models", "sampling", "step", "runtime"})
 """What a device package may import of the core."""
 TORCH_PARTS = frozenset({"runtime", "layers"})
 """Parts that a device package may import only if it runs on torch. From the other parts, a package

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from sglcore.models.registry import ARCHITECTURES
+from sglcore.models.architecture_registry import ARCHITECTURES
 from tests.architecture.imports import imported, modules_of
 from tests.architecture.rules import core_modules, sources, without_torch
 
@@ -15,7 +15,7 @@ HEAVY = frozenset({"torch", "numpy", "mlx", "transformers", "tokenizers", "trito
 TENSORS = frozenset({"torch", "mlx", "triton", "transformers"})
 WITHOUT_TENSORS = (
     "sglcore.sampling.params",
-    "sglcore.sampling.reference",
+    "sglcore.sampling.reference_sampler",
     "sglcore.conformance.plugin",
 )
 """Modules of packages that otherwise need torch; the engine or the conformance kit also loads them
@@ -47,7 +47,7 @@ def test_the_seam_the_scheduler_the_host_half_and_the_engine_load_no_tensor_libr
 def architecture_modules() -> set[str]:
     """Every architecture's module, and the modules that they share."""
     return {
-        "sglcore.models.build",
+        "sglcore.models.layer_kinds",
         "sglcore.models.decoder",
         *(ref.partition(":")[0] for ref in ARCHITECTURES.values()),
     }
@@ -62,14 +62,17 @@ def test_architectures_load_no_tensor_library_and_nothing_of_torchs() -> None:
 def test_architectures_import_only_what_they_share_the_checkpoint_and_errors() -> None:
     paths = [f"{module.replace('.', '/')}.py" for module in architecture_modules()]
     found = {module for source in sources(ROOT, *paths) for _, module in core_modules(source)}
-    checkpoint = {f"sglcore.checkpoint.{name}" for name in ("compressed", "config", "encoders", "latent", "recurrent")}
+    checkpoint = {
+        f"sglcore.checkpoint.{name}"
+        for name in ("compressed_config", "encoder_config", "latent_config", "model_config", "recurrent_config")
+    }
     assert found <= architecture_modules() | checkpoint | {"sglcore.device.errors"}
 
 
 def test_what_a_device_without_torch_imports_of_the_core_loads_no_tensor_library() -> None:
     files = [source for package in without_torch(ROOT).values() for source in package]
     modules = {module for source in files for _, module in core_modules(source)}
-    assert "sglcore.sampling.batch" in modules
+    assert "sglcore.sampling.params_batch" in modules
     assert not imported(ROOT, (*WITHOUT_TENSORS, *sorted(modules))).modules & TENSORS
 
 

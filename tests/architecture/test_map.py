@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from sglcore.models.registry import ARCHITECTURES
+from sglcore.models.architecture_registry import ARCHITECTURES
 from tools.write_map import table, written
 
 ROOT = Path(__file__).resolve().parents[2]

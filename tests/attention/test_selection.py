@@ -12,18 +12,24 @@ from typing import Any
 import pytest
 import torch
 
-from sglcore.device.config import EngineConfig
+from sglcore.config.engine_config import EngineConfig
 from sglcore.device.errors import ConfigError, DeviceError
 from sglcore.device.facts import Facts
 from sglcore.device.ledger import DecisionLedger
 from sglcore.device.package import API, DevicePackage
+from sglcore.runtime.attention.backend_selection import (
+    AttentionNeeds,
+    choose_attention,
+    refusal,
+    select_attention,
+    shape_of,
+)
 from sglcore.runtime.attention.contract import AttentionFacts, AttentionShape
 from sglcore.runtime.attention.layer import Attention
 from sglcore.runtime.attention.reference import ReferenceAttention
-from sglcore.runtime.attention.selection import AttentionNeeds, choose_attention, refusal, select_attention, shape_of
 from sglcore.runtime.attention.sparse.latent import DeepseekSparseAttnBackend
+from sglcore.runtime.memory.kv_rows import ROWS, KeptRows, RowCounts, RowPool
 from sglcore.runtime.memory.pools import CELL_MAJOR, PAGE_MAJOR
-from sglcore.runtime.memory.rows import ROWS, KeptRows, RowCounts, RowPool
 from tests.attention.rows import make_case
 
 NEEDS = AttentionNeeds(head_dims=(64, 128), page_size=16, dtype="bfloat16", features=frozenset({"sliding_window"}))

@@ -336,7 +336,7 @@ def test_a_device_sets_the_launches() -> None:
 
 MISSING = """
 import sys
-import sglcore, sglcore.runtime.attention.selection as selection
+import sglcore, sglcore.runtime.attention.backend_selection as selection
 assert "triton" not in sys.modules
 sys.modules["triton"] = None
 from sglcore.device.errors import ConfigError

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from sglcore.checkpoint.compressed import CompressedConfig, Compression, compressed_config
-from sglcore.checkpoint.config import read_config
+from sglcore.checkpoint.compressed_config import CompressedConfig, Compression, compressed_config
+from sglcore.checkpoint.model_config import read_config
 from sglcore.device.errors import ConfigError
 
 SLIDING, SPARSE, HEAVY = "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"

@@ -12,11 +12,11 @@ import pytest
 import transformers
 from transformers.models.lfm2.modeling_lfm2 import Lfm2MLP
 
-from sglcore.checkpoint.config import ModelConfig, MoeConfig, read_config
-from sglcore.checkpoint.defaults import DEFAULTS, OPTIONS
-from sglcore.checkpoint.recurrent import FULL, delta_net_config, layer_kinds, mamba2_config
+from sglcore.checkpoint.config_defaults import DEFAULTS, OPTIONS
+from sglcore.checkpoint.model_config import ModelConfig, MoeConfig, read_config
+from sglcore.checkpoint.recurrent_config import FULL, delta_net_config, layer_kinds, mamba2_config
 from sglcore.device.errors import ConfigError
-from sglcore.models.registry import ARCHITECTURES, model_class
+from sglcore.models.architecture_registry import ARCHITECTURES, model_class
 from tests.checkpoints import CAUSAL
 from tests.latent import LATENT
 
@@ -219,7 +219,7 @@ def test_a_folder_that_is_no_checkpoint_is_an_error(tmp_path) -> None:
 
 def test_a_mapping_adds_architectures_and_wins(tmp_path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**BASE, "architectures": ["Mine"]}))
-    extra = {"Mine": "sglcore.models.llama:LlamaForCausalLM"}
+    extra = {"Mine": "sglcore.models.architectures.llama:LlamaForCausalLM"}
     assert read_config(tmp_path, extra).architecture == "Mine"
     assert model_class("Mine", extra).__name__ == "LlamaForCausalLM"  # pyright: ignore[reportAttributeAccessIssue]
 

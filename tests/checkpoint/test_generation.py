@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from sglcore.checkpoint.generation import GENERATION, NAMES, read_sampling
+from sglcore.checkpoint.generation_config import GENERATION, NAMES, read_sampling
 from sglcore.device.errors import ConfigError
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from sglcore.checkpoint.pooling import MODES, Pooling, read_pooling, read_prompts
+from sglcore.checkpoint.pooling_config import MODES, Pooling, read_pooling, read_prompts
 from sglcore.device.errors import ConfigError
 
 CLASSIFIER = "BertForSequenceClassification"

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from sglcore.checkpoint import gguf
-from sglcore.checkpoint.quantization import Quantization, Scheme, read_quantization
+from sglcore.checkpoint import gguf_header
+from sglcore.checkpoint.quantization_config import Quantization, Scheme, read_quantization
 from sglcore.device.errors import CheckpointError
 
 PACKED = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 64}
@@ -241,7 +241,7 @@ def test_methods_that_the_page_calls_unread_are_refused_by_their_names() -> None
 
 def test_the_page_lists_every_type_of_gguf_that_has_a_name() -> None:
     read, lacks = page()["GGUF"]
-    assert read.split(", ") == sorted((name for name, _, _ in gguf.TYPES.values()), key=read.split(", ").index)
-    assert set(lacks.split(", ")) == set(gguf.OTHERS.values())
+    assert read.split(", ") == sorted((name for name, _, _ in gguf_header.TYPES.values()), key=read.split(", ").index)
+    assert set(lacks.split(", ")) == set(gguf_header.OTHERS.values())
     with pytest.raises(CheckpointError, match="'quantization'"):
         read_quantization({"quantization": {"bits": 4, "group_size": 64}})

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from sglcore.checkpoint.files import INDEX, read_json, read_list, weight_names
-from sglcore.checkpoint.gguf import read_header
+from sglcore.checkpoint.checkpoint_files import INDEX, read_json, read_list, weight_names
+from sglcore.checkpoint.gguf_header import read_header
 from sglcore.checkpoint.safetensors_header import ELEMENT_BYTES, PLAIN_BYTES, read_entries
 from sglcore.device.errors import CheckpointError, ConfigError, SglcoreError
-from sglcore.models.safetensors_file import DTYPES, READABLE
+from sglcore.models.weights.safetensors_file import DTYPES, READABLE
 
 
 def test_every_type_that_is_read_has_its_size() -> None:

@@ -15,15 +15,25 @@ import pytest
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from sglcore.checkpoint import compressed, config, encoders, latent, pooling, recurrent, renamed, rotary, shards
-from sglcore.checkpoint.config import ModelConfig, config_of, read_config
-from sglcore.checkpoint.renamed import WORDS
-from sglcore.checkpoint.shards import constraints
-from sglcore.checkpoint.values import KINDS
+from sglcore.checkpoint import (
+    compressed_config,
+    config_synonyms,
+    encoder_config,
+    latent_config,
+    model_config,
+    pooling_config,
+    recurrent_config,
+    rope_config,
+    tensor_parallel,
+)
+from sglcore.checkpoint.config_synonyms import WORDS
+from sglcore.checkpoint.config_types import KINDS
+from sglcore.checkpoint.model_config import ModelConfig, config_of, read_config
+from sglcore.checkpoint.tensor_parallel import constraints
 from sglcore.device.errors import ConfigError, SglcoreError
 from sglcore.device.ledger import DecisionLedger
+from sglcore.models.architecture_registry import ARCHITECTURES
 from sglcore.models.implementation import choose_implementation
-from sglcore.models.registry import ARCHITECTURES
 from tests.models.transformers_cases import sizes_of
 
 BASE: Mapping[str, Any] = {
@@ -39,16 +49,18 @@ WRONG: tuple[Any, ...] = (None, 0, -1, 3, 2.5, 1e30, "x", [], ["a"], [1], {}, {"
 
 
 def with_indexer(found: ModelConfig) -> object:
-    return latent.with_indexer(found, latent.latent_config(found, {}), True)
+    return latent_config.with_indexer(found, latent_config.latent_config(found, {}), True)
 
 
 def mixers(found: ModelConfig) -> object:
-    kinds = recurrent.layer_kinds(found, (recurrent.LINEAR, recurrent.FULL, recurrent.MLP, recurrent.MOE))
-    return kinds, recurrent.mamba2_config(found)
+    kinds = recurrent_config.layer_kinds(
+        found, (recurrent_config.LINEAR, recurrent_config.FULL, recurrent_config.MLP, recurrent_config.MOE)
+    )
+    return kinds, recurrent_config.mamba2_config(found)
 
 
 def delta_net(found: ModelConfig) -> object:
-    return recurrent.layer_kinds(found), recurrent.delta_net_config(found)
+    return recurrent_config.layer_kinds(found), recurrent_config.delta_net_config(found)
 
 
 V4 = {"compress_ratios": [0, 4, 128, 0], "n_hash_layers": 1, "num_key_value_heads": 1}
@@ -57,10 +69,10 @@ READERS: Mapping[str, tuple[Callable[[ModelConfig], object], Mapping[str, Any]]]
     "Gemma3ForCausalLM": (lambda found: None, {}),
     "Qwen2MoeForCausalLM": (lambda found: None, {}),
     "Qwen3NextForCausalLM": (delta_net, {}),
-    "DeepseekV2ForCausalLM": (lambda found: latent.latent_config(found, {}), {}),
+    "DeepseekV2ForCausalLM": (lambda found: latent_config.latent_config(found, {}), {}),
     "DeepseekV32ForCausalLM": (with_indexer, {}),
-    "DeepseekV4ForCausalLM": (compressed.compressed_config, V4),
-    "Lfm2ForCausalLM": (recurrent.layer_kinds, {}),
+    "DeepseekV4ForCausalLM": (compressed_config.compressed_config, V4),
+    "Lfm2ForCausalLM": (recurrent_config.layer_kinds, {}),
     "NemotronHForCausalLM": (mixers, {"layers_block_type": ["mamba", "attention", "moe", "mlp"]}),
     "Qwen3VLForConditionalGeneration": (lambda found: None, {}),
     "ModernBertForSequenceClassification": (lambda found: None, {}),
@@ -73,8 +85,8 @@ def read(folder: Path, architecture: str, changes: Mapping[str, Any]) -> None:
     """Read everything from a configuration that is read before the weights."""
     reader, own = READERS[architecture]
     found = config_of(folder, {**BASE, **own, "architectures": [architecture], **changes}, ARCHITECTURES)
-    rotary.rotary_frequencies(found, 64)
-    for each in (rotary.mrope_axes, constraints, reader):
+    rope_config.rotary_frequencies(found, 64)
+    for each in (rope_config.mrope_axes, constraints, reader):
         each(found)
 
 
@@ -158,12 +170,25 @@ def asked(source: str) -> Iterator[str]:
             yield name
 
 
-@pytest.mark.parametrize("module", [compressed, config, encoders, latent, recurrent, renamed, rotary, shards, pooling])
+@pytest.mark.parametrize(
+    "module",
+    [
+        compressed_config,
+        model_config,
+        encoder_config,
+        latent_config,
+        recurrent_config,
+        config_synonyms,
+        rope_config,
+        tensor_parallel,
+        pooling_config,
+    ],
+)
 def test_every_name_that_is_asked_for_has_a_kind(module: Any) -> None:
     own = {*KINDS, *itertools.chain(*WORDS.values()), *OWN}
-    modes = {*pooling.MODES.values(), "pooling_mode", "include_prompt"}  # of a pooling file
+    modes = {*pooling_config.MODES.values(), "pooling_mode", "include_prompt"}  # of a pooling file
     found = set(asked(Path(module.__file__).read_text(encoding="utf-8")))
-    assert found - own - (modes if module is pooling else set()) == set()
+    assert found - own - (modes if module is pooling_config else set()) == set()
 
 
 def test_null_in_words_of_encoders_is_refused_by_its_name(tmp_path: Path) -> None:
@@ -179,10 +204,10 @@ def test_null_in_words_of_encoders_is_refused_by_its_name(tmp_path: Path) -> Non
 
 
 def test_labels_that_are_null_are_two_as_in_the_library(tmp_path: Path) -> None:
-    found = pooling.read_pooling(tmp_path, "BertForSequenceClassification", {"num_labels": None})
+    found = pooling_config.read_pooling(tmp_path, "BertForSequenceClassification", {"num_labels": None})
     assert found is not None and found.labels == 2
     with pytest.raises(ConfigError, match="classifier_pooling = 'median'; wanted cls or mean"):
-        pooling.read_pooling(tmp_path, "ModernBertForSequenceClassification", {"classifier_pooling": "median"})
+        pooling_config.read_pooling(tmp_path, "ModernBertForSequenceClassification", {"classifier_pooling": "median"})
 
 
 BY_CLASS = ("bloom", "dbrx", "deepseek_v3", "exaone4", "falcon_mamba", "gemma3_text", "gpt2", "mpt", "opt")
@@ -201,9 +226,9 @@ def of_class(folder: Path, kind: str) -> dict[str, Any]:
     """Save a small configuration of a type with transformers, and return the keys that the type
     defines itself."""
     own = CONFIG_MAPPING[kind]().to_dict()
-    config = CONFIG_MAPPING[kind](**sizes_of(kind))
-    config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]]
-    config.save_pretrained(folder)
+    model_config = CONFIG_MAPPING[kind](**sizes_of(kind))
+    model_config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]]
+    model_config.save_pretrained(folder)
     raw = json.loads((folder / "config.json").read_text())
     return {name: value for name, value in raw.items() if name in own}
 

@@ -19,11 +19,11 @@ from check_jsonschema.builtin_schemas import get_builtin_schema
 from fastapi import APIRouter
 from jsonschema import validators
 
-from sglcore.device.config import EngineConfig
-from sglcore.device.server_config import ServerConfig
+from sglcore.config.engine_config import EngineConfig
+from sglcore.config.server_config import ServerConfig
 from sglcore.serving.apis.server.probes import add_routes
 from sglcore.serving.http.middleware.keys import OPEN
-from sglcore.serving.replicas.health import Health
+from sglcore.serving.replicas.metrics.health import Health
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = {path.name.partition(".")[0]: path.read_text() for path in sorted((ROOT / "containers").glob("*.Dockerfile"))}

@@ -241,10 +241,10 @@ def planted() -> Iterator[Path]:
     (folder / "test_planted.py").write_text(
         "import subprocess, sys\n"
         "from sglcore.device.pci import PciClaim\n"
-        "from sglcore.device.settings import setting\n"
-        "CHILD = 'from sglcore.device.refs import modules; modules(\"a:b\")'\n"
+        "from sglcore.config.settings import setting\n"
+        "CHILD = 'from sglcore.device.import_references import modules; modules(\"a:b\")'\n"
         "def test_own():\n"
-        "    from sglcore.device.refs import resolve\n"
+        "    from sglcore.device.import_references import resolve\n"
         "    resolve('json:dumps')\n"
         "def test_child(): subprocess.run([sys.executable, '-c', CHILD], check=True)\n"
     )
@@ -260,7 +260,7 @@ def test_a_watched_run_records_what_a_test_and_the_processes_that_it_starts_run(
     timed = [Timed("cpu", f"{file}::{name}", 1.0, False) for name in ("test_own", "test_child")]
     record = impact.gather(tmp_path / "raw", timed, "c")
     assert record.commit == "c"
-    refs = "sglcore/device/refs.py"
+    refs = "sglcore/device/import_references.py"
     assert [each.test for each in record.of((refs, "resolve"))] == [f"{file}::test_own"]
     assert {each.test for each in record.of((refs, "modules"))} == {f"{file}::test_own", f"{file}::test_child"}
 
@@ -275,7 +275,7 @@ def test_what_a_record_says_of_tests_that_were_not_watched_stays(planted: Path, 
     idle = next(name for name in (f"{file}::test_{number}" for number in range(99)) if part_of(name) != part_of(own))
     with (planted / "test_planted.py").open("a") as tests:
         tests.write(f"def {idle.partition('::')[2]}():\n    test_own()\n")
-    refs = "sglcore/device/refs.py"
+    refs = "sglcore/device/import_references.py"
     known = tuple(Timed("cpu", name, 9.0, True, functions=5) for name in (own, idle, f"{file}::test_gone"))
     functions = {"resolve": (0, 1, 2), "modules": (0, 1, 2), "no_longer_here": (1,)}
     before = Impact("b", known, {refs: functions}, part=2)

@@ -20,8 +20,8 @@ from sglcore.bench.address import address
 from sglcore.bench.figures import figures, goals_of, percentile
 from sglcore.bench.load import Offer, run_load
 from sglcore.bench.plot import save_plot
-from sglcore.bench.record import Record
 from sglcore.bench.reply import Reply
+from sglcore.bench.request_record import Record
 from sglcore.bench.workload import Job, Span, Workload, make_jobs, span
 from sglcore.cli.__main__ import main
 from sglcore.cli.bench_table import totals_table

@@ -14,11 +14,11 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 from matplotlib.figure import Figure
 
-from sglcore.bench.beside import Beside, awaited, beside, gaps_beside
 from sglcore.bench.figures import figures
+from sglcore.bench.long_prompt_effect import Beside, awaited, beside, gaps_beside
 from sglcore.bench.plot import TOGETHER_MS, _beside
-from sglcore.bench.record import Record
 from sglcore.bench.reply import Fault
+from sglcore.bench.request_record import Record
 from sglcore.bench.workload import Span, Workload, make_jobs
 from sglcore.cli.__main__ import main
 from sglcore.device.errors import ConfigError

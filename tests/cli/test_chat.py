@@ -21,7 +21,7 @@ from sglcore.cli.__main__ import main
 from sglcore.cli.chat import Conversation, talk
 from sglcore.cli.chat_source import LocalSource, Part, ServerSource
 from sglcore.cli.wrap import Writer, wrapped
-from sglcore.engine.chat_template import Message
+from sglcore.engine.tokenizers.chat_template import Message
 from tests.serving.page_server import Script, chat, ended, make_app, usage
 from tests.serving.threaded import in_thread
 

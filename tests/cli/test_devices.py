@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from sglcore.cli.devices import Survey, survey_values
+from sglcore.cli.device_report import Survey, survey_values
 from sglcore.cli.render import show_survey
 from sglcore.device.pci import PciDevice
 from tests.device.site import Site

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from sglcore.conformance.new_device import write_package
+from sglcore.conformance.device_template import write_package
 
 
 def test_what_registers_the_device_with_torch_comes_before_the_device_is_named(tmp_path: Path) -> None:

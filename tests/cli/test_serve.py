@@ -28,10 +28,10 @@ from sglcore.cli.__main__ import main
 from sglcore.cli.aliases import FLAGS, REFUSED, graph_name
 from sglcore.cli.app import make_app
 from sglcore.cli.serve import _show
-from sglcore.cli.settings import engine_settings, flag_names, split_settings, with_settings
-from sglcore.device.config import EngineConfig
-from sglcore.device.server_config import ServerConfig
-from sglcore.device.settings import settings_of
+from sglcore.cli.setting_flags import engine_settings, flag_names, split_settings, with_settings
+from sglcore.config.engine_config import EngineConfig
+from sglcore.config.server_config import ServerConfig
+from sglcore.config.settings import settings_of
 from sglcore.engine.start import embedded_model
 from tests.cli.test_generate import refused, run
 

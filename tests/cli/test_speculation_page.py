@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from sglcore.cli.__main__ import main
-from sglcore.device.config import EngineConfig
-from sglcore.device.settings import settings_of
+from sglcore.config.engine_config import EngineConfig
+from sglcore.config.settings import settings_of
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "speculation.md").read_text(encoding="utf-8")

@@ -8,8 +8,8 @@ import pytest
 
 from sglcore.cli.__main__ import main
 from sglcore.cli.aliases import drafter_name
-from sglcore.cli.settings import engine_settings
-from sglcore.device.config import resolve_config
+from sglcore.cli.setting_flags import engine_settings
+from sglcore.config.engine_config import resolve_config
 from sglcore.device.errors import ConfigError
 
 

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from sglcore.conformance import laws_facts
 from sglcore.conformance.catalogue import LAWS
 from sglcore.conformance.fact_proofs import PROOFS
 from sglcore.conformance.law import LawBroken
-from sglcore.conformance.laws_facts import Watch
+from sglcore.conformance.laws import laws_facts
+from sglcore.conformance.laws.laws_facts import Watch
 from sglcore.device.facts import Facts
 
 NAMES = [item.name for item in fields(Facts)]

@@ -21,13 +21,13 @@ from sglcore.conformance.fixture import (
     tolerance_text,
     tolerance_values,
 )
+from sglcore.conformance.kit_run import Kit, catches, run_case
 from sglcore.conformance.law import Law
 from sglcore.conformance.mutant import Mutant, become
 from sglcore.conformance.reference_parts import REFERENCE
 from sglcore.conformance.result import make_result, write_result
-from sglcore.conformance.table import support_table
+from sglcore.conformance.support_table import support_table
 from sglcore.conformance.target import Target
-from sglcore.conformance.trial import Kit, catches, run_case
 from sglcore.device.errors import ConfigError
 from tests.conformance.test_other_runtime import BOX
 

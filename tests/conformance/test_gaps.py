@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from sglcore.conformance.gaps import Gap, closed_gap, gap_for, read_gaps, stale_gaps
+from sglcore.conformance.kit_run import Outcome, Verdict
 from sglcore.conformance.result import verdict
-from sglcore.conformance.trial import Outcome, Verdict
 from sglcore.device.errors import ConfigError
 
 TODAY = datetime.date(2030, 6, 1)

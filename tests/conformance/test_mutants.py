@@ -9,12 +9,12 @@ from types import MappingProxyType
 import pytest
 
 from sglcore.conformance.catalogue import LAWS
+from sglcore.conformance.kit_run import Kit, catches
 from sglcore.conformance.law import Law
 from sglcore.conformance.mutant import Mutant, PlantingError
-from sglcore.conformance.mutants_attention import HALF_SCORES
+from sglcore.conformance.mutants.mutants_attention import HALF_SCORES
 from sglcore.conformance.reference_parts import REFERENCE
 from sglcore.conformance.target import Target
-from sglcore.conformance.trial import Kit, catches
 
 PAIRS = [(law, mutant) for law in LAWS for mutant in law.mutants]
 

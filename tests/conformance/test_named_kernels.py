@@ -9,9 +9,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from sglcore.conformance.laws_kernels import LAWS, entries
+from sglcore.conformance.kit_run import Kit, run_case
+from sglcore.conformance.laws.laws_kernels import LAWS, entries
 from sglcore.conformance.reference_parts import REFERENCE
-from sglcore.conformance.trial import Kit, run_case
 from sglcore.device.errors import ConfigError
 from sglcore.runtime.kernels.table import KernelTable
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from sglcore.conformance.catalogue import laws_up_to
-from sglcore.conformance.new_device import write_package
+from sglcore.conformance.device_template import write_package
 from sglcore.device.errors import ConfigError
 from tests.conformance.site import Site
 

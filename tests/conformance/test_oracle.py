@@ -12,12 +12,12 @@ import pytest
 import torch
 import transformers
 
-from sglcore.conformance.checkpoint import MODELS, write_checkpoint
 from sglcore.conformance.harness import random_prompts
+from sglcore.conformance.inputs.kit_models import MODELS, write_checkpoint
+from sglcore.conformance.kit_run import Kit
 from sglcore.conformance.law import LawBroken
 from sglcore.conformance.oracle import check_results
 from sglcore.conformance.reference_parts import REFERENCE
-from sglcore.conformance.trial import Kit
 
 
 @pytest.fixture(scope="module")

@@ -10,15 +10,15 @@ from typing import Any
 
 import pytest
 
+from sglcore.config.engine_config import EngineConfig
 from sglcore.conformance.catalogue import LAWS
+from sglcore.conformance.kit_run import Kit, Outcome, catches, run_case
 from sglcore.conformance.law import Law, LawBroken
-from sglcore.conformance.laws_package import _states_sizes
+from sglcore.conformance.laws.laws_package import _states_sizes
 from sglcore.conformance.mutant import Mutant
 from sglcore.conformance.reference_parts import REFERENCE
 from sglcore.conformance.target import Target
-from sglcore.conformance.trial import Kit, Outcome, catches, run_case
 from sglcore.device.bring_up import BringUp
-from sglcore.device.config import EngineConfig
 from sglcore.device.facts import Facts
 from sglcore.device.ledger import DecisionLedger
 from sglcore.device.package import DevicePackage

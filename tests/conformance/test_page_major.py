@@ -14,16 +14,16 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from sglcore.conformance.catalogue import LAWS
+from sglcore.conformance.kit_run import Kit, catches, run_case
 from sglcore.conformance.law import Law
 from sglcore.conformance.mutant import Mutant, become
 from sglcore.conformance.reference_parts import BRING_UP, REFERENCE
 from sglcore.conformance.target import Target
-from sglcore.conformance.trial import Kit, catches, run_case
 from sglcore.device.errors import ConfigError
 from sglcore.runtime.attention.contract import AttentionFacts
 from sglcore.runtime.attention.page_rows import PageRowsAttention, RowsPlan
 from sglcore.runtime.attention.reference import ReferenceAttention
-from sglcore.runtime.kernels import reference
+from sglcore.runtime.kernels import reference_kernels
 from sglcore.runtime.kernels.table import KernelTable
 from sglcore.runtime.memory.pools import PAGE_MAJOR, PER_HEAD_BY_PAGE, PoolKind
 
@@ -154,7 +154,7 @@ def stores_cells_into_pages(base: Any) -> type:
     class StoresCellsIntoPages(base):
         def store(self, layer_id: int, key: Tensor, value: Tensor, out_cache_loc: Tensor) -> None:
             keys, values = (part.view(self.num_cells, *key.shape[1:]) for part in self.kv(layer_id))
-            reference.store_kv(key, value, keys, values, out_cache_loc)
+            reference_kernels.store_kv(key, value, keys, values, out_cache_loc)
 
     return StoresCellsIntoPages
 

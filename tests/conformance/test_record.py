@@ -11,16 +11,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from sglcore.conformance.kit_run import Kit, record_run, replay_run
 from sglcore.conformance.law import LawBroken
-from sglcore.conformance.mutants_worker import FLATTERS, ONE_LENGTH_FOR_ALL, SWAPS_ROWS
-from sglcore.conformance.record import Record, read_record, record_engine, write_record
+from sglcore.conformance.mutants.mutants_worker import FLATTERS, ONE_LENGTH_FOR_ALL, SWAPS_ROWS
+from sglcore.conformance.recorded_steps import Record, read_record, record_engine, write_record
 from sglcore.conformance.reference_parts import REFERENCE
-from sglcore.conformance.trial import Kit, record_run, replay_run
 from sglcore.device.batch import CaptureHiddenMode
 from sglcore.device.errors import ConfigError
 from sglcore.engine.core import Engine
-from sglcore.sampling.batch import SamplingBatch
 from sglcore.sampling.params import SamplingParams
+from sglcore.sampling.params_batch import SamplingBatch
 
 
 @pytest.fixture(scope="module")

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from sglcore.conformance.gaps import Gap
+from sglcore.conformance.kit_run import Outcome
 from sglcore.conformance.reference_parts import REFERENCE
 from sglcore.conformance.result import digest, make_result, read_result, write_result
-from sglcore.conformance.table import BEGIN, END, support_table, with_table
-from sglcore.conformance.trial import Outcome
+from sglcore.conformance.support_table import BEGIN, END, support_table, with_table
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "conformance"

@@ -75,7 +75,7 @@ ADAPTERS = re.escape("ADAPTERS: Mapping[int, Callable[[Keywords], Keywords]] = M
 FACTS_OF_TABLE = (
     Edit("runtime/bring_up.py", r"(resolve\(package\.kernels\[.*\], package\.name\))\(\)", r"\1(facts)", 2),
     Edit("conformance/target.py", r"(self\.package\.kernels\[name\], self\.name\))\(\)", r"\1(self.facts())"),
-    Edit("conformance/laws_package.py", r"_callable_with\(ref, 0\)", "_callable_with(ref, 1)"),
+    Edit("conformance/laws/laws_package.py", r"_callable_with\(ref, 0\)", "_callable_with(ref, 1)"),
 )
 BACKENDS = ("reference", "windowed", "sparse/latent", "sparse/compressed", "triton", "page_rows")
 METHODS = (
@@ -93,10 +93,10 @@ RAISE = (
     Edit("device/package.py", r"^API = 3$", "API = 4"),
     Edit("device/package.py", r'    summary: str\n    """.*"""\n', NEW_FIELD),
     Edit("device/package.py", r"self\.worker, \*named", "self.worker, self.reset, *named"),
-    Edit("cli/devices.py", r"package\.summary", "package.title"),
+    Edit("cli/device_report.py", r"package\.summary", "package.title"),
     Edit("device/adapter.py", rf"{ADAPTERS}(?:.*\n)*?(?=\ndef adapted)", ADAPTER),
     Edit("device/adapter.py", r"^from types import", "from inspect import isabstract\nfrom types import"),
-    Edit("device/adapter.py", r"^(Keywords: TypeAlias)", r"from sglcore.device.refs import wrapped\n\n\1"),
+    Edit("device/adapter.py", r"^(Keywords: TypeAlias)", r"from sglcore.device.import_references import wrapped\n\n\1"),
     *FACTS_OF_TABLE,
     *METHODS,
 )

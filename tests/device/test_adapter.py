@@ -15,9 +15,9 @@ from sglcore.device.candidate import Candidate
 from sglcore.device.choice import Requested
 from sglcore.device.discovery import Installed, check_api
 from sglcore.device.errors import DeviceError
+from sglcore.device.import_references import modules, resolve, wrapped
 from sglcore.device.package import API, OLDEST, understood
 from sglcore.device.probe import Fact, ProbeReport
-from sglcore.device.refs import modules, resolve, wrapped
 from sglcore.device.selection import decide
 from tests.device.test_package import PACKAGE
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from sglcore.device.config import EngineConfig, memory_bytes, resolve_config, resolve_server_config
+from sglcore.config.engine_config import EngineConfig, memory_bytes, resolve_config, resolve_server_config
+from sglcore.config.server_config import ServerConfig
+from sglcore.config.settings import Setting, settings_of
 from sglcore.device.errors import ConfigError
-from sglcore.device.server_config import ServerConfig
-from sglcore.device.settings import Setting, settings_of
 
 CHOSEN = [
     (resolver, item)

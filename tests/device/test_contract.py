@@ -23,7 +23,7 @@ from sglcore.conformance.target import GIVEN
 from sglcore.device import batch, bring_up, facts, package, pci, probe, system, topology, worker
 from sglcore.runtime.attention import contract
 from sglcore.runtime.bring_up import STANDARD
-from sglcore.runtime.graphs import backend, capture
+from sglcore.runtime.graphs import capture, graph_backend
 from sglcore.runtime.kernels import table
 from sglcore.runtime.overlap import parts
 from tests.device.promises import ABSTRACT, LIST, breaks
@@ -53,10 +53,10 @@ PROTOCOLS = (
     worker.ModelWorker,
     system.System,
     contract.AttentionBackend,
-    backend.GraphBackend,
-    backend.CapturedStep,
-    backend.PromptBackend,
-    backend.CapturedPrompt,
+    graph_backend.GraphBackend,
+    graph_backend.CapturedStep,
+    graph_backend.PromptBackend,
+    graph_backend.CapturedPrompt,
     capture.StreamCapture,
     capture.Segment,
     bring_up.BringUp,

@@ -15,7 +15,7 @@ import sglcore
 ROOT = Path(sglcore.__file__).parent
 ENDS = """
 import atexit, sys, threading, time
-from sglcore.device.ending import leave
+from sglcore.engine.process_end import leave
 
 class Ring:
     def __init__(self): self.ring = self

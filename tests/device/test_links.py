@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from sglcore.device import links
 from sglcore.device.errors import ConfigError
+from sglcore.engine.layouts import link_costs
 from tests.planted import planted
 
 SIZES = (1 << 10, 1 << 14, 1 << 18, 1 << 22, 1 << 26)
@@ -52,7 +52,7 @@ def check_fit(module: Any) -> None:
 
 @pytest.mark.parametrize("check", [check_one_level, check_two_levels, check_fit])
 def test_costs_are_those_that_are_worked_out_by_hand(check: Any) -> None:
-    check(links)
+    check(link_costs)
 
 
 @pytest.mark.parametrize(
@@ -76,17 +76,17 @@ def test_costs_are_those_that_are_worked_out_by_hand(check: Any) -> None:
 )
 def test_a_wrong_formula_is_caught(check: Any, sound: str, defect: str) -> None:
     with pytest.raises(AssertionError):
-        check(planted(links, sound, defect))
+        check(planted(link_costs, sound, defect))
 
 
 def test_times_of_two_processes_that_sum_over_loopback_are_fitted() -> None:
     """Medians measured once for 4 KB, 64 KB, 1 MB and 4 MB: about 0.3 ms and 1.1 GB/s."""
-    found = links.fitted([4096, 65536, 1 << 20, 1 << 22], [316e-6, 333e-6, 1.7e-3, 3.9e-3], 1, 1)
+    found = link_costs.fitted([4096, 65536, 1 << 20, 1 << 22], [316e-6, 333e-6, 1.7e-3, 3.9e-3], 1, 1)
     assert found.alpha == pytest.approx(0.31e-3, rel=0.1) and 1 / found.beta == pytest.approx(1.1e9, rel=0.2)
 
 
 def test_costs_grow_with_bytes_and_with_ranks() -> None:
-    both = links.Links(links.Link(2e-6, 1 / 400e9), links.Link(1e-5, 1 / 50e9), 8)
+    both = link_costs.Links(link_costs.Link(2e-6, 1 / 400e9), link_costs.Link(1e-5, 1 / 50e9), 8)
     for cost in (both.all_reduce, both.all_gather, both.all_to_all):
         for n in (2, 4, 8, 16, 32, 64):
             by_size = [cost(n, size) for size in SIZES]
@@ -97,11 +97,11 @@ def test_costs_grow_with_bytes_and_with_ranks() -> None:
 
 
 def test_a_group_that_fills_a_part_of_a_host_is_refused() -> None:
-    both = links.Links(links.Link(1, 1), links.Link(1, 1), 8)
+    both = link_costs.Links(link_costs.Link(1, 1), link_costs.Link(1, 1), 8)
     with pytest.raises(ValueError, match="12 ranks do not fill hosts of 8"):
         both.levels(12)
 
 
 def test_one_size_is_no_line() -> None:
     with pytest.raises(ConfigError, match="1 sizes were measured"):
-        links.fitted([8, 8], [1.0, 1.1], 1, 1)
+        link_costs.fitted([8, 8], [1.0, 1.1], 1, 1)

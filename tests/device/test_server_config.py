@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from sglcore.device.config import resolve_config, resolve_server_config
+from sglcore.config.engine_config import resolve_config, resolve_server_config
+from sglcore.config.server_config import ServerConfig
 from sglcore.device.errors import ConfigError
-from sglcore.device.server_config import ServerConfig
 
 SECRET = "sk-do-not-tell"
 

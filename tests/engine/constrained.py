@@ -9,16 +9,16 @@ from typing import Any
 
 import numpy as np
 
-from sglcore.device.config import resolve_config
-from sglcore.engine.grammar import Grammars, open_backend
+from sglcore.config.engine_config import resolve_config
 from sglcore.engine.start import start
-from sglcore.engine.text import TextCodec, eos_token_ids
-from sglcore.engine.vocabulary import Vocabulary
-from sglcore.sampling.grammar import Grammar, Thinking
+from sglcore.engine.structured_output.grammar_cache import Grammars, open_backend
+from sglcore.engine.structured_output.grammar_vocabulary import Vocabulary
+from sglcore.engine.tokenizers.text_codec import TextCodec, eos_token_ids
+from sglcore.sampling.grammar_spec import Grammar, Thinking
 from sglcore.sampling.params import SamplingParams
-from sglcore.schedule.loop import Loop
 from sglcore.schedule.request import Request
 from sglcore.schedule.scheduler import Scheduler
+from sglcore.schedule.step_loop import Loop
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from sglcore.engine import reading
+from sglcore.engine import timed_read
 
 
 class Drips:
@@ -20,9 +20,9 @@ class Drips:
 
     def __init__(self, data: bytes, monkeypatch: pytest.MonkeyPatch, *modules: ModuleType) -> None:
         self.data, self.now = data, 0.0
-        for module in (reading, *modules):
+        for module in (timed_read, *modules):
             monkeypatch.setattr(module, "time", self)
-        monkeypatch.setattr(reading, "is_readable", self._is_readable)
+        monkeypatch.setattr(timed_read, "is_readable", self._is_readable)
 
     def monotonic(self) -> float:
         """The time on this clock: the seconds spent waiting for bytes."""

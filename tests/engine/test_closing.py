@@ -5,10 +5,10 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-from sglcore.engine.confined import OnVerdict, Verdict
-from sglcore.engine.grammar import Grammars
-from sglcore.engine.tokens import TokenEngine
-from sglcore.sampling.grammar import Grammar
+from sglcore.engine.structured_output.grammar_cache import Grammars
+from sglcore.engine.structured_output.killable_checks import OnVerdict, Verdict
+from sglcore.engine.token_engine import TokenEngine
+from sglcore.sampling.grammar_spec import Grammar
 from sglcore.sampling.params import SamplingParams
 from tests.schedule.fake_worker import FakeWorker, make_limits
 

@@ -15,7 +15,7 @@ import sentencepiece
 from transformers import AutoTokenizer
 
 from sglcore.device.errors import ConfigError
-from sglcore.engine.text import IncrementalDetokenizer, TextCodec
+from sglcore.engine.tokenizers.text_codec import IncrementalDetokenizer, TextCodec
 from tests.engine.test_gguf_tokenizer import TEXTS, random_texts
 
 SAMPLES = (

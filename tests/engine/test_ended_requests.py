@@ -10,12 +10,12 @@ import numpy as np
 from sglcore.device.batch import ScheduleBatch
 from sglcore.device.worker import BatchResult, Limits, Ticket
 from sglcore.engine.core import Engine
-from sglcore.engine.grammar import Grammars
 from sglcore.engine.output_processor import OutputProcessor
 from sglcore.engine.start import embedded_model
-from sglcore.engine.tokens import SampleGroup, TokenEngine
-from sglcore.engine.vocabulary import CompiledGrammar, Vocabulary
-from sglcore.sampling.grammar import Grammar, GrammarError
+from sglcore.engine.structured_output.grammar_cache import Grammars
+from sglcore.engine.structured_output.grammar_vocabulary import CompiledGrammar, Vocabulary
+from sglcore.engine.token_engine import SampleGroup, TokenEngine
+from sglcore.sampling.grammar_spec import Grammar, GrammarError
 from sglcore.sampling.params import SamplingParams
 from sglcore.schedule.request import Request
 from tests.schedule.fake_worker import make_limits

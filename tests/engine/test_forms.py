@@ -10,15 +10,15 @@ from typing import Any
 
 import pytest
 
-from sglcore.checkpoint.axes import check_topology
-from sglcore.checkpoint.config import read_config
+from sglcore.checkpoint.model_config import read_config
+from sglcore.checkpoint.parallel_sizes import check_topology
 from sglcore.device.errors import ConfigError
-from sglcore.device.links import Link, Links
 from sglcore.device.topology import Topology
-from sglcore.engine.forms import cost, shape
-from sglcore.engine.forms.advice import Load, advise, text_of
-from sglcore.engine.forms.cluster import Cluster, DeviceNumbers, read_cluster
-from sglcore.engine.forms.shape import LayerShape, ModelShape
+from sglcore.engine.layouts import layout_cost, model_shape
+from sglcore.engine.layouts.cluster import Cluster, DeviceNumbers, read_cluster
+from sglcore.engine.layouts.layout_advice import Load, advise, text_of
+from sglcore.engine.layouts.link_costs import Link, Links
+from sglcore.engine.layouts.model_shape import LayerShape, ModelShape
 from tests.planted import planted
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -47,7 +47,7 @@ def cluster(links: Links = FREE, hosts: int = 1, **changes: Any) -> Cluster:
 def moe(hidden: int, n: int, links: Links, **changes: Any) -> Any:
     """The costs of experts distributed over `n` ranks, with DP attention on each rank."""
     model = replace(SPARSE, hidden=hidden, experts=256, chosen=8)
-    return cost.Costs(model, cluster(links, **changes), Topology(n, n, n))
+    return layout_cost.Costs(model, cluster(links, **changes), Topology(n, n, n))
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def moe(hidden: int, n: int, links: Links, **changes: Any) -> Any:
 )
 def test_a_model_has_the_parameters_that_its_makers_say(name: str, billions: float) -> None:
     """Llama 3 and DeepSeek-V3, compared with the files on the hub."""
-    found = shape.shape_of(read_config(CLUSTERS / name))
+    found = model_shape.shape_of(read_config(CLUSTERS / name))
     assert found.parameters / 1e9 == pytest.approx(billions, rel=NORMS)
 
 
@@ -64,14 +64,14 @@ def test_a_token_keeps_what_the_papers_say() -> None:
     first and not the second."""
     for name, tp, wanted in (("dense-70b", 1, 327_680), ("dense-70b", 8, 40_960), ("dense-70b", 16, 40_960)):
         config = read_config(CLUSTERS / name)
-        costs = cost.Costs(shape.shape_of(config), cluster(), Topology(tp))
+        costs = layout_cost.Costs(model_shape.shape_of(config), cluster(), Topology(tp))
         assert costs.request_bytes(1) == wanted
-    latent = shape.shape_of(read_config(CLUSTERS / "experts-671b"))
-    assert {cost.Costs(latent, cluster(), Topology(tp)).request_bytes(1) for tp in (1, 8)} == {61 * 576 * 2}
+    latent = model_shape.shape_of(read_config(CLUSTERS / "experts-671b"))
+    assert {layout_cost.Costs(latent, cluster(), Topology(tp)).request_bytes(1) for tp in (1, 8)} == {61 * 576 * 2}
 
 
 def test_eight_bit_weights_are_counted_as_such() -> None:
-    found = shape.shape_of(read_config(CLUSTERS / "experts-671b"))
+    found = model_shape.shape_of(read_config(CLUSTERS / "experts-671b"))
     assert (found.row_bytes, found.attention_bytes, found.block_bytes, found.expert_bytes) == (2, 1, 1, 1)
 
 
@@ -92,7 +92,7 @@ def test_what_is_quantized_in_parts_is_counted_part_by_part(quantized: str, want
     weights = {"num_bits": 8, "type": "float", "strategy": "channel"}
     groups = {"group_0": {"targets": [f"re:{quantized}"], "weights": weights}}
     given = {"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": groups}
-    found = shape.shape_of(replace(config, raw={**config.raw, "quantization_config": given}))
+    found = model_shape.shape_of(replace(config, raw={**config.raw, "quantization_config": given}))
     assert (found.row_bytes, found.attention_bytes, found.block_bytes, found.expert_bytes) == wanted
 
 
@@ -120,7 +120,7 @@ def test_bytes_of_a_sparse_layer_are_those_of_the_table(
 
 
 def test_copies_are_those_of_the_table() -> None:
-    found = [cost.copies_to_ranks(n, 8) for n in (2, 4, 8, 16, 32, 64)]
+    found = [layout_cost.copies_to_ranks(n, 8) for n in (2, 4, 8, 16, 32, 64)]
     assert found == pytest.approx([1.99, 3.60, 5.25, 6.45, 7.18, 7.58], abs=0.006)
 
 
@@ -212,7 +212,7 @@ CHECKS = (check_step, check_arithmetic, check_experts, check_links, check_memory
 
 @pytest.mark.parametrize("check", CHECKS)
 def test_a_step_costs_what_is_worked_out_by_hand(check: Any) -> None:
-    check(cost)
+    check(layout_cost)
 
 
 @pytest.mark.parametrize(
@@ -240,7 +240,7 @@ def test_a_step_costs_what_is_worked_out_by_hand(check: Any) -> None:
 )  # fmt: skip
 def test_a_wrong_cost_is_caught(check: Any, sound: str, defect: str) -> None:
     with pytest.raises(AssertionError):
-        check(planted(cost, sound, defect))
+        check(planted(layout_cost, sound, defect))
 
 
 @pytest.mark.parametrize(
@@ -253,7 +253,7 @@ def test_a_wrong_cost_is_caught(check: Any, sound: str, defect: str) -> None:
     ],
 )
 def test_a_wrong_count_is_caught(sound: str, defect: str) -> None:
-    module, found = planted(shape, sound, defect), []
+    module, found = planted(model_shape, sound, defect), []
     for name, billions in (("dense-70b", 70.553_706), ("experts-671b", 671.026_419)):
         count = module.shape_of(read_config(CLUSTERS / name)).parameters / 1e9
         found.append(count == pytest.approx(billions, rel=NORMS))
@@ -263,16 +263,20 @@ def test_a_wrong_count_is_caught(sound: str, defect: str) -> None:
 def test_more_of_anything_is_never_slower() -> None:
     config = read_config(CLUSTERS / "experts-671b")
     given = read_cluster(CLUSTERS / "two-hosts.toml")
-    model = shape.shape_of(config)
+    model = model_shape.shape_of(config)
     for topology in (Topology(16), Topology(16, 8), Topology(16, 16, 16)):
         times = [
-            cost.Costs(model, given, topology).step(cost.Rows(count, count, 1000)).total for count in (1, 4, 64, 900)
+            layout_cost.Costs(model, given, topology).step(layout_cost.Rows(count, count, 1000)).total
+            for count in (1, 4, 64, 900)
         ]
-        contexts = [cost.Costs(model, given, topology).step(cost.Rows(8, 8, seen)).total for seen in (1, 100, 9000)]
+        contexts = [
+            layout_cost.Costs(model, given, topology).step(layout_cost.Rows(8, 8, seen)).total
+            for seen in (1, 100, 9000)
+        ]
         assert times == sorted(times) and contexts == sorted(contexts)
         for changes in ({"bandwidth": 1e13}, {"flops": 1e16}, {"launch": 0.0}):
             better = replace(given, device=replace(given.device, **changes))
-            fast = cost.Costs(model, better, topology).step(cost.Rows(64, 64, 1000)).total
+            fast = layout_cost.Costs(model, better, topology).step(layout_cost.Rows(64, 64, 1000)).total
             assert fast <= times[2]
 
 
@@ -322,16 +326,16 @@ def test_commands_say_widths_and_hosts() -> None:
 def test_two_halves_take_the_longer_of_what_each_computes_and_waits_for_twice() -> None:
     """On one rank there is nothing to overlap, and costs that do not shrink with the rows are paid
     twice."""
-    rows = cost.Rows(64, 8, 100)
+    rows = layout_cost.Rows(64, 8, 100)
     for alpha in (1.0, 1e6):
-        found = cost.Costs(DENSE, cluster(Links(Link(alpha, 0.0), Link(alpha, 0.0), 8)), Topology(2))
-        half = found.step(cost.Rows(32, 4, 100))
+        found = layout_cost.Costs(DENSE, cluster(Links(Link(alpha, 0.0), Link(alpha, 0.0), 8)), Topology(2))
+        half = found.step(layout_cost.Rows(32, 4, 100))
         assert half.links > 0
         assert found.halves(rows) == pytest.approx(2 * max(half.links, half.total - half.links))
-    alone = cost.Costs(DENSE, cluster(), Topology(1))
-    assert alone.halves(rows) == pytest.approx(2 * alone.step(cost.Rows(32, 4, 100)).total)
+    alone = layout_cost.Costs(DENSE, cluster(), Topology(1))
+    assert alone.halves(rows) == pytest.approx(2 * alone.step(layout_cost.Rows(32, 4, 100)).total)
     assert alone.halves(rows) > alone.step(rows).total
-    assert alone.halves(cost.Rows(3, 3, 100)) == pytest.approx(2 * alone.step(cost.Rows(2, 2, 100)).total)
+    assert alone.halves(layout_cost.Rows(3, 3, 100)) == pytest.approx(2 * alone.step(layout_cost.Rows(2, 2, 100)).total)
 
 
 @pytest.mark.parametrize(("prompts", "step", "is_said"), [(1.06, 0.5, True), (0.5, 1.06, True), (1.04, 1.04, False)])
@@ -348,8 +352,8 @@ def test_halves_of_a_form_are_predicted_for_its_prompts_and_its_steps() -> None:
         Load(8, 512, 128),
     )
     each = next(each for each in advise(config, given, load) if each.topology.tp == 8 and each.topology.dp == 1)
-    costs = cost.Costs(shape.shape_of(config), given, each.topology)
-    chunk, rows = cost.Rows(512, 1, 256), cost.Rows(8, 8, 576)
+    costs = layout_cost.Costs(model_shape.shape_of(config), given, each.topology)
+    chunk, rows = layout_cost.Rows(512, 1, 256), layout_cost.Rows(8, 8, 576)
     assert each.halved_prompts == pytest.approx(costs.step(chunk).total / costs.halves(chunk))
     assert each.halved_step == pytest.approx(costs.step(rows).total / costs.halves(rows))
 
@@ -367,7 +371,7 @@ def test_layers_whose_costs_are_not_known_are_refused(
     raw = json.loads((CLUSTERS / "dense-8b" / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**raw, **changes}))
     with pytest.raises(ConfigError, match=found) as refused:
-        shape.shape_of(read_config(tmp_path))
+        model_shape.shape_of(read_config(tmp_path))
     assert wanted in str(refused.value)
 
 
@@ -375,10 +379,10 @@ def test_encoders_and_files_of_mixed_types_are_refused(tmp_path: Path) -> None:
     config = read_config(CLUSTERS / "dense-8b")
     pooling: Any = object()
     with pytest.raises(ConfigError, match="an encoder, which keeps no cells"):
-        shape.shape_of(replace(config, pooling=pooling))
+        model_shape.shape_of(replace(config, pooling=pooling))
     (tmp_path / "m.gguf").write_bytes(b"GGUF" + bytes(20))
     with pytest.raises(ConfigError, match="each of whose tensors has a type of its own"):
-        shape.shape_of(replace(config, path=tmp_path / "m.gguf"))
+        model_shape.shape_of(replace(config, path=tmp_path / "m.gguf"))
 
 
 GOOD = (CLUSTERS / "two-hosts.toml").read_text()
@@ -435,10 +439,10 @@ def test_layers_count_what_they_have() -> None:
     sparse layers keep their sliding windows."""
     dense, sparse = read_config(CLUSTERS / "dense-8b"), read_config(CLUSTERS / "experts-671b")
     table = dense.vocab_size * dense.hidden_size
-    tables = [shape.shape_of(replace(dense, tie_word_embeddings=is_tied)).tables for is_tied in (True, False)]
+    tables = [model_shape.shape_of(replace(dense, tie_word_embeddings=is_tied)).tables for is_tied in (True, False)]
     assert tables == [table, 2 * table]
     assert sparse.moe is not None
     windows = tuple(range(1, sparse.num_hidden_layers + 1))
-    alone = shape.shape_of(replace(sparse, moe=replace(sparse.moe, shared_size=0), sliding_windows=windows))
+    alone = model_shape.shape_of(replace(sparse, moe=replace(sparse.moe, shared_size=0), sliding_windows=windows))
     assert [layer.num_blocks for layer in alone.layers] == [0 if each else 1 for each in sparse.moe.layers]
     assert tuple(layer.window for layer in alone.layers) == windows

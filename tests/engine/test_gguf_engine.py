@@ -12,7 +12,7 @@ import transformers
 from sglcore import LLM, SamplingParams
 from sglcore.device.errors import CheckpointError, ConfigError
 from sglcore.engine.start import embedded_model
-from sglcore.engine.text import TextCodec
+from sglcore.engine.tokenizers.text_codec import TextCodec
 from sglcore.serving.replicas.engine_process import fingerprint
 from tests.engine.test_gguf_tokenizer import byte_level
 from tests.models.gguf_checkpoints import write

@@ -16,11 +16,11 @@ from gguf import GGUFWriter, TokenType
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers.integrations.gguf.gguf_tokenizer_mapping import convert_gguf_tokenizer, get_gguf_tokenizer
 
-from sglcore.checkpoint.gguf import _Reader, read_header
 from sglcore.checkpoint.gguf_config import TOKENS, end_tokens
+from sglcore.checkpoint.gguf_header import _Reader, read_header
 from sglcore.device.errors import CheckpointError
 from sglcore.engine.start import embedded_model
-from sglcore.engine.text import TextCodec, eos_token_ids
+from sglcore.engine.tokenizers.text_codec import TextCodec, eos_token_ids
 
 TEXTS = (
     "",

@@ -12,7 +12,7 @@ import jsonschema
 import numpy as np
 import pytest
 
-from sglcore.sampling.grammar import Grammar, GrammarError
+from sglcore.sampling.grammar_spec import Grammar, GrammarError
 from tests.engine.constrained import Constrained, Sample
 from tests.engine.schemas import random_schema
 

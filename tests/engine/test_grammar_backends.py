@@ -15,16 +15,24 @@ import numpy as np
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 
-from sglcore.device.config import EngineConfig
+from sglcore.config.engine_config import EngineConfig
+from sglcore.config.settings import settings_of
 from sglcore.device.errors import ConfigError
-from sglcore.device.settings import settings_of
-from sglcore.engine.grammar import BACKENDS, GrammarBackend, Grammars, open_grammars
-from sglcore.engine.grammar_llguidance import Llguidance
-from sglcore.engine.guidance_schema import left_out_of
 from sglcore.engine.start import embedded_model
-from sglcore.engine.tokens import TokenEngine
-from sglcore.engine.vocabulary import Vocabulary
-from sglcore.sampling.grammar import Grammar, GrammarBusy, GrammarError, GrammarKind, Repetition, Thinking, TokenRules
+from sglcore.engine.structured_output.grammar_cache import BACKENDS, GrammarBackend, Grammars, open_grammars
+from sglcore.engine.structured_output.grammar_llguidance import Llguidance
+from sglcore.engine.structured_output.grammar_vocabulary import Vocabulary
+from sglcore.engine.structured_output.guidance_schema import left_out_of
+from sglcore.engine.token_engine import TokenEngine
+from sglcore.sampling.grammar_spec import (
+    Grammar,
+    GrammarBusy,
+    GrammarError,
+    GrammarKind,
+    Repetition,
+    Thinking,
+    TokenRules,
+)
 from sglcore.sampling.params import SamplingParams
 from sglcore.schedule.request import Matcher
 from sglcore.schedule.request_errors import RequestError

@@ -16,13 +16,13 @@ import pytest
 from numpy.typing import NDArray
 from tokenizers import Tokenizer, models
 
-from sglcore.engine.confined import OnVerdict, Verdict
-from sglcore.engine.grammar import Grammars
-from sglcore.engine.grammar_check import GrammarChecks, GrammarLimits, failure_of
-from sglcore.engine.grammar_size import written_out
 from sglcore.engine.start import embedded_model
-from sglcore.engine.vocabulary import Vocabulary, first_steps
-from sglcore.sampling.grammar import Grammar, GrammarBusy, GrammarError, GrammarKind
+from sglcore.engine.structured_output.grammar_cache import Grammars
+from sglcore.engine.structured_output.grammar_check import GrammarChecks, GrammarLimits, failure_of
+from sglcore.engine.structured_output.grammar_size import written_out
+from sglcore.engine.structured_output.grammar_vocabulary import Vocabulary, first_steps
+from sglcore.engine.structured_output.killable_checks import OnVerdict, Verdict
+from sglcore.sampling.grammar_spec import Grammar, GrammarBusy, GrammarError, GrammarKind
 from tests.engine.test_grammar_backends import EOS, SIZE, Fake, Startable
 
 PATIENCE = 120.0

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from sglcore.checkpoint.files import INDEX
-from sglcore.device.config import EngineConfig
+from sglcore.checkpoint.checkpoint_files import INDEX
+from sglcore.config.engine_config import EngineConfig
 from sglcore.device.errors import ConfigError
-from sglcore.engine.hub import choose_gguf, commit_of, is_hub_name
+from sglcore.engine.model_download import choose_gguf, commit_of, is_hub_name
 from sglcore.engine.start import embedded_model
 from sglcore.serving.replicas.configs import with_whole_path
 from tests import warm
@@ -25,7 +25,7 @@ from tests.engine.hub_server import COMMIT, HubServer, hub_server
 FETCH = """
 import json, sys
 from pathlib import Path
-from sglcore.engine.hub import Hub
+from sglcore.engine.model_download import Hub
 from sglcore.device.errors import ConfigError
 told = []
 for name, options in json.loads(sys.argv[1]):

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from sglcore import LLM, PromptEmbeds, SamplingParams
-from sglcore.sampling.grammar import Grammar
+from sglcore.sampling.grammar_spec import Grammar
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True)
 PROMPTS = ["Once upon a time", "The capital of France is", "def add(a, b):", "2 + 3 ="]

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from sglcore.engine.meter import Meter
+from sglcore.engine.metered_worker import Meter
 from tests.schedule.fake_worker import FakeWorker, make_limits
 
 

@@ -12,8 +12,8 @@ import transformers
 from safetensors.numpy import save_file
 
 from sglcore.device.errors import ConfigError
+from sglcore.engine.checkpoint_digest import identity_of
 from sglcore.engine.model_card import read_card
-from sglcore.engine.sampled import identity_of
 from sglcore.engine.start import embedded_model
 from tests.models.gguf_checkpoints import write
 

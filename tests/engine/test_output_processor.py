@@ -14,9 +14,9 @@ import pytest
 from sglcore.engine.output_processor import OutputProcessor
 from sglcore.engine.outputs import Completion, TextDelta
 from sglcore.engine.start import embedded_model
-from sglcore.engine.text import IncrementalDetokenizer, TextCodec
+from sglcore.engine.tokenizers.text_codec import IncrementalDetokenizer, TextCodec
 from sglcore.sampling.params import SamplingParams
-from sglcore.schedule.output import EngineOutput, FinishReason, TokenLogprob
+from sglcore.schedule.request_output import EngineOutput, FinishReason, TokenLogprob
 
 CODEC = TextCodec(embedded_model())
 

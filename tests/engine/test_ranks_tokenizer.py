@@ -16,7 +16,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from sglcore.device.errors import ConfigError
-from sglcore.engine.text import TextCodec
+from sglcore.engine.tokenizers.text_codec import TextCodec
 from tests.engine.test_converted_tokenizer import grown
 from tests.engine.test_gguf_tokenizer import TEXTS, random_texts
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from sglcore.engine.core import read_prompt
-from sglcore.engine.text import TextError
+from sglcore.engine.tokenizers.text_codec import TextError
 
 CODEC: Any = None
 """Token ids need no codec."""

@@ -15,9 +15,9 @@ from resource import RLIMIT_NOFILE, getrlimit, setrlimit
 import pytest
 
 from sglcore.device.page_transfer import PeerLost
-from sglcore.engine.pages import frames
+from sglcore.engine.disaggregation import tcp_frames
 from sglcore.engine.ranks import wire
-from sglcore.engine.reading import is_readable, read_exactly
+from sglcore.engine.timed_read import is_readable, read_exactly
 from tests.engine.drips import Drips
 
 CORE = Path(__file__).parents[2] / "sglcore"
@@ -91,7 +91,7 @@ def test_what_drips_is_waited_for_no_longer_than_the_limit_for_all_of_it(monkeyp
 
 def test_what_comes_without_a_pause_is_not_read_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     stream = Drips(b"a" * 100, monkeypatch)
-    monkeypatch.setattr("sglcore.engine.reading.is_readable", lambda *_: True)
+    monkeypatch.setattr("sglcore.engine.timed_read.is_readable", lambda *_: True)
     monkeypatch.setattr(stream, "monotonic", iter(range(100)).__next__)
     with pytest.raises(TimeoutError):
         read_exactly(stream, 100, 10.0)
@@ -106,12 +106,12 @@ def channel_reads(here: socket.socket) -> bytes:
 
 def page_reads(here: socket.socket) -> bytes:
     """Read a frame of KV pages."""
-    return bytes(frames.receive_frame(here, seconds=LONG).body)
+    return bytes(tcp_frames.receive_frame(here, seconds=LONG).body)
 
 
 FRAMES: tuple[tuple[Callable[[socket.socket], bytes], bytes, type[Exception]], ...] = (
     (channel_reads, struct.pack("<HHIQ", wire.MAGIC, wire.Kind.BEAT, 0, 3) + b"abc", wire.Gone),
-    (page_reads, struct.pack("<HHIQQ", frames.MAGIC, frames.Kind.BEAT, 0, 0, 3) + b"abc", PeerLost),
+    (page_reads, struct.pack("<HHIQQ", tcp_frames.MAGIC, tcp_frames.Kind.BEAT, 0, 0, 3) + b"abc", PeerLost),
 )
 
 

@@ -16,7 +16,7 @@ from torch._dynamo.utils import counters
 from sglcore import LLM, SamplingParams
 from sglcore.device.errors import ConfigError
 from sglcore.device.worker import Ticket
-from sglcore.engine.text import IncrementalDetokenizer, TextCodec, TextError
+from sglcore.engine.tokenizers.text_codec import IncrementalDetokenizer, TextCodec, TextError
 from sglcore_cpu.graphs import CompiledGraphs
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
@@ -212,7 +212,7 @@ def _only_for(victim: Any, broken: Any) -> Any:
 
 
 def test_a_dropped_ticket_does_not_block_the_worker(llm: LLM) -> None:
-    import sglcore.schedule.loop as loop_module
+    import sglcore.schedule.step_loop as loop_module
 
     real = loop_module.record_batch_in_overlap
 

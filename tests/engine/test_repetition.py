@@ -15,10 +15,10 @@ import torch
 from transformers import LogitsProcessor, LogitsProcessorList
 
 from sglcore import LLM, SamplingParams
-from sglcore.engine import repetition as module
-from sglcore.engine.text import TextCodec
-from sglcore.engine.vocabulary import Vocabulary
-from sglcore.sampling.grammar import Repetition
+from sglcore.engine.structured_output import repetition_penalty as module
+from sglcore.engine.structured_output.grammar_vocabulary import Vocabulary
+from sglcore.engine.tokenizers.text_codec import TextCodec
+from sglcore.sampling.grammar_spec import Repetition
 from tests.planted import planted
 
 CODEC = TextCodec(Path(str(files("sglcore") / "assets" / "demo")))

@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sglcore.engine.grammar import Grammars, open_grammars
-from sglcore.engine.repetition import KEPT_STEPS, RepetitionMatcher
-from sglcore.engine.text import TextCodec
-from sglcore.engine.vocabulary import Vocabulary
-from sglcore.sampling.grammar import Grammar, Repetition, Thinking, TokenRules
+from sglcore.engine.structured_output.grammar_cache import Grammars, open_grammars
+from sglcore.engine.structured_output.grammar_vocabulary import Vocabulary
+from sglcore.engine.structured_output.repetition_penalty import KEPT_STEPS, RepetitionMatcher
+from sglcore.engine.tokenizers.text_codec import TextCodec
+from sglcore.sampling.grammar_spec import Grammar, Repetition, Thinking, TokenRules
 from sglcore.schedule.request import Matcher
 
 CODEC = TextCodec(Path(str(files("sglcore") / "assets" / "demo")))

@@ -15,13 +15,13 @@ import pydantic
 import pytest
 from tokenizers import Tokenizer
 
-from sglcore.engine.grammar_llguidance import Llguidance
-from sglcore.engine.guidance_schema import left_out_of
-from sglcore.engine.schema_loosening import loosened, readable
 from sglcore.engine.start import embedded_model
-from sglcore.engine.vocabulary import Vocabulary
-from sglcore.sampling.grammar import Grammar
-from sglcore.serving.replicas.unenforced import unenforced
+from sglcore.engine.structured_output.grammar_llguidance import Llguidance
+from sglcore.engine.structured_output.grammar_vocabulary import Vocabulary
+from sglcore.engine.structured_output.guidance_schema import left_out_of
+from sglcore.engine.structured_output.schema_loosening import loosened, readable
+from sglcore.sampling.grammar_spec import Grammar
+from sglcore.serving.replicas.unenforced_schemas import unenforced
 from tests.engine.grammar_keywords import CASES
 from tests.engine.test_grammar_backends import EOS, SIZE, takes
 

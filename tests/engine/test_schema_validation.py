@@ -13,11 +13,11 @@ from typing import Any
 import jsonschema
 import pytest
 
-from sglcore.engine.answer_check import AnswerChecks, Question
-from sglcore.engine.answer_check_process import checked
-from sglcore.engine.confined import CheckLimits, Verdict
-from sglcore.engine.schema_loosening import loosened, place_of
-from sglcore.engine.schema_validation import not_kept
+from sglcore.engine.structured_output.answer_check import AnswerChecks, Question
+from sglcore.engine.structured_output.answer_check_process import checked
+from sglcore.engine.structured_output.killable_checks import CheckLimits, Verdict
+from sglcore.engine.structured_output.schema_loosening import loosened, place_of
+from sglcore.engine.structured_output.schema_validation import not_kept
 from tests.engine.grammar_keywords import CASES
 from tests.engine.test_schema_loosening import REFUSED
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from sglcore.device.config import EngineConfig, resolve_config
+from sglcore.config.engine_config import EngineConfig, resolve_config
 from sglcore.device.errors import ConfigError, DeviceError
 from sglcore.device.worker import Limits
 from sglcore.engine.llm import LLM

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from sglcore.engine import trial
-from sglcore.runtime.memory.bring_up import verified_rows
+from sglcore.engine import speed_trial
+from sglcore.runtime.memory.memory_bring_up import verified_rows
 from sglcore.runtime.memory.states import StatePool, taken_bytes
 from tests.checkpoints import llama, qwen3_next, save
 from tests.drafts import TARGET, eagle, next_token
@@ -65,7 +65,7 @@ def test_a_start_that_tried_proposals_writes_the_same_with_them_and_without(
 ) -> None:
     """The plain worker decodes on the same buffers and graphs, and passes neither accepted runs nor
     visibility words."""
-    monkeypatch.setattr(trial, "MARGIN", margin)
+    monkeypatch.setattr(speed_trial, "MARGIN", margin)
     given, found = make(tmp_path), []
     for speculative in ("off", "auto"):
         settings = given if speculative == "auto" else {}

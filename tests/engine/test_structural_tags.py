@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sglcore.engine import tag_grammar as module
-from sglcore.engine.grammar_llguidance import Llguidance
-from sglcore.engine.grammar_xgrammar import Xgrammar
-from sglcore.engine.text import TextCodec
-from sglcore.engine.vocabulary import Vocabulary
-from sglcore.sampling.grammar import Grammar, GrammarError
+from sglcore.engine.structured_output import tag_grammar as module
+from sglcore.engine.structured_output.grammar_llguidance import Llguidance
+from sglcore.engine.structured_output.grammar_vocabulary import Vocabulary
+from sglcore.engine.structured_output.grammar_xgrammar import Xgrammar
+from sglcore.engine.tokenizers.text_codec import TextCodec
+from sglcore.sampling.grammar_spec import Grammar, GrammarError
 from tests.planted import planted
 
 CODEC = TextCodec(Path(str(files("sglcore") / "assets" / "demo")))
@@ -113,7 +113,7 @@ def test_the_newer_form_ends_with_its_first_tag(backend: Any) -> None:
 )
 def test_a_planted_defect_is_caught(sound: str, defect: str, monkeypatch: pytest.MonkeyPatch) -> None:
     broken = planted(module, sound, defect)
-    monkeypatch.setattr("sglcore.engine.grammar_llguidance.lark_of_tags", broken.lark_of_tags)
+    monkeypatch.setattr("sglcore.engine.structured_output.grammar_llguidance.lark_of_tags", broken.lark_of_tags)
     with pytest.raises((AssertionError, GrammarError)):
         grammar = compiled(Llguidance(VOCABULARY))
         for seed in range(25):

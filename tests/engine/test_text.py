@@ -15,7 +15,14 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from sglcore.engine.start import embedded_model
-from sglcore.engine.text import LONG_TEXT, UNKNOWN, IncrementalDetokenizer, TextCodec, TextError, eos_token_ids
+from sglcore.engine.tokenizers.text_codec import (
+    LONG_TEXT,
+    UNKNOWN,
+    IncrementalDetokenizer,
+    TextCodec,
+    TextError,
+    eos_token_ids,
+)
 
 CODEC = TextCodec(embedded_model())
 

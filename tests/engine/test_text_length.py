@@ -12,8 +12,8 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from sglcore.engine.start import embedded_model
-from sglcore.engine.text import TextCodec
-from sglcore.engine.text_length import LEAST_PIECE, USUAL, beginning_over
+from sglcore.engine.tokenizers.text_codec import TextCodec
+from sglcore.engine.tokenizers.text_length import LEAST_PIECE, USUAL, beginning_over
 from sglcore.schedule.request_errors import ContextError
 
 WORDS = [

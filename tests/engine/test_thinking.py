@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 from tokenizers import AddedToken, Tokenizer
 
-from sglcore.engine.grammar import Compiling, Grammars, open_backend
 from sglcore.engine.start import embedded_model
-from sglcore.engine.vocabulary import Vocabulary
-from sglcore.sampling.grammar import Grammar, Thinking
+from sglcore.engine.structured_output.grammar_cache import Compiling, Grammars, open_backend
+from sglcore.engine.structured_output.grammar_vocabulary import Vocabulary
+from sglcore.sampling.grammar_spec import Grammar, Thinking
 from sglcore.sampling.params import SamplingParams
-from sglcore.schedule.masks import fill_along
 from sglcore.schedule.request import Matcher, Request
+from sglcore.schedule.token_masks import fill_along
 from sglcore.serving.replicas.ipc import pack_params, unpack_params
 from tests.engine.constrained import Constrained, Sample
 

@@ -8,12 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from sglcore.engine.grammar import open_grammars
-from sglcore.engine.grammar_llguidance import Llguidance
-from sglcore.engine.text import TextCodec
-from sglcore.engine.token_rules import RuledTokens
-from sglcore.engine.vocabulary import Vocabulary
-from sglcore.sampling.grammar import Grammar, GrammarError, TokenRules
+from sglcore.engine.structured_output.grammar_cache import open_grammars
+from sglcore.engine.structured_output.grammar_llguidance import Llguidance
+from sglcore.engine.structured_output.grammar_vocabulary import Vocabulary
+from sglcore.engine.structured_output.token_rules import RuledTokens
+from sglcore.engine.tokenizers.text_codec import TextCodec
+from sglcore.sampling.grammar_spec import Grammar, GrammarError, TokenRules
 from sglcore.schedule.request import Matcher
 
 CODEC = TextCodec(Path(str(files("sglcore") / "assets" / "demo")))

@@ -8,14 +8,14 @@ import pytest
 
 from sglcore.device.batch import ScheduleBatch
 from sglcore.device.worker import Ticket
-from sglcore.engine import tokens
-from sglcore.engine.grammar import Grammars
-from sglcore.engine.tokens import TokenEngine
-from sglcore.engine.vocabulary import CompiledGrammar, Vocabulary
-from sglcore.sampling.grammar import Grammar, GrammarBusy, GrammarError
+from sglcore.engine import token_engine
+from sglcore.engine.structured_output.grammar_cache import Grammars
+from sglcore.engine.structured_output.grammar_vocabulary import CompiledGrammar, Vocabulary
+from sglcore.engine.token_engine import TokenEngine
+from sglcore.sampling.grammar_spec import Grammar, GrammarBusy, GrammarError
 from sglcore.sampling.params import SamplingParams
-from sglcore.schedule.output import EngineOutput
 from sglcore.schedule.request import Matcher, Request
+from sglcore.schedule.request_output import EngineOutput
 from tests.engine.test_ended_requests import ConstantWorker
 from tests.schedule.fake_worker import FakeWorker, make_limits
 
@@ -166,7 +166,7 @@ def test_progress_is_told_once_for_each_chunk_and_not_after_the_first_token(
 @pytest.mark.parametrize("is_led", [True, False])
 def test_samples_compute_their_prompt_once(is_led: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not is_led:
-        monkeypatch.setattr(tokens, "Request", lambda *given, leader, **named: Request(*given, **named))
+        monkeypatch.setattr(token_engine, "Request", lambda *given, leader, **named: Request(*given, **named))
     engine = TokenEngine(ConstantWorker(make_limits(max_batch_tokens=120, num_pages=64)), frozenset())
     engine.add("r", [3] * 40, SamplingParams(max_tokens=3, n=3), 0)
     while engine.has_work:

@@ -11,12 +11,12 @@ import pytest
 
 from sglcore import LLM
 from sglcore.cli.serve import _fetched
-from sglcore.device.config import EngineConfig, resolve_config
+from sglcore.config.engine_config import EngineConfig, resolve_config
 from sglcore.device.ledger import DecisionLedger
 from sglcore.device.worker import Limits
-from sglcore.engine import trial
+from sglcore.engine import speed_trial
+from sglcore.engine.speed_trial import MARGIN, ROUNDS, keep_faster
 from sglcore.engine.start import start
-from sglcore.engine.trial import MARGIN, ROUNDS, keep_faster
 from sglcore.sampling.params import SamplingParams
 
 PROMPTS = ("Once upon a time", "The little dog")
@@ -42,7 +42,7 @@ def test_the_faster_worker_is_kept_and_the_ledger_says_why(
         # The first run is slow, and each seed takes another time, for both workers.
         return (9.0 if seed == 0 and worker == "bold" else 1.0) * (times if worker == "plain" else 1.0) * (1 + seed)
 
-    monkeypatch.setattr(trial, "seconds_of", seconds_of)
+    monkeypatch.setattr(speed_trial, "seconds_of", seconds_of)
     assert keep_faster(made(left), ledger) == kept
     assert asked == [(worker, seed) for seed in range(ROUNDS + 1) for worker in ("bold", "plain")]
     assert left == ([] if kept == "bold" else ["left"])
@@ -53,8 +53,8 @@ def test_the_faster_worker_is_kept_and_the_ledger_says_why(
 
 def test_no_round_begins_after_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, asked = iter(range(0, 99, 3)), list[int]()
-    monkeypatch.setattr(trial.time, "perf_counter", lambda: float(next(clock)))
-    monkeypatch.setattr(trial, "seconds_of", lambda worker, given, seed: asked.append(seed) or 1.0)
+    monkeypatch.setattr(speed_trial.time, "perf_counter", lambda: float(next(clock)))
+    monkeypatch.setattr(speed_trial, "seconds_of", lambda worker, given, seed: asked.append(seed) or 1.0)
     keep_faster(made([]), DecisionLedger())
     assert asked == [0, 0, 1, 1]
 
@@ -70,7 +70,7 @@ def plain() -> tuple[list[list[int]], Limits]:
 def test_whichever_is_kept_writes_the_same_text(
     margin: float, drafts: int, plain: tuple[list[list[int]], Limits], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(trial, "MARGIN", margin)
+    monkeypatch.setattr(speed_trial, "MARGIN", margin)
     with LLM(speculative="auto", dtype="float32", threads=1) as llm:
         assert llm.engine.scheduler.limits.draft_tokens == drafts
         found = [each.outputs[0].token_ids for each in llm.generate(list(PROMPTS), PARAMS)]

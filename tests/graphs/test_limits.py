@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglcore.runtime.graphs.limits import Buckets, limit_row, thinned, within
+from sglcore.runtime.graphs.graph_limits import Buckets, limit_row, thinned, within
 
 SIZES = tuple(range(8, 8 * 21, 8))
 ASKED = Buckets((1, 2, 4, 8), SIZES, 33)

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from sglcore.runtime.kernels.grouped import grouped_moe
-from sglcore.runtime.kernels.reference import moe
+from sglcore.runtime.kernels.grouped_moe import grouped_moe
+from sglcore.runtime.kernels.reference_kernels import moe
 
 HIDDEN, SIZE, EXPERTS = 24, 16, 6
 

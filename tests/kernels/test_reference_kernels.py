@@ -22,8 +22,8 @@ from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
 from transformers.models.qwen3_moe.configuration_qwen3_moe import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts, Qwen3MoeTopKRouter
 
-from sglcore.models.quantized import QuantizedWeight
-from sglcore.runtime.kernels.grouped import grouped_clamped_moe, grouped_relu2_moe
+from sglcore.models.weights.quantized_weight import QuantizedWeight
+from sglcore.runtime.kernels.grouped_moe import grouped_clamped_moe, grouped_relu2_moe
 from sglcore.runtime.kernels.table import KernelTable
 from sglcore.sampling.params import SamplingParams
 from sglcore.sampling.sampler import Sampler

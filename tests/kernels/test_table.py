@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 import torch
 
+from sglcore.config.engine_config import EngineConfig
 from sglcore.conformance.law import LawBroken
-from sglcore.conformance.laws_kernels import RELATIVE, compare
-from sglcore.device.config import EngineConfig
+from sglcore.conformance.laws.laws_kernels import RELATIVE, compare
 from sglcore.device.errors import ConfigError
 from sglcore.device.facts import Facts
 from sglcore.device.ledger import DecisionLedger
 from sglcore.runtime.bring_up import kernels as kernels_step
-from sglcore.runtime.kernels import reference
+from sglcore.runtime.kernels import reference_kernels
 from sglcore.runtime.kernels.row_codec import E4M3FN, E4M3FNUZ, RowCodec
 from sglcore.runtime.kernels.table import KernelTable, entry, optional
 
@@ -42,7 +42,7 @@ class Silu:
 def test_the_origin_names_the_implementation_of_every_entry() -> None:
     origin = KernelTable().origin
     assert tuple(origin) == tuple(name for name in KernelTable.declared() if name not in OPTIONAL)
-    assert origin["rms_norm"] == "sglcore.runtime.kernels.reference:rms_norm"
+    assert origin["rms_norm"] == "sglcore.runtime.kernels.reference_kernels:rms_norm"
 
 
 def test_a_replaced_entry_runs_and_says_where_it_is_from() -> None:
@@ -51,17 +51,17 @@ def test_a_replaced_entry_runs_and_says_where_it_is_from() -> None:
     assert table.origin["gelu"] == f"{__name__}:fast_gelu"
     assert table.origin["silu_and_mul"] == f"{__name__}:Silu"
     assert table.origin["linear"] == first.origin["linear"]
-    assert first.origin["gelu"] == "sglcore.runtime.kernels.reference:gelu"
+    assert first.origin["gelu"] == "sglcore.runtime.kernels.reference_kernels:gelu"
     assert not torch.equal(table.gelu(torch.ones(1, 1)), first.gelu(torch.ones(1, 1)))
 
 
 def test_an_optional_entry_goes_when_what_it_does_the_work_of_is_replaced() -> None:
-    plain, entries = KernelTable(), {name: getattr(reference, name) for name in OPTIONAL}
+    plain, entries = KernelTable(), {name: getattr(reference_kernels, name) for name in OPTIONAL}
     assert all(getattr(plain, name) is None for name in OPTIONAL) and {"greedy", "head"} <= OPTIONAL.keys()
     table = plain.replace(**entries)
     for given, parts in OPTIONAL.items():
         kernel = entries[given]
-        assert table.origin[given] == f"sglcore.runtime.kernels.reference:{given}"
+        assert table.origin[given] == f"sglcore.runtime.kernels.reference_kernels:{given}"
         assert getattr(table.replace(gelu=fast_gelu), given) is kernel
         for name in parts:
             part = getattr(table, name)
@@ -77,7 +77,7 @@ def called_by(code: CodeType) -> set[str]:
 
 @pytest.mark.parametrize("name", OPTIONAL)
 def test_an_optional_entry_rests_on_every_entry_that_its_meaning_is_made_of(name: str) -> None:
-    made_of = called_by(getattr(reference, name).__code__) & KernelTable.declared().keys()
+    made_of = called_by(getattr(reference_kernels, name).__code__) & KernelTable.declared().keys()
     for part in made_of & OPTIONAL.keys():
         made_of |= set(OPTIONAL[part])
     assert made_of <= set(OPTIONAL[name])

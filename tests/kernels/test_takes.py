@@ -13,17 +13,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from sglcore.conformance import mutants_kernels as broken
+from sglcore.conformance.kit_run import Kit
 from sglcore.conformance.law import LawBroken
-from sglcore.conformance.laws_kernels import RELATIVE, compare
+from sglcore.conformance.laws.laws_kernels import RELATIVE, compare
 from sglcore.conformance.mutant import Mutant
+from sglcore.conformance.mutants import mutants_kernels as broken
 from sglcore.conformance.reference_parts import REFERENCE
-from sglcore.conformance.trial import Kit
 from sglcore.device.errors import StrictError
 from sglcore.device.facts import Facts
 from sglcore.device.ledger import DecisionLedger
-from sglcore.runtime.kernels import reference
-from sglcore.runtime.kernels.choice import Refusals, choose, fitted
+from sglcore.runtime.kernels import reference_kernels
+from sglcore.runtime.kernels.kernel_choice import Refusals, choose, fitted
 from sglcore.runtime.kernels.table import KernelTable, Limited
 from sglcore.runtime.tp_worker import TpModelWorker
 from tests.checkpoints import bert, llama, qwen3, qwen3_moe, save
@@ -42,12 +42,12 @@ def whole(q: Tensor, k: Tensor, positions: Tensor, cos_sin_cache: Tensor, head_d
 
 def quick_rotary(*call: Any) -> Any:
     """A device's implementation of `rotary`."""
-    return reference.rotary(*call)
+    return reference_kernels.rotary(*call)
 
 
 def vendor_rotary(*call: Any) -> Any:
     """A second implementation of `rotary` for the device."""
-    return reference.rotary(*call)
+    return reference_kernels.rotary(*call)
 
 
 def test_the_first_candidate_that_takes_a_call_is_chosen_and_the_table_keeps_all() -> None:
@@ -55,7 +55,10 @@ def test_the_first_candidate_that_takes_a_call_is_chosen_and_the_table_keeps_all
     assert table.rotary is vendor_rotary and table.origin["rotary"] == f"{__name__}:vendor_rotary"
     assert choose(table, KernelTable.rotary, PARTLY) is quick_rotary
     assert choose(table, KernelTable.rotary, (*PARTLY[:3], CACHE, 8)) is vendor_rotary
-    assert choose(KernelTable(rotary=Limited(vendor_rotary, whole)), KernelTable.rotary, PARTLY) is reference.rotary
+    assert (
+        choose(KernelTable(rotary=Limited(vendor_rotary, whole)), KernelTable.rotary, PARTLY)
+        is reference_kernels.rotary
+    )
 
 
 def test_a_refusal_is_a_row_that_names_what_was_wanted_the_reason_and_the_remedy_once() -> None:
@@ -64,7 +67,7 @@ def test_a_refusal_is_a_row_that_names_what_was_wanted_the_reason_and_the_remedy
         choose(table, KernelTable.rotary, PARTLY, refusals=refusals)
     (row,) = refusals.rows()
     assert (row.topic, row.requested) == ("kernel rotary", f"{__name__}:vendor_rotary")
-    assert row.effective == "sglcore.runtime.kernels.reference:rotary" and row.downgrade
+    assert row.effective == "sglcore.runtime.kernels.reference_kernels:rotary" and row.downgrade
     assert row.reason.startswith("8 of 16 elements of a head are rotated; found q float32[1, 64], k float32[1, 64], ")
     assert "head_dim 16" in row.reason and "--kernels reference" in row.remedy
 
@@ -75,21 +78,24 @@ def test_kernels_that_refuse_for_one_reason_are_one_row() -> None:
 
     other = Limited(fails, lambda *call: "another reason")
     table = KernelTable().replace(rotary=Limited(vendor_rotary, whole), gelu=other, silu_and_mul=other)
-    table, refusals = table.replace(greedy=Limited(fails, refuses), gelu=Limited(reference.rotary, refuses)), Refusals()
+    table, refusals = (
+        table.replace(greedy=Limited(fails, refuses), gelu=Limited(reference_kernels.rotary, refuses)),
+        Refusals(),
+    )
     for name in ("greedy", "silu_and_mul", "gelu"):
         choose(table, KernelTable.declared()[name], (HEADS,), refusals=refusals)
     choose(table, KernelTable.rotary, PARTLY, refusals=refusals)
     rows = {row.topic: row for row in refusals.rows()}
     assert list(rows) == ["kernels greedy, gelu", "kernels silu_and_mul, gelu", "kernel rotary"]
     row = rows["kernels greedy, gelu"]
-    assert row.requested == f"{__name__}, sglcore.runtime.kernels.reference" and row.downgrade
+    assert row.requested == f"{__name__}, sglcore.runtime.kernels.reference_kernels" and row.downgrade
     assert row.effective == f"the parts it stands for, {__name__}"
     assert row.reason == "not of this size; found logits float32[1, 64]"
 
 
 def test_an_optional_entry_that_refuses_goes_and_its_parts_are_called() -> None:
-    table, refusals = KernelTable().replace(greedy=Limited(reference.greedy, lambda logits: "no")), Refusals()
-    assert table.greedy is reference.greedy
+    table, refusals = KernelTable().replace(greedy=Limited(reference_kernels.greedy, lambda logits: "no")), Refusals()
+    assert table.greedy is reference_kernels.greedy
     assert choose(table, KernelTable.greedy, (HEADS,), refusals=refusals) is None
     assert choose(KernelTable(), KernelTable.greedy, (HEADS,), refusals=refusals) is None
     assert [row.effective for row in refusals.rows()] == ["the parts it stands for"]
@@ -97,11 +103,13 @@ def test_an_optional_entry_that_refuses_goes_and_its_parts_are_called() -> None:
 
 def test_a_fitted_table_has_what_takes_the_calls_and_all_else_as_it_was() -> None:
     table = KernelTable().replace(
-        rotary=Limited(vendor_rotary, whole), rotary_and_store=reference.rotary_and_store, gelu=quick_rotary
+        rotary=Limited(vendor_rotary, whole), rotary_and_store=reference_kernels.rotary_and_store, gelu=quick_rotary
     )
     left = fitted(table, KernelTable.rotary, PARTLY, refusals=None)
-    assert left.rotary is reference.rotary and left.origin["rotary"].startswith("sglcore.runtime.kernels.reference:")
-    assert left.rotary_and_store is reference.rotary_and_store and left.gelu is quick_rotary
+    assert left.rotary is reference_kernels.rotary and left.origin["rotary"].startswith(
+        "sglcore.runtime.kernels.reference_kernels:"
+    )
+    assert left.rotary_and_store is reference_kernels.rotary_and_store and left.gelu is quick_rotary
     assert fitted(table, KernelTable.gelu, (HEADS,), refusals=None) is table
 
 
@@ -110,7 +118,9 @@ def test_nothing_that_is_asked_can_read_a_value() -> None:
         return "negative" if float(x.sum()) < 0 else ""
 
     with pytest.raises(RuntimeError, match="meta"):
-        choose(KernelTable().replace(gelu=Limited(reference.gelu, reads)), KernelTable.gelu, (torch.ones(1, 4),))
+        choose(
+            KernelTable().replace(gelu=Limited(reference_kernels.gelu, reads)), KernelTable.gelu, (torch.ones(1, 4),)
+        )
 
 
 # -- models
@@ -171,7 +181,7 @@ def test_a_model_runs_on_what_takes_it_and_the_ledger_has_the_rest(tmp_path: Pat
 
     def wide_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         assert x.dim() == 2
-        return reference.rms_norm(x, weight, eps)
+        return reference_kernels.rms_norm(x, weight, eps)
 
     folder, ids, ledger = save(qwen3(), tmp_path), [5, 6, 7, 8], DecisionLedger()
     table = KernelTable().replace(rms_norm=Limited(wide_norm, only_wide))
@@ -229,7 +239,7 @@ def test_the_kit_runs_a_candidate_over_what_it_says_it_takes_and_the_next_over_t
 
     def turned(q: Tensor, k: Tensor, positions: Tensor, cos_sin_cache: Tensor, head_dim: int) -> Any:
         cos, sin = cos_sin_cache[positions].to(q.dtype).unsqueeze(1).chunk(2, dim=-1)
-        return tuple(reference._rotate(x, cos, sin, head_dim) for x in (q, k))
+        return tuple(reference_kernels._rotate(x, cos, sin, head_dim) for x in (q, k))
 
     hold(KernelTable().replace(rotary=Limited(vendor, whole)), "rotary")
     with pytest.raises(LawBroken, match="rotary, "):
@@ -270,7 +280,7 @@ def refuses_small(x: Tensor, weight: Tensor, bias: Tensor | None) -> str:
 
 def turned_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Multiply by a weight that is packed with its rows reversed."""
-    return reference.linear(x, weight.flip(0), bias)
+    return reference_kernels.linear(x, weight.flip(0), bias)
 
 
 def test_a_weight_stays_plain_where_the_product_that_would_read_it_packed_refuses_it() -> None:

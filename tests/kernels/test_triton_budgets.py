@@ -26,7 +26,7 @@ from tools.installer.commands import TESTS, pinned
 from tools.kernel_budgets import BUDGETS, LIMITS, RECORD, ROOT, Figures, absent, differences, measure
 
 STORED: Figures = json.loads(BUDGETS.read_text(encoding="utf-8"))
-SOURCES = ("sglcore/runtime/kernels/triton/*.py", "sglcore/runtime/attention/triton_*.py")
+SOURCES = ("sglcore/runtime/kernels/triton/**/*.py", "sglcore/runtime/attention/triton_*.py")
 
 GROUP = "kernel-budgets"
 CASES = sorted({label.partition(": ")[0] for label in STORED})

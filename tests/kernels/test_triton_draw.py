@@ -14,8 +14,8 @@ from torch import Tensor
 pytest.importorskip("triton", reason="needs the library triton")
 
 from sglcore.runtime.kernels.triton import Tuning, race, sampling
+from sglcore.sampling.gumbel_race import make_race_tables
 from sglcore.sampling.params import SamplingParams
-from sglcore.sampling.race import make_race_tables
 from sglcore.sampling.sampler import Sampler, SamplingState, draw_rows
 from tests.kernels.guards import Guards, mutated
 from tests.sampling.rows import at_min_p, signed_zeros, staged

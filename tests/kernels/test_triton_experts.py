@@ -12,7 +12,7 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="needs the library triton")
 
-from sglcore.runtime.kernels import reference
+from sglcore.runtime.kernels import reference_kernels
 from sglcore.runtime.kernels.triton import LaunchConfig, Tuning, experts, routing
 from sglcore.runtime.kernels.triton.tuning import MoeTile
 from tests.kernels.guards import Guards, mutated
@@ -41,10 +41,10 @@ def moe(module: ModuleType, guards: Guards, tokens: int, choices: int, dtype: to
     rows = guards.place(wide)[:, 1:-2]
     for index_dtype in (torch.int32, torch.int64):
         given = [guards.place(part) for part in (weights, ids.to(index_dtype), w13, w2)]
-        close(module.moe(rows, *given, SMALL), reference.moe(hidden, weights, ids, w13, w2))
+        close(module.moe(rows, *given, SMALL), reference_kernels.moe(hidden, weights, ids, w13, w2))
     b13, b2 = random(*w13.shape[:2], dtype=dtype, seed=8), random(*w2.shape[:2], dtype=dtype, seed=9)
     biased = [guards.place(part) for part in (weights, ids, w13, b13, w2, b2)]
-    wanted = reference.clamped_moe(hidden, weights, ids, w13, b13, w2, b2, 1.702, 0.9)
+    wanted = reference_kernels.clamped_moe(hidden, weights, ids, w13, b13, w2, b2, 1.702, 0.9)
     close(module.clamped_moe(rows, *biased, 1.702, 0.9, SMALL), wanted)
     mxfp4(module, guards, weights, ids, dtype)
 
@@ -61,7 +61,7 @@ def mxfp4(module: ModuleType, guards: Guards, weights: Tensor, ids: Tensor, dtyp
     given: list[Any] = [random(len(ids), width, dtype=dtype), weights, ids, *packed]
     placed = [guards.place(part) for part in given]
     settings: list[Any] = [1.702, 0.9]
-    close(module.mxfp4_moe(*placed, *settings, SMALL), reference.mxfp4_moe(*given, *settings))
+    close(module.mxfp4_moe(*placed, *settings, SMALL), reference_kernels.mxfp4_moe(*given, *settings))
 
 
 @DTYPES
@@ -80,7 +80,7 @@ def test_a_choice_without_an_expert_adds_nothing_whatever_its_row_contains() -> 
     ids[1, 0], weights[1, 0] = -1, torch.inf
     found = experts.moe(hidden, weights, ids, w13, w2, SMALL)
     assert torch.equal(found[3], torch.zeros_like(found[3]))
-    close(found, reference.moe(hidden, weights, ids, w13, w2))
+    close(found, reference_kernels.moe(hidden, weights, ids, w13, w2))
 
 
 def test_padding_rows_change_nothing() -> None:
@@ -100,14 +100,14 @@ def test_padding_rows_change_nothing() -> None:
 def test_one_expert_may_get_every_token(only: int) -> None:
     hidden, weights, ids, w13, w2 = parts(40, 1)
     ids = torch.full_like(ids, only)
-    close(experts.moe(hidden, weights, ids, w13, w2, SMALL), reference.moe(hidden, weights, ids, w13, w2))
+    close(experts.moe(hidden, weights, ids, w13, w2, SMALL), reference_kernels.moe(hidden, weights, ids, w13, w2))
 
 
 @pytest.mark.parametrize("is_any", [True, False])
 def test_nobody_may_be_chosen_at_all(is_any: bool) -> None:
     hidden, weights, ids, w13, w2 = parts(3, 2)
     ids = torch.where(torch.tensor(is_any), ids, -1)
-    close(experts.moe(hidden, weights, ids, w13, w2, SMALL), reference.moe(hidden, weights, ids, w13, w2))
+    close(experts.moe(hidden, weights, ids, w13, w2, SMALL), reference_kernels.moe(hidden, weights, ids, w13, w2))
 
 
 def test_to_a_compiler_the_experts_are_one_operation() -> None:
@@ -122,7 +122,7 @@ def top_k(module: ModuleType, guards: Guards, dtype: torch.dtype) -> None:
     logits = guards.place(torch.cat([random(9, 21, dtype=dtype), torch.zeros(9, 3, dtype=dtype)], dim=1))[:, :21]
     for normalize in (True, False):
         weights, ids = module.top_k_routing(logits, 4, normalize, SMALL)
-        wanted, wanted_ids = reference.top_k_routing(logits, 4, normalize)
+        wanted, wanted_ids = reference_kernels.top_k_routing(logits, 4, normalize)
         assert torch.equal(ids, wanted_ids) and ids.dtype == torch.int32
         torch.testing.assert_close(weights, wanted, rtol=2**-8 if dtype != torch.float32 else 1e-5, atol=1e-6)
 

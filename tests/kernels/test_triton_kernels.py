@@ -14,22 +14,22 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="needs the library triton")
 
-from sglcore.conformance import kernel_inputs_hisparse, kernel_inputs_speculative
-from sglcore.conformance.kernel_inputs import Draw
-from sglcore.runtime.kernels import reference, reference_hisparse, reference_speculative, reference_trees
+from sglcore.conformance.inputs import kernel_inputs_hisparse, kernel_inputs_speculative
+from sglcore.conformance.inputs.kernel_inputs import Draw
+from sglcore.runtime.kernels import reference_hisparse, reference_kernels, reference_speculative, reference_trees
 from sglcore.runtime.kernels.table import KernelTable
 from sglcore.runtime.kernels.triton import (
     LaunchConfig,
     Tuning,
     activation,
     cells,
-    hisparse,
-    norm,
-    proposals,
+    draft_trees,
+    draft_verification,
+    norm_kernels,
     rotation,
-    trees,
     triton_kernels,
 )
+from sglcore.runtime.kernels.triton.sparse import hisparse
 from tests.kernels.guards import Guards, mutated
 from tests.kernels.test_reference_kernels import cache, random
 
@@ -58,16 +58,16 @@ def columns(guards: Guards, tokens: int, size: int, dtype: torch.dtype, seed: in
 def rms_norm(kernels: ModuleType, guards: Guards, tokens: int, dtype: torch.dtype) -> None:
     x, weight = columns(guards, tokens, 24, dtype), guards.place(random(24, dtype=dtype, seed=1))
     wide = guards.place(random(24, seed=2))
-    close(kernels.rms_norm(x, weight, 1e-5, SMALL), reference.rms_norm(x, weight, 1e-5))
-    close(kernels.rms_norm(x, wide, 1e-5, SMALL), reference.rms_norm(x, wide, 1e-5))
+    close(kernels.rms_norm(x, weight, 1e-5, SMALL), reference_kernels.rms_norm(x, weight, 1e-5))
+    close(kernels.rms_norm(x, wide, 1e-5, SMALL), reference_kernels.rms_norm(x, wide, 1e-5))
     heads = columns(guards, tokens, 36, dtype).view(tokens, 3, 12)
-    close(kernels.rms_norm(heads, weight[:12], 0.0, SMALL), reference.rms_norm(heads, weight[:12], 0.0))
+    close(kernels.rms_norm(heads, weight[:12], 0.0, SMALL), reference_kernels.rms_norm(heads, weight[:12], 0.0))
 
 
 def add_rms_norm(kernels: ModuleType, guards: Guards, tokens: int, dtype: torch.dtype) -> None:
     x, residual = columns(guards, tokens, 24, dtype), columns(guards, tokens, 24, dtype, seed=1)
     weight = guards.place(random(24, dtype=dtype, seed=2))
-    wanted = reference.add_rms_norm(x, residual, weight, 1e-5)
+    wanted = reference_kernels.add_rms_norm(x, residual, weight, 1e-5)
     for found, want in zip(kernels.add_rms_norm(x, residual, weight, 1e-5, SMALL), wanted, strict=True):
         close(found, want)
 
@@ -75,8 +75,8 @@ def add_rms_norm(kernels: ModuleType, guards: Guards, tokens: int, dtype: torch.
 def gated(kernels: ModuleType, guards: Guards, tokens: int, dtype: torch.dtype) -> None:
     for size in (5, 100):
         x = columns(guards, tokens, 2 * size, dtype)
-        close(kernels.silu_and_mul(x, SMALL), reference.silu_and_mul(x))
-        close(kernels.gelu_tanh_and_mul(x, SMALL), reference.gelu_tanh_and_mul(x))
+        close(kernels.silu_and_mul(x, SMALL), reference_kernels.silu_and_mul(x))
+        close(kernels.gelu_tanh_and_mul(x, SMALL), reference_kernels.gelu_tanh_and_mul(x))
 
 
 def rotary(kernels: ModuleType, guards: Guards, tokens: int, dtype: torch.dtype) -> None:
@@ -85,7 +85,7 @@ def rotary(kernels: ModuleType, guards: Guards, tokens: int, dtype: torch.dtype)
     for rotated in (12, 8, 6):
         table = guards.place(cache(32, rotated))
         found = kernels.rotary(q, k, positions, table, 12, SMALL)
-        for part, want in zip(found, reference.rotary(q, k, positions, table, 12), strict=True):
+        for part, want in zip(found, reference_kernels.rotary(q, k, positions, table, 12), strict=True):
             close(part, want)
 
 
@@ -96,7 +96,7 @@ def store_kv(kernels: ModuleType, guards: Guards, tokens: int, dtype: torch.dtyp
         found = [guards.place(torch.full((12, 2, 3), 5.0, dtype=torch.bfloat16)) for _ in range(2)]
         wanted = [part.clone() for part in found]
         kernels.store_kv(key, value, found[0], found[1], guards.place(where.to(index_dtype)), SMALL)
-        reference.store_kv(key, value, wanted[0], wanted[1], where)
+        reference_kernels.store_kv(key, value, wanted[0], wanted[1], where)
         assert torch.equal(found[0], wanted[0]) and torch.equal(found[1], wanted[1])
 
 
@@ -107,7 +107,7 @@ def cache_locations(kernels: ModuleType, guards: Guards, tokens: int, dtype: tor
     for index_dtype in (torch.int32, torch.int64):
         found, wanted = guards.empty(tokens, dtype=index_dtype), torch.zeros(tokens, dtype=index_dtype)
         kernels.cache_locations(table, slots, positions, 3, found, SMALL)
-        reference.cache_locations(table, slots, positions, 3, wanted)
+        reference_kernels.cache_locations(table, slots, positions, 3, wanted)
         assert torch.equal(found, wanted)
 
 
@@ -159,18 +159,18 @@ def copy_rows(kernels: ModuleType, guards: Guards, tokens: int, dtype: torch.dty
 
 
 LAWS: tuple[tuple[ModuleType, Law], ...] = (
-    (norm, rms_norm),
-    (norm, add_rms_norm),
+    (norm_kernels, rms_norm),
+    (norm_kernels, add_rms_norm),
     (activation, gated),
     (rotation, rotary),
     (cells, store_kv),
     (cells, cache_locations),
-    (proposals, place_proposals),
-    (proposals, accept_proposals),
-    (proposals, tree_walk),
-    (trees, tree_expand),
-    (trees, tree_build),
-    (trees, tree_place),
+    (draft_verification, place_proposals),
+    (draft_verification, accept_proposals),
+    (draft_verification, tree_walk),
+    (draft_trees, tree_expand),
+    (draft_trees, tree_build),
+    (draft_trees, tree_place),
     (hisparse, swap_in),
     (hisparse, copy_rows),
 )
@@ -188,11 +188,11 @@ def test_a_kernel_gives_what_the_reference_gives_within_its_bounds(
 
 
 MUTANTS: tuple[tuple[ModuleType, Law, str, str], ...] = (
-    (norm, rms_norm, "row < rows", "row <= rows"),
-    (norm, rms_norm, "column < SIZE", "column <= SIZE"),
-    (norm, rms_norm, "(row % INNER) * inner_stride", "0"),
-    (norm, add_rms_norm, "row < rows", "row <= rows"),
-    (norm, add_rms_norm, "wide * wide", "added * added"),
+    (norm_kernels, rms_norm, "row < rows", "row <= rows"),
+    (norm_kernels, rms_norm, "column < SIZE", "column <= SIZE"),
+    (norm_kernels, rms_norm, "(row % INNER) * inner_stride", "0"),
+    (norm_kernels, add_rms_norm, "row < rows", "row <= rows"),
+    (norm_kernels, add_rms_norm, "wide * wide", "added * added"),
     (activation, gated, "row < rows", "row <= rows"),
     (activation, gated, "column < SIZE", "column <= SIZE"),
     (activation, gated, "place + SIZE", "place + SIZE - 1"),
@@ -204,61 +204,71 @@ MUTANTS: tuple[tuple[ModuleType, Law, str, str], ...] = (
     (cells, store_kv, "column < WIDTH", "column <= WIDTH"),
     (cells, cache_locations, "token < tokens", "token <= tokens"),
     (cells, cache_locations, "position % PAGE", "position"),
-    (proposals, place_proposals, "node < width", "node <= width"),
-    (proposals, place_proposals, "place < tl.load(limits + row)", "place <= tl.load(limits + row)"),
-    (proposals, place_proposals, "usable & (node < tl.load(nodes + row))", "usable"),
-    (proposals, place_proposals, "tl.maximum(proposed, 0)", "proposed"),
-    (proposals, place_proposals, "tl.where(usable, slot, 0)", "slot"),
-    (proposals, place_proposals, "slot * proposals_stride", "slot * width"),
-    (proposals, accept_proposals, "place < width - 1", "place < width"),
+    (draft_verification, place_proposals, "node < width", "node <= width"),
+    (draft_verification, place_proposals, "place < tl.load(limits + row)", "place <= tl.load(limits + row)"),
+    (draft_verification, place_proposals, "usable & (node < tl.load(nodes + row))", "usable"),
+    (draft_verification, place_proposals, "tl.maximum(proposed, 0)", "proposed"),
+    (draft_verification, place_proposals, "tl.where(usable, slot, 0)", "slot"),
+    (draft_verification, place_proposals, "slot * proposals_stride", "slot * width"),
+    (draft_verification, accept_proposals, "place < width - 1", "place < width"),
     (
-        proposals,
+        draft_verification,
         accept_proposals,
         "tl.min(tl.where(is_right, NODES, place), axis=0)",
         "tl.sum(is_right.to(tl.int32), axis=0)",
     ),
-    (proposals, accept_proposals, "is_right = usable & ", "is_right = "),
-    (proposals, accept_proposals, "(usable & (proposed >= 0))", "usable"),
-    (proposals, accept_proposals, "tl.maximum(tl.load(limits + row), before)", "tl.load(limits + row)"),
-    (proposals, accept_proposals, "tl.load(drawn + first + accepted)", "tl.load(drawn + first)"),
-    (proposals, tree_walk, "inside, is_node = node < width", "inside, is_node = node <= width"),
+    (draft_verification, accept_proposals, "is_right = usable & ", "is_right = "),
+    (draft_verification, accept_proposals, "(usable & (proposed >= 0))", "usable"),
+    (draft_verification, accept_proposals, "tl.maximum(tl.load(limits + row), before)", "tl.load(limits + row)"),
+    (draft_verification, accept_proposals, "tl.load(drawn + first + accepted)", "tl.load(drawn + first)"),
+    (draft_verification, tree_walk, "inside, is_node = node < width", "inside, is_node = node <= width"),
     (
-        proposals,
+        draft_verification,
         tree_walk,
         "is_right = usable & (tl.load(drawn + first + parent",
         "is_right = (tl.load(drawn + first + parent",
     ),
-    (proposals, tree_walk, "drawn + first + parent", "drawn + first + node"),
-    (proposals, tree_walk, "(ancestors & wrong) == 0", "(1 << node & wrong) == 0"),
-    (proposals, tree_walk, "tl.where(place <= accepted, own, place)", "own"),
-    (proposals, tree_walk, "mask=place < steps", "mask=place <= steps"),
-    (proposals, tree_walk, "row * steps + accepted", "row * width + accepted + 1"),
-    (proposals, tree_walk, "is_node & usable & (proposed >= 0)", "usable & (proposed >= -1)"),
-    (proposals, tree_walk, "tl.load(drawn + first + end)", "tl.load(drawn + first + accepted)"),
-    (proposals, tree_walk, "held + table", "held"),
-    (trees, tree_expand, "inside = place < leaders", "inside = place <= leaders"),
-    (trees, tree_expand, "row * (leaders // width) + place // width", "row * width + place // width"),
-    (trees, tree_expand, "scores + beam * scores_stride", "scores + beam * tokens_stride - beam"),
-    (trees, tree_expand, "score += tl.load(chances + beam, mask=inside, other=0.0)", "pass"),
-    (trees, tree_expand, "sums + row * most + first + place", "sums + row * most + place"),
-    (trees, tree_expand, "tl.where(left & (score == best), place, LEADERS)", "tl.where(score == best, place, LEADERS)"),
-    (trees, tree_expand, "chosen // width", "chosen % width"),
-    (trees, tree_expand, "chosen + first)", "chosen)"),
-    (trees, tree_expand, "tl.min(tl.where(left", "tl.max(tl.where(left"),
-    (trees, tree_build, "inside = place < most", "inside = place <= most"),
-    (trees, tree_build, 'tl.where(total == float("-inf"), -1, ', 'tl.where(total == float("inf"), -1, '),
-    (trees, tree_build, "tl.where(left & (total == best), place, RECORDS)", "tl.where(left, place, RECORDS)"),
-    (trees, tree_build, "kept & (place <= above)", "place <= above"),
-    (trees, tree_build, "place <= above", "place < above"),
-    (trees, tree_build, "held + requests * most", "held"),
-    (trees, tree_place, "is_node = node < nodes, (node > 0) & (node < nodes)", "is_node = node < nodes, node < nodes"),
-    (trees, tree_place, "inside, is_node = node < nodes", "inside, is_node = node <= nodes"),
-    (trees, tree_place, "tl.static_range(ROUNDS)", "tl.static_range(ROUNDS - 1)"),
-    (trees, tree_place, "ancestors = ancestors | ", "ancestors = "),
-    (trees, tree_place, "row * depths_stride", "row * parents_stride"),
-    (trees, tree_place, "depth - node", "depth"),
-    (trees, tree_place, "((1 << above) - 1)", "(1 << above)"),
-    (trees, tree_place, "slot * (nodes - 1) + node - 1", "slot * nodes + node - 1"),
+    (draft_verification, tree_walk, "drawn + first + parent", "drawn + first + node"),
+    (draft_verification, tree_walk, "(ancestors & wrong) == 0", "(1 << node & wrong) == 0"),
+    (draft_verification, tree_walk, "tl.where(place <= accepted, own, place)", "own"),
+    (draft_verification, tree_walk, "mask=place < steps", "mask=place <= steps"),
+    (draft_verification, tree_walk, "row * steps + accepted", "row * width + accepted + 1"),
+    (draft_verification, tree_walk, "is_node & usable & (proposed >= 0)", "usable & (proposed >= -1)"),
+    (draft_verification, tree_walk, "tl.load(drawn + first + end)", "tl.load(drawn + first + accepted)"),
+    (draft_verification, tree_walk, "held + table", "held"),
+    (draft_trees, tree_expand, "inside = place < leaders", "inside = place <= leaders"),
+    (draft_trees, tree_expand, "row * (leaders // width) + place // width", "row * width + place // width"),
+    (draft_trees, tree_expand, "scores + beam * scores_stride", "scores + beam * tokens_stride - beam"),
+    (draft_trees, tree_expand, "score += tl.load(chances + beam, mask=inside, other=0.0)", "pass"),
+    (draft_trees, tree_expand, "sums + row * most + first + place", "sums + row * most + place"),
+    (
+        draft_trees,
+        tree_expand,
+        "tl.where(left & (score == best), place, LEADERS)",
+        "tl.where(score == best, place, LEADERS)",
+    ),
+    (draft_trees, tree_expand, "chosen // width", "chosen % width"),
+    (draft_trees, tree_expand, "chosen + first)", "chosen)"),
+    (draft_trees, tree_expand, "tl.min(tl.where(left", "tl.max(tl.where(left"),
+    (draft_trees, tree_build, "inside = place < most", "inside = place <= most"),
+    (draft_trees, tree_build, 'tl.where(total == float("-inf"), -1, ', 'tl.where(total == float("inf"), -1, '),
+    (draft_trees, tree_build, "tl.where(left & (total == best), place, RECORDS)", "tl.where(left, place, RECORDS)"),
+    (draft_trees, tree_build, "kept & (place <= above)", "place <= above"),
+    (draft_trees, tree_build, "place <= above", "place < above"),
+    (draft_trees, tree_build, "held + requests * most", "held"),
+    (
+        draft_trees,
+        tree_place,
+        "is_node = node < nodes, (node > 0) & (node < nodes)",
+        "is_node = node < nodes, node < nodes",
+    ),
+    (draft_trees, tree_place, "inside, is_node = node < nodes", "inside, is_node = node <= nodes"),
+    (draft_trees, tree_place, "tl.static_range(ROUNDS)", "tl.static_range(ROUNDS - 1)"),
+    (draft_trees, tree_place, "ancestors = ancestors | ", "ancestors = "),
+    (draft_trees, tree_place, "row * depths_stride", "row * parents_stride"),
+    (draft_trees, tree_place, "depth - node", "depth"),
+    (draft_trees, tree_place, "((1 << above) - 1)", "(1 << above)"),
+    (draft_trees, tree_place, "slot * (nodes - 1) + node - 1", "slot * nodes + node - 1"),
     (hisparse, swap_in, "== ids)", ">= 0)"),
     (hisparse, swap_in, "tl.where(slot > 0, tl.load(chosen", "tl.where(slot >= 0, tl.load(chosen"),
     (hisparse, swap_in, "free - missed + rank, rank - missed", "rank, rank"),
@@ -291,9 +301,9 @@ def test_narrow_floats_are_rounded_to_even_in_the_interpreter_too(monkeypatch: p
     x = random(5, 48, dtype=torch.bfloat16)
     weight = random(48, dtype=torch.bfloat16, seed=1)
     for gain in (weight, random(48, seed=2)):
-        assert torch.equal(norm.rms_norm(x, gain, 1e-5), reference.rms_norm(x, gain, 1e-5))
+        assert torch.equal(norm_kernels.rms_norm(x, gain, 1e-5), reference_kernels.rms_norm(x, gain, 1e-5))
     total = (x.float() + x.roll(1).float()).bfloat16()
-    assert torch.equal(norm.add_rms_norm(x.clone(), x.roll(1), weight, 1e-5)[1], total)
+    assert torch.equal(norm_kernels.add_rms_norm(x.clone(), x.roll(1), weight, 1e-5)[1], total)
 
 
 def test_the_table_replaces_what_has_a_kernel_and_says_so() -> None:
@@ -319,7 +329,7 @@ def test_the_table_replaces_what_has_a_kernel_and_says_so() -> None:
         *("causal_conv", "gated_delta_rule", "selective_scan", "gated_rms_norm"),
         *("sparse_mqa", "paged_mqa", "index_logits", "index_top_k", "compress", "grouped_linear"),
     }
-    assert table.origin["rms_norm"] == "sglcore.runtime.kernels.triton.norm:rms_norm"
+    assert table.origin["rms_norm"] == "sglcore.runtime.kernels.triton.norm_kernels:rms_norm"
 
 
 @pytest.mark.parametrize("lanes", [32, 64])

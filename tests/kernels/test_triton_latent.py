@@ -13,12 +13,13 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="needs the library triton")
 
-from sglcore.conformance import kernel_inputs, kernel_inputs_sparse
-from sglcore.conformance.kernel_inputs import Draw
-from sglcore.conformance.laws_kernels import RELATIVE, relative_error
+from sglcore.conformance.inputs import kernel_inputs, kernel_inputs_sparse
+from sglcore.conformance.inputs.kernel_inputs import Draw
+from sglcore.conformance.laws.laws_kernels import RELATIVE, relative_error
 from sglcore.runtime.kernels.row_codec import E4M3FN, E4M3FNUZ, FLOATS, RowCodec
 from sglcore.runtime.kernels.table import KernelTable
-from sglcore.runtime.kernels.triton import Tuning, activation, experts, hyper, latent_rows, routing, sparse_plan
+from sglcore.runtime.kernels.triton import Tuning, activation, experts, hyper, routing
+from sglcore.runtime.kernels.triton.sparse import latent_rows, sparse_plan
 from tests.kernels.guards import Guards, mutated
 
 SMALL = Tuning(elements=128, hc_split=48, hc_depth=32)

@@ -13,11 +13,11 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="needs the library triton")
 
-from sglcore.conformance import kernel_inputs
-from sglcore.conformance.kernel_inputs import Draw
-from sglcore.conformance.laws_kernels import RELATIVE, relative_error
+from sglcore.conformance.inputs import kernel_inputs
+from sglcore.conformance.inputs.kernel_inputs import Draw
+from sglcore.conformance.laws.laws_kernels import RELATIVE, relative_error
 from sglcore.runtime.kernels import reference_recurrent
-from sglcore.runtime.kernels.triton import Tuning, convolution, delta_rule, norm, state_space
+from sglcore.runtime.kernels.triton import Tuning, convolution, delta_rule, norm_kernels, state_space
 from tests.kernels.guards import Guards, mutated
 
 SMALL = Tuning(elements=256, conv_tokens=16, conv_channels=32, state_columns=16, scan_tokens=16)
@@ -28,7 +28,7 @@ MODULES = {
     "causal_conv": convolution,
     "gated_delta_rule": delta_rule,
     "selective_scan": state_space,
-    "gated_rms_norm": norm,
+    "gated_rms_norm": norm_kernels,
 }
 
 

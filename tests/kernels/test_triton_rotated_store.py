@@ -11,7 +11,7 @@ import torch
 
 pytest.importorskip("triton", reason="needs the library triton")
 
-from sglcore.runtime.kernels import reference
+from sglcore.runtime.kernels import reference_kernels
 from sglcore.runtime.kernels.triton import Tuning, rotated_store, rotation, triton_kernels
 from tests.kernels.guards import Guards, mutated
 from tests.kernels.test_reference_kernels import cache, random
@@ -44,7 +44,7 @@ def check(
         wanted = [part.clone() for part in found]
         given = (q, k, v, positions, table, DIM)
         got = kernels.rotary_and_store(*given, found[0], found[1], where, tuning)
-        want = reference.rotary_and_store(*given, wanted[0], wanted[1], where)
+        want = reference_kernels.rotary_and_store(*given, wanted[0], wanted[1], where)
         assert got.dtype == q.dtype and got.is_contiguous() and torch.equal(got[:5], want[:5])
         assert torch.equal(found[0][1:], wanted[0][1:]) and torch.equal(found[1][1:], wanted[1][1:])
 
@@ -116,5 +116,5 @@ def test_a_compiler_sees_plain_operations() -> None:
     assert table.rotary_and_store is not None
     compiled = torch.compile(table.rotary_and_store, fullgraph=True, backend="eager")
     found = compiled(q, k, v, positions, cache(8, 8), DIM, caches[0], caches[1], cells)
-    wanted = reference.rotary_and_store(q, k, v, positions, cache(8, 8), DIM, caches[2], caches[3], cells)
+    wanted = reference_kernels.rotary_and_store(q, k, v, positions, cache(8, 8), DIM, caches[2], caches[3], cells)
     assert torch.equal(found, wanted) and torch.equal(caches[0], caches[2]) and torch.equal(caches[1], caches[3])

@@ -13,23 +13,16 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="needs the library triton")
 
-from sglcore.conformance import kernel_inputs_sparse
-from sglcore.conformance.kernel_inputs import Draw, Inputs
-from sglcore.conformance.kernel_taking import code_of
-from sglcore.conformance.laws_kernels import RELATIVE, relative_error
+from sglcore.conformance.inputs import kernel_inputs_sparse
+from sglcore.conformance.inputs.kernel_inputs import Draw, Inputs
+from sglcore.conformance.inputs.kernel_taking import code_of
+from sglcore.conformance.laws.laws_kernels import RELATIVE, relative_error
 from sglcore.runtime.kernels import reference_sparse
-from sglcore.runtime.kernels.choice import choose
+from sglcore.runtime.kernels.kernel_choice import choose
 from sglcore.runtime.kernels.row_codec import E4M3FN, E4M3FNUZ
 from sglcore.runtime.kernels.table import KernelTable
-from sglcore.runtime.kernels.triton import (
-    Tuning,
-    compressor,
-    grouped_product,
-    indexer,
-    rows,
-    sparse_attention,
-    triton_kernels,
-)
+from sglcore.runtime.kernels.triton import Tuning, grouped_product, triton_kernels
+from sglcore.runtime.kernels.triton.sparse import compressor, indexer, pool_rows, sparse_attention
 from tests.kernels.guards import Guards, mutated
 
 SMALL = Tuning(elements=32, programs=64, index_tokens=16, index_scanned=16)
@@ -179,8 +172,8 @@ def test_a_defect_of_what_they_share_is_caught(
     old: str, new: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     guards = Guards(monkeypatch)
-    defect = mutated(rows, tmp_path, old, new)
-    user = mutated(sparse_attention, tmp_path, f"from {rows.__name__} import", f"from {defect.__name__} import")
+    defect = mutated(pool_rows, tmp_path, old, new)
+    user = mutated(sparse_attention, tmp_path, f"from {pool_rows.__name__} import", f"from {defect.__name__} import")
     with pytest.raises(AssertionError):
         check(user, "paged_mqa", guards, 7, torch.float32)
 
@@ -196,7 +189,7 @@ def test_a_defect_of_one_form_of_floats_is_caught(
     old: str, new: str, converted: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     guards = Guards(monkeypatch)
-    defect = mutated(rows, tmp_path, old, new)
-    user = mutated(sparse_attention, tmp_path, f"from {rows.__name__} import", f"from {defect.__name__} import")
+    defect = mutated(pool_rows, tmp_path, old, new)
+    user = mutated(sparse_attention, tmp_path, f"from {pool_rows.__name__} import", f"from {defect.__name__} import")
     with pytest.raises(AssertionError):
         check(user, "paged_mqa", guards, 7, torch.float32, E4M3FNUZ, replace(SMALL, float8=converted))

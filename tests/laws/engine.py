@@ -13,17 +13,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from sglcore.conformance.matcher import HashedMatcher
+from sglcore.config.engine_config import resolve_config
+from sglcore.conformance.inputs.hashed_grammar import HashedMatcher
 from sglcore.device.batch import ScheduleBatch
-from sglcore.device.config import resolve_config
 from sglcore.device.swap_counts import SwapCounts
 from sglcore.device.worker import BatchResult, Limits, Ticket
 from sglcore.engine.start import start
 from sglcore.runtime.tp_worker import TpModelWorker
 from sglcore.sampling.params import SamplingParams
-from sglcore.schedule.loop import Loop
 from sglcore.schedule.request import Request
 from sglcore.schedule.scheduler import Scheduler
+from sglcore.schedule.step_loop import Loop
 
 TOLERANCE = 2e-4
 BUCKETS = (2, 6)

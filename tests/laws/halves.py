@@ -10,19 +10,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sglcore.checkpoint.config import read_config
+from sglcore.checkpoint.model_config import read_config
 from sglcore.device.batch import ForwardMode
-from sglcore.device.cut import CutTerms, Staggers
 from sglcore.device.topology import Communication, Place, Topology
-from sglcore.models.loader import load_model
-from sglcore.models.steps import Steps
+from sglcore.models.single_steps import Steps
+from sglcore.models.weights.model_loader import load_model
 from sglcore.runtime.attention.contract import AttentionBackend
 from sglcore.runtime.forward_batch import ForwardBatch
 from sglcore.runtime.kernels.table import KernelTable
-from sglcore.runtime.overlap.halves import Halves
-from sglcore.runtime.parallel.dispatch import RaggedDispatcher
-from sglcore.runtime.parallel.group import Group
+from sglcore.runtime.overlap.micro_batches import Halves
+from sglcore.runtime.parallel.expert_dispatch import RaggedDispatcher
+from sglcore.runtime.parallel.process_group import Group
 from sglcore.runtime.parallel.rank_groups import Groups
+from sglcore.step.micro_batch_cut import CutTerms, Staggers
 
 BOUND = 3.6e-14
 """Tolerance of hidden states in float64."""

@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from sglcore.models.build import Build
+from sglcore.models.architectures.llama import LlamaForCausalLM
 from sglcore.models.decoder import LayerState
-from sglcore.models.llama import LlamaForCausalLM
+from sglcore.models.layer_kinds import Build
 from sglcore.runtime.forward_batch import ForwardBatch
 from sglcore.runtime.forward_context import get_forward_context
 from tests.checkpoints import llama, save

@@ -20,14 +20,14 @@ from torch import Tensor
 from sglcore.device.batch import ScheduleBatch
 from sglcore.device.worker import BatchResult, Ticket
 from sglcore.runtime import speculative
-from sglcore.runtime.speculative.autoregressive import FeatureDrafter, StandaloneDrafter
-from sglcore.runtime.speculative.beams import FrozenTreeDrafter, StandaloneTreeDrafter, TreeDrafter
-from sglcore.runtime.speculative.block import BlockDrafter
+from sglcore.runtime.speculative.block_drafts import BlockDrafter
+from sglcore.runtime.speculative.chain_drafts import FeatureDrafter, StandaloneDrafter
 from sglcore.runtime.speculative.drafter import DraftRows
-from sglcore.runtime.speculative.frozen import FrozenDrafter
-from sglcore.runtime.speculative.heads import MultiHeadDrafter
-from sglcore.runtime.speculative.ngram import NgramDrafter
+from sglcore.runtime.speculative.frozen_drafts import FrozenDrafter
+from sglcore.runtime.speculative.mtp_drafts import MultiHeadDrafter
+from sglcore.runtime.speculative.ngram_drafts import NgramDrafter
 from sglcore.runtime.speculative.tree import DraftTree
+from sglcore.runtime.speculative.tree_drafts import FrozenTreeDrafter, StandaloneTreeDrafter, TreeDrafter
 from sglcore.schedule.request import Request
 from tests.checkpoints import llama, save
 from tests.drafts import TARGET, dflash, eagle, eagle3, next_token, next_tokens

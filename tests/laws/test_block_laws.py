@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from sglcore.checkpoint.files import DRAFT_FOLDER
-from sglcore.device.config import resolve_config
+from sglcore.checkpoint.checkpoint_files import DRAFT_FOLDER
+from sglcore.config.engine_config import resolve_config
 from sglcore.device.errors import ConfigError
 from sglcore.engine.start import start
-from sglcore.models.draft import offered_head
+from sglcore.models.drafts.draft_loader import offered_head
 from sglcore.runtime.forward_batch import ForwardBatch
-from sglcore.runtime.speculative.block import BlockDrafter
+from sglcore.runtime.speculative.block_drafts import BlockDrafter
 from sglcore.runtime.speculative.drafter import DraftRows
 from tests.checkpoints import llama, save
 from tests.drafts import AUX_IDS, TARGET, DenseDraft, dflash, with_config
@@ -110,7 +110,7 @@ def test_a_defect_of_a_block_shows(made: Made, part: str, defect: Any, monkeypat
         pass
 
     setattr(Defective, part, defect)
-    monkeypatch.setattr("sglcore.runtime.speculative.make.BlockDrafter", Defective)
+    monkeypatch.setattr("sglcore.runtime.speculative.make_worker.BlockDrafter", Defective)
     assert difference(made, graph="off") > 0.01
 
 

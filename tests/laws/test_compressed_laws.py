@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 import torch
 
-from sglcore.layers import sparse as layers
+from sglcore.layers import compressed_attention as layers
 from sglcore.runtime.attention.sparse.compressed import CompressedPlan, DeepseekV4AttnBackend
 from sglcore.runtime.forward_batch import ForwardBatch
-from sglcore.runtime.memory.deepseek_v4 import kept_rows
-from sglcore.runtime.memory.rows import Place, RowPool
-from sglcore.schedule.loop import Loop
+from sglcore.runtime.memory.deepseek_v4_rows import kept_rows
+from sglcore.runtime.memory.kv_rows import Place, RowPool
+from sglcore.schedule.cache.window_pages import Windows
 from sglcore.schedule.scheduler import Scheduler
-from sglcore.schedule.windows import Windows
+from sglcore.schedule.step_loop import Loop
 from tests.checkpoints import Oracle, save
 from tests.deepseek_v4 import deepseek_v4
 from tests.laws.engine import Result, TokenEngine, Watched, check_logprobs, random_prompts

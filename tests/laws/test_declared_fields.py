@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sglcore.models.mistral import MistralForCausalLM
+from sglcore.models.architectures.mistral import MistralForCausalLM
 from sglcore.runtime.registry_builders import build_decode_registry, build_prefill_registry
 from tests.checkpoints import mistral, save
 from tests.laws.engine import TokenEngine, check_logprobs, random_prompts

@@ -14,15 +14,15 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from sglcore.device.config import EngineConfig
+from sglcore.config.engine_config import EngineConfig
 from sglcore.device.errors import ConfigError
 from sglcore.device.ledger import DecisionLedger
-from sglcore.engine import trial
-from sglcore.models.deepseek_v4_nextn import DeepseekV4NextN
-from sglcore.runtime.overlap import halves
-from sglcore.runtime.speculative.choice import choose_speculation
+from sglcore.engine import speed_trial
+from sglcore.models.drafts.deepseek_v4_nextn import DeepseekV4NextN
+from sglcore.runtime.overlap import micro_batches
 from sglcore.runtime.speculative.drafter import DraftRows
-from sglcore.runtime.speculative.worker import SpeculativeWorker
+from sglcore.runtime.speculative.speculation_choice import choose_speculation
+from sglcore.runtime.speculative.verify_worker import SpeculativeWorker
 from tests.checkpoints import llama, qwen3_next, save
 from tests.deepseek_v4 import DenseStreams, deepseek_v4, streams_of, with_published_names
 from tests.drafts import AUX_IDS, TARGET, DenseDraft, dflash, eagle, eagle3, next_token, with_config
@@ -146,7 +146,7 @@ def texts(folder: Path, speculative: str, proposes: bool) -> list[list[int]]:
 def test_a_draft_that_is_tried_leaves_no_trace_in_a_text(
     drafts: Any, margin: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(trial, "MARGIN", margin)
+    monkeypatch.setattr(speed_trial, "MARGIN", margin)
     folder = drafts[1]["eagle"][0]
     assert texts(folder, "auto", not margin) == texts(folder, "off", False)
 
@@ -157,8 +157,8 @@ def test_schedulers_whose_compositions_meet_take_each_others_sampling(
 ) -> None:
     """With equal composition numbers, a worker reuses sampling state of other requests, or of
     another number of requests."""
-    monkeypatch.setattr(trial, "MARGIN", 0.0)
-    monkeypatch.setattr(trial, "STRIDE", 0)
+    monkeypatch.setattr(speed_trial, "MARGIN", 0.0)
+    monkeypatch.setattr(speed_trial, "STRIDE", 0)
     folder = drafts[1]["eagle"][0]
     with pytest.raises((AssertionError, RuntimeError)):
         assert texts(folder, "auto", True) == texts(folder, "off", False)
@@ -185,8 +185,8 @@ def test_what_drafts_read_of_prompts_in_two_halves_is_what_they_read_of_the_whol
 def test_halves_whose_features_are_put_together_wrongly_show(drafts, monkeypatch: pytest.MonkeyPatch) -> None:
     target, made = drafts
     folder, dense = made["eagle3"]
-    own = halves.take_turns
-    monkeypatch.setattr(halves, "take_turns", lambda *given: own(*given)[::-1])
+    own = micro_batches.take_turns
+    monkeypatch.setattr(micro_batches, "take_turns", lambda *given: own(*given)[::-1])
     assert run(folder, "eagle3", dense, target, graph="off", two_batch_overlap="on") > 0.1
 
 

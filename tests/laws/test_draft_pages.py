@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from sglcore.runtime.memory.pools import ReqToTokenPool
-from sglcore.runtime.speculative import bring_up
+from sglcore.runtime.speculative import speculation_bring_up
 from tests.laws import test_block_laws as blocks
 from tests.laws import test_draft_laws as chains
 from tests.laws import test_frozen_laws as frozen
@@ -95,7 +95,7 @@ def test_a_draft_that_mistakes_the_size_of_pages_shows(
     proposers: Proposers, name: str, size: int, least: int, most: int, monkeypatch: Patch
 ) -> None:
     """The mutant fails at one page size, and at no other."""
-    made = bring_up.Pools
-    monkeypatch.setattr(bring_up, "Pools", lambda table, *rest: made(Mistaken(table, least, most), *rest))
+    made = speculation_bring_up.Pools
+    monkeypatch.setattr(speculation_bring_up, "Pools", lambda table, *rest: made(Mistaken(table, least, most), *rest))
     assert difference(proposers, name, monkeypatch, graph="off") < TOLERANCE
     assert difference(proposers, name, monkeypatch, graph="off", **PAGES[size]) > 0.01

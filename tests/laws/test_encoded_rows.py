@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sglcore.layers.latent import LatentAttention
+from sglcore.layers.latent_attention import LatentAttention
 from sglcore.runtime.kernels.row_codec import E4M3FN, E4M3FNUZ, RowCodec
-from sglcore.runtime.memory.rows import FP8
+from sglcore.runtime.memory.kv_rows import FP8
 from tests.checkpoints import Oracle, oracle_logprobs, save
 from tests.deepseek_v4 import deepseek_v4
 from tests.latent import deepseek_v3, deepseek_v32

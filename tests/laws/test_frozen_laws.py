@@ -13,15 +13,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from sglcore.checkpoint.frozen import FrozenCells
+from sglcore.checkpoint.frozen_draft_config import FrozenCells
 from sglcore.device.errors import ConfigError
-from sglcore.layers.frozen import FrozenAttention
-from sglcore.models.draft import kind_of, offered_head
+from sglcore.layers.frozen_draft import FrozenAttention
+from sglcore.models.drafts.draft_loader import kind_of, offered_head
 from sglcore.runtime.forward_batch import ForwardBatch, StalePlanError
 from sglcore.runtime.forward_context import forward_context, get_forward_context
 from sglcore.runtime.memory.read_only import ReadOnlyPool, ReadOnlyPoolError
 from sglcore.runtime.speculative.drafter import DraftRows
-from sglcore.runtime.speculative.frozen import FrozenDrafter
+from sglcore.runtime.speculative.frozen_drafts import FrozenDrafter
 from tests.checkpoints import gemma3, llama, save
 from tests.drafts import TARGET, with_config
 from tests.frozen_drafts import DenseFrozen, frozen
@@ -263,7 +263,7 @@ def test_a_draft_that_would_write_is_stopped_and_leaves_the_targets_context(
 @pytest.mark.needs("device")
 def test_cells_that_are_not_read_only_show_who_writes(made: Made, monkeypatch: Patch) -> None:
     monkeypatch.setattr(FrozenAttention, "__call__", stores)
-    monkeypatch.setattr("sglcore.runtime.speculative.bring_up.ReadOnlyPool", lambda pool: pool)
+    monkeypatch.setattr("sglcore.runtime.speculative.speculation_bring_up.ReadOnlyPool", lambda pool: pool)
     assert difference(made) == torch.inf
 
 
@@ -307,7 +307,7 @@ def defective(monkeypatch: Patch, part: str, defect: Callable[..., Any]) -> None
         pass
 
     setattr(Defective, part, defect)
-    monkeypatch.setattr("sglcore.runtime.speculative.make.FrozenDrafter", Defective)
+    monkeypatch.setattr("sglcore.runtime.speculative.make_worker.FrozenDrafter", Defective)
 
 
 @pytest.mark.needs("device")
@@ -383,7 +383,7 @@ def first_of_its_kind(cells: FrozenCells) -> FrozenCells:
 @pytest.mark.needs("device")
 @pytest.mark.parametrize("defect", [window_of_one_more, first_of_its_kind], ids=lambda each: each.__name__)
 def test_another_window_or_layer_of_the_target_shows(gemma: Made, defect: Any, monkeypatch: Patch) -> None:
-    monkeypatch.setattr("sglcore.models.draft.FrozenCells", lambda *found: defect(FrozenCells(*found)))
+    monkeypatch.setattr("sglcore.models.drafts.draft_loader.FrozenCells", lambda *found: defect(FrozenCells(*found)))
     assert difference(gemma) > 0.01
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sglcore.conformance.matcher import HashedMatcher, follows
+from sglcore.conformance.inputs.hashed_grammar import HashedMatcher, follows
 from sglcore.device.batch import ScheduleBatch
 from sglcore.runtime.sample_step import SampleStep
 from sglcore.schedule.running_requests import RunningRequests

@@ -13,17 +13,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from sglcore.device.cut import CutTerms
 from sglcore.device.plan import StepPlan
 from sglcore.device.topology import Topology
 from sglcore.runtime.attention.contract import AttentionPlan
 from sglcore.runtime.attention.reference import ReferenceAttention
 from sglcore.runtime.forward_batch import ForwardBatch, StalePlanError
 from sglcore.runtime.forward_context import forward_context, get_forward_context
-from sglcore.runtime.overlap import halves as module
-from sglcore.runtime.overlap.halves import Halves
-from sglcore.runtime.overlap.turns import pause
+from sglcore.runtime.overlap import micro_batches as module
+from sglcore.runtime.overlap.interleave import pause
+from sglcore.runtime.overlap.micro_batches import Halves
 from sglcore.runtime.parallel.rank_groups import Groups
+from sglcore.step.micro_batch_cut import CutTerms
 from tests.checkpoints import llama, mistral, qwen3_moe, save
 from tests.laws.halves import (
     BOUND,

@@ -16,13 +16,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from sglcore.device.config import EngineConfig
+from sglcore.config.engine_config import EngineConfig
 from sglcore.device.errors import ConfigError
 from sglcore.device.ledger import DecisionLedger
 from sglcore.runtime.forward_batch import ForwardBatch
-from sglcore.runtime.speculative.choice import choose_speculation
 from sglcore.runtime.speculative.drafter import DraftRows
-from sglcore.runtime.speculative.heads import MultiHeadDrafter, Window
+from sglcore.runtime.speculative.mtp_drafts import MultiHeadDrafter, Window
+from sglcore.runtime.speculative.speculation_choice import choose_speculation
 from sglcore.schedule.request import Request
 from tests.checkpoints import llama, qwen2
 from tests.drafts import TARGET, DenseHeads, next_tokens
@@ -213,7 +213,7 @@ def test_the_host_tells_the_length_of_every_row_where_steps_do_not_overlap(
             compared += int(is_there.sum())
             return super().ahead(window, depth)
 
-    monkeypatch.setattr("sglcore.runtime.speculative.make.MultiHeadDrafter", Checked)
+    monkeypatch.setattr("sglcore.runtime.speculative.make_worker.MultiHeadDrafter", Checked)
     assert difference(made, graph="off", overlap=False, max_batch_tokens=5) < TOLERANCE
     assert compared > 100
 
@@ -276,7 +276,7 @@ def test_a_defect_shows(made: Made, part: str, defect: Any, monkeypatch: pytest.
         pass
 
     setattr(Defective, part, defect)
-    monkeypatch.setattr("sglcore.runtime.speculative.make.MultiHeadDrafter", Defective)
+    monkeypatch.setattr("sglcore.runtime.speculative.make_worker.MultiHeadDrafter", Defective)
     changing: Any = {"draft_tokens": None, "changes": True} if defect is runs_no_more_than_wanted else {}
     assert difference(made, graph="off", **changing) > 0.01
 

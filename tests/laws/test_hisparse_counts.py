@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from sglcore.device.swap_counts import SwapCounts
-from sglcore.runtime.hisparse.coordinator import HiSparseCoordinator
-from sglcore.runtime.hisparse.shape import SwapShape
-from sglcore.step.hisparse import StepSwaps, SwapSizes
+from sglcore.runtime.hisparse.hisparse_coordinator import HiSparseCoordinator
+from sglcore.runtime.hisparse.hisparse_shape import SwapShape
+from sglcore.step.hisparse_config import StepSwaps, SwapSizes
 from tests.kernels.test_reference_hisparse import Cache
 from tests.laws.engine import TokenEngine, random_prompts
 from tests.laws.test_hisparse_laws import Case

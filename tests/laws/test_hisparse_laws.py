@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from sglcore.device.errors import CheckpointError, ConfigError
-from sglcore.runtime.hisparse import coordinator, staging
-from sglcore.runtime.hisparse.coordinator import HiSparseCoordinator
-from sglcore.runtime.memory.rows import FP8
+from sglcore.runtime.hisparse import hisparse_coordinator, hisparse_staging
+from sglcore.runtime.hisparse.hisparse_coordinator import HiSparseCoordinator
+from sglcore.runtime.memory.kv_rows import FP8
 from sglcore.sampling.params import SamplingParams
 from tests.checkpoints import Oracle, llama, save
 from tests.deepseek_v4 import deepseek_v4
@@ -192,24 +192,24 @@ def forgets_who_left(monkeypatch: pytest.MonkeyPatch) -> None:
 def loses_new_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Mutant: copies pages only for a step that begins at page 0, so the new entries of later
     chunks are lost."""
-    copies = staging._PageRows.copies
+    copies = hisparse_staging._PageRows.copies
 
     def made(rows: Any, begin: Any, count: Any, total: int) -> Any:
         found = copies(rows, begin, count, total)
         return replace(found, counts=found.counts * int(not begin.any()))
 
-    monkeypatch.setattr(staging._PageRows, "copies", made)
+    monkeypatch.setattr(hisparse_staging._PageRows, "copies", made)
 
 
 def stages_for_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """Mutant: assigns every request's pages to the first request."""
-    plan_parts = coordinator.plan_parts
+    plan_parts = hisparse_coordinator.plan_parts
 
     def planned(*given: Any) -> Any:
         found = plan_parts(*given)
         return replace(found, owners=found.owners * 0)
 
-    monkeypatch.setattr(coordinator, "plan_parts", planned)
+    monkeypatch.setattr(hisparse_coordinator, "plan_parts", planned)
 
 
 def loads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

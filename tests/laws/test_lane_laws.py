@@ -12,8 +12,8 @@ import pytest
 from sglcore.device.errors import ConfigError
 from sglcore.runtime.overlap.slices import Passed, Slices
 from sglcore.sampling.params import SamplingParams
-from sglcore.step.shares import share
-from sglcore.step.slices import INTERLEAVE, PARTITION, PRIORITY
+from sglcore.step.compute_shares import share
+from sglcore.step.slice_decisions import INTERLEAVE, PARTITION, PRIORITY
 from tests.checkpoints import qwen3_next, save
 from tests.laws.engine import TokenEngine, check_logprobs, random_prompts
 from tests.laws.test_slice_laws import CONTEXT, Case, ledger_row
@@ -204,7 +204,7 @@ def test_prompts_keep_to_a_part_of_the_device_by_the_rows_that_decode_beside(
     plain: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The thresholds are set low, so that several shares occur."""
-    monkeypatch.setattr("sglcore.step.shares.THRESHOLDS", (2, 3))
+    monkeypatch.setattr("sglcore.step.compute_shares.THRESHOLDS", (2, 3))
     engine = plain.engine(prompt_lane=PARTITION, prompt_slices="1")
     streams = engine.worker.runner.streams
     lanes = [part.stream for part in streams.parts]
@@ -249,7 +249,7 @@ def test_a_device_that_nobody_divides_says_so(plain: Case, monkeypatch: pytest.M
     def refused(*given: Any) -> None:
         raise ConfigError("the package of 'acme' divides no compute units")
 
-    monkeypatch.setattr("sglcore.runtime.overlap.bring_up.make_parts", refused)
+    monkeypatch.setattr("sglcore.runtime.overlap.slices_bring_up.make_parts", refused)
     row = ledger_row(plain.folder, prompt_slices="auto", prompt_lane=PARTITION, topic="prompt lane")
     assert (row.effective, row.downgrade) == (PRIORITY, True)
     assert row.reason.startswith("the package of 'acme' divides no compute units: a stream of its own")
@@ -263,7 +263,7 @@ def test_a_device_that_nobody_divides_says_so(plain: Case, monkeypatch: pytest.M
 def test_an_edge_that_is_missing_on_parts_is_caught(
     kind: type, hybrid: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sglcore.step.shares.THRESHOLDS", (2, 3))
+    monkeypatch.setattr("sglcore.step.compute_shares.THRESHOLDS", (2, 3))
     folder, oracle = hybrid
     settings = {"max_model_len": CONTEXT, "max_batch_tokens": 24, "poison": True, "graph": "off"}
     engine = TokenEngine(folder, prompt_slices="1", prompt_lane=PARTITION, **settings)

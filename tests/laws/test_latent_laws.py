@@ -15,7 +15,7 @@ from torch import Tensor
 
 from sglcore.device.errors import ConfigError
 from sglcore.runtime.attention.sparse.latent import DeepseekSparseAttnBackend, LatentPlan
-from sglcore.runtime.attention.sparse.layer import SparseLayer
+from sglcore.runtime.attention.sparse.sparse_layer import SparseLayer
 from sglcore.runtime.forward_batch import ForwardBatch
 from tests.checkpoints import save
 from tests.latent import INDEXER, SIZES, deepseek_v3, deepseek_v32

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from sglcore.conformance.mutant import become
-from sglcore.conformance.mutants_attention import forgets_sinks, forgets_softcap
+from sglcore.conformance.mutants.mutants_attention import forgets_sinks, forgets_softcap
 from sglcore.runtime.attention.reference import ReferenceAttention
 from tests.checkpoints import (
     LLAMA3,

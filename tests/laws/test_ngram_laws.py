@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from sglcore.models import implementation, registry
+from sglcore.models import architecture_registry, implementation
 from sglcore.runtime.token_table import TokenTable
 from sglcore.schedule import batch_builder
 from tests.laws.engine import TokenEngine, check_logprobs, random_prompts
@@ -21,8 +21,8 @@ pytestmark = pytest.mark.needs("device")
 @pytest.fixture
 def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Oracle]:
     """The model's checkpoint, with the model in the registry."""
-    known = {**registry.ARCHITECTURES, NAME: "tests.laws.ngram_model:BigramLlama"}
-    for module in (registry, implementation):
+    known = {**architecture_registry.ARCHITECTURES, NAME: "tests.laws.ngram_model:BigramLlama"}
+    for module in (architecture_registry, implementation):
         monkeypatch.setattr(module, "ARCHITECTURES", known)
     oracle = Oracle()
     return oracle.save(tmp_path), oracle

@@ -14,14 +14,14 @@ from torch import Tensor
 
 from sglcore.runtime import graph_runner
 from sglcore.runtime.forward_batch import ForwardBatch, PlanRecord, StalePlanError
-from sglcore.runtime.graphs import decode
+from sglcore.runtime.graphs import decode_graphs
 from sglcore.runtime.model_runner import ModelRunner
-from sglcore.runtime.speculative import heads, make
-from sglcore.runtime.speculative.autoregressive import FeatureDrafter
+from sglcore.runtime.speculative import make_worker, mtp_drafts
+from sglcore.runtime.speculative.chain_drafts import FeatureDrafter
 from sglcore.runtime.speculative.drafter import DraftRows
-from sglcore.runtime.speculative.frozen import FrozenDrafter
-from sglcore.runtime.speculative.heads import MultiHeadDrafter
-from sglcore.runtime.speculative.worker import SpeculativeWorker
+from sglcore.runtime.speculative.frozen_drafts import FrozenDrafter
+from sglcore.runtime.speculative.mtp_drafts import MultiHeadDrafter
+from sglcore.runtime.speculative.verify_worker import SpeculativeWorker
 from tests.laws import test_speculative_laws as laws
 from tests.laws.engine import TokenEngine
 from tests.laws.marks import Marks, watched_marks
@@ -192,7 +192,7 @@ def test_a_wrong_plan_of_eagle_is_caught(
     told: str,
     monkeypatch: Patch,
 ) -> None:
-    monkeypatch.setattr(make, "FeatureDrafter", defect)
+    monkeypatch.setattr(make_worker, "FeatureDrafter", defect)
     with pytest.raises(error, match=told):
         check_eagle(proposers, marks, plain, overlap)
 
@@ -214,7 +214,9 @@ class FirstLayersPlans(MultiHeadDrafter):
 
 HEADS_DEFECTS: list[tuple[Callable[[], Any], Any, str]] = [
     (
-        lambda: planted(heads, '"features": hidden, "plan_record": None, ', '"features": hidden, ').MultiHeadDrafter,
+        lambda: (
+            planted(mtp_drafts, '"features": hidden, "plan_record": None, ', '"features": hidden, ').MultiHeadDrafter
+        ),
         StalePlanError,
         "planned by",
     ),
@@ -230,7 +232,7 @@ HEADS_DEFECTS: list[tuple[Callable[[], Any], Any, str]] = [
 def test_a_wrong_plan_of_a_multi_layer_draft_is_caught(
     proposers: Proposers, marks: Marks, plain: Ran, defect: Any, error: Any, told: str, monkeypatch: Patch
 ) -> None:
-    monkeypatch.setattr(make, "MultiHeadDrafter", defect())
+    monkeypatch.setattr(make_worker, "MultiHeadDrafter", defect())
     with pytest.raises(error, match=told):
         test_each_layer_of_a_multi_layer_draft_marks_each_of_its_plans(proposers, marks, plain)
 
@@ -281,7 +283,7 @@ FROZEN_DEFECTS = [
 def test_a_wrong_plan_of_frozen_kv_mtp_is_caught(
     proposers: Proposers, marks: Marks, plain: Ran, defect: Any, error: Any, told: str, monkeypatch: Patch
 ) -> None:
-    monkeypatch.setattr(make, "FrozenDrafter", defect)
+    monkeypatch.setattr(make_worker, "FrozenDrafter", defect)
     with pytest.raises(error, match=told):
         test_one_plan_of_frozen_kv_mtp_is_marked_for_as_many_forwards_as_it_serves(proposers, marks, plain, "off")
 
@@ -338,7 +340,7 @@ STREAM_DEFECTS = [
 def test_a_wrong_plan_of_the_next_step_is_caught(
     proposers: Proposers, marks: Marks, plain: Ran, defect: Any, error: Any, told: str, monkeypatch: Patch
 ) -> None:
-    monkeypatch.setattr(make, "SpeculativeWorker", defect)
+    monkeypatch.setattr(make_worker, "SpeculativeWorker", defect)
     with pytest.raises(error, match=told):
         test_the_plan_stream_plans_a_step_while_the_one_before_runs(proposers, marks, plain)
 
@@ -366,6 +368,6 @@ def test_a_capture_by_a_wrong_plan_is_caught(
     told: str,
     monkeypatch: Patch,
 ) -> None:
-    monkeypatch.setattr(graph_runner, "DecodeGraphs", planted(decode, sound, defect).DecodeGraphs)
+    monkeypatch.setattr(graph_runner, "DecodeGraphs", planted(decode_graphs, sound, defect).DecodeGraphs)
     with pytest.raises(error, match=told):
         test_capture_marks_the_batches_that_graphs_are_captured_with(proposers, marks, plain, proposer)

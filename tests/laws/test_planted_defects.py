@@ -27,8 +27,8 @@ from sglcore.runtime.attention.gathered import GatheredAttention
 from sglcore.runtime.buffer_registry import BufferRegistry, FillContext, InputBuffer
 from sglcore.runtime.forward_batch import StalePlanError
 from sglcore.runtime.graphs.capture import CaptureError, Recorder
-from sglcore.runtime.graphs.decode import DecodeGraphs
-from sglcore.runtime.graphs.shadow import ShadowMismatch
+from sglcore.runtime.graphs.decode_graphs import DecodeGraphs
+from sglcore.runtime.graphs.shadow_mode import ShadowMismatch
 from sglcore.runtime.memory.pools import MHATokenToKVPool
 from sglcore.runtime.staging import HostBlock
 from sglcore.runtime.tp_worker import TpModelWorker

@@ -15,12 +15,12 @@ import transformers
 
 from sglcore.sampling.params import SamplingParams
 from sglcore.schedule import batch_builder
+from sglcore.schedule.cache.request_pages import Memory
 from sglcore.schedule.embeds_in_batch import add_embeds
-from sglcore.schedule.memory import Memory
 from sglcore.schedule.prompt_embeds import PromptEmbeds
 from sglcore.schedule.request import Request
 from sglcore.schedule.request_errors import RequestError
-from sglcore.schedule.results import check_request
+from sglcore.schedule.result_checks import check_request
 from tests.checkpoints import SIZES, gemma3, hybrid_sizes, make_oracle, qwen3_next, save
 from tests.laws.engine import TOLERANCE, TokenEngine, random_prompts
 from tests.schedule.fake_worker import make_limits

@@ -16,13 +16,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from sglcore.runtime.speculative import make
-from sglcore.runtime.speculative.autoregressive import FeatureDrafter, StandaloneDrafter
-from sglcore.runtime.speculative.beams import TreeDrafter
-from sglcore.runtime.speculative.block import BlockDrafter
+from sglcore.runtime.speculative import make_worker
+from sglcore.runtime.speculative.block_drafts import BlockDrafter
+from sglcore.runtime.speculative.chain_drafts import FeatureDrafter, StandaloneDrafter
 from sglcore.runtime.speculative.drafter import NONE, DraftRows
-from sglcore.runtime.speculative.heads import MultiHeadDrafter
+from sglcore.runtime.speculative.mtp_drafts import MultiHeadDrafter
 from sglcore.runtime.speculative.tree import DraftTree
+from sglcore.runtime.speculative.tree_drafts import TreeDrafter
 from sglcore.schedule.draft_counts import sums_of
 from sglcore.schedule.prompt_embeds import PromptEmbeds
 from sglcore.schedule.request import Request
@@ -257,7 +257,7 @@ def test_what_goes_on_from_other_cells_than_those_of_its_text_shows(
     proposers: Proposers, plain: Ran, known: Any, proposer: str, defect: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wanted = known(proposer)
-    monkeypatch.setattr(make, defect.__bases__[0].__name__, defect)
+    monkeypatch.setattr(make_worker, defect.__bases__[0].__name__, defect)
     with pytest.raises(AssertionError, match=r"\(\(\d+, \d+\), tensor"):
         check(proposers, plain, wanted, proposer, "large pages, in graphs")
     proposers.close()

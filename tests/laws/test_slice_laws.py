@@ -12,20 +12,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from sglcore.checkpoint.config import read_config
-from sglcore.device.config import resolve_config
+from sglcore.checkpoint.model_config import read_config
+from sglcore.config.engine_config import resolve_config
 from sglcore.device.errors import ConfigError
 from sglcore.device.ledger import Row
 from sglcore.engine.start import start
-from sglcore.models.llama import LlamaForCausalLM
-from sglcore.models.loader import load_model
+from sglcore.models.architectures.llama import LlamaForCausalLM
+from sglcore.models.weights.model_loader import load_model
 from sglcore.runtime.forward_batch import StalePlanError
 from sglcore.runtime.forward_context import forward_context
 from sglcore.runtime.kernels.table import KernelTable
 from sglcore.runtime.overlap.slices import OpenPrompt, Slices
 from sglcore.sampling.params import SamplingParams
-from sglcore.schedule.lanes import Pace
-from sglcore.step.slices import slice_budget
+from sglcore.schedule.layered_prefill.slice_pace import Pace
+from sglcore.step.slice_decisions import slice_budget
 from tests.checkpoints import (
     falcon_h1,
     gemma3,

@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 from torch import Tensor
 
-from sglcore.conformance.matcher import HashedMatcher, follows
+from sglcore.conformance.inputs.hashed_grammar import HashedMatcher, follows
 from sglcore.device.batch import ScheduleBatch
 from sglcore.runtime.forward_batch import ForwardBatch
-from sglcore.runtime.speculative.worker import SpeculativeWorker, VerifiedRows
+from sglcore.runtime.speculative.verify_worker import SpeculativeWorker, VerifiedRows
 from sglcore.schedule.batch_builder import BatchBuilder
 from sglcore.schedule.request import Request
-from sglcore.step import proposals
+from sglcore.step import verification_rows
 from tests.laws import test_speculative_laws as laws
 from tests.laws.drafters import DRAFTERS, Texts
 from tests.laws.engine import TokenEngine
@@ -206,7 +206,7 @@ def test_masks_of_what_is_not_verified_show(
             return None, None
         return batch.mask_rows * width + np.minimum(batch.mask_nodes, width - 1), batch.masks
 
-    monkeypatch.setattr(proposals, "_wide_masks", every)
+    monkeypatch.setattr(verification_rows, "_wide_masks", every)
     engine = engines("guessing", tokens=4, graph="off")
     assert isinstance(engine.worker, SpeculativeWorker)
     engine.worker.length = AtRandom()

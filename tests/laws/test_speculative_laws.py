@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sglcore.runtime.speculative.worker import SpeculativeWorker
+from sglcore.runtime.speculative.verify_worker import SpeculativeWorker
 from sglcore.sampling.params import SamplingParams
 from sglcore.schedule.request import Request
 from tests.checkpoints import llama, save

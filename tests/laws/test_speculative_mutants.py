@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sglcore.runtime.forward_batch import ForwardBatch
 from sglcore.runtime.speculative.drafter import DraftRows
-from sglcore.runtime.speculative.worker import SpeculativeWorker, VerifiedRows
+from sglcore.runtime.speculative.verify_worker import SpeculativeWorker, VerifiedRows
 from tests.laws.test_speculative_laws import Ran, check_same, engines, folder, plain, run
 
 __all__ = ["engines", "folder", "plain"]

@@ -14,16 +14,16 @@ import numpy as np
 import pytest
 import torch
 
-from sglcore.conformance.matcher import HashedMatcher, follows
-from sglcore.device.config import EngineConfig
+from sglcore.config.engine_config import EngineConfig
+from sglcore.conformance.inputs.hashed_grammar import HashedMatcher, follows
 from sglcore.device.errors import ConfigError
 from sglcore.device.ledger import DecisionLedger
-from sglcore.runtime.speculative.autoregressive import StandaloneDrafter
-from sglcore.runtime.speculative.bring_up import beside_laws
-from sglcore.runtime.speculative.choice import Speculation
+from sglcore.runtime.speculative.chain_drafts import StandaloneDrafter
 from sglcore.runtime.speculative.drafter import NONE, DraftRows
 from sglcore.runtime.speculative.rejection import RULES, Rejection, RejectionWorker
-from sglcore.runtime.speculative.worker import SpeculativeWorker
+from sglcore.runtime.speculative.speculation_bring_up import beside_laws
+from sglcore.runtime.speculative.speculation_choice import Speculation
+from sglcore.runtime.speculative.verify_worker import SpeculativeWorker
 from sglcore.schedule.draft_counts import sums_of
 from sglcore.schedule.request import Request
 from sglcore.step.sizing import MemoryBudget, size_text

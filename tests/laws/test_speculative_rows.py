@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
-from sglcore.device.config import EngineConfig
+from sglcore.config.engine_config import EngineConfig
 from sglcore.runtime.attention.sparse import compressed
-from sglcore.runtime.attention.sparse.tokens import RequestRows
+from sglcore.runtime.attention.sparse.token_queries import RequestRows
 from sglcore.runtime.forward_batch import ForwardBatch
-from sglcore.runtime.memory import deepseek_v4 as rows
-from sglcore.runtime.speculative.choice import most_drafts
-from sglcore.runtime.speculative.ngram import NgramDrafter
-from sglcore.runtime.speculative.worker import SpeculativeWorker
+from sglcore.runtime.memory import deepseek_v4_rows as rows
+from sglcore.runtime.speculative.ngram_drafts import NgramDrafter
+from sglcore.runtime.speculative.speculation_choice import most_drafts
+from sglcore.runtime.speculative.verify_worker import SpeculativeWorker
 from tests.checkpoints import save
 from tests.deepseek_v4 import HEAVY, SPARSE, deepseek_v4, with_published_names
 from tests.drafts import next_token

@@ -11,7 +11,7 @@ import pytest
 from torch import Tensor
 
 from sglcore.runtime.sample_step import SampleStep
-from sglcore.runtime.speculative.worker import SpeculativeWorker
+from sglcore.runtime.speculative.verify_worker import SpeculativeWorker
 from sglcore.schedule.request import Request
 from tests.laws.drafters import DRAFTERS, Texts
 from tests.laws.engine import TokenEngine, random_prompts

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sglcore.runtime.speculative import worker
-from sglcore.schedule import prefix_proposals
+from sglcore.runtime.speculative import verify_worker
+from sglcore.schedule.cache import prefix_proposals
+from sglcore.schedule.cache.prefix_proposals import PrefixProposals
 from sglcore.schedule.draft_counts import sums_of
-from sglcore.schedule.prefix_proposals import PrefixProposals
 from sglcore.schedule.request import Request
 from tests.laws.engine import TokenEngine
 from tests.laws.test_speculative_laws import CONTEXT, Ran, check_same, engines, folder, plain, run
@@ -124,7 +124,7 @@ FOLLOWING = PrefixProposals.following
     [
         (PrefixProposals, "following", _one_late),
         (prefix_proposals, "latest", lambda node, text: None),
-        (worker, "replace_proposals", lambda table, slots, given: None),
+        (verify_worker, "replace_proposals", lambda table, slots, given: None),
     ],
 )
 def test_planted_defects_take_more_steps(

@@ -11,7 +11,7 @@ from typing import Any, cast
 import pytest
 from torch import Tensor
 
-from sglcore.models.transformers_states import Mixer
+from sglcore.models.transformers_backend.stateful_layers import Mixer
 from sglcore.runtime.forward_batch import ForwardBatch
 from sglcore.runtime.memory.states import StatePool
 from tests.checkpoints import qwen3_next, save

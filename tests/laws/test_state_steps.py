@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from sglcore.runtime.memory.states import StatePool
-from sglcore.runtime.speculative.worker import SpeculativeWorker
+from sglcore.runtime.speculative.verify_worker import SpeculativeWorker
 from sglcore.schedule.draft_counts import sums_of
 from sglcore.schedule.request import Request
 from tests.checkpoints import qwen3_next, save

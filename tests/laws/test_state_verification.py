@@ -15,7 +15,7 @@ from torch import Tensor
 
 from sglcore.device.errors import ConfigError
 from sglcore.runtime.memory.states import Runs, StatePool
-from sglcore.runtime.speculative.worker import SpeculativeWorker
+from sglcore.runtime.speculative.verify_worker import SpeculativeWorker
 from sglcore.schedule.running_requests import RunningRequests
 from tests.checkpoints import granite_hybrid, lfm2, nemotron_h, qwen3_next, save
 from tests.drafts import next_token

@@ -17,7 +17,7 @@ from sglcore.device.bring_up import BringUp, Step
 from sglcore.engine import start
 from sglcore.runtime.attention.reference import ReferenceAttention
 from sglcore.runtime.buffer_registry import FillContext, InputBuffer
-from sglcore.runtime.kernels import reference
+from sglcore.runtime.kernels import reference_kernels
 from sglcore.runtime.kernels.table import KernelTable
 from tests.checkpoints import qwen3, save
 from tests.laws.conftest import KINDS
@@ -25,7 +25,7 @@ from tests.laws.engine import TokenEngine, check_logprobs, random_prompts
 from tests.laws.test_mutants import replace_attention
 
 Entry = Callable[..., Tensor]
-STORED: Entry = reference.rotary_and_store
+STORED: Entry = reference_kernels.rotary_and_store
 TRACED = [pytest.param(kind, marks=pytest.mark.needs(f"graphs.{kind}")) for kind in KINDS if kind != "native"]
 """Graph kinds that capture any kernel; a native graph records native kernels only."""
 
@@ -88,7 +88,7 @@ def run(folder: Path, oracle: Any, graph: str) -> tuple[TokenEngine, list[float]
 def test_log_probabilities_are_those_of_an_engine_in_which_attention_stores(
     checkpoint: tuple[Path, Any], graph: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    check_entry(reference.rotary_and_store, checkpoint, graph, monkeypatch)
+    check_entry(reference_kernels.rotary_and_store, checkpoint, graph, monkeypatch)
 
 
 @pytest.mark.parametrize("kind", [pytest.param("off", marks=pytest.mark.needs("device")), *TRACED])
@@ -103,7 +103,7 @@ def check_entry(entry: Entry, checkpoint: tuple[Path, Any], graph: str, monkeypa
     that stores."""
     _, wanted = run(*checkpoint, graph)
     fused = Counted(entry)
-    store = Counted(reference.store_kv)
+    store = Counted(reference_kernels.store_kv)
     with_entries(monkeypatch, store_kv=store, rotary_and_store=fused)
     engine, found = run(*checkpoint, graph)
     np.testing.assert_allclose(found, wanted, atol=1e-5, rtol=0)
@@ -117,7 +117,7 @@ def check_entry(entry: Entry, checkpoint: tuple[Path, Any], graph: str, monkeypa
 
 def plain_keys(*args: Any) -> Tensor:
     """Mutant: stores keys without rotation."""
-    q = reference.rotary_and_store(*args)
+    q = reference_kernels.rotary_and_store(*args)
     k, k_cache, cells = args[1], args[6], args[8]
     k_cache.index_copy_(0, cells.long(), k.reshape(-1, *k_cache.shape[1:]))
     return q
@@ -125,7 +125,7 @@ def plain_keys(*args: Any) -> Tensor:
 
 def nothing_stored(*args: Any) -> Tensor:
     """Mutant: rotates and stores nothing."""
-    return reference.rotary(*args[:2], *args[3:6])[0]
+    return reference_kernels.rotary(*args[:2], *args[3:6])[0]
 
 
 def the_cell_before(*args: Any) -> Tensor:
@@ -159,7 +159,7 @@ def test_padding_that_names_cells_of_another_step_is_caught(
 ) -> None:
     """A captured segment stores all rows of its bucket, padding too."""
     folder, oracle = checkpoint
-    with_entries(monkeypatch, rotary_and_store=reference.rotary_and_store)
+    with_entries(monkeypatch, rotary_and_store=reference_kernels.rotary_and_store)
     engine = TokenEngine(folder, graph="breakable", max_batch_tokens=40)
     if not honest:
         engine.worker.runner.prefill_registry.input_buffer("out_cache_loc").__class__ = KeepsItsTail
@@ -183,7 +183,7 @@ def test_a_backend_that_wants_keys_and_values_is_given_them(
     kind: type[ReferenceAttention], stores: bool, checkpoint: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, oracle = checkpoint
-    fused, store = Counted(reference.rotary_and_store), Counted(reference.store_kv)
+    fused, store = Counted(reference_kernels.rotary_and_store), Counted(reference_kernels.store_kv)
     with_entries(monkeypatch, store_kv=store, rotary_and_store=fused)
     engine = TokenEngine(folder, max_batch_tokens=8, graph="off")
     replace_attention(kind)(engine)

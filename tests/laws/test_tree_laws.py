@@ -14,9 +14,9 @@ from torch import Tensor
 from sglcore.device.errors import ConfigError
 from sglcore.runtime.forward_batch import ForwardBatch
 from sglcore.runtime.speculative import tree_worker
-from sglcore.runtime.speculative.beams import TreeDrafter
 from sglcore.runtime.speculative.drafter import DraftRows
 from sglcore.runtime.speculative.tree import Beams, DraftTree
+from sglcore.runtime.speculative.tree_drafts import TreeDrafter
 from sglcore.runtime.speculative.tree_worker import TreeWorker
 from tests.checkpoints import llama, save
 from tests.drafts import TARGET, DenseDraft, eagle, eagle3, next_token
@@ -228,7 +228,7 @@ def difference(
     """Run three texts with one engine, the second with the prefix of the first; returns the largest
     difference."""
     target, folder, dense = made
-    monkeypatch.setattr(f"sglcore.runtime.speculative.make.{name}", base)
+    monkeypatch.setattr(f"sglcore.runtime.speculative.make_worker.{name}", base)
     given = {"max_batch_tokens": 8, "scramble_pages": 2, **SHAPE, **settings}
     engine = TokenEngine(folder, speculative=kind, **given)
     worker: Any = engine.worker
@@ -361,7 +361,7 @@ def test_a_defect_where_trees_are_verified_shows(engines: Engines, folder: Path,
     samplings = SAMPLING if defect is NeverAChain else FREE
     wanted = ran(TokenEngine(folder, graph="off"), samplings)
     sound = ran(engines("guessing", wanted, graph="off", overlap=False), samplings)
-    monkeypatch.setattr("sglcore.runtime.speculative.make.TreeWorker", defect)
+    monkeypatch.setattr("sglcore.runtime.speculative.make_worker.TreeWorker", defect)
     with pytest.raises(AssertionError):
         found = ran(engines("guessing", wanted, graph="off", overlap=False), samplings)
         check_same(found, wanted)

@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from sglcore.conformance.matcher import HashedMatcher
+from sglcore.conformance.inputs.hashed_grammar import HashedMatcher
 from sglcore.runtime.forward_batch import ForwardBatch
-from sglcore.runtime.speculative.beams import TreeDrafter
 from sglcore.runtime.speculative.drafter import NONE, DraftRows
 from sglcore.runtime.speculative.tree import Beams, DraftTree
+from sglcore.runtime.speculative.tree_drafts import TreeDrafter
 from sglcore.runtime.speculative.tree_worker import TreeWorker
 from sglcore.schedule.request import Request
 from sglcore.schedule.running_requests import RunningRequests
@@ -116,7 +116,7 @@ class CheckedTrees(TreeDrafter):
 
 def grown(folder: Path, prompts: list[list[int]], samplings: Any, monkeypatch: Any, **settings: Any) -> CheckedTrees:
     """Return the drafter after these prompts have run."""
-    monkeypatch.setattr("sglcore.runtime.speculative.make.TreeDrafter", CheckedTrees)
+    monkeypatch.setattr("sglcore.runtime.speculative.make_worker.TreeDrafter", CheckedTrees)
     engine = TokenEngine(folder, speculative="eagle", graph="off", **{**SHAPE, **settings})
     worker: Any = engine.worker
     worker.drafter.grown, worker.drafter.lacking = {}, set()
@@ -197,7 +197,7 @@ def test_beams_of_few_candidates_have_gaps_and_change_no_text(folder: Path, monk
     plain = TokenEngine(folder, graph="off")
     texts = laws.run(plain, samplings=samplings)
     plain.worker.close()
-    monkeypatch.setattr("sglcore.runtime.speculative.make.TreeDrafter", CheckedTrees)
+    monkeypatch.setattr("sglcore.runtime.speculative.make_worker.TreeDrafter", CheckedTrees)
     given = {**SHAPE, "draft_tokens": 16}
     engine = TokenEngine(folder, speculative="eagle", graph="off", overlap=overlap, **given)
     worker: Any = engine.worker
@@ -268,7 +268,7 @@ def test_what_is_told_of_proposals_is_what_had_cells(folder: Path, monkeypatch: 
     plain = TokenEngine(folder, graph="off")
     texts = laws.run(plain, samplings=FREE)
     plain.worker.close()
-    monkeypatch.setattr("sglcore.runtime.speculative.make.TreeWorker", Counted)
+    monkeypatch.setattr("sglcore.runtime.speculative.make_worker.TreeWorker", Counted)
     engine = TokenEngine(folder, speculative="eagle", graph="off", overlap=overlap, max_model_len=64, **SHAPE)
     worker: Any = engine.worker
     worker.offered = []
@@ -321,7 +321,7 @@ class Chained(TreeDrafter):
 
 @pytest.mark.needs("device")
 def test_chains_in_place_of_trees_are_as_deep_as_these(folder: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr("sglcore.runtime.speculative.make.TreeDrafter", Chained)
+    monkeypatch.setattr("sglcore.runtime.speculative.make_worker.TreeDrafter", Chained)
     engine = TokenEngine(folder, speculative="eagle", graph="off", **SHAPE)
     worker: Any = engine.worker
     worker.drafter.lengths = set()

@@ -13,11 +13,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from sglcore.device.config import resolve_config
+from sglcore.config.engine_config import resolve_config
 from sglcore.engine.start import start
 from sglcore.runtime.memory.pools import WindowTable
 from sglcore.runtime.tp_worker import TpModelWorker
-from sglcore.schedule.windows import Windows
+from sglcore.schedule.cache.window_pages import Windows
 from tests.checkpoints import gemma2, gemma3, gpt_oss, mistral, save
 from tests.laws import test_model_laws
 from tests.laws.engine import check_logprobs, environ, random_prompts

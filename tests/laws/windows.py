@@ -10,7 +10,7 @@ import torch
 from sglcore.runtime.attention.windowed import WindowedAttention
 from sglcore.runtime.memory.pools import CELL_MAJOR, TokenToKVPool
 from sglcore.runtime.streams import Streams
-from sglcore.schedule.pages import PagePool
+from sglcore.schedule.cache.free_pages import PagePool
 from tests.laws.engine import TokenEngine
 
 

@@ -12,8 +12,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.gemma4.modeling_gemma4 import Gemma4TextRotaryEmbedding
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from sglcore.checkpoint.config import ModelConfig, RopeConfig, read_config
-from sglcore.checkpoint.rotary import mrope_axes, rotary_frequencies
+from sglcore.checkpoint.model_config import ModelConfig, RopeConfig, read_config
+from sglcore.checkpoint.rope_config import mrope_axes, rotary_frequencies
 from sglcore.device.errors import ConfigError
 from sglcore.layers.rotary import cos_sin_cache
 from tests.checkpoints import LLAMA3, LONG, llama, rope, save

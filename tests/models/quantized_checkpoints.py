@@ -18,8 +18,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from sglcore.models.quantized import QuantizedWeight
-from sglcore.runtime.kernels.reference import QuantizedCodes
+from sglcore.models.weights.quantized_weight import QuantizedWeight
+from sglcore.runtime.kernels.reference_kernels import QuantizedCodes
 from sglcore.runtime.kernels.table import KernelTable
 from tests.checkpoints import llama, save
 

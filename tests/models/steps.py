@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from sglcore.checkpoint.config import read_config
-from sglcore.models.loader import load_model
-from sglcore.models.steps import CONTEXT, FACTS, PAGE, SLOTS, Steps
+from sglcore.checkpoint.model_config import read_config
+from sglcore.models.single_steps import CONTEXT, FACTS, PAGE, SLOTS, Steps
+from sglcore.models.weights.model_loader import load_model
 from sglcore.runtime.kernels.table import KernelTable
 
 __all__ = ["CONTEXT", "FACTS", "PAGE", "SLOTS", "Steps", "load"]

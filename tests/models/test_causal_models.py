@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from sglcore.device.errors import ConfigError
-from sglcore.runtime.kernels.grouped import grouped_moe
-from sglcore.runtime.kernels.reference import add_rms_norm, rms_norm
+from sglcore.runtime.kernels.grouped_moe import grouped_moe
+from sglcore.runtime.kernels.reference_kernels import add_rms_norm, rms_norm
 from sglcore.runtime.kernels.table import KernelTable
 from tests.checkpoints import (
     CAUSAL,

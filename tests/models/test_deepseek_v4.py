@@ -10,12 +10,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from sglcore.checkpoint.config import read_config
+from sglcore.checkpoint.model_config import read_config
 from sglcore.device.batch import ForwardMode
 from sglcore.device.errors import CheckpointError
-from sglcore.models.deepseek_v4_nextn import next_token_config
-from sglcore.models.draft import DRAFTS
-from sglcore.models.loader import load_model
+from sglcore.models.drafts.deepseek_v4_nextn import next_token_config
+from sglcore.models.drafts.draft_loader import DRAFTS
+from sglcore.models.weights.model_loader import load_model
 from sglcore.runtime.kernels.table import KernelTable
 from tests.deepseek_v4 import DenseStreams, deepseek_v4, with_float8, with_module_names, with_published_names
 from tests.models.steps import Steps, load

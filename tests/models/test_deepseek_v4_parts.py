@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from sglcore.checkpoint.compressed import compressed_config
-from sglcore.checkpoint.config import ModelConfig, read_config
-from sglcore.layers.build import Build
-from sglcore.layers.scope import Weights
-from sglcore.models.deepseek_v4 import LimitedExperts
+from sglcore.checkpoint.compressed_config import compressed_config
+from sglcore.checkpoint.model_config import ModelConfig, read_config
+from sglcore.layers.build_scope import Weights
+from sglcore.layers.torch_layers import Build
+from sglcore.models.architectures.deepseek.deepseek_v4 import LimitedExperts
 from sglcore.runtime.kernels.table import KernelTable
 from tests.checkpoints import Oracle
 from tests.deepseek_v4 import deepseek_v4, with_module_names

@@ -14,15 +14,15 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType
 
-from sglcore.checkpoint.config import read_config
-from sglcore.checkpoint.gguf import read_header
 from sglcore.checkpoint.gguf_architectures import ARCHITECTURES as GGUF
+from sglcore.checkpoint.gguf_header import read_header
+from sglcore.checkpoint.model_config import read_config
 from sglcore.device.errors import CheckpointError, ConfigError, SglcoreError
 from sglcore.device.ledger import DecisionLedger
-from sglcore.models.gguf_blocks import KINDS, BlockWeight
+from sglcore.models.architecture_registry import ARCHITECTURES
 from sglcore.models.implementation import choose_implementation
-from sglcore.models.quantized import packable, rounded
-from sglcore.models.registry import ARCHITECTURES
+from sglcore.models.weights.gguf_blocks import KINDS, BlockWeight
+from sglcore.models.weights.quantized_weight import packable, rounded
 from tests.checkpoints import (
     LLAMA3,
     gemma,

@@ -12,8 +12,8 @@ import pytest
 import torch
 import transformers
 
-from sglcore.checkpoint.config import read_config
-from sglcore.checkpoint.latent import latent_config, with_indexer
+from sglcore.checkpoint.latent_config import latent_config, with_indexer
+from sglcore.checkpoint.model_config import read_config
 from sglcore.device.errors import ConfigError
 from sglcore.runtime.memory.geometry import rows_row
 from sglcore.step.sizing import Geometry, size_text

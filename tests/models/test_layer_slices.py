@@ -11,9 +11,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sglcore.runtime.batch_split import filter_batch
 from sglcore.runtime.forward_batch import ForwardBatch
 from sglcore.runtime.forward_context import ForwardContext, forward_context
-from sglcore.runtime.split import filter_batch
 from tests.checkpoints import qwen3_moe, save
 from tests.models.alone import batch_of, entered
 from tests.models.steps import Steps, load

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from sglcore.checkpoint.dtype import choose_dtype
-from sglcore.device.config import EngineConfig
+from sglcore.config.engine_config import EngineConfig
 from sglcore.device.errors import CheckpointError, ConfigError
 from sglcore.device.facts import Facts
 from sglcore.device.ledger import DecisionLedger

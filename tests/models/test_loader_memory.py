@@ -28,8 +28,8 @@ SIZES = {
 LOAD_AND_MEASURE = """
 import sys, torch
 from sglcore.models import loader, safetensors_file
-from sglcore.checkpoint.config import read_config
-from sglcore.models.llama import LlamaForCausalLM
+from sglcore.checkpoint.model_config import read_config
+from sglcore.models.architectures.llama import LlamaForCausalLM
 from sglcore.runtime.kernels.table import KernelTable
 
 def kilobytes(name):

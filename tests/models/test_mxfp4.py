@@ -12,7 +12,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from sglcore.device.errors import CheckpointError
 from sglcore.device.ledger import DecisionLedger
-from sglcore.runtime.kernels import reference
+from sglcore.runtime.kernels import reference_kernels
 from sglcore.runtime.kernels.mxfp4 import dequantized
 from sglcore.runtime.kernels.table import KernelTable
 from tests.checkpoints import gpt_oss, oracle_logprobs, save, with_mxfp4_experts
@@ -38,7 +38,7 @@ def test_published_experts_are_read_exactly_and_the_ledger_says_what_they_take(p
     assert "MiB more than in the files" in row.reason
 
 
-TABLE = KernelTable().replace(mxfp4_moe=reference.mxfp4_moe)
+TABLE = KernelTable().replace(mxfp4_moe=reference_kernels.mxfp4_moe)
 
 
 def test_experts_stay_in_4_bits_where_kernels_read_them(published) -> None:
@@ -85,7 +85,9 @@ def test_every_code_and_exponent_is_transformers_own_in_bfloat16() -> None:
 
 def test_swapped_nibbles_would_be_noticed(published, monkeypatch: pytest.MonkeyPatch) -> None:
     oracle, folder = published
-    monkeypatch.setattr("sglcore.models.mxfp4.dequantized", lambda b, s: dequantized(b << 4 | b >> 4, s))
+    monkeypatch.setattr(
+        "sglcore.models.weights.mxfp4_experts.dequantized", lambda b, s: dequantized(b << 4 | b >> 4, s)
+    )
     found = Steps(load(folder)).logprobs({1: IDS})
     assert (found - oracle_logprobs(oracle, IDS)).abs().max() > 1e-2
 

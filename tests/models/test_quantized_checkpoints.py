@@ -16,7 +16,7 @@ from torch import Tensor
 
 from sglcore.device.errors import CheckpointError
 from sglcore.device.ledger import DecisionLedger
-from sglcore.runtime.kernels.reference import QuantizedCodes
+from sglcore.runtime.kernels.reference_kernels import QuantizedCodes
 from tests.checkpoints import oracle_logprobs
 from tests.models.quantized_checkpoints import CASES, FILE, Packs, Random, configure, integers, make
 from tests.models.steps import Steps, load

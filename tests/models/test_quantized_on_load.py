@@ -11,13 +11,13 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from sglcore.device.config import EngineConfig
+from sglcore.config.engine_config import EngineConfig
 from sglcore.device.errors import ConfigError, StrictError
 from sglcore.device.facts import Facts
 from sglcore.device.ledger import DecisionLedger
 from sglcore.models.checkpoint import load_checkpoint
-from sglcore.models.quantized import QuantizedWeight, ScaledFloats, fill, joined, packable, rounded
-from sglcore.runtime.kernels.reference import linear
+from sglcore.models.weights.quantized_weight import QuantizedWeight, ScaledFloats, fill, joined, packable, rounded
+from sglcore.runtime.kernels.reference_kernels import linear
 from sglcore.runtime.kernels.table import KernelTable
 from tests.checkpoints import llama, qwen3_moe, save
 from tests.models.quantized_checkpoints import CASES, make
@@ -216,7 +216,7 @@ def test_a_device_that_does_not_quantise_is_an_error_before_anything_is_read(tmp
     folder = save(llama(), tmp_path)
     (folder / "model.safetensors").unlink()
     with pytest.raises(
-        ConfigError, match=r"do not quantise \(sglcore.runtime.kernels.reference has no quantize_linear\)"
+        ConfigError, match=r"do not quantise \(sglcore.runtime.kernels.reference_kernels has no quantize_linear\)"
     ):
         load(folder, quantize="int8")
 
@@ -301,7 +301,7 @@ def test_rounding_is_to_the_nearest_of_255_steps() -> None:
 
 
 def test_filling_works_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sglcore.models.quantized.PIECE", 200)
+    monkeypatch.setattr("sglcore.models.weights.quantized_weight.PIECE", 200)
     weight, target = codes(7, 64, 4, 32), torch.empty(7, 64, dtype=torch.bfloat16)
     fill(weight, target)
     assert torch.equal(target, weight.values(slice(None)).bfloat16())

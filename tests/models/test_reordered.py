@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from sglcore.models.quantized import QuantizedWeight, ScaledFloats, Stored, fill
-from sglcore.models.reordered import ReorderedWeight
+from sglcore.models.weights.quantized_weight import QuantizedWeight, ScaledFloats, Stored, fill
+from sglcore.models.weights.reordered_weight import ReorderedWeight
 from tests.checkpoints import glm, oracle_logprobs, save
 from tests.models.steps import Steps, load
 
@@ -21,7 +21,7 @@ def test_rows_in_the_checkpoints_order_would_be_noticed(tmp_path: Path, monkeypa
     oracle = glm()
     folder = save(oracle, tmp_path)
     assert (Steps(load(folder)).logprobs({1: IDS}) - oracle_logprobs(oracle, IDS)).abs().max() < 1e-4
-    monkeypatch.setattr("sglcore.layers.build.halves_first", lambda heads, size, turned: np.arange(heads * size))
+    monkeypatch.setattr("sglcore.layers.torch_layers.halves_first", lambda heads, size, turned: np.arange(heads * size))
     assert (Steps(load(folder)).logprobs({1: IDS}) - oracle_logprobs(oracle, IDS)).abs().max() > 1e-2
 
 

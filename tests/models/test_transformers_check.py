@@ -18,14 +18,14 @@ from transformers.utils.hub import TRANSFORMERS_DYNAMIC_MODULE_NAME
 
 from sglcore.device.errors import ConfigError, StrictError
 from sglcore.device.ledger import DecisionLedger, Row
-from sglcore.models import transformers_check
 from sglcore.models.implementation import choose_implementation
-from sglcore.models.steps import Steps
-from sglcore.models.transformers_check import whole
-from sglcore.models.transformers_config import Library, transformers_config
-from sglcore.models.transformers_shrink import PARAMETERS, shrunk
-from sglcore.models.transformers_states import find_mixers
-from sglcore.models.transformers_types import PROVEN
+from sglcore.models.single_steps import Steps
+from sglcore.models.transformers_backend import equivalence_check
+from sglcore.models.transformers_backend.equivalence_check import whole
+from sglcore.models.transformers_backend.small_config import PARAMETERS, shrunk
+from sglcore.models.transformers_backend.stateful_layers import find_mixers
+from sglcore.models.transformers_backend.transformers_config import Library, transformers_config
+from sglcore.models.transformers_backend.verified_types import PROVEN
 from tests.checkpoints import SIZES, llama, save
 from tests.laws.engine import TokenEngine, check_logprobs
 from tests.models.steps import load
@@ -151,19 +151,19 @@ def test_a_class_that_fails_is_refused_with_what_it_says(unproven: Path, monkeyp
     def fails(*_: Any) -> float:
         raise IndexError("no place\nfor it")
 
-    monkeypatch.setattr(transformers_check, "difference", fails)
+    monkeypatch.setattr(equivalence_check, "difference", fails)
     with pytest.raises(ConfigError, match=r"'llama' can not be served: .*\(IndexError: no place for it\)"):
         chosen(unproven)
 
 
-@pytest.mark.parametrize("length", [transformers_check.LENGTH, transformers_check.OTHER])
+@pytest.mark.parametrize("length", [equivalence_check.LENGTH, equivalence_check.OTHER])
 def test_what_is_no_number_in_either_request_is_refused(
     unproven: Path, length: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def spoiled(model: Any, tokens: torch.Tensor) -> torch.Tensor:
         return whole(model, tokens) * (float("nan") if len(tokens) == length else 1)
 
-    monkeypatch.setattr(transformers_check, "whole", spoiled)
+    monkeypatch.setattr(equivalence_check, "whole", spoiled)
     with pytest.raises(ConfigError, match="'llama' can not be served: .* differ by nan"):
         chosen(unproven)
 
@@ -172,7 +172,7 @@ def test_what_is_no_number_in_either_request_is_refused(
 def test_a_thousandth_of_a_log_probability_is_not_equal(
     unproven: Path, off: float, is_served: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(transformers_check, "whole", lambda model, tokens: whole(model, tokens) + off)
+    monkeypatch.setattr(equivalence_check, "whole", lambda model, tokens: whole(model, tokens) + off)
     if is_served:
         assert chosen(unproven)["model impl"].downgrade
         return
@@ -248,22 +248,22 @@ def test_two_requests_are_compared_in_chunks_side_by_side_and_then_token_by_toke
     monkeypatch.setattr(Steps, "hidden", hidden)
     oracle = llama()
     loaded = load(save(oracle, tmp_path))
-    assert transformers_check.difference(oracle, loaded) <= transformers_check.EQUAL
+    assert equivalence_check.difference(oracle, loaded) <= equivalence_check.EQUAL
     single = [step for step in seen if set(step.values()) == {1}]
     chunks = [step for step in seen if step not in single]
-    lengths = {1: transformers_check.LENGTH, 2: transformers_check.OTHER}
+    lengths = {1: equivalence_check.LENGTH, 2: equivalence_check.OTHER}
     assert {slot: sum(step.get(slot, 0) for step in seen) for slot in lengths} == lengths
     assert any(len(step) == 2 and min(step.values()) > 1 for step in chunks)
     for slot, length in lengths.items():
         assert sum(slot in step for step in single) >= length - length // 2
-    assert sum(len(step) == 2 for step in single) >= transformers_check.OTHER // 2
+    assert sum(len(step) == 2 for step in single) >= equivalence_check.OTHER // 2
 
 
 @pytest.mark.parametrize("kind", ["mamba2", "falcon_mamba", "qwen3_next"])
 def test_a_model_goes_on_from_its_own_cache_by_whatever_name_it_has(kind: str) -> None:
     """Against the same model in one forward: nothing of the previous tokens is lost."""
     model, tokens = tiny_model(kind, sizes_of(kind)), torch.arange(3, 15)
-    torch.testing.assert_close(transformers_check._cached(model, tokens), whole(model, tokens), rtol=0, atol=1e-3)
+    torch.testing.assert_close(equivalence_check._cached(model, tokens), whole(model, tokens), rtol=0, atol=1e-3)
 
 
 # -- code in a checkpoint
@@ -311,7 +311,7 @@ def test_positions_that_count_otherwise_are_found(first: int | None, tmp_path: P
 
 def test_a_checkpoint_with_code_is_served(tmp_path: Path) -> None:
     folder = own_model(tmp_path / "model")
-    oracle = transformers_check.random_model(transformers_config(folder, runs_code=True).library)
+    oracle = equivalence_check.random_model(transformers_config(folder, runs_code=True).library)
     oracle.save_pretrained(folder)
     engine = TokenEngine(folder, trust_remote_code=True)
     check_logprobs(engine.run([[5, 9, 7, 11, 3], [4, 8]], 6), oracle)

@@ -12,11 +12,11 @@ from transformers import AutoModelForCausalLM
 from transformers.initialization import no_init_weights
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from sglcore.models.transformers_experts import serve_experts
-from sglcore.models.transformers_layers import PackedLinear
-from sglcore.models.transformers_replace import replace
-from sglcore.models.transformers_routed import take_routed
-from sglcore.models.transformers_states import find_mixers
+from sglcore.models.transformers_backend.host_routed_experts import take_routed
+from sglcore.models.transformers_backend.kernel_layers import PackedLinear
+from sglcore.models.transformers_backend.kernel_replacement import replace
+from sglcore.models.transformers_backend.moe_adapter import serve_experts
+from sglcore.models.transformers_backend.stateful_layers import find_mixers
 from tests.models.transformers_cases import sizes_of
 
 EXPERTS = 11

@@ -27,18 +27,18 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from sglcore.checkpoint.config import read_config
+from sglcore.checkpoint.model_config import read_config
 from sglcore.device.errors import CheckpointError, ConfigError
 from sglcore.device.ledger import DecisionLedger
 from sglcore.models.implementation import choose_implementation
-from sglcore.models.loader import load_model
-from sglcore.models.transformers_attention import Several
-from sglcore.models.transformers_config import UNBOUNDED, Library, described
-from sglcore.models.transformers_types import PROVEN, VERSION
-from sglcore.models.transformers_walk import AttentionCall, DoesNotRun, walk, window_of
+from sglcore.models.transformers_backend.attention_adapter import Several
+from sglcore.models.transformers_backend.shape_walk import AttentionCall, DoesNotRun, walk, window_of
+from sglcore.models.transformers_backend.transformers_config import UNBOUNDED, Library, described
+from sglcore.models.transformers_backend.verified_types import PROVEN, VERSION
+from sglcore.models.weights.model_loader import load_model
 from sglcore.runtime.attention.backend_attention import BackendAttention
 from sglcore.runtime.forward_batch import ForwardBatch
-from sglcore.runtime.kernels.reference import add_rms_norm, moe, quantize_linear
+from sglcore.runtime.kernels.reference_kernels import add_rms_norm, moe, quantize_linear
 from sglcore.runtime.kernels.table import KernelTable, Limited
 from tests.checkpoints import exaone4, gemma3, llama, save
 from tests.models.steps import Steps
@@ -138,7 +138,7 @@ def test_the_dtype_is_the_checkpoints(foreign: Path, stored: dict[str, str], dty
 
 def test_one_with_a_file_runs_by_it_unless_the_other_is_asked_for(tmp_path: Path) -> None:
     folder = save(llama(), tmp_path)
-    assert chosen(folder)[2].startswith("native: LlamaForCausalLM has a file here, sglcore.models.llama")
+    assert chosen(folder)[2].startswith("native: LlamaForCausalLM has a file here, sglcore.models.architectures.llama")
     assert not chosen(folder, "native")[1]
     assert chosen(folder, "transformers")[2].startswith("transformers: asked for")
 
@@ -268,7 +268,9 @@ def test_a_conversion_of_weights_that_is_not_done_here_is_refused(
     weights = load_file(tmp_path / "whole" / "model.safetensors")
     renamed = {name.replace("self_attn.q_proj", "self_attn.query"): weight for name, weight in weights.items()}
     converter = WeightConverter("self_attn.query.weight", "self_attn.q_proj.weight", operations=operations)
-    monkeypatch.setattr("sglcore.models.transformers_names.get_model_conversion_mapping", lambda model: [converter])
+    monkeypatch.setattr(
+        "sglcore.models.transformers_backend.weight_names.get_model_conversion_mapping", lambda model: [converter]
+    )
     with pytest.raises(ConfigError, match=r"query.weight' becomes .*q_proj.weight' by a conversion that is not done"):
         load(Saved(tmp_path / "whole", renamed), tmp_path / "more")  # pyright: ignore[reportArgumentType]
 

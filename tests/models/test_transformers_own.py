@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from sglcore.device.errors import ConfigError
-from sglcore.models.transformers_own import find_own, try_own
-from sglcore.models.transformers_types import PROVEN
-from sglcore.models.transformers_walk import AttentionCall, walk
+from sglcore.models.transformers_backend.eager_attention import find_own, try_own
+from sglcore.models.transformers_backend.shape_walk import AttentionCall, walk
+from sglcore.models.transformers_backend.verified_types import PROVEN
 from tests.models.test_transformers_models import empty
 from tests.models.transformers_cases import compare, load, sizes_of, tiny_model
 
@@ -107,6 +107,6 @@ def test_scores_that_differ_only_where_queries_and_keys_are_large_are_refused(ch
 
 
 def test_a_window_that_is_lost_is_seen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("sglcore.models.transformers_own._window", lambda mask: None)
+    monkeypatch.setattr("sglcore.models.transformers_backend.eager_attention._window", lambda mask: None)
     with pytest.raises(ConfigError, match="GPTNeoSelfAttention .* attends otherwise"):
         load(tiny_model("gpt_neo", sizes_of("gpt_neo")), tmp_path)

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 from transformers.models.bloom.modeling_bloom import BloomBlock
 
-from sglcore.device.config import EngineConfig
+from sglcore.config.engine_config import EngineConfig
 from sglcore.device.errors import ConfigError
-from sglcore.models.steps import FACTS, Steps
-from sglcore.models.transformers_places import FARTHEST, Places, key_columns, query_columns, slopes_of
-from sglcore.models.transformers_types import PROVEN
-from sglcore.runtime.memory.bring_up import sizes
+from sglcore.models.single_steps import FACTS, Steps
+from sglcore.models.transformers_backend.alibi_slopes import FARTHEST, Places, key_columns, query_columns, slopes_of
+from sglcore.models.transformers_backend.verified_types import PROVEN
+from sglcore.runtime.memory.memory_bring_up import sizes
 from sglcore.runtime.memory.pools import PER_HEAD
 from tests.models.transformers_cases import compare, load, sizes_of, tiny_model, whole
 
@@ -69,7 +69,7 @@ def test_slopes_of_other_heads_are_seen(monkeypatch: pytest.MonkeyPatch, tmp_pat
     def turned(bias: Tensor, heads: int, times: float) -> tuple[float, ...]:
         return (slopes_of(bias, heads, times) or ())[::-1]
 
-    monkeypatch.setattr("sglcore.models.transformers_own.slopes_of", turned)
+    monkeypatch.setattr("sglcore.models.transformers_backend.eager_attention.slopes_of", turned)
     with pytest.raises(ConfigError, match="BloomAttention .* attends otherwise"):
         load(tiny_model("bloom", sizes_of("bloom")), tmp_path)
 
@@ -130,7 +130,7 @@ def test_other_places_are_seen(planted: Any, monkeypatch: pytest.MonkeyPatch, tm
 
 
 def test_a_context_whose_places_are_not_exact_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("sglcore.models.transformers_model.FARTHEST", 128)
+    monkeypatch.setattr("sglcore.models.transformers_backend.transformers_model.FARTHEST", 128)
     with pytest.raises(ConfigError, match="a context of 131072, and places .* exact up to 128"):
         load(tiny_model("bloom", {**sizes_of("bloom"), "max_position_embeddings": 131072}), tmp_path)
 
@@ -141,7 +141,7 @@ def test_the_longest_context_whose_places_are_exact_is_served(
 ) -> None:
     """The last position is one less than the length; the length that the error suggests is
     accepted."""
-    monkeypatch.setattr("sglcore.models.transformers_model.FARTHEST", 128)
+    monkeypatch.setattr("sglcore.models.transformers_backend.transformers_model.FARTHEST", 128)
     model = tiny_model("bloom", {**sizes_of("bloom"), "max_position_embeddings": context})
     with nullcontext() if is_served else pytest.raises(ConfigError, match="set --max-model-len to at most 128"):
         assert load(model, tmp_path).attention_layers

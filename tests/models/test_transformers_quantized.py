@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 from sglcore.device.errors import CheckpointError, ConfigError
 from sglcore.device.ledger import DecisionLedger
 from sglcore.models.implementation import TRANSFORMERS
-from sglcore.models.loader import load_model
-from sglcore.models.transformers_config import transformers_config
+from sglcore.models.transformers_backend.transformers_config import transformers_config
+from sglcore.models.weights.model_loader import load_model
 from sglcore.runtime.kernels.table import KernelTable
 from tests.checkpoints import oracle_logprobs
 from tests.models.quantized_checkpoints import CASES, FILE, Packs, Random, configure, make

@@ -19,15 +19,15 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, apply_rotary_pos_emb
 
 from sglcore.device.errors import ConfigError
-from sglcore.models.transformers_angles import check_angles, doubling_of
-from sglcore.models.transformers_layers import GatedBlock, Norm, NormForm, PackedLinear, Product
-from sglcore.models.transformers_replace import Replaced, replace
-from sglcore.models.transformers_rotary import Rotary, RotaryTrace, Turn
-from sglcore.models.transformers_sums import Addend, Sum, added
-from sglcore.models.transformers_turning import turns
-from sglcore.models.transformers_twins import embedding_scale, gated_block_of, kind_of, rms_norm_of
+from sglcore.models.transformers_backend.deferred_sums import Addend, Sum, added
+from sglcore.models.transformers_backend.kernel_layers import GatedBlock, Norm, NormForm, PackedLinear, Product
+from sglcore.models.transformers_backend.kernel_replacement import Replaced, replace
+from sglcore.models.transformers_backend.module_probes import embedding_scale, gated_block_of, kind_of, rms_norm_of
+from sglcore.models.transformers_backend.rope_tables import check_angles, doubling_of
+from sglcore.models.transformers_backend.rotary_adapter import Rotary, RotaryTrace, Turn
+from sglcore.models.transformers_backend.rotary_convention import turns
 from sglcore.runtime.attention.backend_attention import BackendAttention
-from sglcore.runtime.kernels import reference
+from sglcore.runtime.kernels import reference_kernels
 from sglcore.runtime.kernels.table import KernelTable
 from tests.models.test_transformers_models import empty
 from tests.models.transformers_cases import compare, load, sizes_of, tiny_model
@@ -463,11 +463,11 @@ def test_heads_are_normed_and_turned_at_once(kind: str, stores: bool, monkeypatc
 
     def counted(*given: Any) -> Tensor:
         calls.append(1)
-        return reference.norm_rotary_and_store(*given)
+        return reference_kernels.norm_rotary_and_store(*given)
 
     if not stores:
         monkeypatch.setattr(BackendAttention, "cells", lambda self: None)
-    table = KernelTable().replace(rotary_and_store=reference.rotary_and_store, norm_rotary_and_store=counted)
+    table = KernelTable().replace(rotary_and_store=reference_kernels.rotary_and_store, norm_rotary_and_store=counted)
     assert compare(tiny_model(kind, sizes_of(kind)), tmp_path, kernels=table) < 2e-4
     assert bool(calls) is stores
 
@@ -518,9 +518,9 @@ def test_heads_that_something_else_takes_too_are_normed_before_it(reads: bool) -
 
 def test_heads_that_are_never_normed_show(tmp_path: Path) -> None:
     def turned(*given: Any) -> Tensor:
-        return reference.rotary_and_store(*given[:-3])
+        return reference_kernels.rotary_and_store(*given[:-3])
 
-    table = KernelTable().replace(rotary_and_store=reference.rotary_and_store, norm_rotary_and_store=turned)
+    table = KernelTable().replace(rotary_and_store=reference_kernels.rotary_and_store, norm_rotary_and_store=turned)
     assert compare(tiny_model("qwen3", sizes_of("qwen3")), tmp_path, kernels=table) > 1e-2
 
 
@@ -739,7 +739,7 @@ def test_a_class_that_is_refused_for_itself_is_walked_once(tmp_path: Path, monke
         calls.append(is_whole)
         raise ConfigError("it makes its masks itself")
 
-    monkeypatch.setattr("sglcore.models.transformers_model.replace", refused)
+    monkeypatch.setattr("sglcore.models.transformers_backend.transformers_model.replace", refused)
     with pytest.raises(ConfigError, match="its masks itself"):
         load(tiny_model("llama", sizes_of("llama")), tmp_path)
     assert calls == [True]

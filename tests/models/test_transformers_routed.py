@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from sglcore.models import transformers_routed
-from sglcore.models.transformers_routed import take_routed
+from sglcore.models.transformers_backend import host_routed_experts
+from sglcore.models.transformers_backend.host_routed_experts import take_routed
 from tests.models.transformers_cases import compare, load, sizes_of, tiny_model
 
 KINDS = {"dbrx": "DbrxExperts", "longcat_flash": "LongcatFlashExperts", "jetmoe": "JetMoeParallelExperts"}
@@ -78,5 +78,5 @@ def test_experts_whose_rows_are_lost_are_seen(tmp_path: Path, monkeypatch: pytes
     def first(module: nn.Module, inputs: Tensor, expert_size: Tensor) -> Tensor:
         return linear(inputs, module.weight[0])  # pyright: ignore[reportIndexIssue, reportArgumentType]
 
-    monkeypatch.setattr(transformers_routed, "_by_order", first)
+    monkeypatch.setattr(host_routed_experts, "_by_order", first)
     assert compare(tiny_model("jetmoe", sizes_of("jetmoe")), tmp_path) > 1e-2

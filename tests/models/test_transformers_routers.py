@@ -14,13 +14,20 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 from transformers.models.dots1.modeling_dots1 import Dots1TopkRouter
 
-from sglcore.models import transformers_experts
-from sglcore.models.transformers_experts import serve_experts
-from sglcore.models.transformers_head import PackedHead, output_of
-from sglcore.models.transformers_layers import NoDropout, Rows
-from sglcore.models.transformers_replace import replace
-from sglcore.models.transformers_routers import CHOOSING, Router, SparseBlock, may_route, routing_of, telling_logits
-from sglcore.runtime.kernels import reference
+from sglcore.models.transformers_backend import moe_adapter
+from sglcore.models.transformers_backend.kernel_layers import NoDropout, Rows
+from sglcore.models.transformers_backend.kernel_replacement import replace
+from sglcore.models.transformers_backend.moe_adapter import serve_experts
+from sglcore.models.transformers_backend.output_head import PackedHead, output_of
+from sglcore.models.transformers_backend.router_detection import (
+    CHOOSING,
+    Router,
+    SparseBlock,
+    may_route,
+    routing_of,
+    telling_logits,
+)
+from sglcore.runtime.kernels import reference_kernels
 from sglcore.runtime.kernels.table import KernelTable
 from tests.models.test_transformers_models import empty
 from tests.models.transformers_cases import compare, load, sizes_of, tiny_model
@@ -139,7 +146,7 @@ def test_the_rows_that_routers_are_tried_with_tell_all_groups_apart(experts: int
     for k in (1, 2, 8):
         chosen = [
             torch.zeros(len(logits), experts).scatter_(
-                1, reference.sigmoid_routing(logits, bias, k, *pair, False, 1.0)[1].long(), 1
+                1, reference_kernels.sigmoid_routing(logits, bias, k, *pair, False, 1.0)[1].long(), 1
             )
             for pair in pairs
             if k <= pair[1] * (experts // pair[0])
@@ -157,7 +164,7 @@ def by_largest_of_groups(logits: Tensor) -> Any:
 
 
 def of_hidden_groups(logits: Tensor, bias: Tensor) -> Any:
-    weights, experts = reference.sigmoid_routing(logits, bias, 3, 4, 2, True, 2.5)
+    weights, experts = reference_kernels.sigmoid_routing(logits, bias, 3, 4, 2, True, 2.5)
     return logits, weights, experts
 
 
@@ -225,7 +232,7 @@ def test_experts_are_known_by_their_gate_and_weights_are_turned_as_kernels_want_
 
     def seen(hidden: Tensor, weights: Tensor, ids: Tensor, *given: Any) -> Tensor:
         calls.append(all(each.is_contiguous() for each in given if isinstance(each, Tensor)))
-        return getattr(reference, entry)(hidden, weights, ids, *given)
+        return getattr(reference_kernels, entry)(hidden, weights, ids, *given)
 
     table = KernelTable().replace(**{entry: seen})
     assert compare(tiny_model(kind, sizes_of(kind)), tmp_path, kernels=table) < 2e-4
@@ -240,9 +247,9 @@ def test_a_limit_of_experts_is_seen_however_large_it_is() -> None:
 
         return SimpleNamespace(_apply_gate=gate)
 
-    gates = transformers_experts._gates
-    assert gates(limited(float("inf")), reference.silu_and_mul, HALF)
-    assert not any(gates(limited(limit), reference.silu_and_mul, HALF) for limit in (7.0, 30.0, 100.0, 1000.0))
+    gates = moe_adapter._gates
+    assert gates(limited(float("inf")), reference_kernels.silu_and_mul, HALF)
+    assert not any(gates(limited(limit), reference_kernels.silu_and_mul, HALF) for limit in (7.0, 30.0, 100.0, 1000.0))
 
 
 # -- ends
@@ -287,7 +294,7 @@ class Ends(nn.Module):
 )
 def test_what_a_head_does_to_logits_is_known_by_what_it_gives(formula: Any, is_known: bool) -> None:
     model: Any = Ends(formula)
-    build: Any = type("Build", (), {"rows": lambda *_: torch.empty(1), "kernel": lambda *_: reference.softcap})
+    build: Any = type("Build", (), {"rows": lambda *_: torch.empty(1), "kernel": lambda *_: reference_kernels.softcap})
     build.config = type("Config", (), {"vocab_size": 8})
     output = output_of(model, model.lm_head, build)
     hidden = torch.randn(3, 4)
@@ -327,9 +334,9 @@ def even_weights(patch: Patch) -> None:
 
 
 def another_clamp(patch: Patch) -> None:
-    own = transformers_experts._clamped
-    patch.setattr(transformers_experts, "_gates", lambda module, wanted, dtype: own is not None)
-    patch.setattr(transformers_experts, "only", lambda fitting: next(iter(fitting)))
+    own = moe_adapter._clamped
+    patch.setattr(moe_adapter, "_gates", lambda module, wanted, dtype: own is not None)
+    patch.setattr(moe_adapter, "only", lambda fitting: next(iter(fitting)))
 
 
 def a_sum_of_experts_that_is_lost(patch: Patch) -> None:
@@ -343,7 +350,8 @@ def no_scale(patch: Patch) -> None:
 
 def a_cap_of_another_size(patch: Patch) -> None:
     patch.setattr(
-        "sglcore.models.transformers_head.Softcap", lambda build, cap: lambda x: cap / 8 * torch.tanh(x / cap)
+        "sglcore.models.transformers_backend.output_head.Softcap",
+        lambda build, cap: lambda x: cap / 8 * torch.tanh(x / cap),
     )
 
 

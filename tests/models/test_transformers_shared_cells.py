@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from sglcore.models import transformers_model
-from sglcore.models.transformers_attention import attention_layers
-from sglcore.models.transformers_walk import AttentionCall, walk
+from sglcore.models.transformers_backend import transformers_model
+from sglcore.models.transformers_backend.attention_adapter import attention_layers
+from sglcore.models.transformers_backend.shape_walk import AttentionCall, walk
 from tests.models.test_transformers_models import empty, sizes_of
 from tests.models.transformers_cases import compare, compare_served, load, tiny_model
 

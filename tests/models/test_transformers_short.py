@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from sglcore.models import transformers_walk
-from sglcore.models.transformers_walk import DoesNotRun
+from sglcore.models.transformers_backend import shape_walk
+from sglcore.models.transformers_backend.shape_walk import DoesNotRun
 from tests.models.transformers_cases import compare, sizes_of, tiny_model
 
 KINDS = {
@@ -26,6 +26,6 @@ def test_a_short_context_is_served_as_a_long_one_is(kind: str, tmp_path: Path) -
 
 
 def test_a_walk_beyond_the_positions_is_caught(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(transformers_walk, "_POSITIONS", ())
+    monkeypatch.setattr(shape_walk, "_POSITIONS", ())
     with pytest.raises(DoesNotRun, match="does not run on shapes alone"):
         compare(tiny_model("mpt", {**sizes_of("mpt"), "max_seq_len": 100}), tmp_path)

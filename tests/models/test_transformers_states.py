@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from sglcore.device.errors import ConfigError
-from sglcore.models import transformers_check
-from sglcore.models.transformers_check import whole
-from sglcore.models.transformers_states import Mixer, Results, check_mixers, find_mixers
+from sglcore.models.transformers_backend import equivalence_check
+from sglcore.models.transformers_backend.equivalence_check import whole
+from sglcore.models.transformers_backend.stateful_layers import Mixer, Results, check_mixers, find_mixers
 from sglcore.runtime.memory.states import StateTensor
 from tests.checkpoints import qwen3_next, save
 from tests.laws.engine import TokenEngine
@@ -34,7 +34,7 @@ def test_recurrent_types_give_what_their_own_forward_gives(kind: str, tmp_path: 
 
 
 def test_the_nearer_one_of_a_models_two_forwards_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transformers_check, "whole", lambda model, tokens: whole(model, tokens) + 1)
+    monkeypatch.setattr(equivalence_check, "whole", lambda model, tokens: whole(model, tokens) + 1)
     assert compare(tiny("mamba2"), tmp_path) <= 2e-4
 
 
@@ -65,7 +65,7 @@ def test_who_forgets_between_chunks_gets_later_tokens_one_by_one(
     assert all(layer.forgets for layer in layers)
     assert layers[0].remark.startswith("with several tokens JambaMambaMixer begins anew")
     monkeypatch.setattr(
-        "sglcore.models.transformers_model.check_mixers", lambda mixers: None
+        "sglcore.models.transformers_backend.transformers_model.check_mixers", lambda mixers: None
     )  # skip the check that finds the forgetting
     assert compare(model, tmp_path) > 0.01
 

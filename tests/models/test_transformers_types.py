@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from sglcore.models.transformers_types import PROVEN
+from sglcore.models.transformers_backend.verified_types import PROVEN
 from tests.models.transformers_cases import compare, compare_served, sizes_of, tiny_model
 
 

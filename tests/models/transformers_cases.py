@@ -15,15 +15,15 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from sglcore.device.worker import Limits
 from sglcore.models.implementation import TRANSFORMERS
-from sglcore.models.loader import load_model
-from sglcore.models.transformers_check import difference, whole
-from sglcore.models.transformers_config import transformers_config
+from sglcore.models.transformers_backend.equivalence_check import difference, whole
+from sglcore.models.transformers_backend.transformers_config import transformers_config
+from sglcore.models.weights.model_loader import load_model
 from sglcore.runtime.kernels.table import KernelTable
 from sglcore.runtime.tp_worker import TpModelWorker
 from sglcore.sampling.params import SamplingParams
-from sglcore.schedule.loop import Loop
 from sglcore.schedule.request import Request
 from sglcore.schedule.scheduler import Scheduler
+from sglcore.schedule.step_loop import Loop
 from tests.models.steps import PAGE, SLOTS, Steps
 
 SIZES: Mapping[str, Any] = tomllib.loads(

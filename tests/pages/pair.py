@@ -12,14 +12,14 @@ from typing import Any
 
 import numpy as np
 
-from sglcore.device.config import EngineConfig, resolve_config
-from sglcore.engine.pages.decodes import DecodeSide
-from sglcore.engine.pages.prompts import PromptSide
-from sglcore.engine.pages.start import PageOptions, meet, settled
+from sglcore.config.engine_config import EngineConfig, resolve_config
+from sglcore.engine.disaggregation.decode_side import DecodeSide
+from sglcore.engine.disaggregation.disaggregation_start import PageOptions, meet, settled
+from sglcore.engine.disaggregation.prefill_side import PromptSide
 from sglcore.engine.start import Started, start
-from sglcore.engine.tokens import TokenEngine
+from sglcore.engine.token_engine import TokenEngine
 from sglcore.sampling.params import SamplingParams
-from sglcore.schedule.output import EngineOutput
+from sglcore.schedule.request_output import EngineOutput
 from tests.laws.engine import TOLERANCE, environ
 
 HERE = "127.0.0.1:0"

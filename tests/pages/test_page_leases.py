@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from sglcore.engine.pages import decodes, prompts
-from sglcore.engine.pages.start import PageOptions
+from sglcore.engine.disaggregation import decode_side, prefill_side
+from sglcore.engine.disaggregation.disaggregation_start import PageOptions
 from sglcore.schedule.request import State
 from tests.checkpoints import llama, save
 from tests.laws.engine import random_prompts
@@ -170,7 +170,7 @@ def test_pages_are_free_only_when_their_writer_has_let_go(folder: Path, alone: S
 def test_pages_that_are_freed_with_the_abort_are_caught(folder: Path, alone: Single) -> None:
     sound = "            if self._transfer.drained(lease):"
     freed = "            self._engine.remote.arrivals.let_go(claim.request)\n" + sound
-    broken = planted(decodes, sound, freed).DecodeSide
+    broken = planted(decode_side, sound, freed).DecodeSide
     with pytest.raises(AssertionError):
         check_late_write(late_write(folder, alone, {**SOUND, "decode": broken}), alone)
 
@@ -208,20 +208,20 @@ HASTE = {
 
 @pytest.mark.parametrize("name", HASTE)
 def test_haste_is_caught(name: str, folder: Path) -> None:
-    broken = planted(prompts, *HASTE[name]).PromptSide
+    broken = planted(prefill_side, *HASTE[name]).PromptSide
     with pytest.raises(AssertionError):
         check_both_hold_pages(folder, {**SOUND, "prompt": broken})
 
 
 DEFECTS = {
     "the last page is forgotten": (
-        prompts,
+        prefill_side,
         "-(-cells // size) if request.output_ids else cells // size",
         "cells // size",
     ),
-    "pages that are known are written": (prompts, "target, ask.first_page)", "target, 0)"),
-    "another sample is drawn": (prompts, "first_index=ask.sample_index", "first_index=0"),
-    "its seed is not sent": (decodes, "            request.seed,", "            0,"),
+    "pages that are known are written": (prefill_side, "target, ask.first_page)", "target, 0)"),
+    "another sample is drawn": (prefill_side, "first_index=ask.sample_index", "first_index=0"),
+    "its seed is not sent": (decode_side, "            request.seed,", "            0,"),
 }
 
 
@@ -229,7 +229,7 @@ DEFECTS = {
 def test_a_defect_is_caught(name: str, folder: Path, alone: Single) -> None:
     module, sound, defect = DEFECTS[name]
     copy = planted(module, sound, defect)
-    sides = {**SOUND, **({"prompt": copy.PromptSide} if module is prompts else {"decode": copy.DecodeSide})}
+    sides = {**SOUND, **({"prompt": copy.PromptSide} if module is prefill_side else {"decode": copy.DecodeSide})}
     with pytest.raises(AssertionError), Pair(folder, sides=sides) as pair:
         for seed in (1, 2):
             for engine in (pair.decode, alone):
@@ -277,7 +277,7 @@ def test_what_a_prompt_engine_had_is_asked_of_another_when_it_ends(folder: Path,
 
 
 def test_a_prompt_that_is_lost_beside_a_living_engine_is_caught(folder: Path, alone: Single) -> None:
-    broken = planted(decodes, "not peers or claim.tries >= MOST_TRIES", "True").DecodeSide
+    broken = planted(decode_side, "not peers or claim.tries >= MOST_TRIES", "True").DecodeSide
     with pytest.raises(AssertionError):
         check_ends_beside_another(ends_beside_another(folder, {**SOUND, "decode": broken}), alone)
     alone.run()
@@ -286,7 +286,7 @@ def test_a_prompt_that_is_lost_beside_a_living_engine_is_caught(folder: Path, al
 def test_a_request_that_each_prompt_engine_ends_with_is_given_up(folder: Path) -> None:
     with Pair(folder, count=4) as pair:
         pair.decode.add("poison", random_prompts(17, (40,))[0])
-        for _ in range(decodes.MOST_TRIES):
+        for _ in range(decode_side.MOST_TRIES):
             drive(lambda: bool(pair.decode.side._claims), pair.decode)
             end_the_one_with(pair, "poison")
             drive(lambda count=len(pair.prompts): len(pair.decode.transfer.peers) == count, pair.decode)
@@ -333,10 +333,10 @@ def test_without_a_prompt_engine_requests_end_at_once_until_it_is_back(folder: P
 
 def test_random_aborts_leave_nothing_behind_and_change_no_other_text(folder: Path, alone: Single) -> None:
     rng = random.Random(16)
-    prompts = random_prompts(16, [rng.randint(1, 50) for _ in range(40)])
+    prefill_side = random_prompts(16, [rng.randint(1, 50) for _ in range(40)])
     settings = {"max_model_len": 96, "kv_cache_memory": pages_of(alone, 40), "prompt": {"max_batch_tokens": 16}}
     with Pair(folder, count=2, **settings) as pair:
-        for number, prompt in enumerate(prompts):
+        for number, prompt in enumerate(prefill_side):
             pair.decode.add(f"r{number}", prompt, rng.randint(1, 20))
             alone.add(f"r{number}", prompt, 20)
             for _ in range(rng.randint(0, 6)):

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from sglcore.device.config import EngineConfig
+from sglcore.config.engine_config import EngineConfig
+from sglcore.config.server_config import ServerConfig
 from sglcore.device.errors import ConfigError
-from sglcore.device.server_config import ServerConfig
-from sglcore.engine.pages.start import PageOptions, options_of, settled
+from sglcore.engine.disaggregation.disaggregation_start import PageOptions, options_of, settled
 from tests import latent
 from tests.checkpoints import llama, mistral, qwen3_next, save
 from tests.pages.pair import HERE, Pair, Single

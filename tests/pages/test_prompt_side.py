@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from sglcore.device.page_transfer import Told
-from sglcore.engine.pages.messages import Ask
-from sglcore.engine.pages.prompts import PromptSide
-from sglcore.schedule.output import EngineOutput
+from sglcore.engine.disaggregation.prefill_side import PromptSide
+from sglcore.engine.disaggregation.transfer_messages import Ask
+from sglcore.schedule.request_output import EngineOutput
 
 LEASES, PEERS = (1, 2), (1, 2, 3)
 

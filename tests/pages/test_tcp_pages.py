@@ -16,8 +16,8 @@ import pytest
 
 from sglcore.device.errors import ConfigError
 from sglcore.device.page_transfer import Bytes, Ints, Layout, PeerLost, Progress, Region, Told, layout_of
-from sglcore.engine.pages import frames, tcp
-from sglcore.engine.pages.frames import MAGIC, Frame, Kind, Lost, receive_frame, send_frame
+from sglcore.engine.disaggregation import tcp_frames, tcp_transfer
+from sglcore.engine.disaggregation.tcp_frames import MAGIC, Frame, Kind, Lost, receive_frame, send_frame
 from tests.engine.drips import Drips
 
 PAGES, SIZES = 12, (8, 8, 20)
@@ -46,9 +46,9 @@ class Ends:
     def __init__(self, stack: ExitStack, silence: float = 30.0) -> None:
         self.source_memory, self.target_memory = Memory(100), Memory()
         layout = layout_of(self.source_memory, "m")
-        self.source = tcp.TcpPages(self.source_memory, layout, "127.0.0.1:0", "word", silence)
+        self.source = tcp_transfer.TcpPages(self.source_memory, layout, "127.0.0.1:0", "word", silence)
         stack.callback(self.source.close)
-        self.target = tcp.TcpPages(self.target_memory, layout, "", "word", silence)
+        self.target = tcp_transfer.TcpPages(self.target_memory, layout, "", "word", silence)
         stack.callback(self.target.close)
         self.at_target = self.target.connect(self.source.address)
         until(lambda: bool(self.source.peers))
@@ -74,7 +74,7 @@ def until(reached: Callable[[], bool]) -> None:
         time.sleep(0.001)
 
 
-def heard(end: tcp.TcpPages, count: int = 1) -> list[Told]:
+def heard(end: tcp_transfer.TcpPages, count: int = 1) -> list[Told]:
     """The next `count` messages."""
     found: list[Told] = []
     end_time = time.monotonic() + 30
@@ -162,7 +162,7 @@ def test_a_peer_that_says_nothing_is_lost_and_one_that_has_nothing_to_say_is_not
 
 
 def test_other_layouts_are_refused_with_both(ends: Ends, stack: ExitStack) -> None:
-    other = tcp.TcpPages(Memory(), Layout("n", 8, "bytes", "something"), secret="word")
+    other = tcp_transfer.TcpPages(Memory(), Layout("n", 8, "bytes", "something"), secret="word")
     stack.callback(other.close)
     with pytest.raises(ConfigError) as caught:
         other.connect(ends.source.address)
@@ -171,21 +171,21 @@ def test_other_layouts_are_refused_with_both(ends: Ends, stack: ExitStack) -> No
 
 
 def test_who_does_not_know_the_secret_is_refused(ends: Ends, stack: ExitStack) -> None:
-    other = tcp.TcpPages(Memory(), layout_of(Memory(), "m"), secret="another")
+    other = tcp_transfer.TcpPages(Memory(), layout_of(Memory(), "m"), secret="another")
     stack.callback(other.close)
     with pytest.raises(ConfigError, match="the secret is another"):
         other.connect(ends.source.address)
 
 
 def test_nobody_at_an_address_is_told_so(stack: ExitStack) -> None:
-    end = tcp.TcpPages(Memory(), layout_of(Memory(), "m"))
+    end = tcp_transfer.TcpPages(Memory(), layout_of(Memory(), "m"))
     stack.callback(end.close)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     with pytest.raises(PeerLost, match=f"there is no prompt engine at 127.0.0.1:{port}"):
         end.connect(f"127.0.0.1:{port}")
     with pytest.raises(ConfigError, match="start it, or correct --peers"):
-        tcp.wait_for(end, f"127.0.0.1:{port}", 0.1)
+        tcp_transfer.wait_for(end, f"127.0.0.1:{port}", 0.1)
 
 
 @pytest.mark.parametrize("noise", [b"GET / HTTP/1.1\r\n\r\n" * 9, MAGIC.to_bytes(2, "little") + b"\0" * 22])
@@ -198,7 +198,7 @@ def test_noise_on_the_port_harms_nobody(ends: Ends, noise: bytes) -> None:
     assert heard(ends.target) == [Told(ends.at_target, b"still here")]
 
 
-class KnowsWho(tcp.TcpPages):
+class KnowsWho(tcp_transfer.TcpPages):
     """Records for each message whether its sender was a known peer at that time."""
 
     def __init__(self, *given: Any) -> None:
@@ -227,7 +227,7 @@ def test_who_speaks_at_once_is_known_by_then(stack: ExitStack) -> None:
 def test_who_connects_and_does_not_say_who_it_is_is_hung_up_on_in_time(
     ends: Ends, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tcp, "GREETING", 0.3)
+    monkeypatch.setattr(tcp_transfer, "GREETING", 0.3)
     host, _, port = ends.source.address.rpartition(":")
     with socket.create_connection((host, int(port))) as stream:
         assert is_hung_up(stream)
@@ -242,17 +242,17 @@ def test_a_greeting_has_one_limit_for_all_of_it_on_both_sides_and_none_is_sent_f
         limits.extend((given["seconds"], stream.gettimeout()))
         return receive_frame(stream, **given)
 
-    monkeypatch.setattr(tcp, "receive_frame", receive)
+    monkeypatch.setattr(tcp_transfer, "receive_frame", receive)
     Ends(stack)
-    assert limits == [tcp.GREETING] * 4
+    assert limits == [tcp_transfer.GREETING] * 4
 
 
 def test_a_frame_that_comes_byte_by_byte_is_waited_for_no_longer_than_its_limit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    frame = frames._HEAD.pack(MAGIC, Kind.HELLO, 0, 0, 8) + b"it is me"
+    frame = tcp_frames._HEAD.pack(MAGIC, Kind.HELLO, 0, 0, 8) + b"it is me"
     for seconds, comes in ((0.25 * len(frame), True), (0.25 * len(frame) - 1, False), (2.0, False)):
-        stream = Drips(frame, monkeypatch, frames)
+        stream = Drips(frame, monkeypatch, tcp_frames)
         if comes:
             assert receive_frame(stream, seconds=seconds).body == b"it is me"
             continue
@@ -264,7 +264,7 @@ def test_a_frame_that_comes_byte_by_byte_is_waited_for_no_longer_than_its_limit(
 def test_nobody_waits_for_another_that_says_nothing(ends: Ends, stack: ExitStack) -> None:
     host, _, port = ends.source.address.rpartition(":")
     silent = [stack.enter_context(socket.create_connection((host, int(port)))) for _ in range(4)]
-    other = tcp.TcpPages(Memory(), layout_of(Memory(), "m"), secret="word")
+    other = tcp_transfer.TcpPages(Memory(), layout_of(Memory(), "m"), secret="word")
     stack.callback(other.close)
     peer = other.connect(ends.source.address)
     until(lambda: len(ends.source.peers) == 2)
@@ -278,8 +278,8 @@ def test_nobody_waits_for_another_that_says_nothing(ends: Ends, stack: ExitStack
 def test_a_prompt_engine_that_does_not_answer_in_time_is_none_and_is_hung_up_on(
     stack: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tcp, "GREETING", 0.3)
-    end = tcp.TcpPages(Memory(), layout_of(Memory(), "m"))
+    monkeypatch.setattr(tcp_transfer, "GREETING", 0.3)
+    end = tcp_transfer.TcpPages(Memory(), layout_of(Memory(), "m"))
     stack.callback(end.close)
     listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
     with pytest.raises(PeerLost, match="there is no prompt engine at 127.0.0.1:.*said too little for too long"):

@@ -14,10 +14,10 @@ import numpy as np
 import torch
 
 from sglcore.device.topology import Communication, Place, Topology
-from sglcore.runtime.parallel.group import Group, join
+from sglcore.runtime.parallel.process_group import Group, join
 from sglcore_cpu.choice import engine_of_one
-from sglcore_cpu.meeting import LINE, Meeting
 from sglcore_cpu.native_graphs import NativeGraphs
+from sglcore_cpu.rank_meeting import LINE, Meeting
 from sglcore_cpu.shared_sums import SharedSums, sums_for
 from tests.parallel.forked import forking
 

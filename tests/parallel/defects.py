@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
-from sglcore.checkpoint.shards import Shard
+from sglcore.checkpoint.tensor_parallel import Shard
 from sglcore.device import bring_up
-from sglcore.layers.parallel import build, norms, roles, vocab
+from sglcore.layers.parallel import parallel_layers, parallel_norms, parallel_roles, parallel_vocab
 from sglcore.runtime import tp_worker
-from sglcore.runtime.kernels import reference, reference_recurrent
-from sglcore.runtime.parallel import decided, group, handle, rank_groups
+from sglcore.runtime.kernels import reference_kernels, reference_recurrent
+from sglcore.runtime.parallel import pending_collective, process_group, rank_decided_sampling, rank_groups
 from sglcore.sampling.sampler import Sampler
 from sglcore_cpu import recording, shared_sums
 from sglcore_cpu.native import recorder
@@ -41,12 +41,12 @@ def in_double(rank: int) -> None:
 
 def shifted_vocabulary(rank: int) -> None:
     """A rank's part of the vocabulary starts one row too late."""
-    own = vocab.SharedEmbedding.__init__
+    own = parallel_vocab.SharedEmbedding.__init__
 
     def init(self: Any, embedding: Any, part: tuple[int, int], ranks: Any) -> None:
         own(self, embedding, (part[0] + 1, part[1] + 1), ranks)
 
-    changed: Any = vocab.SharedEmbedding
+    changed: Any = parallel_vocab.SharedEmbedding
     changed.__init__ = init
 
 
@@ -64,7 +64,7 @@ def heads_in_turn(rank: int) -> None:
 
 def bias_on_every_rank(rank: int) -> None:
     """A bias after an all-reduce is added once per rank."""
-    build.bias_once = lambda scope, linear, ranks: None
+    parallel_layers.bias_once = lambda scope, linear, ranks: None
 
 
 def padding_columns(rank: int) -> None:
@@ -75,7 +75,7 @@ def padding_columns(rank: int) -> None:
         whole[:, self._vocab_size :] = 100.0
         return whole
 
-    vocab.SharedHead.__call__ = call
+    parallel_vocab.SharedHead.__call__ = call
 
 
 def noisy_draws(rank: int) -> None:
@@ -86,12 +86,12 @@ def noisy_draws(rank: int) -> None:
         noise = torch.randn(logits.shape, generator=generator) * (0.5 if rank else 0.0)
         return Sampler.sample(self, logits + noise, state)
 
-    decided.SampledByOne.sample = sample
+    rank_decided_sampling.SampledByOne.sample = sample
 
 
 def noisy_logits(rank: int) -> None:
     """No defect: the ranks' logits differ, and one rank decides."""
-    own = vocab.SharedHead.__call__
+    own = parallel_vocab.SharedHead.__call__
 
     def call(self: Any, hidden: torch.Tensor) -> torch.Tensor:
         logits = own(self, hidden)
@@ -99,26 +99,26 @@ def noisy_logits(rank: int) -> None:
             0.5 if rank else 0.0
         )
 
-    vocab.SharedHead.__call__ = call
+    parallel_vocab.SharedHead.__call__ = call
 
 
 def _other_logits(rank: int) -> None:
     """Rank 1 has its own logits, far from the others'."""
-    own = vocab.SharedHead.__call__
+    own = parallel_vocab.SharedHead.__call__
 
     def call(self: Any, hidden: torch.Tensor) -> torch.Tensor:
         logits = own(self, hidden)
         return logits.roll(1, -1) if rank else logits
 
-    vocab.SharedHead.__call__ = call
+    parallel_vocab.SharedHead.__call__ = call
 
 
 def own_proposals(rank: int) -> None:
     """Every rank draws its own draft tokens."""
-    from sglcore.runtime.speculative import autoregressive
+    from sglcore.runtime.speculative import chain_drafts
 
     _other_logits(rank)
-    own = autoregressive.AutoregressiveDrafter.advance
+    own = chain_drafts.AutoregressiveDrafter.advance
 
     def advance(self: Any, rows: Any) -> torch.Tensor:
         def draw(logits: torch.Tensor, depth: int) -> torch.Tensor:
@@ -127,7 +127,7 @@ def own_proposals(rank: int) -> None:
         rows.draw = draw
         return own(self, rows)
 
-    autoregressive.AutoregressiveDrafter.advance = advance
+    chain_drafts.AutoregressiveDrafter.advance = advance
 
 
 def own_ranking(rank: int) -> None:
@@ -138,28 +138,28 @@ def own_ranking(rank: int) -> None:
         noise = torch.randn(logits.shape, generator=generator) * (0.1 if rank else 0.0)
         return Sampler.leaders(self, logits + noise, state, count)
 
-    decided.SampledByOne.leaders = leaders
+    rank_decided_sampling.SampledByOne.leaders = leaders
 
 
 def own_acceptance(rank: int) -> None:
     """Every rank decides acceptance for itself."""
     _other_logits(rank)
-    group.TIMEOUT = timedelta(seconds=2)  # ranks with different step widths wait for each other
-    decided.SampledByOne.decided = lambda self, *found: found
+    process_group.TIMEOUT = timedelta(seconds=2)  # ranks with different step widths wait for each other
+    rank_decided_sampling.SampledByOne.decided = lambda self, *found: found
 
 
 def own_history(rank: int) -> None:
     """Rank 1 proposes other n-gram draft tokens."""
-    from sglcore.runtime.speculative import ngram
+    from sglcore.runtime.speculative import ngram_drafts
 
-    own = ngram.propose
-    ngram.propose = lambda known, last, *sizes: (own(known, last, *sizes) + rank) % 97
+    own = ngram_drafts.propose
+    ngram_drafts.propose = lambda known, last, *sizes: (own(known, last, *sizes) + rank) % 97
 
 
 def reads_codes(rank: int) -> None:
     """No defect: kernels that take packed codes but compute with their values."""
     from sglcore.models import checkpoint
-    from sglcore.models.quantized import QuantizedWeight
+    from sglcore.models.weights.quantized_weight import QuantizedWeight
 
     own = checkpoint.load_model
 
@@ -168,14 +168,14 @@ def reads_codes(rank: int) -> None:
         return same.values(slice(None)).to(weight.dtype)
 
     def load(*given: Any, kernels: Any, **more: Any) -> Any:
-        return own(*given, kernels=kernels.replace(mxfp4_moe=reference.mxfp4_moe, pack_quantized=pack), **more)
+        return own(*given, kernels=kernels.replace(mxfp4_moe=reference_kernels.mxfp4_moe, pack_quantized=pack), **more)
 
     checkpoint.load_model = load
 
 
 def scales_of_the_first(rank: int) -> None:
     """Every rank takes the scales of the first rank's columns."""
-    from sglcore.models.cut_weight import CutWeight
+    from sglcore.models.weights.rank_weight import CutWeight
 
     reads_codes(rank)
     own = CutWeight._by_group
@@ -190,8 +190,8 @@ def scales_of_the_first(rank: int) -> None:
 def scales_of_one_place(rank: int) -> None:
     """The scales of rows are looked up by their index in the rank's part instead of in the whole
     weight."""
-    from sglcore.models.cut_weight import CutWeight
-    from sglcore.models.quantized import ScaledFloats
+    from sglcore.models.weights.quantized_weight import ScaledFloats
+    from sglcore.models.weights.rank_weight import CutWeight
 
     own, changed = CutWeight.values, CutWeight
 
@@ -206,42 +206,42 @@ def scales_of_one_place(rank: int) -> None:
 
 def first_heads(rank: int) -> None:
     """Every rank takes the first heads of a weight in sections."""
-    roles.Section.part = lambda self, shard: (0, self.outputs // shard.size)
+    parallel_roles.Section.part = lambda self, shard: (0, self.outputs // shard.size)
 
 
 def one_run(rank: int) -> None:
     """A rank takes one contiguous run over all sections instead of a run of each."""
-    own = build.kept
+    own = parallel_layers.kept
 
     def kept(divided: Any, shard: Shard) -> Any:
         sizes = [last - first for first, last in own(divided, shard)]
         return ((shard.rank * sum(sizes), (shard.rank + 1) * sum(sizes)),)
 
-    build.kept = kept
+    parallel_layers.kept = kept
 
 
 def own_norms(rank: int) -> None:
     """A norm covers only the rank's part of the row."""
-    norms.SharedNorm.__call__ = lambda self, x: reference.rms_norm(x, self.weight, self.eps)
-    shared: Any = norms.SharedGroupNorm
+    parallel_norms.SharedNorm.__call__ = lambda self, x: reference_kernels.rms_norm(x, self.weight, self.eps)
+    shared: Any = parallel_norms.SharedGroupNorm
     shared.__call__ = lambda self, *given: reference_recurrent.gated_rms_norm(*given)
 
 
 def neighbours_in_halves(rank: int) -> None:
     """Interleaved gate and up columns are cut as if the gates came first."""
-    own = build.cut_clamped
+    own = parallel_layers.cut_clamped
 
     def cut_clamped(cut: Any, size: int, part: Any) -> None:
         own(cut, size, part)
         cut("experts.gate_up_proj", 2 * size, part, (part[0] + size, part[1] + size), dim=2)
 
-    build.cut_clamped = cut_clamped
+    parallel_layers.cut_clamped = cut_clamped
 
 
 def own_memory(rank: int) -> None:
     """Each rank sizes its pools by its own memory."""
     less_memory(rank)
-    group.Group.least = lambda self, value: value
+    process_group.Group.least = lambda self, value: value
 
 
 def wrong_shard(rank: int) -> None:
@@ -252,7 +252,7 @@ def wrong_shard(rank: int) -> None:
 
 def sums_of_all(rank: int) -> None:
     """Attention outputs of a shard are summed over the ranks of all shards."""
-    changed: Any = build.ShardedBuild
+    changed: Any = parallel_layers.ShardedBuild
     changed._ranks = property(lambda self: Widened(self._every))
 
 
@@ -287,7 +287,7 @@ def less_memory(rank: int) -> None:
 def another_order(rank: int) -> None:
     """Rank 1 gathers while the others sum."""
     if rank:
-        kinds: tuple[Any, ...] = (group.Group, shared_sums.SharedSums)
+        kinds: tuple[Any, ...] = (process_group.Group, shared_sums.SharedSums)
         for kind in kinds:
             kind.all_reduce = lambda self, x: self.all_gather(x)[0]
 
@@ -354,13 +354,13 @@ def simulated(kind: str, rank: int) -> None:
 def unordered(kind: str, rank: int) -> None:
     """Sums run on a stream that does not wait for their inputs."""
     simulated(kind, rank)
-    own = group.Group.all_reduce
+    own = process_group.Group.all_reduce
 
     def all_reduce(self: Any, x: torch.Tensor) -> torch.Tensor:
         with torch.Stream(x.device):
             return own(self, x)
 
-    group.Group.all_reduce = all_reduce
+    process_group.Group.all_reduce = all_reduce
 
 
 def launched_unordered(kind: str, rank: int) -> None:
@@ -398,7 +398,7 @@ def awaited_elsewhere(kind: str, rank: int) -> None:
 def written_while_under_way(kind: str, rank: int) -> None:
     """The buffer of a sum is written again before the sum is awaited."""
     simulated(kind, rank)
-    own = group.Group._run
+    own = process_group.Group._run
 
     def run(self: Any, collective: Any, out: torch.Tensor) -> torch.Tensor:
         def started(later: bool) -> Any:
@@ -409,18 +409,18 @@ def written_while_under_way(kind: str, rank: int) -> None:
 
         return own(self, started, out)
 
-    group.Group._run = run
+    process_group.Group._run = run
 
 
 def freed_while_under_way(kind: str, rank: int) -> None:
     """Nothing keeps a sent tensor alive until it has arrived."""
     simulated(kind, rank)
-    own = handle.Launched.__init__
+    own = pending_collective.Launched.__init__
 
     def init(self: Any, work: Any, turn: Any, result: torch.Tensor, held: torch.Tensor, size: int) -> None:
         own(self, work, turn, result, result, size)
 
-    handle.Launched.__init__ = init
+    pending_collective.Launched.__init__ = init
 
 
 def sums_not_recorded(rank: int) -> None:

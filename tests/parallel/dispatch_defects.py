@@ -9,10 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sglcore.layers.parallel.dispatched import DispatchedMoe
-from sglcore.runtime.parallel.dispatch import FixedDispatcher, RaggedDispatcher
-from sglcore.runtime.parallel.placement import Placement
-from sglcore.runtime.parallel.rows import RowMoves
+from sglcore.layers.parallel.dispatched_experts import DispatchedMoe
+from sglcore.runtime.parallel.expert_dispatch import FixedDispatcher, RaggedDispatcher
+from sglcore.runtime.parallel.expert_placement import Placement
+from sglcore.runtime.parallel.row_distribution import RowMoves
 
 
 def pads_reach_the_router() -> None:

@@ -26,7 +26,7 @@ PRELOADED = (
     "regex",
     "jinja2",
     "sglcore.runtime.bring_up",
-    "sglcore.runtime.parallel.decided",
+    "sglcore.runtime.parallel.rank_decided_sampling",
     "sglcore.models.checkpoint",
     "sglcore.engine.ranks.rank_process",
     "tests.parallel.defects",

@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from sglcore.device.batch import ForwardMode
-from sglcore.device.draft_length import LengthController
 from sglcore.device.plan import StepPlan
 from sglcore.runtime.model_runner import ModelRunner
-from sglcore.runtime.parallel import group
-from sglcore.runtime.speculative import autoregressive, heads
-from sglcore.runtime.speculative.worker import SpeculativeWorker
+from sglcore.runtime.parallel import process_group
+from sglcore.runtime.speculative import chain_drafts, mtp_drafts
+from sglcore.runtime.speculative.verify_worker import SpeculativeWorker
 from sglcore.runtime.tp_worker import TpModelWorker
+from sglcore.step.draft_length import LengthController
 
 Defect = Callable[[int], None]
 
@@ -51,7 +51,7 @@ class Step:
 def recorded(folder: Path, defect: Defect, rank: int) -> None:
     """Make the runners of this rank record their forwards, and plant a defect."""
     # If one rank has nothing more to run, the others time out instead of waiting for ever.
-    group.TIMEOUT = timedelta(seconds=3)
+    process_group.TIMEOUT = timedelta(seconds=3)
     defect(rank)
     file, runners = (folder / f"rank{rank}.jsonl").open("w", buffering=1), dict[int, int]()
     forward, submit = ModelRunner.forward, TpModelWorker.submit
@@ -113,12 +113,12 @@ def idle_runs_no_draft(rank: int) -> None:
 
 def idle_runs_one_draft(rank: int) -> None:
     """An idle shard takes part in the first draft forward only."""
-    own = autoregressive.AutoregressiveDrafter.follow
+    own = chain_drafts.AutoregressiveDrafter.follow
 
     def follow(self: Any, rows: Any, hidden: Any, wanted: int) -> Any:
         return own(self, rows, hidden, wanted if len(rows.most_lens) else 1)
 
-    autoregressive.AutoregressiveDrafter.follow = follow
+    chain_drafts.AutoregressiveDrafter.follow = follow
 
 
 def own_width(rank: int) -> None:
@@ -181,16 +181,16 @@ def further_rows_as_first(rank: int) -> None:
 def no_front(rank: int) -> None:
     """A shard without continued prompts leaves out the forward that continued prompts of others
     begin with."""
-    heads.MultiHeadDrafter._run_no_front = lambda self, runner, rows, features: None
+    mtp_drafts.MultiHeadDrafter._run_no_front = lambda self, runner, rows, features: None
 
 
 def roots_by_own_mode(rank: int) -> None:
     """A decoding shard runs its roots with its other rows, whatever the agreed mode is."""
-    own = autoregressive.StandaloneDrafter.take_in
+    own = chain_drafts.StandaloneDrafter.take_in
 
     def take_in(self: Any, rows: Any) -> Any:
         plan = replace(rows.batch.step_plan, is_decode=rows.batch.forward_mode.is_decode)
         rows.batch.step_plan = plan
         return own(self, rows)
 
-    autoregressive.StandaloneDrafter.take_in = take_in
+    chain_drafts.StandaloneDrafter.take_in = take_in

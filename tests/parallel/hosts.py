@@ -11,7 +11,7 @@ from typing import Any
 
 from sglcore.device.errors import SglcoreError
 from sglcore.engine.ranks.host_process import Node
-from sglcore.engine.ranks.launch import Placement
+from sglcore.engine.ranks.rank_launch import Placement
 from tests.parallel import defects
 from tests.parallel.engine import configured
 from tests.parallel.forked import Defect, Forking

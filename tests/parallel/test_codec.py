@@ -16,8 +16,8 @@ from sglcore.device.swap_counts import SwapCounts
 from sglcore.device.worker import BatchResult, TokenLogprobs
 from sglcore.engine.ranks.codec import decode, encode
 from sglcore.engine.ranks.wire import Channel, Gone, Kind
-from sglcore.sampling.batch import SamplingBatch
 from sglcore.sampling.params import SamplingParams
+from sglcore.sampling.params_batch import SamplingBatch
 
 DTYPES = (("float32", np.float32), ("bool_", np.bool_))
 

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from sglcore.device.errors import ConfigError, WorkerLost
+from sglcore.engine.ranks.ranks_start import RankOptions
 from sglcore.engine.ranks.spec import RankSpec
-from sglcore.engine.ranks.start import RankOptions
 from sglcore.engine.start import start
 from tests.checkpoints import gemma3, llama, mistral, qwen2, qwen3_moe, save
 from tests.laws.engine import TokenEngine, check_logprobs, random_prompts

@@ -13,12 +13,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from sglcore.checkpoint.axes import check_topology, legal_tp
-from sglcore.checkpoint.config import read_config
+from sglcore.checkpoint.model_config import read_config
+from sglcore.checkpoint.parallel_sizes import check_topology, legal_tp
 from sglcore.device.errors import ConfigError
 from sglcore.device.plan import StepPlan
 from sglcore.device.topology import Topology
-from sglcore.runtime.parallel.placement import Placement, in_order
+from sglcore.runtime.parallel.expert_placement import Placement, in_order
 from tests.checkpoints import glm4_moe, granite_moe, llama, qwen3_moe, save
 from tests.parallel import dispatch_defects
 from tests.parallel.topologies import block_on_rows, held_experts, on_topology, rows_of

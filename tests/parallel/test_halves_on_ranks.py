@@ -91,7 +91,7 @@ def test_a_start_measures_whether_halves_are_faster(tmp_path: Path) -> None:
 
 def cut_by_itself(rank: int) -> None:
     """A shard cuts by its own rows instead of the agreed plan."""
-    from sglcore.runtime.overlap.halves import Halves
+    from sglcore.runtime.overlap.micro_batches import Halves
 
     def cut_of(self: Halves, batch: Any) -> int | None:
         lengths = batch.extend_seq_lens_cpu
@@ -102,10 +102,10 @@ def cut_by_itself(rank: int) -> None:
 
 def ordered_by_its_own_mode(rank: int) -> None:
     """A shard staggers its micro-batches by its own mode instead of the agreed one."""
-    from sglcore.runtime.overlap.halves import Halves
-    from sglcore.runtime.parallel import group
+    from sglcore.runtime.overlap.micro_batches import Halves
+    from sglcore.runtime.parallel import process_group
 
-    own, group.TIMEOUT = Halves.forward, timedelta(seconds=3)
+    own, process_group.TIMEOUT = Halves.forward, timedelta(seconds=3)
 
     def forward(self: Halves, model: Any, context: Any, parts: Any) -> Any:
         for part in parts:

@@ -17,18 +17,18 @@ from typing import Any
 
 import pytest
 
-from sglcore.device.config import resolve_config
+from sglcore.config.engine_config import resolve_config
 from sglcore.device.errors import ConfigError, WorkerLost
 from sglcore.device.topology import Place, Topology
 from sglcore.engine.ranks import host_process
 from sglcore.engine.ranks.hosts import EPOCH, Joined, NodeFacts, Order, RemoteHost, host_spec
-from sglcore.engine.ranks.launch import Placement
+from sglcore.engine.ranks.rank_launch import Placement
 from sglcore.engine.ranks.rank_process import LEADER_GONE
 from sglcore.engine.ranks.spec import HOST_GONE
 from sglcore.engine.ranks.watch import Patience
 from sglcore.engine.ranks.wire import Channel, Kind, connect, listen
 from sglcore_cpu.choice import engine_of_one
-from sglcore_cpu.meeting import memory_size
+from sglcore_cpu.rank_meeting import memory_size
 from sglcore_cpu.shared_sums import MOST, _opened, sums_for
 from tests.checkpoints import llama, save
 from tests.laws.engine import TokenEngine, check_logprobs, random_prompts

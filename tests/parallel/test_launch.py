@@ -14,14 +14,14 @@ from typing import Any
 import pytest
 
 from sglcore.cli.serve import _placed as placed_server
-from sglcore.device.config import EngineConfig, resolve_config, resolve_server_config
+from sglcore.config.engine_config import EngineConfig, resolve_config, resolve_server_config
 from sglcore.device.errors import ConfigError, WorkerLost
 from sglcore.device.topology import Communication, Place, Topology
 from sglcore.engine.ranks import host_process, interface, team
 from sglcore.engine.ranks.agreement import BLOCK, differences, files_digest, shared_facts
 from sglcore.engine.ranks.hosts import Joined
 from sglcore.engine.ranks.interface import interface_of
-from sglcore.engine.ranks.launch import LEADER_PORT, Placement, find_placement
+from sglcore.engine.ranks.rank_launch import LEADER_PORT, Placement, find_placement
 from sglcore.engine.ranks.rank_process import HOST_INTERFACE, tell_interface
 from sglcore.engine.ranks.spec import RankSpec
 
@@ -77,10 +77,10 @@ def test_ray_is_taken_where_it_is_asked_for_or_nothing_else_says_who_starts_the_
 ) -> None:
     assert placed(nodes=2, leader="ray:head:6379").cluster == "head:6379"
     assert placed({"RAY_ADDRESS": "head:1"}, nodes=2, leader="ray").cluster == "head:1"
-    monkeypatch.setattr("sglcore.engine.ranks.launch.find_spec", lambda name: object())
+    monkeypatch.setattr("sglcore.engine.ranks.rank_launch.find_spec", lambda name: object())
     found = placed(nodes=2)
     assert (found.launcher, found.cluster) == ("Ray", "auto") and "Ray is installed" in found.reason
-    monkeypatch.setattr("sglcore.engine.ranks.launch.find_spec", lambda name: None)
+    monkeypatch.setattr("sglcore.engine.ranks.rank_launch.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="nothing says which of them this is.*--node-rank R --leader HOST:PORT.*ray"):
         placed(nodes=2)
 

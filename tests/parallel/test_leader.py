@@ -18,25 +18,25 @@ import msgspec
 import numpy as np
 import pytest
 
+from sglcore.config.engine_config import EngineConfig
 from sglcore.device.choice import ChosenDevice
-from sglcore.device.config import EngineConfig
 from sglcore.device.errors import ConfigError, WorkerLost
 from sglcore.device.ledger import DecisionLedger
 from sglcore.device.plan import StepPlan
 from sglcore.device.topology import Communication, Place, Topology
 from sglcore.device.worker import BatchResult, Ticket
-from sglcore.engine.ranks import start
+from sglcore.engine.ranks import ranks_start
 from sglcore.engine.ranks.codec import decode, encode
-from sglcore.engine.ranks.group import RankGroup, close_all
 from sglcore.engine.ranks.hosts import NodeFacts, Order, spec_at
-from sglcore.engine.ranks.launch import Placement
+from sglcore.engine.ranks.rank_group import RankGroup, close_all
+from sglcore.engine.ranks.rank_launch import Placement
 from sglcore.engine.ranks.team import Maker
 from sglcore.engine.ranks.watch import Member, Patience, Watch
 from sglcore.engine.ranks.wire import Channel, Kind, connect, listen
 from sglcore.engine.start import embedded_model
-from sglcore.runtime.parallel import group
-from sglcore.sampling.batch import SamplingBatch
+from sglcore.runtime.parallel import process_group
 from sglcore.sampling.params import SamplingParams
+from sglcore.sampling.params_batch import SamplingBatch
 from tests.schedule.drive import Drive
 from tests.schedule.fake_worker import make_limits
 
@@ -103,7 +103,7 @@ def gathered(folder: Path, words: list[tuple[str, int, str]], processes: dict[in
         ends.append(Channel(connect(address), EPOCH))
         ends[-1].send(Kind.HELLO, msgspec.msgpack.encode([secret, rank, use, 1]))
     try:
-        return start._gather(listener, processes, EPOCH, "right", patience), ends
+        return ranks_start._gather(listener, processes, EPOCH, "right", patience), ends
     finally:
         listener.close()
 
@@ -122,7 +122,7 @@ def test_a_rank_that_is_known_may_be_silent_for_longer_than_one_that_has_not_sai
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A step may take any time."""
-    monkeypatch.setattr(start, "HELLO_SECONDS", 0.05)
+    monkeypatch.setattr(ranks_start, "HELLO_SECONDS", 0.05)
     found, ends = gathered(tmp_path, [("right", 0, use) for use in ("steps", "control")], {0: Process()}, SOON)
     for use, end in zip(("steps", "control"), ends, strict=True):
         later = threading.Timer(0.12, end.send, (Kind.RESULT, use.encode()))
@@ -158,21 +158,21 @@ def test_ranks_with_other_limits_are_not_one_worker() -> None:
             for rank, limits in enumerate((make_limits(), other)):
                 ranks.say(rank, Kind.READY, {"limits": asdict(limits)})
             if is_same:
-                assert start._come_up(ranks.watch) == other
+                assert ranks_start._come_up(ranks.watch) == other
                 continue
             with pytest.raises(WorkerLost, match="rank 0 has .*num_pages=32.*rank 1 has .*num_pages=31"):
-                start._come_up(ranks.watch)
+                ranks_start._come_up(ranks.watch)
 
 
 @contextmanager
 def grouped(ranks: Far, shards: int) -> Iterator[tuple[RankGroup, list[str]]]:
     ended: list[str] = []
-    group = RankGroup(ranks.watch, ranks.near, make_limits(), shards, lambda: ended.append("at the end"))
+    process_group = RankGroup(ranks.watch, ranks.near, make_limits(), shards, lambda: ended.append("at the end"))
     try:
-        yield group, ended
+        yield process_group, ended
     finally:
-        group.close()
-        group.close()
+        process_group.close()
+        process_group.close()
 
 
 def test_each_shard_keeps_the_settings_of_its_own_requests() -> None:
@@ -182,10 +182,10 @@ def test_each_shard_keeps_the_settings_of_its_own_requests() -> None:
     batch = drive.scheduler.next_batch()
     assert batch is not None
     sampling = SamplingBatch.from_params([(SamplingParams(), 0)])
-    with far(4) as ranks, grouped(ranks, 2) as (group, ended):
+    with far(4) as ranks, grouped(ranks, 2) as (process_group, ended):
         for shard in (0, 1, 0):
             batch.sampling, batch.step_plan = sampling, StepPlan((3, 3), shard=shard)
-            group.submit(batch)
+            process_group.submit(batch)
         found = [[decode(each.receive().body) for _ in range(1 + (rank < 2))] for rank, each in enumerate(ranks.steps)]
         assert [[step.sampling is not None for step in each] for each in found] == [[True, False]] * 2 + [[True]] * 2
         assert not ended
@@ -197,13 +197,13 @@ def result(step: int) -> BatchResult:
 
 
 def test_results_of_steps_that_nobody_collects_are_passed_over() -> None:
-    with far(2) as ranks, grouped(ranks, 1) as (group, _):
+    with far(2) as ranks, grouped(ranks, 1) as (process_group, _):
         for step in (1, 2):
             ranks.steps[0].send(Kind.RESULT, encode(result(step)))
-        ticket = Ticket(2, group._shards[0])
-        assert group.collect(ticket).step == 2
+        ticket = Ticket(2, process_group._shards[0])
+        assert process_group.collect(ticket).step == 2
         with pytest.raises(ValueError, match="step 2 was collected before"):
-            group.collect(ticket)
+            process_group.collect(ticket)
 
 
 def maker(placement: Placement) -> Maker:
@@ -245,10 +245,10 @@ def test_ranks_here_have_a_device_each(placement: Placement, index: int, devices
         report=SimpleNamespace(devices=[None] * devices),
     )
     if fits:
-        start.check_devices(EngineConfig(tp=4), choice, placement)
+        ranks_start.check_devices(EngineConfig(tp=4), choice, placement)
         return
     with pytest.raises(ConfigError, match=f"tp is 4, and {devices} devices of 'x' are there"):
-        start.check_devices(EngineConfig(tp=4), choice, placement)
+        ranks_start.check_devices(EngineConfig(tp=4), choice, placement)
 
 
 def test_a_node_that_follows_starts_no_ranks_for_requests() -> None:
@@ -259,7 +259,7 @@ def test_a_node_that_follows_starts_no_ranks_for_requests() -> None:
     config = EngineConfig(tp=2, nodes=2, node_rank=1, leader="127.0.0.1:1", join_timeout=1.0)
     ledger, told = DecisionLedger(), []
     with pytest.raises(ConfigError, match="this is node 1 by hand, which takes no requests; start it as"):
-        start.start_ranks(config, embedded_model(), choice, ledger, lambda *word: told.append(word))
+        ranks_start.start_ranks(config, embedded_model(), choice, ledger, lambda *word: told.append(word))
     assert not told and not ledger.rows
 
 
@@ -279,14 +279,14 @@ def test_a_model_that_runs_by_transformers_class_is_refused_by_that_reason(name:
         package=package, chosen=ChosenDevice("x", "", "", 1, ""), report=SimpleNamespace(devices=[])
     )
     with pytest.raises(ConfigError, match=f"no file of the architecture '{name}'.*is not divided.*--tp 1") as told:
-        start.check_ranks(EngineConfig(model=str(tmp_path), tp=2), tmp_path, choice)
+        ranks_start.check_ranks(EngineConfig(model=str(tmp_path), tp=2), tmp_path, choice)
     assert "download" not in str(told.value)
 
 
 def test_ranks_of_several_hosts_that_do_not_meet_say_which_ports_they_need(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(group, "MEETING", timedelta(seconds=1))
+    monkeypatch.setattr(process_group, "MEETING", timedelta(seconds=1))
     with socket.create_server(("127.0.0.1", 0)) as found:
         port = found.getsockname()[1]
     place = Place(1, Topology(tp=2), f"tcp://127.0.0.1:{port}", 0, 1)
     with pytest.raises(WorkerLost, match=f"rank 1 has not met the others at tcp://127.0.0.1:{port}.*from 1024 on open"):
-        group.join(place, Communication("gloo"))
+        process_group.join(place, Communication("gloo"))

@@ -16,13 +16,13 @@ import pytest
 import torch
 
 from sglcore.cli.__main__ import main
+from sglcore.config.engine_config import resolve_config
 from sglcore.device.choice import ChosenDevice
-from sglcore.device.config import resolve_config
 from sglcore.device.errors import ConfigError, WorkerLost
-from sglcore.engine.ranks.links import Measured, fits_of, measure_links, spawn_measuring
+from sglcore.engine.ranks.link_measurement import Measured, fits_of, measure_links, spawn_measuring
 from sglcore.engine.ranks.spec import RankSpec
-from sglcore.runtime.parallel.group import Group
-from sglcore.runtime.parallel.measure import measure
+from sglcore.runtime.parallel.measure_collectives import measure
+from sglcore.runtime.parallel.process_group import Group
 from tests.parallel.collectives import on_ranks
 
 

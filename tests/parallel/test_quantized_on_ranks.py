@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from sglcore.checkpoint.axes import check_topology
-from sglcore.checkpoint.config import read_config
+from sglcore.checkpoint.model_config import read_config
+from sglcore.checkpoint.parallel_sizes import check_topology
 from sglcore.device.errors import ConfigError
 from sglcore.device.topology import Topology
-from sglcore.layers.parallel.cut import Cut
-from sglcore.models.cut_weight import CutWeight
-from sglcore.models.quantized import QuantizedWeight
+from sglcore.layers.parallel.rank_part import Cut
+from sglcore.models.weights.quantized_weight import QuantizedWeight
+from sglcore.models.weights.rank_weight import CutWeight
 from tests import deepseek_v4
 from tests.checkpoints import gpt_oss, llama, save, with_mxfp4_experts
 from tests.laws.engine import TokenEngine, check_logprobs, random_prompts

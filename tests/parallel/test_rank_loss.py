@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 
 from sglcore.device.errors import ConfigError, WorkerLost
-from sglcore.engine.meter import Meter
+from sglcore.engine.metered_worker import Meter
+from sglcore.engine.ranks.ranks_start import RankOptions
 from sglcore.engine.ranks.spec import RankProcess, RankSpec
-from sglcore.engine.ranks.start import RankOptions
 from sglcore.engine.ranks.watch import Patience
 from sglcore.engine.start import start
-from sglcore.engine.tokens import TokenEngine as Tokens
+from sglcore.engine.token_engine import TokenEngine as Tokens
 from sglcore.sampling.params import SamplingParams
 from sglcore.serving.replicas.engine_service import EngineService
 from tests.checkpoints import llama, save

@@ -15,7 +15,7 @@ from torch import Tensor
 from sglcore.device.plan import StepPlan
 from sglcore.device.topology import Topology
 from sglcore.runtime.parallel.rank_groups import Groups
-from sglcore.runtime.parallel.rows import MOVES, RowMoves, Rows
+from sglcore.runtime.parallel.row_distribution import MOVES, RowMoves, Rows
 from tests.parallel.topologies import on_topology, rows_of
 
 SIZE = 3
@@ -72,8 +72,10 @@ def check(topology: Topology, found: list[Any]) -> None:
             padded = torch.zeros(each * width, SIZE, dtype=mine.dtype)
             padded[: len(mine)] = mine
             wanted = {"local": mine, "scattered": padded[place * each : (place + 1) * each], "global": torch.cat(local)}
-            for name, rows in told[step].items():
-                torch.testing.assert_close(rows, wanted[name.split()[-1]], atol=1e-12, rtol=0, msg=f"{plan} {name}")
+            for name, row_distribution in told[step].items():
+                torch.testing.assert_close(
+                    row_distribution, wanted[name.split()[-1]], atol=1e-12, rtol=0, msg=f"{plan} {name}"
+                )
 
 
 @pytest.mark.parametrize(
@@ -111,9 +113,9 @@ def not_rounded() -> None:
 
 def padding_stays() -> None:
     """Padding rows stay in the result."""
-    from sglcore.runtime.parallel import rows
+    from sglcore.runtime.parallel import row_distribution
 
-    changed: Any = rows
+    changed: Any = row_distribution
     changed._joined = lambda by_shard, counts: by_shard.flatten(0, 1)
 
 

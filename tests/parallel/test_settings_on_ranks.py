@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from sglcore.device.errors import ConfigError
+from sglcore.engine.ranks.ranks_start import RankOptions
 from sglcore.engine.ranks.spec import RankSpec
-from sglcore.engine.ranks.start import RankOptions
 from sglcore.engine.start import start
 from tests import deepseek_v4, latent
 from tests.checkpoints import bert, llama, save

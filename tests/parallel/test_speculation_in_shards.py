@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 
 from sglcore.device.batch import ForwardMode
-from sglcore.device.draft_length import LengthController
 from sglcore.device.errors import ConfigError, WorkerLost
-from sglcore.engine.ranks.start import RankOptions
+from sglcore.engine.ranks.ranks_start import RankOptions
 from sglcore.engine.start import start
+from sglcore.step.draft_length import LengthController
 from tests.checkpoints import llama, qwen3_moe, qwen3_next, save
 from tests.drafts import eagle3, next_token, next_tokens
 from tests.latent import deepseek_v3

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from sglcore.checkpoint.axes import check_topology
-from sglcore.checkpoint.config import ModelConfig, MoeConfig, read_config
-from sglcore.checkpoint.shards import MOST_WIDTH, Shard, legal_widths
+from sglcore.checkpoint.model_config import ModelConfig, MoeConfig, read_config
+from sglcore.checkpoint.parallel_sizes import check_topology
+from sglcore.checkpoint.tensor_parallel import MOST_WIDTH, Shard, legal_widths
 from sglcore.device.errors import ConfigError
 from sglcore.device.topology import GROUPS, Place, Topology
 from sglcore.engine.start import embedded_model

@@ -12,15 +12,15 @@ from typing import Any
 
 import torch
 
-from sglcore.checkpoint.config import read_config
+from sglcore.checkpoint.model_config import read_config
 from sglcore.device.plan import StepPlan
 from sglcore.device.topology import Communication, Place, Topology
-from sglcore.layers.parallel.dispatched import DispatchedMoe
-from sglcore.models.loader import load_model
+from sglcore.layers.parallel.dispatched_experts import DispatchedMoe
+from sglcore.models.weights.model_loader import load_model
 from sglcore.runtime.forward_context import ForwardContext, forward_context
 from sglcore.runtime.kernels.table import KernelTable
-from sglcore.runtime.parallel.dispatch import FixedDispatcher, MakeDispatcher, RaggedDispatcher
-from sglcore.runtime.parallel.group import join
+from sglcore.runtime.parallel.expert_dispatch import FixedDispatcher, MakeDispatcher, RaggedDispatcher
+from sglcore.runtime.parallel.process_group import join
 from sglcore.runtime.parallel.rank_groups import Groups, divided
 from tests.parallel.forked import forking
 

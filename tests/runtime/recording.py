@@ -29,7 +29,7 @@ from sglcore.runtime.graph_runner import GraphRunner
 from sglcore.runtime.graphs.breakable import BreakableGraphs
 from sglcore.runtime.graphs.full import FullGraphs
 from sglcore.runtime.graphs.piecewise import PiecewiseGraphs, as_traced
-from sglcore.runtime.graphs.prompts import PromptForward
+from sglcore.runtime.graphs.prefill_graphs import PromptForward
 from sglcore.runtime.registry_builders import build_prefill_registry
 from sglcore.runtime.streams import Streams
 from tests.runtime.tiny import SHARED, SLOTS, Site, TinyModel, make_site

@@ -11,18 +11,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sglcore.checkpoint.compressed import CompressedConfig, Compression
-from sglcore.checkpoint.config import RopeConfig
-from sglcore.layers.scope import Scope, Weights
-from sglcore.layers.sparse import CompressedAttention
+from sglcore.checkpoint.compressed_config import CompressedConfig, Compression
+from sglcore.checkpoint.model_config import RopeConfig
+from sglcore.layers.build_scope import Scope, Weights
+from sglcore.layers.compressed_attention import CompressedAttention
+from sglcore.runtime.attention.backend_selection import shape_of
 from sglcore.runtime.attention.contract import AttentionShape
-from sglcore.runtime.attention.selection import shape_of
 from sglcore.runtime.attention.sparse.compressed import DeepseekV4AttnBackend
 from sglcore.runtime.forward_batch import ForwardBatch
 from sglcore.runtime.kernels.table import KernelTable
-from sglcore.runtime.memory.deepseek_v4 import DeepSeekV4TokenToKVPool
+from sglcore.runtime.memory.deepseek_v4_rows import DeepSeekV4TokenToKVPool
+from sglcore.runtime.memory.kv_rows import Place, RowCounts
 from sglcore.runtime.memory.pools import ReqToTokenPool, WindowTable
-from sglcore.runtime.memory.rows import Place, RowCounts
 from tests.runtime.tiny import CONTEXT, HIDDEN, PAGE, PAGES, SLOTS, Desk, Site, TinyModel, make_site
 from tests.runtime.windows import STEP, WindowDesk
 

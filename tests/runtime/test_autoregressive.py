@@ -15,19 +15,19 @@ import pytest
 import torch
 from torch import Tensor
 
+from sglcore.config.engine_config import EngineConfig
 from sglcore.device.batch import ForwardMode
-from sglcore.device.config import EngineConfig
 from sglcore.device.ledger import DecisionLedger
-from sglcore.models.draft import load_draft
+from sglcore.models.drafts.draft_loader import load_draft
+from sglcore.runtime.attention.backend_selection import shape_of
 from sglcore.runtime.attention.reference import ReferenceAttention
-from sglcore.runtime.attention.selection import shape_of
 from sglcore.runtime.forward_batch import ForwardBatch
 from sglcore.runtime.kernels.table import KernelTable
 from sglcore.runtime.memory.geometry import layer_shapes
 from sglcore.runtime.memory.pools import MHATokenToKVPool, ReqToTokenPool
 from sglcore.runtime.model_runner import ModelRunner
 from sglcore.runtime.registry_builders import build_decode_registry, build_prefill_registry
-from sglcore.runtime.speculative.autoregressive import AutoregressiveDrafter, FeatureDrafter, StandaloneDrafter
+from sglcore.runtime.speculative.chain_drafts import AutoregressiveDrafter, FeatureDrafter, StandaloneDrafter
 from sglcore.runtime.speculative.drafter import DraftRows
 from sglcore.runtime.token_table import TokenTable
 from tests.checkpoints import SIZES, llama, save

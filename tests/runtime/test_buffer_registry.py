@@ -16,7 +16,7 @@ from sglcore.runtime import buffer_registry
 from sglcore.runtime.buffer_registry import BufferRegistry, FillContext, InputBuffer
 from sglcore.runtime.forward_batch import ForwardBatch
 from sglcore.runtime.registry_builders import build_decode_registry
-from sglcore.step.fields import Axis, Split, batch_field, fill_once, keep, sentinel, spec_of, specs, zero
+from sglcore.step.batch_field import Axis, Split, batch_field, fill_once, keep, sentinel, spec_of, specs, zero
 from sglcore.step.forward_inputs import NgramEmbeddingInfo
 from tests.runtime.tiny import ints
 

@@ -10,11 +10,10 @@ from typing import Any
 
 import pytest
 
-from sglcore.device.config import EngineConfig
+from sglcore.config.engine_config import EngineConfig
 from sglcore.device.errors import ConfigError
 from sglcore.device.ledger import DecisionLedger
-from sglcore.runtime.speculative.choice import DFLASH, IN_TREES, MODELS, WITHOUT_MODEL, choose_speculation
-from sglcore.runtime.speculative.combinations import (
+from sglcore.runtime.speculative.refused_combinations import (
     ALL,
     CELLS,
     COMBINATIONS,
@@ -35,6 +34,7 @@ from sglcore.runtime.speculative.combinations import (
     WINDOWS,
     reason_against,
 )
+from sglcore.runtime.speculative.speculation_choice import DFLASH, IN_TREES, MODELS, WITHOUT_MODEL, choose_speculation
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "speculation.md"
 ELSEWHERE = (HOST_ROWS, TEXT)

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from sglcore.device.cut import CutTerms, cut
+from sglcore.runtime.batch_split import clip
 from sglcore.runtime.forward_batch import ForwardBatch
-from sglcore.runtime.split import clip
+from sglcore.step.micro_batch_cut import CutTerms, cut
 
 CASES, SEED = 10_000, 11
 

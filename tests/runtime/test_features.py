@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from sglcore.device.errors import ConfigError
-from sglcore.runtime.speculative import features
-from sglcore.runtime.speculative.features import FeatureModel, features_of, with_features
+from sglcore.runtime.speculative import target_features
+from sglcore.runtime.speculative.target_features import FeatureModel, features_of, with_features
 from tests.planted import planted
 
 SIZE, TOKENS, LAYERS = 2, 3, 4
@@ -80,7 +80,7 @@ def test_features_are_the_sums_before_the_layers_that_were_asked_for(has_residua
 )
 def test_a_defect_shows(sound: str, defect: str, has_residual: bool) -> None:
     with pytest.raises(AssertionError):
-        check(planted(features, sound, defect).FeatureModel, has_residual)
+        check(planted(target_features, sound, defect).FeatureModel, has_residual)
 
 
 def test_a_model_that_runs_as_a_whole_gives_none() -> None:

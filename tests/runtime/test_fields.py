@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from sglcore.runtime.fields import retained
 from sglcore.runtime.forward_batch import ForwardBatch
 from sglcore.runtime.memory.pools import WindowTable
 from sglcore.runtime.registry_builders import build_decode_registry, build_prefill_registry
-from sglcore.step.fields import (
+from sglcore.runtime.torch_fields import retained
+from sglcore.step.batch_field import (
     Axis,
     Fill,
     Split,

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from sglcore.device.config import EngineConfig
+from sglcore.config.engine_config import EngineConfig
 from sglcore.device.errors import ConfigError, StrictError
 from sglcore.device.facts import Facts
 from sglcore.device.ledger import DecisionLedger, Row
@@ -18,8 +18,8 @@ from sglcore.runtime import bring_up
 from sglcore.runtime.attention.gathered import GatheredAttention
 from sglcore.runtime.attention.reference import ReferenceAttention
 from sglcore.runtime.graphs import stream_graphs
-from sglcore.runtime.graphs.build import capture, make_backend
 from sglcore.runtime.graphs.full import FullGraphs
+from sglcore.runtime.graphs.graph_choice import capture, make_backend
 from sglcore.runtime.graphs.piecewise import as_traced, inductor
 from sglcore.runtime.model_runner import ModelRunner
 from sglcore.runtime.streams import Streams

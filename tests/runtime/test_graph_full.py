@@ -14,14 +14,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from sglcore.device.collection import no_collection
+from sglcore.device.garbage_collection import no_collection
 from sglcore.runtime.attention.contract import AttentionPlan, Bucket
 from sglcore.runtime.attention.gathered import GatheredAttention
 from sglcore.runtime.attention.reference import ReferenceAttention, ReferencePlan
 from sglcore.runtime.forward_batch import ForwardBatch, StalePlanError
 from sglcore.runtime.forward_context import ForwardContext, forward_context, has_forward_context
 from sglcore.runtime.graphs.capture import CaptureError
-from sglcore.runtime.graphs.decode import DecodeGraphs
+from sglcore.runtime.graphs.decode_graphs import DecodeGraphs
 from sglcore.runtime.graphs.full import FullGraphs
 from sglcore.runtime.streams import Streams
 from tests.runtime.recording import GraphSite, RecordingCapture, make_graph_site

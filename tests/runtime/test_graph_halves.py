@@ -10,14 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from sglcore.device.cut import CutTerms, Staggers
 from sglcore.runtime.forward_batch import ForwardBatch
 from sglcore.runtime.forward_context import ForwardContext, get_forward_context
 from sglcore.runtime.graph_runner import GraphRunner
 from sglcore.runtime.graphs.full import FullGraphs
-from sglcore.runtime.overlap.captured import CapturedHalves
-from sglcore.runtime.overlap.halves import Halves
-from sglcore.runtime.overlap.turns import pause
+from sglcore.runtime.overlap.captured_micro_batches import CapturedHalves
+from sglcore.runtime.overlap.interleave import pause
+from sglcore.runtime.overlap.micro_batches import Halves
+from sglcore.step.micro_batch_cut import CutTerms, Staggers
 from tests.runtime.recording import GraphSite, RecordingCapture, make_graph_site
 from tests.runtime.test_graph_full import PlannedLengths, differs
 from tests.runtime.tiny import TinyModel

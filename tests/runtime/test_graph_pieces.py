@@ -7,7 +7,7 @@ from torch import Tensor
 
 from sglcore.runtime.forward_context import ForwardContext, forward_context, get_forward_context
 from sglcore.runtime.graphs.capture import Recorder
-from sglcore.runtime.graphs.pieces import record_pieces
+from sglcore.runtime.graphs.graph_segments import record_pieces
 from tests.runtime.recording import RecordingCapture, make_streams
 from tests.runtime.tiny import make_site
 

@@ -22,9 +22,9 @@ from sglcore.runtime.forward_batch import ForwardBatch, StalePlanError
 from sglcore.runtime.forward_context import ForwardContext, forward_context, get_forward_context
 from sglcore.runtime.graph_runner import GraphRunner
 from sglcore.runtime.graphs.capture import CaptureError
-from sglcore.runtime.graphs.pieces import Captured, EagerCall, Pieces, record_pieces
+from sglcore.runtime.graphs.graph_segments import Captured, EagerCall, Pieces, record_pieces
 from sglcore.runtime.graphs.piecewise import inductor, trace
-from sglcore.runtime.graphs.prompts import MOST_PADDING, SMALLEST, PromptForward, token_buckets
+from sglcore.runtime.graphs.prefill_graphs import MOST_PADDING, SMALLEST, PromptForward, token_buckets
 from tests.runtime.recording import GraphSite, make_graph_site
 from tests.runtime.test_graph_runner import count_padding, pad_nothing
 from tests.runtime.tiny import SHARED, STAGED, Desk, TinyModel, assert_close, make_site, random_tokens

@@ -21,7 +21,7 @@ from sglcore.runtime.forward_batch import ForwardBatch, StalePlanError
 from sglcore.runtime.forward_context import ForwardContext, forward_context, get_forward_context
 from sglcore.runtime.graph_runner import GraphRunner
 from sglcore.runtime.registry_builders import count_global_tokens
-from sglcore.step.fields import keep
+from sglcore.step.batch_field import keep
 from sglcore.step.forward_inputs import NgramEmbeddingInfo
 from tests.runtime.test_model_runner import on_the_device
 from tests.runtime.tiny import (

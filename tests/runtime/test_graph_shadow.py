@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sglcore.runtime.graphs.shadow import TOLERANCE, Shadow, ShadowMismatch
+from sglcore.runtime.graphs.shadow_mode import TOLERANCE, Shadow, ShadowMismatch
 from tests.runtime.recording import make_graph_site
 from tests.runtime.test_graph_full import StalePlan, decode
 from tests.runtime.test_graph_prompts import prompts, skips_calls

@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 
-from sglcore.device.config import EngineConfig
+from sglcore.config.engine_config import EngineConfig
 from sglcore.device.errors import ConfigError
 from sglcore.device.facts import Facts
 from sglcore.device.ledger import DecisionLedger
-from sglcore.runtime.hisparse.bring_up import hisparse_config
-from sglcore.runtime.kernels.hisparse import REACHING
+from sglcore.runtime.hisparse.hisparse_bring_up import hisparse_config
+from sglcore.runtime.kernels.hisparse_entries import REACHING
 from sglcore.runtime.kernels.table import KernelTable
-from sglcore.runtime.speculative.bring_up import speculation
-from sglcore.step.hisparse import HiSparseConfig
+from sglcore.runtime.speculative.speculation_bring_up import speculation
+from sglcore.step.hisparse_config import HiSparseConfig
 
 SHARING = Facts(tensor_device="cpu", shares_host_memory=True)
 APART, REACHED = Facts(tensor_device="acme:0"), Facts(tensor_device="acme:0", reaches_pinned_memory=True)

@@ -8,13 +8,13 @@ from types import MappingProxyType
 import pytest
 import torch
 
-from sglcore.device.config import EngineConfig
+from sglcore.config.engine_config import EngineConfig
 from sglcore.device.facts import Facts
 from sglcore.device.ledger import DecisionLedger
-from sglcore.runtime.hisparse.bring_up import beside_buffers
-from sglcore.runtime.hisparse.shape import SwapShape
-from sglcore.runtime.memory.rows import KeptRows, Place
-from sglcore.step.hisparse import HiSparseConfig
+from sglcore.runtime.hisparse.hisparse_bring_up import beside_buffers
+from sglcore.runtime.hisparse.hisparse_shape import SwapShape
+from sglcore.runtime.memory.kv_rows import KeptRows, Place
+from sglcore.step.hisparse_config import HiSparseConfig
 from sglcore.step.sizing import Geometry, MemoryBudget, MemorySizes, size_pools
 
 PAGE, LONGEST, REQUESTS = 16, 160, 64

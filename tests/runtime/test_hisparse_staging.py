@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from ci.lanes import Lane
-from sglcore.runtime.hisparse import staging
-from sglcore.runtime.hisparse.staging import StagingRooms, plan_parts
+from sglcore.runtime.hisparse import hisparse_staging
+from sglcore.runtime.hisparse.hisparse_staging import StagingRooms, plan_parts
 from sglcore.runtime.kernels.table import KernelTable
 from sglcore.runtime.memory.pools import ReqToTokenPool
 
@@ -113,12 +113,12 @@ def test_each_part_is_whole_where_its_plan_says(device: torch.device) -> None:
 
 def reads_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Reads do not wait for the copies."""
-    monkeypatch.setattr(staging, "wait_for", lambda waiting, other: None)
+    monkeypatch.setattr(hisparse_staging, "wait_for", lambda waiting, other: None)
 
 
 def fills_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Copies go to a room that is still being read."""
-    monkeypatch.setattr(staging, "follow", lambda copying, other: None)
+    monkeypatch.setattr(hisparse_staging, "follow", lambda copying, other: None)
 
 
 @pytest.mark.needs("streams", "simulator")
@@ -153,7 +153,7 @@ def test_a_host_row_that_is_freed_under_a_copy_is_a_fault(device: torch.device, 
 
 @pytest.mark.needs("host")
 def test_a_part_that_is_read_as_another_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    copies = staging._PageRows.copies
-    monkeypatch.setattr(staging._PageRows, "copies", lambda rows, begin, *more: copies(rows, begin * 0, *more))
+    copies = hisparse_staging._PageRows.copies
+    monkeypatch.setattr(hisparse_staging._PageRows, "copies", lambda rows, begin, *more: copies(rows, begin * 0, *more))
     with pytest.raises(AssertionError):
         check(read_all(torch.device("cpu")))

@@ -82,7 +82,7 @@ def test_a_forward_writes_all_that_a_token_keeps(steps: Steps) -> None:
 
 
 def test_a_choice_in_parts_is_the_whole_choice(folder, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sglcore.runtime.attention.sparse.tokens.LOGITS", 300)
+    monkeypatch.setattr("sglcore.runtime.attention.sparse.token_queries.LOGITS", 300)
     oracle, ids = deepseek_v32(), [index * 7 % 89 + 3 for index in range(50)]
     got = Steps(load(folder, max_positions=128)).logprobs({1: ids})
     assert (got - oracle_logprobs(oracle, ids)).abs().max() < 5e-5

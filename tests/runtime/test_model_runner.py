@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sglcore.device.batch import ForwardMode, ScheduleBatch
 from sglcore.runtime.forward_batch import ForwardBatch
-from sglcore.step.fields import specs
+from sglcore.step.batch_field import specs
 from tests.runtime.tiny import (
     HIDDEN,
     SHARED,

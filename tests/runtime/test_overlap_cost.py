@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from sglcore.runtime.overlap.cost import STAGGERS, Affine, LayerCost, in_turns
-from sglcore.runtime.overlap.turns import pause, take_turns
+from sglcore.runtime.overlap.interleave import pause, take_turns
+from sglcore.runtime.overlap.micro_batch_cost import STAGGERS, Affine, LayerCost, in_turns
 
 US = 1e-6
 

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from sglcore.runtime.attention.contract import AttentionPlan, Bucket
 from sglcore.runtime.attention.reference import ReferenceAttention, ReferencePlan
+from sglcore.runtime.batch_split import filter_batch
 from sglcore.runtime.forward_batch import ForwardBatch, StalePlanError, Turn
 from sglcore.runtime.forward_context import ForwardContext, forward_context
 from sglcore.runtime.model_runner import ModelRunner
-from sglcore.runtime.split import filter_batch
 from tests.runtime.tiny import Desk, Site, assert_close, make_site, random_tokens
 
 PROMPT, OTHER = random_tokens(1, 4), random_tokens(2, 4)

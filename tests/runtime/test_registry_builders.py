@@ -15,7 +15,7 @@ from sglcore.runtime.buffer_registry import FillContext, InputBuffer
 from sglcore.runtime.forward_batch import ForwardBatch
 from sglcore.runtime.memory.pools import ReqToTokenPool
 from sglcore.runtime.registry_builders import build_decode_registry, build_prefill_registry
-from sglcore.step.fields import spec_of
+from sglcore.step.batch_field import spec_of
 from sglcore.step.forward_inputs import NgramEmbeddingInfo
 from tests.runtime.tiny import SHARED, STAGED, TinyModel, ints, make_attention
 

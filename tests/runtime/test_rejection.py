@@ -14,9 +14,9 @@ from torch import Tensor
 
 from sglcore.runtime.speculative import rejection
 from sglcore.runtime.speculative.rejection import BlockRejection, Chain, Rejection
-from sglcore.sampling.batch import SamplingNeeds
+from sglcore.sampling.gumbel_race import gumbel_noise, row_keys
 from sglcore.sampling.noise import ONE
-from sglcore.sampling.race import gumbel_noise, row_keys
+from sglcore.sampling.params_batch import SamplingNeeds
 from sglcore.sampling.sampler import Sampler, SamplingState
 
 Law = tuple[Fraction, ...]

@@ -10,20 +10,17 @@ from typing import Any
 import pytest
 import torch
 
-from sglcore.checkpoint.compressed import CompressedConfig, Compression
-from sglcore.device.config import EngineConfig
+from sglcore.checkpoint.compressed_config import CompressedConfig, Compression
+from sglcore.config.engine_config import EngineConfig
 from sglcore.device.errors import ConfigError
 from sglcore.device.facts import Facts
 from sglcore.device.ledger import DecisionLedger
 from sglcore.runtime.attention.layer import Attention
-from sglcore.runtime.attention.sparse.tokens import LOGITS, score_bytes
+from sglcore.runtime.attention.sparse.token_queries import LOGITS, score_bytes
 from sglcore.runtime.kernels.row_codec import E4M3FN, E4M3FNUZ, FLOATS, RowCodec
-from sglcore.runtime.memory.bring_up import sizes
-from sglcore.runtime.memory.deepseek_v4 import DeepSeekV4TokenToKVPool, kept_rows
+from sglcore.runtime.memory.deepseek_v4_rows import DeepSeekV4TokenToKVPool, kept_rows
 from sglcore.runtime.memory.geometry import fitting_page_size, geometry, rows_row
-from sglcore.runtime.memory.make import make_rows
-from sglcore.runtime.memory.pools import cell_bytes
-from sglcore.runtime.memory.rows import (
+from sglcore.runtime.memory.kv_rows import (
     KeptRows,
     Place,
     RowCounts,
@@ -32,6 +29,9 @@ from sglcore.runtime.memory.rows import (
     page_multiple,
     row_bytes,
 )
+from sglcore.runtime.memory.make_pools import make_rows
+from sglcore.runtime.memory.memory_bring_up import sizes
+from sglcore.runtime.memory.pools import cell_bytes
 from sglcore.step.sizing import GIB, Geometry, MemoryBudget, MemorySizes, size_text
 from tests.runtime.sparse_tiny import net_of
 

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from sglcore.device.batch import ForwardMode
 from sglcore.runtime.attention.contract import Bucket
-from sglcore.runtime.attention.sparse import tokens as sparse_tokens
+from sglcore.runtime.attention.sparse import token_queries as sparse_tokens
 from sglcore.runtime.attention.sparse.compressed import CompressedPlan, DeepseekV4AttnBackend
 from sglcore.runtime.buffer_registry import FillContext
 from sglcore.runtime.forward_batch import ForwardBatch, StalePlanError
-from sglcore.runtime.graphs.shadow import Shadow
+from sglcore.runtime.graphs.shadow_mode import Shadow
 from sglcore.runtime.kernels.table import KernelTable
 from sglcore.runtime.memory.pools import ReqToTokenPool
 from tests.runtime.sparse_tiny import HEAVY, LAYERS, SLIDING, SPARSE, WINDOW, SparseDesk, desk_of, make_sparse

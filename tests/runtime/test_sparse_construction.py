@@ -15,7 +15,7 @@ from sglcore.runtime.attention.sparse.compressed import DeepseekV4AttnBackend
 from sglcore.runtime.attention.sparse.latent import DeepseekSparseAttnBackend
 from sglcore.runtime.bring_up import STANDARD, hisparse
 from sglcore.runtime.forward_context import get_attn_backend, get_token_to_kv_pool, has_forward_context
-from sglcore.runtime.memory.rows import Place, RowCounts
+from sglcore.runtime.memory.kv_rows import Place, RowCounts
 from tests.runtime.sparse_tiny import HEAVY, LAYERS, WINDOW, SparseDesk, desk_of, make_sparse
 from tests.runtime.tiny import PAGES, SLOTS, assert_close, random_tokens
 

@@ -12,10 +12,10 @@ import pytest
 from numpy.typing import NDArray
 
 from sglcore.device.batch import ScheduleBatch
-from sglcore.device.draft_length import DWELL, TRIES, LengthController, Started, StepTimes, lengths_of
 from sglcore.device.worker import BatchResult
-from sglcore.runtime.speculative.worker import SpeculativeWorker
-from sglcore.step.proposals import WideRows
+from sglcore.runtime.speculative.verify_worker import SpeculativeWorker
+from sglcore.step.draft_length import DWELL, TRIES, LengthController, Started, StepTimes, lengths_of
+from sglcore.step.verification_rows import WideRows
 from tests.laws.test_speculative_laws import Ran, check_same, engines, folder, plain, run
 
 __all__ = ["engines", "folder", "plain"]

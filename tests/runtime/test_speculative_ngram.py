@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from sglcore.runtime.speculative.drafter import NONE
-from sglcore.runtime.speculative.ngram import propose
+from sglcore.runtime.speculative.ngram_drafts import propose
 
 
 def by_hand(text: list[int], tokens: int, least: int, most: int) -> list[int]:

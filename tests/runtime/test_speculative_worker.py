@@ -15,13 +15,13 @@ import torch
 from numpy.typing import NDArray
 from safetensors.numpy import load_file
 
-from sglcore.device.draft_length import LengthController
 from sglcore.runtime.model_runner import ModelRunner
 from sglcore.runtime.speculative.drafter import NONE
-from sglcore.runtime.speculative.worker import replace_proposals
+from sglcore.runtime.speculative.verify_worker import replace_proposals
 from sglcore.schedule.draft_counts import sums_of
 from sglcore.schedule.prompt_embeds import PromptEmbeds
 from sglcore.schedule.request import Request
+from sglcore.step.draft_length import LengthController
 from tests.checkpoints import llama, save
 from tests.laws.test_speculative_laws import CONTEXT, TOKENS, VOCABULARY, Ran, check_same, engines, folder, plain, run
 

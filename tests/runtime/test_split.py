@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from sglcore.device.batch import CaptureHiddenMode, ForwardMode
+from sglcore.runtime.batch_split import SplitRefusedError, check_declarations, filter_batch, refusal
 from sglcore.runtime.buffer_registry import FillContext
 from sglcore.runtime.forward_batch import ForwardBatch
 from sglcore.runtime.forward_context import ForwardContext, forward_context
-from sglcore.runtime.split import SplitRefusedError, check_declarations, filter_batch, refusal
-from sglcore.step.fields import Axis, Split, When, batch_field, specs
+from sglcore.step.batch_field import Axis, Split, When, batch_field, specs
 from sglcore.step.forward_inputs import NgramEmbeddingInfo
 from tests.runtime.tiny import PAGE, SHARED, STAGED, Site, assert_close, ints, random_tokens
 from tests.runtime.windows import WindowDesk, make_windowed

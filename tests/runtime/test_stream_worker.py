@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from ci.lanes import Lane
-from sglcore.checkpoint.pooling import Pooling
+from sglcore.checkpoint.pooling_config import Pooling
 from sglcore.device.batch import ForwardMode, ScheduleBatch
 from sglcore.device.facts import Facts
 from sglcore.device.worker import BatchResult, Limits, Ticket

@@ -13,21 +13,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from sglcore.device.config import EngineConfig
+from sglcore.config.engine_config import EngineConfig
 from sglcore.device.errors import ConfigError
 from sglcore.device.ledger import DecisionLedger
 from sglcore.runtime.attention.reference import is_seen
 from sglcore.runtime.kernels import reference_speculative
 from sglcore.runtime.kernels.reference_speculative import accept_proposals, tree_walk
 from sglcore.runtime.kernels.table import KernelTable
-from sglcore.runtime.speculative.bring_up import reason_against_trees
-from sglcore.runtime.speculative.choice import Speculation, choose_speculation
 from sglcore.runtime.speculative.drafter import NONE
+from sglcore.runtime.speculative.speculation_bring_up import reason_against_trees
+from sglcore.runtime.speculative.speculation_choice import Speculation, choose_speculation
 from sglcore.runtime.speculative.tree import DraftTree, TreeRecords, TreeShape, TreeTables
 from sglcore.runtime.speculative.tree_worker import TreeWorker, along
-from sglcore.sampling.batch import SamplingNeeds
+from sglcore.sampling.gumbel_race import gumbel_noise, row_keys
 from sglcore.sampling.noise import ONE, fixed_scale
-from sglcore.sampling.race import gumbel_noise, row_keys
+from sglcore.sampling.params_batch import SamplingNeeds
 from sglcore.sampling.sampler import CONTENDERS, OWN, SPREAD, Sampler, SamplingState
 from sglcore.sampling.state import Logprobs, SampledTokens
 from tests.laws.trees import walked

@@ -9,8 +9,8 @@ from contextvars import ContextVar
 import pytest
 from greenlet import GreenletExit
 
-from sglcore.runtime.overlap import turns
-from sglcore.runtime.overlap.turns import current_turn, pause, take_turns
+from sglcore.runtime.overlap import interleave
+from sglcore.runtime.overlap.interleave import current_turn, pause, take_turns
 
 COLOUR: ContextVar[str] = ContextVar("colour", default="none")
 
@@ -122,15 +122,15 @@ def test_what_fails_while_it_is_ended_is_a_note_on_the_first_error() -> None:
 
 
 def test_an_error_that_is_swallowed_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    own = turns._Second.beside
+    own = interleave._Second.beside
 
-    def swallowing(self: turns._Second[None], function: Callable[[], None]) -> None:
+    def swallowing(self: interleave._Second[None], function: Callable[[], None]) -> None:
         try:
             own(self, function)
         except ValueError:
             return
 
-    monkeypatch.setattr(turns._Second, "beside", swallowing)
+    monkeypatch.setattr(interleave._Second, "beside", swallowing)
     with pytest.raises(pytest.fail.Exception):
         test_an_error_in_one_ends_the_other_and_is_raised(is_first=True, after=0)
 

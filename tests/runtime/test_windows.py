@@ -18,10 +18,10 @@ from sglcore.runtime.attention.layer import Attention
 from sglcore.runtime.attention.reference import ReferenceAttention
 from sglcore.runtime.attention.windowed import WindowedAttention, WindowedPlan
 from sglcore.runtime.forward_batch import ForwardBatch, StalePlanError
-from sglcore.runtime.graphs.shadow import Shadow, leaving_cells
+from sglcore.runtime.graphs.shadow_mode import Shadow, leaving_cells
 from sglcore.runtime.memory.geometry import geometry
 from sglcore.runtime.memory.pools import MHATokenToKVPool, WindowTable, cell_bytes
-from sglcore.step.fields import spec_of
+from sglcore.step.batch_field import spec_of
 from sglcore.step.sizing import Geometry
 from tests.runtime.tiny import PAGE, SHARED, STAGED, Site, make_site, random_tokens, tokens_of
 from tests.runtime.windows import WindowDesk, make_windowed

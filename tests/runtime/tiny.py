@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
-from sglcore.checkpoint.pooling import Pooling
+from sglcore.checkpoint.pooling_config import Pooling
 from sglcore.device.batch import ForwardMode, ScheduleBatch
 from sglcore.device.facts import Facts
 from sglcore.device.worker import BatchResult, Limits
@@ -23,7 +23,7 @@ from sglcore.runtime.attention.reference import ReferenceAttention
 from sglcore.runtime.forward_batch import ForwardBatch
 from sglcore.runtime.forward_context import ForwardContext
 from sglcore.runtime.graph_runner import GraphRunner
-from sglcore.runtime.graphs.backend import Step
+from sglcore.runtime.graphs.graph_backend import Step
 from sglcore.runtime.kernels.table import KernelTable
 from sglcore.runtime.memory.pools import MHATokenToKVPool, ReqToTokenPool, WindowTable
 from sglcore.runtime.model_runner import ModelRunner
@@ -31,8 +31,8 @@ from sglcore.runtime.pooling import Pooler
 from sglcore.runtime.registry_builders import build_decode_registry, build_prefill_registry
 from sglcore.runtime.token_table import TokenTable
 from sglcore.runtime.tp_worker import TpModelWorker
-from sglcore.sampling.batch import SamplingBatch
 from sglcore.sampling.params import SamplingParams
+from sglcore.sampling.params_batch import SamplingBatch
 
 VOCAB, HIDDEN, HEADS, KV_HEADS, HEAD_DIM = 29, 8, 2, 1, 4
 PAGE, SLOTS, CONTEXT = 4, 8, 40

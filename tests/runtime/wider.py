@@ -13,7 +13,7 @@ from torch import Tensor
 
 from sglcore.device.batch import ScheduleBatch
 from sglcore.runtime.forward_batch import ForwardBatch
-from sglcore.step.fields import Axis, batch_field, batch_record, sentinel
+from sglcore.step.batch_field import Axis, batch_field, batch_record, sentinel
 
 
 @dataclass(slots=True)

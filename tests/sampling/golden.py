@@ -5,7 +5,7 @@ import hashlib
 import json
 from typing import Any
 
-from sglcore.sampling import reference
+from sglcore.sampling import reference_sampler
 from sglcore.sampling.noise import LIMIT, NoiseTables, noise_tables
 from sglcore.sampling.params import SamplingParams
 
@@ -21,16 +21,23 @@ def make_golden() -> dict[str, Any]:
     keys = [(0, 0, 0), (1, 0, 17), (2**64 - 1, 3, 4095), (1234567890123456789, 1, 2**20)]
     hashes = []
     for seed, index, position in keys:
-        words = [reference.token_hash(reference.row_key(seed, index, position), token) for token in (0, 1, 2, 151935)]
+        words = [
+            reference_sampler.token_hash(reference_sampler.row_key(seed, index, position), token)
+            for token in (0, 1, 2, 151935)
+        ]
         hashes.append(
-            {"key": [seed, index, position], "hash": words, "gumbel": [reference.gumbel(word) for word in words]}
+            {
+                "key": [seed, index, position],
+                "hash": words,
+                "gumbel": [reference_sampler.gumbel(word) for word in words],
+            }
         )
     edges = [0, 1, 2**31 - 1, 2**31, 2**32 - 1, 12345, 2**24 + 1, 2**32 - 2**25 - 3]
     return {
         "tables": checksum(noise_tables()),
         "hashes": hashes,
-        "gumbel": [[word, reference.gumbel(word)] for word in edges],
-        "weight": [[gap, reference.weight(gap)] for gap in (0, 1, 255, 256, 45426, 1000000, 1409000, LIMIT)],
+        "gumbel": [[word, reference_sampler.gumbel(word)] for word in edges],
+        "weight": [[gap, reference_sampler.weight(gap)] for gap in (0, 1, 255, 256, 45426, 1000000, 1409000, LIMIT)],
         "draws": [_drawn(case) for case in _golden_cases()],
     }
 
@@ -38,7 +45,10 @@ def make_golden() -> dict[str, Any]:
 def _drawn(case: dict[str, Any]) -> dict[str, Any]:
     params = SamplingParams(**case["params"])
     where = case["seed"], case["sample_index"], case["position"]
-    return {**case, "token": reference.reference_draw(reference._golden_logits(case["logits"]), params, *where)[0]}
+    return {
+        **case,
+        "token": reference_sampler.reference_draw(reference_sampler._golden_logits(case["logits"]), params, *where)[0],
+    }
 
 
 def _golden_cases() -> list[dict[str, Any]]:
@@ -69,6 +79,6 @@ def _golden_cases() -> list[dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    reference.GOLDEN_FILE.write_text(
+    reference_sampler.GOLDEN_FILE.write_text(
         json.dumps(make_golden(), separators=(",", ":")).replace('{"name"', '\n{"name"') + "\n"
     )

@@ -4,11 +4,11 @@ from collections.abc import Sequence
 
 import torch
 
-from sglcore.conformance.sampling_state import make_penalties, make_state
-from sglcore.sampling.batch import SamplingBatch
+from sglcore.conformance.inputs.sampling_state import make_penalties, make_state
+from sglcore.sampling.gumbel_race import draw_race, row_keys
 from sglcore.sampling.noise import fixed_min_p
 from sglcore.sampling.params import SamplingParams
-from sglcore.sampling.race import draw_race, row_keys
+from sglcore.sampling.params_batch import SamplingBatch
 from sglcore.sampling.sampler import Sampler, SamplingState, candidate_gaps
 from sglcore.sampling.state import SampledTokens
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from sglcore.sampling import noise
-from sglcore.sampling.batch import SamplingBatch, SamplingNeeds, SamplingRow
 from sglcore.sampling.params import SamplingParams
+from sglcore.sampling.params_batch import SamplingBatch, SamplingNeeds, SamplingRow
 
 KINDS = (
     SamplingParams(),

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglcore.sampling import narrow_sums, reference
+from sglcore.sampling import narrow_sums, reference_sampler
 from sglcore.sampling.cutoffs import BIN_BITS, keep_top_p_, token_weights
 from sglcore.sampling.noise import LIMIT, ONE, TOP_P_BITS, noise_tables
 from sglcore.sampling.params import SamplingParams
@@ -86,7 +86,7 @@ def test_torch_and_the_reference_keep_the_same_candidates(units, top_k, top_p, m
     if params.is_greedy:
         return
     logits = [unit / 4 for unit in units]
-    expected = sorted(reference.candidates(reference.gaps_below_best(logits, temperature), params))
+    expected = sorted(reference_sampler.candidates(reference_sampler.gaps_below_best(logits, temperature), params))
     assert candidate_sets([logits], [params]) == [expected]
 
 

@@ -7,7 +7,7 @@ import pickle
 
 import pytest
 
-from sglcore.sampling.grammar import MAX_GRAMMAR_TEXT, Grammar, GrammarError
+from sglcore.sampling.grammar_spec import MAX_GRAMMAR_TEXT, Grammar, GrammarError
 from sglcore.sampling.params import SamplingError, SamplingParams
 
 

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from sglcore.sampling import noise, reference
+from sglcore.sampling import noise, reference_sampler
+from sglcore.sampling.gumbel_race import MAX_VOCAB, _signed, gumbel_noise, make_race_tables, row_keys
 from sglcore.sampling.noise import LIMIT, ONE, noise_tables
-from sglcore.sampling.race import MAX_VOCAB, _signed, gumbel_noise, make_race_tables, row_keys
 from tests.sampling.golden import checksum
 
 
@@ -52,7 +52,7 @@ def test_table_entries_agree_with_arbitrary_precision():
 
 
 def test_the_tables_match_the_stored_checksum():
-    assert checksum(noise_tables()) == json.loads(reference.GOLDEN_FILE.read_text())["tables"]
+    assert checksum(noise_tables()) == json.loads(reference_sampler.GOLDEN_FILE.read_text())["tables"]
 
 
 def test_the_tables_cannot_be_written():
@@ -76,33 +76,34 @@ def test_gumbel_noise_is_accurate_everywhere_and_reaches_both_ends():
     for word in words:
         odd = word | 1
         exact = -math.log(-math.log(odd / 2**32) if odd < 2**31 else -math.log1p(-(2**32 - odd) / 2**32))
-        assert abs(reference.gumbel(word) / ONE - exact) < 1.7 / ONE
-    assert reference.gumbel(0) / ONE < -3.09 and reference.gumbel(2**32 - 1) / ONE > 22.18
+        assert abs(reference_sampler.gumbel(word) / ONE - exact) < 1.7 / ONE
+    assert reference_sampler.gumbel(0) / ONE < -3.09 and reference_sampler.gumbel(2**32 - 1) / ONE > 22.18
 
 
 def test_noise_never_falls_as_the_hash_grows():
     words = np.unique(
         np.concatenate([np.arange(0, 2**32, 2**17), *(2**32 - 2 ** np.arange(32)[:, None] + np.arange(-3, 3))])
     )
-    values = [reference.gumbel(int(word) % 2**32) for word in np.sort(words % 2**32)]
+    values = [reference_sampler.gumbel(int(word) % 2**32) for word in np.sort(words % 2**32)]
     assert all(a <= b for a, b in itertools.pairwise(values))
 
 
 def test_a_token_at_the_limit_can_never_be_drawn():
     table = noise_tables().gumbel[0]
     assert table.max() - table.min() < LIMIT
-    assert reference.weight(LIMIT) == 0
+    assert reference_sampler.weight(LIMIT) == 0
 
 
 def test_weights_never_grow_with_the_gap_and_are_close_to_the_exponential():
     gaps = np.arange(0, LIMIT + 1, 7)
-    weights = np.array([reference.weight(int(gap)) for gap in gaps[:20000]])
+    weights = np.array([reference_sampler.weight(int(gap)) for gap in gaps[:20000]])
     assert (np.diff(weights) <= 0).all()
     exact = np.exp(-gaps[:20000] / ONE) * 2**30
     assert np.abs(weights / exact - 1).max() < 3e-6
     edges = np.arange(0, 400 * 256, 256)
     assert all(
-        reference.weight(int(e) - 1) >= reference.weight(int(e)) >= reference.weight(int(e) + 1) for e in edges[1:]
+        reference_sampler.weight(int(e) - 1) >= reference_sampler.weight(int(e)) >= reference_sampler.weight(int(e) + 1)
+        for e in edges[1:]
     )
 
 
@@ -112,13 +113,13 @@ def test_host_hashes_agree_with_the_plain_python_ones():
     seeds, indices, positions = [0, 5, 2**64 - 1, 2**63], [0, 1, 2, 2**31 - 1], [0, 1, 2**20, 2**31 - 1]
     words = noise.seed_words(np.array(seeds, np.uint64), np.array(indices, np.uint64))
     keys = row_keys(torch.tensor(words), torch.tensor(positions, dtype=torch.int32)).numpy().view(np.uint32)
-    expected = [reference.row_key(*where) for where in zip(seeds, indices, positions, strict=True)]
+    expected = [reference_sampler.row_key(*where) for where in zip(seeds, indices, positions, strict=True)]
     assert [tuple(map(int, key)) for key in keys] == expected
 
 
 def test_neighbouring_keys_never_collide():
     seen = {
-        reference.row_key(seed, index, position)
+        reference_sampler.row_key(seed, index, position)
         for seed in (*range(40), *(1 << b for b in range(6, 64)))
         for index in range(4)
         for position in range(20)
@@ -127,7 +128,7 @@ def test_neighbouring_keys_never_collide():
 
 
 def test_another_stream_of_a_seed_is_other_noise():
-    assert reference.row_key(1, 0, 0, stream=1) != reference.row_key(1, 0, 0)
+    assert reference_sampler.row_key(1, 0, 0, stream=1) != reference_sampler.row_key(1, 0, 0)
     seeds, indices = np.array([1], np.uint64), np.array([0], np.uint64)
     assert (noise.seed_words(seeds, indices, 1) != noise.seed_words(seeds, indices)).any()
 
@@ -188,5 +189,5 @@ def test_the_key_of_a_draw_is_the_references_in_every_stream():
     draws = [(2**64 - 1, 3, 70, stream) for stream in (0, 1, 5, 2**31)]
     words = np.concatenate([noise.seed_words(np.array([s], np.uint64), np.array([i]), t) for s, i, _, t in draws])
     keys = row_keys(torch.tensor(words), torch.full((len(draws),), 70, dtype=torch.int32))
-    assert keys.numpy().view(np.uint32).tolist() == [list(reference.row_key(*draw)) for draw in draws]
+    assert keys.numpy().view(np.uint32).tolist() == [list(reference_sampler.row_key(*draw)) for draw in draws]
     assert len({tuple(key) for key in keys.tolist()}) == len(draws)

@@ -5,19 +5,19 @@ import json
 import numpy as np
 import torch
 
-from sglcore.sampling import noise, reference
+from sglcore.sampling import noise, reference_sampler
+from sglcore.sampling.gumbel_race import RaceTables, draw_race
 from sglcore.sampling.noise import noise_tables
-from sglcore.sampling.race import RaceTables, draw_race
 from tests.sampling.golden import make_golden
 from tests.sampling.rows import drawn
 
 
 def test_the_stored_golden_file_is_what_the_reference_computes():
-    assert json.loads(reference.GOLDEN_FILE.read_text()) == json.loads(json.dumps(make_golden()))
+    assert json.loads(reference_sampler.GOLDEN_FILE.read_text()) == json.loads(json.dumps(make_golden()))
 
 
 def test_torch_draws_every_golden_token_in_every_float_width():
-    for golden in reference.golden_draws():
+    for golden in reference_sampler.golden_draws():
         for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
             logits = torch.tensor([golden.logits], dtype=dtype)
             if logits.double().isfinite().any() and not torch.equal(
@@ -30,18 +30,18 @@ def test_torch_draws_every_golden_token_in_every_float_width():
 
 def test_golden_draws_vary_with_position_and_sample_index():
     for name in ("level", "large"):
-        assert len({golden.token for golden in reference.golden_draws() if golden.name == name}) >= 3
+        assert len({golden.token for golden in reference_sampler.golden_draws() if golden.name == name}) >= 3
 
 
 def test_float_parts_round_as_the_hardware_does():
     for magnitude in (1, 3, 2**24 - 1, 2**24 + 1, 2**24 + 3, 2**25 + 2, 2**25 + 6, 2**31 - 1, 2**31 - 65, 123456789):
-        octave, mantissa = reference._float32_parts(magnitude)
+        octave, mantissa = reference_sampler._float32_parts(magnitude)
         bits = int(np.float32(magnitude).view(np.int32))
         assert bits == ((octave + 127) << 23) + mantissa
 
 
 def test_the_golden_draws_catch_an_unstable_tie():
-    golden = next(golden for golden in reference.golden_draws() if golden.name == "greedy with ties")
+    golden = next(golden for golden in reference_sampler.golden_draws() if golden.name == "greedy with ties")
     last = max(v for v, logit in enumerate(golden.logits) if logit == max(golden.logits))
     assert golden.token != last
 
@@ -51,8 +51,8 @@ def level_draws(table, shift=0):
     positions."""
     ids, hashed = torch.arange(32, dtype=torch.int32), torch.tensor(noise.hashed_ids(32))
     race = RaceTables(torch.tensor(table), torch.tensor(noise_tables().weight), ids, hashed)
-    golden = [golden for golden in reference.golden_draws() if golden.name == "level"]
-    keys = [reference.row_key(draw.seed, draw.sample_index, draw.position + shift) for draw in golden]
+    golden = [golden for golden in reference_sampler.golden_draws() if golden.name == "level"]
+    keys = [reference_sampler.row_key(draw.seed, draw.sample_index, draw.position + shift) for draw in golden]
     words = torch.tensor(np.array(keys, np.uint32).view(np.int32))
     tokens = draw_race(torch.zeros(len(golden), 32, dtype=torch.int32), words, race)
     return tokens.tolist(), [draw.token for draw in golden]

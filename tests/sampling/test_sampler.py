@@ -9,12 +9,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglcore.conformance.sampling_state import make_penalties, make_state
-from sglcore.sampling.batch import SamplingBatch
+from sglcore.conformance.inputs.sampling_state import make_penalties, make_state
+from sglcore.sampling.gumbel_race import lowest_argmax
 from sglcore.sampling.params import SamplingParams
+from sglcore.sampling.params_batch import SamplingBatch
 from sglcore.sampling.processors import unpack_bitmask
-from sglcore.sampling.race import lowest_argmax
-from sglcore.sampling.reference import reference_draw
+from sglcore.sampling.reference_sampler import reference_draw
 from sglcore.sampling.sampler import Sampler
 from sglcore.sampling.state import Masks
 from tests.sampling.rows import drawn, staged, with_history

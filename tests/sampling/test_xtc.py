@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-from sglcore.sampling import cutoffs, narrow_sums, race, sampler, xtc
-from sglcore.sampling.batch import SamplingBatch
+from sglcore.sampling import cutoffs, gumbel_race, narrow_sums, sampler, xtc
+from sglcore.sampling.gumbel_race import coins, make_race_tables, row_keys
 from sglcore.sampling.noise import LIMIT
 from sglcore.sampling.params import SamplingParams
-from sglcore.sampling.race import coins, make_race_tables, row_keys
-from sglcore.sampling.reference import coin, reference_draw, row_key
+from sglcore.sampling.params_batch import SamplingBatch
+from sglcore.sampling.reference_sampler import coin, reference_draw, row_key
 from sglcore.sampling.sampler import Sampler
 from tests.planted import planted
 from tests.sampling.rows import drawn, staged
@@ -149,7 +149,7 @@ def test_sums_without_integers_of_64_bits_are_the_same() -> None:
         assert torch.equal(wide, narrow)
         exact = [-(-int(row.long().sum()) * int(part) >> 24) for row, part in zip(weights, share, strict=True)]
         assert wide.tolist() == [min(each, 2**31 - 1) for each in exact]
-    assert narrow_sums.MOST == 2**31 - 1 and race.MAX_VOCAB == 1 << 22
+    assert narrow_sums.MOST == 2**31 - 1 and gumbel_race.MAX_VOCAB == 1 << 22
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from sglcore.schedule.loop import Loop
-from sglcore.schedule.output import EngineOutput
 from sglcore.schedule.request import Request
+from sglcore.schedule.request_output import EngineOutput
 from sglcore.schedule.scheduler import Scheduler
+from sglcore.schedule.step_loop import Loop
 from tests.schedule.fake_speculation import make_worker
 from tests.schedule.fake_worker import compose, make_limits, make_params
 

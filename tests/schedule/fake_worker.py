@@ -16,8 +16,8 @@ import numpy as np
 from sglcore.device.batch import ForwardMode, ScheduleBatch, offsets_of
 from sglcore.device.worker import BatchResult, Limits, Ticket, TokenLogprobs
 from sglcore.sampling.params import SamplingParams
+from sglcore.schedule.cache.window_pages import least_window_pages
 from sglcore.schedule.request import Request
-from sglcore.schedule.windows import least_window_pages
 
 NOTHING = -7
 EMPTY = 0

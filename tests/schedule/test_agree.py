@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from sglcore.device.batch import ForwardMode, ScheduleBatch
-from sglcore.device.cut import CutTerms
 from sglcore.device.plan import StepPlan
-from sglcore.schedule import agree as module
-from sglcore.schedule.agree import StepVote, Terms, agree, reduced, vote_of
+from sglcore.schedule.data_parallel import dp_plan as module
+from sglcore.schedule.data_parallel.dp_plan import StepVote, Terms, agree, reduced, vote_of
+from sglcore.step.micro_batch_cut import CutTerms
 from tests.schedule.drive import Drive
 
 CASES = 10_000

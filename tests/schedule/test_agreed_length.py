@@ -10,9 +10,9 @@ import pytest
 
 from sglcore.device.batch import ForwardMode
 from sglcore.device.worker import BatchResult
-from sglcore.schedule import agreed_length as module
-from sglcore.schedule.agree import Proposals
-from sglcore.schedule.agreed_length import AgreedLength
+from sglcore.schedule.data_parallel import dp_draft_length as module
+from sglcore.schedule.data_parallel.dp_draft_length import AgreedLength
+from sglcore.schedule.data_parallel.dp_plan import Proposals
 from tests.schedule.fake_worker import make_limits
 
 LENGTHS = (0, 1, 3, 4)

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from sglcore.schedule.queue import WaitingQueue
 from sglcore.schedule.request import Request
 from sglcore.schedule.running_requests import RunningRequests
 from sglcore.schedule.scheduler import Scheduler
+from sglcore.schedule.waiting_queue import WaitingQueue
 from tests.schedule.drive import Drive
 
 ENDLESS = 200
@@ -135,5 +135,5 @@ def test_the_highest_priority_gives_up_its_place_first() -> None:
 
 
 def test_serving_by_arrival_alone_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sglcore.schedule.queue.by_turn", lambda request: (0, request.arrival))
+    monkeypatch.setattr("sglcore.schedule.waiting_queue.by_turn", lambda request: (0, request.arrival))
     assert order_of_ends({"a": 0, "b": 5, "c": -1}) == ["a", "b", "c"]

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from sglcore.schedule import in_batch_prefix
-from sglcore.schedule.output import EngineOutput
+from sglcore.schedule.cache import in_batch_prefix
 from sglcore.schedule.request import Awaited, Request
+from sglcore.schedule.request_output import EngineOutput
 from sglcore.schedule.running_requests import MOST_PASSED_OVER, RunningRequests
 from sglcore.schedule.scheduler import Scheduler
 from tests.schedule.drive import Drive

@@ -9,9 +9,9 @@ from random import Random
 import numpy as np
 import pytest
 
-from sglcore.schedule.lanes import Fixed, Pace, layers_now
-from sglcore.schedule.overlap import BatchRecord
-from sglcore.schedule.slicing import Slicing
+from sglcore.schedule.layered_prefill.slice_choice import Slicing
+from sglcore.schedule.layered_prefill.slice_pace import Fixed, Pace, layers_now
+from sglcore.schedule.steps_in_flight import BatchRecord
 from tests.schedule.fake_worker import make_limits
 
 SLOTS = np.array([1, 2], dtype=np.int32)

@@ -12,12 +12,12 @@ import pytest
 
 from sglcore.device.batch import ScheduleBatch
 from sglcore.schedule.batch_builder import BatchBuilder
-from sglcore.schedule.loop import Loop
-from sglcore.schedule.masks import fill_along
 from sglcore.schedule.request import Request, State
 from sglcore.schedule.request_errors import RequestError
 from sglcore.schedule.running_requests import RunningRequests
 from sglcore.schedule.scheduler import Scheduler
+from sglcore.schedule.step_loop import Loop
+from sglcore.schedule.token_masks import fill_along
 from tests.schedule.drive import Drive
 from tests.schedule.fake_worker import FakeMatcher
 from tests.schedule.trace import Outcome, Trace, draw_trace, play, with_proposals

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from sglcore.schedule.output import EngineOutput
-from sglcore.schedule.results import take_prompt_logprobs
+from sglcore.schedule.request_output import EngineOutput
+from sglcore.schedule.result_checks import take_prompt_logprobs
 from tests.schedule.drive import Drive
 from tests.schedule.fake_worker import make_scores
 

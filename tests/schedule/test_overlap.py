@@ -11,8 +11,8 @@ import pytest
 
 from sglcore.device.batch import CaptureHiddenMode, ScheduleBatch
 from sglcore.device.worker import Ticket
-from sglcore.schedule.loop import Loop
-from sglcore.schedule.overlap import (
+from sglcore.schedule.step_loop import Loop
+from sglcore.schedule.steps_in_flight import (
     BatchRecord,
     InFlight,
     overlap_forward_isolation,

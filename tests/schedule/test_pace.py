@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 from sglcore.sampling.params import SamplingParams
-from sglcore.schedule import loop
-from sglcore.schedule.lanes import Pace
-from sglcore.schedule.loop import Loop
-from sglcore.schedule.overlap import BatchRecord
+from sglcore.schedule import step_loop
+from sglcore.schedule.layered_prefill.slice_choice import Slicing
+from sglcore.schedule.layered_prefill.slice_pace import Pace
 from sglcore.schedule.request import Request
 from sglcore.schedule.scheduler import Scheduler
-from sglcore.schedule.slicing import Slicing
+from sglcore.schedule.step_loop import Loop
+from sglcore.schedule.steps_in_flight import BatchRecord
 from tests.schedule.fake_worker import make_limits
 from tests.schedule.timed_worker import LAYERS, Costs, TimedWorker
 
@@ -52,7 +52,7 @@ class Load:
         }
         limits = make_limits(**sizes, runs_ahead=costs.is_ahead, sliced_layers=sliced_layers, slice_budget=slice_budget)
         self.worker = TimedWorker(limits, costs)
-        patch.setattr(loop, "perf_counter", self.worker.clock)
+        patch.setattr(step_loop, "perf_counter", self.worker.clock)
         self.scheduler = Scheduler(limits, prefix_cache=False)
         self.loop = Loop(self.scheduler, self.worker)
         self.chats = [self.add(64, LONG) for _ in range(4)]

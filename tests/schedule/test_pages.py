@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sglcore.schedule.pages import PagePool
+from sglcore.schedule.cache.free_pages import PagePool
 
 
 def test_pages_run_from_one_so_that_page_zero_stays_with_padding() -> None:

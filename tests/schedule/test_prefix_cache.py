@@ -9,7 +9,7 @@ from random import Random
 import numpy as np
 import pytest
 
-from sglcore.schedule.prefix_cache import SLACK, Node, PrefixCache
+from sglcore.schedule.cache.prefix_cache import SLACK, Node, PrefixCache
 
 
 def tokens(*ids: int) -> np.ndarray:

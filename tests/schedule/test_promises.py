@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from sglcore.schedule.batch_builder import BatchBuilder
+from sglcore.schedule.cache.request_pages import Memory
 from sglcore.schedule.decode_rows import DecodeRows
-from sglcore.schedule.memory import Memory
 from sglcore.schedule.request import Request
-from sglcore.schedule.results import take_prompt_logprobs
+from sglcore.schedule.result_checks import take_prompt_logprobs
 from sglcore.schedule.running_requests import RunningRequests
 from tests.schedule.drive import Drive
 from tests.schedule.fake_worker import compose, make_limits, make_scores

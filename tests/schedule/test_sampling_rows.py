@@ -6,8 +6,8 @@ from random import Random
 
 import numpy as np
 
-from sglcore.sampling.batch import SamplingBatch, SamplingRow
 from sglcore.sampling.params import SamplingParams
+from sglcore.sampling.params_batch import SamplingBatch, SamplingRow
 from sglcore.schedule.request import Request, State
 from sglcore.schedule.sampling_rows import SamplingRows
 

@@ -13,12 +13,12 @@ from msgspec.structs import astuple
 from sglcore.device.batch import ForwardMode
 from sglcore.device.errors import ConfigError, SglcoreError
 from sglcore.device.worker import BatchResult
-from sglcore.sampling.batch import SamplingBatch
 from sglcore.sampling.params import SamplingParams
+from sglcore.sampling.params_batch import SamplingBatch
 from sglcore.schedule.request import Request, State
 from sglcore.schedule.request_errors import RequestError
 from sglcore.schedule.scheduler import Scheduler
-from sglcore.schedule.stats import SchedulerStats
+from sglcore.schedule.scheduler_stats import SchedulerStats
 from tests.schedule.drive import Drive
 from tests.schedule.fake_worker import make_limits, make_params
 
@@ -82,7 +82,7 @@ def test_a_pool_that_can_not_hold_one_full_request_is_refused() -> None:
 
 
 def test_the_scheduler_loads_no_tensor_library() -> None:
-    code = "import sys, sglcore.schedule.loop; assert 'torch' not in sys.modules"
+    code = "import sys, sglcore.schedule.step_loop; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

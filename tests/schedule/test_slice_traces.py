@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 
 from sglcore.device.batch import ForwardMode, ScheduleBatch
 from sglcore.device.errors import ConfigError
-from sglcore.schedule.overlap import BatchRecord
+from sglcore.schedule.layered_prefill.slice_choice import Slicing
+from sglcore.schedule.layered_prefill.sliced_prompt import SlicedPrompt
 from sglcore.schedule.request import Request
-from sglcore.schedule.results import check_limits
+from sglcore.schedule.result_checks import check_limits
 from sglcore.schedule.running_requests import RunningRequests
 from sglcore.schedule.scheduler import Scheduler
-from sglcore.schedule.sliced import SlicedPrompt
-from sglcore.schedule.slicing import Slicing
+from sglcore.schedule.steps_in_flight import BatchRecord
 from tests.schedule.fake_slices import FakeSlicedWorker
 from tests.schedule.fake_worker import FakeMatcher, make_limits, make_params
 from tests.schedule.test_state_traces import draw as draw_conversations

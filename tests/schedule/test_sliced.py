@@ -8,9 +8,9 @@ import pytest
 
 from sglcore.device.batch import ScheduleBatch
 from sglcore.device.worker import Limits, Ticket
-from sglcore.schedule.loop import Loop
 from sglcore.schedule.request import Request, State
 from sglcore.schedule.scheduler import Scheduler
+from sglcore.schedule.step_loop import Loop
 from tests.schedule.fake_slices import FakeSlicedWorker
 from tests.schedule.fake_worker import FakeMatcher, compose, make_limits, make_params
 

@@ -13,15 +13,15 @@ import pytest
 from sglcore.device.batch import ScheduleBatch, offsets_of
 from sglcore.device.worker import BatchResult, Limits, TokenLogprobs
 from sglcore.schedule.batch_builder import BatchBuilder, Chunk
+from sglcore.schedule.cache.prefix_cache import PrefixCache
+from sglcore.schedule.cache.request_pages import Memory
 from sglcore.schedule.decode_rows import DecodeRows
-from sglcore.schedule.memory import Memory
-from sglcore.schedule.output import EngineOutput
-from sglcore.schedule.overlap import BatchRecord
-from sglcore.schedule.prefix_cache import PrefixCache
 from sglcore.schedule.request import Ints, Request, State
-from sglcore.schedule.results import check_result
+from sglcore.schedule.request_output import EngineOutput
+from sglcore.schedule.result_checks import check_result
 from sglcore.schedule.running_requests import RunningRequests
 from sglcore.schedule.scheduler import Scheduler
+from sglcore.schedule.steps_in_flight import BatchRecord
 from tests.schedule.drive import Drive
 from tests.schedule.fake_speculation import Accepts, FakeSpeculativeWorker
 from tests.schedule.fake_worker import FakeMatcher, Truth, make_params

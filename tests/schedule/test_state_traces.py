@@ -12,13 +12,13 @@ import pytest
 
 from sglcore.device.batch import ScheduleBatch
 from sglcore.schedule.batch_builder import BatchBuilder, Chunk
-from sglcore.schedule.memory import Memory
-from sglcore.schedule.overlap import BatchRecord
-from sglcore.schedule.prefix_cache import Node, PrefixCache
+from sglcore.schedule.cache.prefix_cache import Node, PrefixCache
+from sglcore.schedule.cache.request_pages import Memory
+from sglcore.schedule.cache.state_snapshots import Snapshots
 from sglcore.schedule.request import Ints, Request
 from sglcore.schedule.running_requests import RunningRequests
 from sglcore.schedule.scheduler import Scheduler
-from sglcore.schedule.snapshots import Snapshots
+from sglcore.schedule.steps_in_flight import BatchRecord
 from tests.schedule.fake_worker import Truth, make_params
 from tests.schedule.trace import Trace, check_caught, draw_trace, plant, play
 

@@ -17,13 +17,13 @@ from hypothesis import strategies as st
 from sglcore.device.batch import ForwardMode, ScheduleBatch
 from sglcore.device.worker import BatchResult
 from sglcore.schedule.batch_builder import BatchBuilder
-from sglcore.schedule.memory import Memory
-from sglcore.schedule.output import EngineOutput
-from sglcore.schedule.overlap import BatchRecord
-from sglcore.schedule.prefix_cache import Node, PrefixCache
+from sglcore.schedule.cache.prefix_cache import Node, PrefixCache
+from sglcore.schedule.cache.request_pages import Memory
 from sglcore.schedule.request import Request, State
+from sglcore.schedule.request_output import EngineOutput
 from sglcore.schedule.running_requests import RunningRequests
 from sglcore.schedule.scheduler import Scheduler
+from sglcore.schedule.steps_in_flight import BatchRecord
 from tests.schedule.trace import check_caught, draw_trace, plant, play, with_proposals
 
 SEEDS = range(400)

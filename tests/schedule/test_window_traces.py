@@ -11,13 +11,13 @@ import pytest
 
 from sglcore.device.batch import ScheduleBatch
 from sglcore.schedule.batch_builder import BatchBuilder, Chunk
-from sglcore.schedule.memory import Memory
-from sglcore.schedule.overlap import BatchRecord
-from sglcore.schedule.prefix_cache import Node
+from sglcore.schedule.cache.prefix_cache import Node
+from sglcore.schedule.cache.request_pages import Memory
+from sglcore.schedule.cache.window_pages import Windows
 from sglcore.schedule.request import Request
 from sglcore.schedule.running_requests import RunningRequests
 from sglcore.schedule.scheduler import Scheduler
-from sglcore.schedule.windows import Windows
+from sglcore.schedule.steps_in_flight import BatchRecord
 from tests.schedule.test_state_traces import draw as draw_conversations
 from tests.schedule.trace import Trace, check_caught, plant, play, with_windows
 

@@ -14,11 +14,11 @@ import pytest
 
 from sglcore.device.batch import ScheduleBatch
 from sglcore.device.errors import ConfigError
-from sglcore.schedule.prefix_cache import Node
+from sglcore.schedule.cache.prefix_cache import Node
+from sglcore.schedule.cache.window_pages import least_window_pages
 from sglcore.schedule.prompt_embeds import PromptEmbeds
 from sglcore.schedule.request import Awaited, Request
 from sglcore.schedule.scheduler import Scheduler
-from sglcore.schedule.windows import least_window_pages
 from tests.schedule.drive import Drive
 from tests.schedule.fake_worker import compose, make_limits
 

@@ -15,12 +15,12 @@ import numpy as np
 import pytest
 
 from sglcore.device.worker import Limits, TokenLogprobs
-from sglcore.schedule.loop import Loop
-from sglcore.schedule.output import EngineOutput
-from sglcore.schedule.overlap import BatchRecord
+from sglcore.schedule.cache.window_pages import least_window_pages
 from sglcore.schedule.request import Request
+from sglcore.schedule.request_output import EngineOutput
 from sglcore.schedule.scheduler import Scheduler
-from sglcore.schedule.windows import least_window_pages
+from sglcore.schedule.step_loop import Loop
+from sglcore.schedule.steps_in_flight import BatchRecord
 from tests.schedule.fake_speculation import Accepts, make_worker
 from tests.schedule.fake_worker import FakeMatcher, FakeWorker, compose, make_limits, make_params
 

@@ -13,10 +13,10 @@ from typing import Any
 
 import uvicorn
 
-from sglcore.device.config import EngineConfig
-from sglcore.device.server_config import ServerConfig
-from sglcore.serving.chat.frontend import ChatFrontend
-from sglcore.serving.http.app import running_app
+from sglcore.config.engine_config import EngineConfig
+from sglcore.config.server_config import ServerConfig
+from sglcore.serving.chat.chat_frontend import ChatFrontend
+from sglcore.serving.http.http_app import running_app
 from sglcore.serving.http.middleware import with_middleware
 from sglcore.serving.http.server import uvicorn_config
 from sglcore.serving.replicas.channel import EngineChannel

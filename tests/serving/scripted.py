@@ -10,17 +10,17 @@ from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
 from typing import Any, cast
 
-from sglcore.device.server_config import ServerConfig
-from sglcore.engine.answer_check import AnswerChecks
+from sglcore.config.server_config import ServerConfig
 from sglcore.engine.outputs import Completion, RequestOutput, TextDelta
-from sglcore.engine.text import TextCodec
+from sglcore.engine.structured_output.answer_check import AnswerChecks
+from sglcore.engine.tokenizers.text_codec import TextCodec
 from sglcore.sampling.params import SamplingParams
-from sglcore.schedule.output import FinishReason, TokenLogprob
+from sglcore.schedule.request_output import FinishReason, TokenLogprob
+from sglcore.serving.chat.chat_frontend import ChatFrontend
 from sglcore.serving.chat.format import ChatFormat, Rendered
-from sglcore.serving.chat.frontend import ChatFrontend
 from sglcore.serving.chat.parsers.delta import Delta
-from sglcore.serving.http.app import make_app
-from sglcore.serving.replicas.metrics import Metrics
+from sglcore.serving.http.http_app import make_app
+from sglcore.serving.replicas.metrics.server_metrics import Metrics
 from tests.serving.threaded import in_thread
 
 MODEL = "scripted"

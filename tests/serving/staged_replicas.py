@@ -14,16 +14,14 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from sglcore.device.config import EngineConfig
-from sglcore.device.server_config import ServerConfig
+from sglcore.config.engine_config import EngineConfig
+from sglcore.config.server_config import ServerConfig
 from sglcore.device.worker import Limits
 from sglcore.engine.output_processor import OutputProcessor
-from sglcore.engine.text import TextCodec
+from sglcore.engine.tokenizers.text_codec import TextCodec
 from sglcore.sampling.params import SamplingParams
-from sglcore.schedule.output import EngineOutput, FinishReason
+from sglcore.schedule.request_output import EngineOutput, FinishReason
 from sglcore.serving.replicas.channel import use_keys
-from sglcore.serving.replicas.generation import Generation
-from sglcore.serving.replicas.health import Health
 from sglcore.serving.replicas.ipc import (
     Beat,
     EngineOutputs,
@@ -38,6 +36,8 @@ from sglcore.serving.replicas.ipc import (
     pack_ids,
     pack_params,
 )
+from sglcore.serving.replicas.metrics.health import Health
+from sglcore.serving.replicas.prompt_generation import Generation
 from sglcore.serving.replicas.supervisor import Supervisor
 
 DEMO = Path(__file__).parents[2] / "sglcore" / "assets" / "demo"

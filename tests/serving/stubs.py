@@ -10,15 +10,15 @@ from typing import Any, cast
 
 import httpx
 
-from sglcore.device.server_config import ServerConfig
+from sglcore.config.server_config import ServerConfig
 from sglcore.engine.outputs import Completion, RequestOutput, TextDelta
-from sglcore.engine.text import TextCodec
+from sglcore.engine.tokenizers.text_codec import TextCodec
+from sglcore.serving.chat.chat_frontend import ChatFrontend
 from sglcore.serving.chat.format import ChatFormat
-from sglcore.serving.chat.frontend import ChatFrontend
-from sglcore.serving.http.app import make_app
-from sglcore.serving.replicas.health import Health
+from sglcore.serving.http.http_app import make_app
 from sglcore.serving.replicas.ipc import EngineStats
-from sglcore.serving.replicas.metrics import Metrics
+from sglcore.serving.replicas.metrics.health import Health
+from sglcore.serving.replicas.metrics.server_metrics import Metrics
 
 DEMO = Path(__file__).parents[2] / "sglcore" / "assets" / "demo"
 Generate = Callable[..., Awaitable[Any]]

@@ -12,7 +12,7 @@ import openai
 import pytest
 from pydantic import BaseModel
 
-from sglcore.device.server_config import ServerConfig
+from sglcore.config.server_config import ServerConfig
 from sglcore.serving.chat.format import ChatFormat
 from tests.serving.chat.checkpoints import codec_of
 from tests.serving.scripted import MODEL, Stage, staged

@@ -17,17 +17,17 @@ import httpx
 import openai
 import pytest
 
+from sglcore.config.server_config import ServerConfig
 from sglcore.device.errors import ConfigError
-from sglcore.device.server_config import ServerConfig
+from sglcore.serving.apis.batches.batch_store import ACTIVE, BatchStore
 from sglcore.serving.apis.batches.lines import LONGEST_LINE
 from sglcore.serving.apis.batches.lines import read_lines as read_stream
 from sglcore.serving.apis.batches.route import BatchBody, _batch
 from sglcore.serving.apis.batches.runner import BatchRunner
-from sglcore.serving.apis.batches.store import ACTIVE, BatchStore
 from sglcore.serving.apis.batches.upload import read_form
-from sglcore.serving.http.app import running_app
+from sglcore.serving.http.http_app import running_app
 from sglcore.serving.http.middleware import with_middleware
-from sglcore.serving.replicas.errors import InvalidRequest
+from sglcore.serving.replicas.server_errors import InvalidRequest
 from tests.serving.in_process import served_here
 from tests.serving.stubs import make_frontend
 
@@ -208,7 +208,7 @@ KILLED = """
 import asyncio, os, signal, sys
 from pathlib import Path
 from sglcore.serving.apis.batches.runner import BatchRunner
-from sglcore.serving.apis.batches.store import BatchStore
+from sglcore.serving.apis.batches.batch_store import BatchStore
 from tests.serving.test_batches import begun
 
 asked = 0

@@ -10,11 +10,11 @@ import httpx
 
 from sglcore.sampling.params import SamplingParams
 from sglcore.serving.apis.server.control import PATHS
-from sglcore.serving.http.app import make_app
-from sglcore.serving.replicas.frontend import Frontend
-from sglcore.serving.replicas.generation import Generation
+from sglcore.serving.http.http_app import make_app
+from sglcore.serving.replicas.engine_frontend import Frontend
 from sglcore.serving.replicas.ipc import Abort, Done, Flush, GenerateRequest, Pause
-from sglcore.serving.replicas.metrics import CALLER
+from sglcore.serving.replicas.metrics.server_metrics import CALLER
+from sglcore.serving.replicas.prompt_generation import Generation
 from tests.serving.servers import Server
 from tests.serving.staged_replicas import PlayedEngine
 from tests.serving.stubs import make_frontend

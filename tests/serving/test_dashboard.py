@@ -10,7 +10,7 @@ from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from sglcore.serving.replicas.metrics import Metrics
+from sglcore.serving.replicas.metrics.server_metrics import Metrics
 from tests.serving.test_metrics import STATS
 
 DASHBOARD = Path(__file__).parents[2] / "docs" / "grafana.json"

@@ -15,14 +15,14 @@ from pathlib import Path
 import pytest
 import uvloop
 
-from sglcore.device.config import EngineConfig
-from sglcore.device.server_config import ServerConfig
+from sglcore.config.engine_config import EngineConfig
+from sglcore.config.server_config import ServerConfig
 from sglcore.engine.start import embedded_model
 from sglcore.sampling.params import SamplingParams
-from sglcore.serving.replicas.errors import EngineDied, NotReady, ShuttingDown
-from sglcore.serving.replicas.frontend import Frontend
-from sglcore.serving.replicas.generation import Generation
-from sglcore.serving.replicas.launch import LocalProcess
+from sglcore.serving.replicas.engine_frontend import Frontend
+from sglcore.serving.replicas.engine_launch import LocalProcess
+from sglcore.serving.replicas.prompt_generation import Generation
+from sglcore.serving.replicas.server_errors import EngineDied, NotReady, ShuttingDown
 from tests.serving.staged_replicas import until
 
 PROMPT = "Once upon a time"
@@ -207,9 +207,9 @@ async def ended(pid: int) -> None:
 
 LONELY = """
 import asyncio
-from sglcore.device.config import EngineConfig
-from sglcore.device.server_config import ServerConfig
-from sglcore.serving.replicas.frontend import Frontend
+from sglcore.config.engine_config import EngineConfig
+from sglcore.config.server_config import ServerConfig
+from sglcore.serving.replicas.engine_frontend import Frontend
 
 async def main():
     frontend = Frontend(EngineConfig(max_requests=2, threads=1, kv_cache_memory=64 << 20), ServerConfig())

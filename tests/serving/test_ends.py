@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from sglcore.serving.replicas.errors import EngineDied, ShuttingDown, failure
-from sglcore.serving.replicas.frontend import Frontend
+from sglcore.serving.replicas.engine_frontend import Frontend
 from sglcore.serving.replicas.replica import Replica
 from sglcore.serving.replicas.restart import MOST_FAILED_STARTS
+from sglcore.serving.replicas.server_errors import EngineDied, ShuttingDown, failure
 from sglcore.serving.replicas.supervisor import Supervisor
 from tests.serving.staged_replicas import PATIENCE, PlayedEngine, Stage, until
 from tests.serving.test_frontend import PARAMS, begin, staged_frontend

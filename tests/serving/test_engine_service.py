@@ -17,13 +17,13 @@ import zmq
 from sglcore.device.batch import ScheduleBatch
 from sglcore.device.swap_counts import SwapCounts
 from sglcore.device.worker import BatchResult, Limits, Ticket
-from sglcore.engine.grammar import Grammars
-from sglcore.engine.meter import Meter
-from sglcore.engine.tokens import TokenEngine
-from sglcore.engine.vocabulary import CompiledGrammar, Vocabulary
-from sglcore.sampling.grammar import Grammar, GrammarError
+from sglcore.engine.metered_worker import Meter
+from sglcore.engine.structured_output.grammar_cache import Grammars
+from sglcore.engine.structured_output.grammar_vocabulary import CompiledGrammar, Vocabulary
+from sglcore.engine.token_engine import TokenEngine
+from sglcore.sampling.grammar_spec import Grammar, GrammarError
 from sglcore.sampling.params import SamplingParams
-from sglcore.schedule.output import EngineOutput
+from sglcore.schedule.request_output import EngineOutput
 from sglcore.serving.replicas.channel import EngineChannel
 from sglcore.serving.replicas.engine_service import MOST_FAILURES, EngineService
 from sglcore.serving.replicas.ipc import (

@@ -16,9 +16,9 @@ from jsonschema import Draft202012Validator
 from sglcore.engine.outputs import TextDelta
 from sglcore.schedule.request_errors import ContextError, RequestError
 from sglcore.serving.apis.answer import ErrorAnswer
-from sglcore.serving.http.app import make_app
-from sglcore.serving.replicas.errors import EngineDied, Overloaded, failure, told
-from sglcore.serving.replicas.health import Health
+from sglcore.serving.http.http_app import make_app
+from sglcore.serving.replicas.metrics.health import Health
+from sglcore.serving.replicas.server_errors import EngineDied, Overloaded, failure, told
 from tests.serving.conftest import Server
 from tests.serving.stubs import Generate, StubGeneration, call, gives, make_frontend, raises
 

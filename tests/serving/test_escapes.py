@@ -9,13 +9,13 @@ from collections.abc import Callable
 
 import pytest
 
-from sglcore.engine import tag_grammar
-from sglcore.serving.apis import params
-from sglcore.serving.apis.params import StructuredOutputs
+from sglcore.engine.structured_output import tag_grammar
+from sglcore.serving.apis import request_params
+from sglcore.serving.apis.request_params import StructuredOutputs
 from sglcore.serving.chat import call_grammar
 
 ESCAPES: dict[str, Callable[[str], str]] = {
-    "a choice": params._literal,
+    "a choice": request_params._literal,
     "a mark between slashes": call_grammar._escaped,
     "a trigger between slashes": tag_grammar._escaped,
 }
@@ -51,7 +51,7 @@ def test_every_letter_and_every_word_stands_for_itself_alone(kind: str) -> None:
 
 def test_the_choices_of_an_answer_are_those_that_are_listed() -> None:
     for listed in (WORDS, ("a|b",), ("a.b", "x*y+z?"), LETTERS):
-        found = params._of_structured(StructuredOutputs.model_validate({"choice": list(listed)}), "guided_")
+        found = request_params._of_structured(StructuredOutputs.model_validate({"choice": list(listed)}), "guided_")
         (grammar,) = found.values()
         pattern = re.compile(grammar.text)
         assert [text for text in TEXTS if pattern.fullmatch(text)] == [text for text in TEXTS if text in listed]

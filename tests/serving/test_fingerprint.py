@@ -11,7 +11,7 @@ import httpx
 import numpy as np
 import pytest
 
-from sglcore.device.server_config import ServerConfig
+from sglcore.config.server_config import ServerConfig
 from sglcore.serving.replicas.engine_process import fingerprint
 from tests.serving.scripted import Stage, content, staged
 

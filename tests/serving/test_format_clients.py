@@ -11,8 +11,8 @@ from typing import Any
 import openai
 import pytest
 
-from sglcore.device.server_config import ServerConfig
-from sglcore.sampling.grammar import Thinking
+from sglcore.config.server_config import ServerConfig
+from sglcore.sampling.grammar_spec import Thinking
 from sglcore.serving.chat.format import ChatFormat
 from tests.serving.chat.checkpoints import codec_of
 from tests.serving.scripted import MODEL, Stage, staged

@@ -10,14 +10,14 @@ from dataclasses import replace
 
 import pytest
 
-from sglcore.device.config import EngineConfig
-from sglcore.device.server_config import ServerConfig
+from sglcore.config.engine_config import EngineConfig
+from sglcore.config.server_config import ServerConfig
 from sglcore.sampling.params import SamplingParams
 from sglcore.schedule.request_errors import ContextError
-from sglcore.serving.replicas.errors import InvalidRequest, Overloaded, ShuttingDown
-from sglcore.serving.replicas.frontend import Frontend
-from sglcore.serving.replicas.generation import Generation
+from sglcore.serving.replicas.engine_frontend import Frontend
 from sglcore.serving.replicas.ipc import Done, Embed, Embedded, Pause
+from sglcore.serving.replicas.prompt_generation import Generation
+from sglcore.serving.replicas.server_errors import InvalidRequest, Overloaded, ShuttingDown
 from tests.serving.staged_replicas import Stage, info, until
 
 PARAMS = SamplingParams(max_tokens=4)
@@ -64,7 +64,7 @@ def test_so_many_may_wait_and_the_next_is_told_when_to_come_again_until_one_has_
 def test_prompts_that_are_read_at_once_beside_the_loop_are_no_more_than_may_wait(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("sglcore.serving.replicas.frontend.LONG_TEXT", 4)
+    monkeypatch.setattr("sglcore.serving.replicas.engine_frontend.LONG_TEXT", 4)
 
     async def play() -> None:
         async with staged_frontend(max_queued_requests=2) as (frontend, stage):
@@ -85,7 +85,7 @@ def test_prompts_that_are_read_at_once_beside_the_loop_are_no_more_than_may_wait
 
 
 def test_a_drain_waits_for_a_prompt_that_is_still_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sglcore.serving.replicas.frontend.LONG_TEXT", 4)
+    monkeypatch.setattr("sglcore.serving.replicas.engine_frontend.LONG_TEXT", 4)
 
     async def play() -> None:
         async with staged_frontend() as (frontend, stage):

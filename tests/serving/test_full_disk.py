@@ -21,14 +21,14 @@ import httpx
 import pytest
 
 from sglcore.cli.serve import _show
+from sglcore.config.server_config import ServerConfig
 from sglcore.device.errors import ConfigError, no_space
-from sglcore.device.server_config import ServerConfig
-from sglcore.engine.hub import _in_one_line
+from sglcore.engine.model_download import _in_one_line
+from sglcore.serving.apis.batches.batch_store import ACTIVE, BatchStore
 from sglcore.serving.apis.batches.runner import BatchRunner
-from sglcore.serving.apis.batches.store import ACTIVE, BatchStore
-from sglcore.serving.http.app import make_app
+from sglcore.serving.http.http_app import make_app
 from sglcore.serving.http.logs import Logs
-from sglcore.serving.replicas.errors import StorageError
+from sglcore.serving.replicas.server_errors import StorageError
 from tests.serving.stubs import make_frontend
 from tests.serving.test_batches import PATH, PATIENCE, begun, written
 
@@ -349,12 +349,12 @@ COMMAND = "tests/cli/test_main.py::test_a_full_disk_is_one_line"
 KERNELS = "devices/cpu/tests/test_first_start.py::test_a_disk_without_room_is_told_with_the_remedy"
 WRITERS = MappingProxyType(
     {
-        "sglcore/serving/apis/batches/store.py": f"{HERE}::test_a_batch_fails_with_the_reason_and_stays_so",
+        "sglcore/serving/apis/batches/batch_store.py": f"{HERE}::test_a_batch_fails_with_the_reason_and_stays_so",
         "sglcore/serving/http/logs.py": "tests/serving/test_logs.py::test_a_full_disk_disturbs_no_request_and_is_counted",
         "sglcore/serving/replicas/socket_folder.py": COMMAND,
-        "sglcore/engine/ranks/links.py": START,
+        "sglcore/engine/ranks/link_measurement.py": START,
         "sglcore/engine/ranks/team.py": START,
-        "sglcore/models/transformers_check.py": START,
+        "sglcore/models/transformers_backend/equivalence_check.py": START,
         "sglcore/cli/bench.py": COMMAND,
         "sglcore/cli/bench_links.py": COMMAND,
         "sglcore/cli/conform.py": COMMAND,

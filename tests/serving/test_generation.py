@@ -14,12 +14,10 @@ from sglcore.device.errors import ConfigError
 from sglcore.engine.output_processor import OutputProcessor
 from sglcore.engine.outputs import PromptProgress, TextDelta
 from sglcore.engine.start import embedded_model
-from sglcore.engine.text import TextCodec
+from sglcore.engine.tokenizers.text_codec import TextCodec
 from sglcore.sampling.params import SamplingParams
-from sglcore.schedule.output import EngineOutput, TokenLogprob
+from sglcore.schedule.request_output import EngineOutput, TokenLogprob
 from sglcore.serving.replicas.channel import EngineChannel, FrontendChannel
-from sglcore.serving.replicas.errors import InvalidRequest, Overloaded, failure
-from sglcore.serving.replicas.generation import Generation
 from sglcore.serving.replicas.ipc import (
     Address,
     EngineRequest,
@@ -29,6 +27,8 @@ from sglcore.serving.replicas.ipc import (
     pack_ids,
     pack_params,
 )
+from sglcore.serving.replicas.prompt_generation import Generation
+from sglcore.serving.replicas.server_errors import InvalidRequest, Overloaded, failure
 
 REPORTS = 200
 

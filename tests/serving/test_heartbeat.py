@@ -13,10 +13,9 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from sglcore.schedule.output import EngineOutput
+from sglcore.schedule.request_output import EngineOutput
 from sglcore.serving.replicas import replica as replica_module
 from sglcore.serving.replicas.channel import FrontendChannel
-from sglcore.serving.replicas.errors import EngineDied, NotAnswering, NotReady, Unserved, failure
 from sglcore.serving.replicas.heartbeat import QUIET_TICKS, Heartbeat, Pulse
 from sglcore.serving.replicas.ipc import (
     Able,
@@ -31,6 +30,7 @@ from sglcore.serving.replicas.ipc import (
     Phase,
 )
 from sglcore.serving.replicas.replica import LONGEST_READ, ORDER_SECONDS
+from sglcore.serving.replicas.server_errors import EngineDied, NotAnswering, NotReady, Unserved, failure
 from tests.serving import idle_clock
 from tests.serving.staged_replicas import PATIENCE, PlayedEngine, Stage, staged, until
 

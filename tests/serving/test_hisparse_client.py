@@ -15,7 +15,7 @@ import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from sglcore.device.server_config import ServerConfig
+from sglcore.config.server_config import ServerConfig
 from tests.deepseek_v4 import deepseek_v4, with_published_names
 from tests.laws.engine import random_prompts
 from tests.serving.chat.checkpoints import FAMILIES, make_codec

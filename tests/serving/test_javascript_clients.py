@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from sglcore.device.server_config import ServerConfig
+from sglcore.config.server_config import ServerConfig
 from tests.serving.scripted import MODEL, PROMPT, Stage, call, content, reasoning, staged
 from tools.install_linters import program
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from sglcore.serving.apis.batches.store import BatchStore
+from sglcore.serving.apis.batches.batch_store import BatchStore
 from sglcore.serving.apis.responses.items import page_of
 
 Page = Callable[[int, str | None], dict[str, Any]]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from sglcore.schedule.output import TokenLogprob
-from sglcore.serving.apis.logprobs import CompletionLogprobs, chat_logprobs, prompt_scores
+from sglcore.schedule.request_output import TokenLogprob
+from sglcore.serving.apis.logprob_records import CompletionLogprobs, chat_logprobs, prompt_scores
 
 HELD = {1: b"a", 2: b" b", 3: "é".encode(), 4: b"\xe2\x80", 5: b"<end>"}
 """The tokens of these tests: 4 is part of a character, 5 is special."""

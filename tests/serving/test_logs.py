@@ -15,11 +15,11 @@ from typing import TextIO, cast
 import pytest
 from starlette.types import Receive, Scope, Send
 
+from sglcore.config.server_config import ServerConfig
 from sglcore.device.errors import ConfigError
-from sglcore.device.server_config import ServerConfig
 from sglcore.serving.http.logs import Logs
 from sglcore.serving.http.middleware.exchanges import Exchange, line
-from sglcore.serving.replicas.metrics import Metrics
+from sglcore.serving.replicas.metrics.server_metrics import Metrics
 from tests.serving.wrapped import call, echo, wrapped
 
 SECRET = "tell nobody of the treasure"

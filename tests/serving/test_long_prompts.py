@@ -10,11 +10,11 @@ import httpx
 import pytest
 from msgspec.structs import replace
 
-from sglcore.device.config import EngineConfig
-from sglcore.device.server_config import ServerConfig
-from sglcore.engine.text_length import LEAST_PIECE, USUAL
-from sglcore.serving.chat.frontend import ChatFrontend
-from sglcore.serving.http.app import make_app
+from sglcore.config.engine_config import EngineConfig
+from sglcore.config.server_config import ServerConfig
+from sglcore.engine.tokenizers.text_length import LEAST_PIECE, USUAL
+from sglcore.serving.chat.chat_frontend import ChatFrontend
+from sglcore.serving.http.http_app import make_app
 from tests.serving.staged_replicas import Stage, info
 from tests.serving.stubs import make_frontend
 

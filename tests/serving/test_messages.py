@@ -12,10 +12,10 @@ import anthropic
 import pytest
 from pydantic import BaseModel
 
-from sglcore.device.server_config import ServerConfig
+from sglcore.config.server_config import ServerConfig
 from sglcore.serving.apis.anthropic.body import MessagesRequest
 from sglcore.serving.apis.anthropic.request import message_request
-from sglcore.serving.replicas.errors import EngineDied, Overloaded
+from sglcore.serving.replicas.server_errors import EngineDied, Overloaded
 from tests.serving.conftest import Server
 from tests.serving.scripted import CACHED, MODEL, PROMPT, Stage, call, content, reasoning, staged
 

@@ -9,8 +9,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from sglcore.serving.replicas.ipc import EngineStats
-from sglcore.serving.replicas.metrics import CLOCKS, Histogram, Metrics, RequestClock, kv_usage
-from sglcore.serving.replicas.vllm_metrics import VllmFamilies
+from sglcore.serving.replicas.metrics.server_metrics import CLOCKS, Histogram, Metrics, RequestClock, kv_usage
+from sglcore.serving.replicas.metrics.vllm_metrics import VllmFamilies
 from tests.serving.conftest import Server
 
 STATS = EngineStats(
@@ -217,7 +217,7 @@ def test_labels_survive_any_name_of_a_model() -> None:
 
 def test_retry_after_is_how_long_those_who_wait_will_take(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
-    monkeypatch.setattr("sglcore.serving.replicas.metrics.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("sglcore.serving.replicas.metrics.server_metrics.time.monotonic", lambda: now[0])
     metrics = Metrics("tiny", "1", list)
     assert metrics.retry_after(1000) == 1, "nothing has been observed yet"
     for _ in range(10):

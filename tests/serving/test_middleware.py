@@ -13,11 +13,11 @@ import pytest
 from starlette.types import ASGIApp, Receive, Scope, Send
 from starlette.types import Message as AsgiEvent
 
-from sglcore.device.server_config import ServerConfig
+from sglcore.config.server_config import ServerConfig
 from sglcore.serving.apis.answer import CUT, WARNINGS
 from sglcore.serving.http.middleware.bodies import FILES, FORM_BYTES
-from sglcore.serving.replicas.errors import Failure, Unanswered
 from sglcore.serving.replicas.ipc import EngineStats
+from sglcore.serving.replicas.server_errors import Failure, Unanswered
 from tests.serving import idle_clock
 from tests.serving.wrapped import Answered, call, echo, wrapped
 

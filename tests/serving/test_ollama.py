@@ -14,15 +14,15 @@ import numpy as np
 import ollama
 import pytest
 
-from sglcore.device.server_config import ServerConfig
+from sglcore.config.server_config import ServerConfig
 from sglcore.engine.outputs import TextDelta
 from sglcore.serving.apis.answer import Answer
 from sglcore.serving.apis.ollama import answers
 from sglcore.serving.apis.unknown import NEUTRAL
-from sglcore.serving.http.app import make_app
+from sglcore.serving.http.http_app import make_app
 from sglcore.serving.http.middleware import with_middleware
-from sglcore.serving.replicas.errors import EngineDied, Overloaded
-from sglcore.serving.replicas.health import Health
+from sglcore.serving.replicas.metrics.health import Health
+from sglcore.serving.replicas.server_errors import EngineDied, Overloaded
 from tests.serving import wrapped
 from tests.serving.conftest import SCHEMA, TOOLS, Server
 from tests.serving.scripted import MODEL, PROMPT, Stage, call, content, reasoning, staged

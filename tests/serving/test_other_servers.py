@@ -9,9 +9,9 @@ import pytest
 
 from sglcore.engine.output_processor import OutputProcessor
 from sglcore.sampling.params import SamplingParams
-from sglcore.schedule.output import EngineOutput
-from sglcore.serving.replicas.generation import Generation
+from sglcore.schedule.request_output import EngineOutput
 from sglcore.serving.replicas.ipc import EngineStats, GenerateRequest, pack_params
+from sglcore.serving.replicas.prompt_generation import Generation
 from tests.serving.conftest import Server
 from tests.serving.stubs import DEMO, call, gives, make_frontend
 

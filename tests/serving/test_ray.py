@@ -12,9 +12,9 @@ import pytest
 import uvloop
 
 from sglcore.device.errors import ConfigError
-from sglcore.serving.replicas.errors import EngineDied
-from sglcore.serving.replicas.frontend import Frontend
+from sglcore.serving.replicas.engine_frontend import Frontend
 from sglcore.serving.replicas.ray_launch import RayLauncher, RayProcess
+from sglcore.serving.replicas.server_errors import EngineDied
 from tests.serving.staged_replicas import until
 from tests.serving.test_deaths import PATIENCE, SHORT, begin, is_running, running_frontend, text_of
 

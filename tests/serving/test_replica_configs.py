@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from sglcore.device.config import EngineConfig
+from sglcore.config.engine_config import EngineConfig
 from sglcore.serving.replicas.configs import decided
 from sglcore.serving.replicas.engine_process import fingerprint
 from sglcore.serving.replicas.ipc import Ready

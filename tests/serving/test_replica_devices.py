@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
+from sglcore.config.engine_config import EngineConfig
+from sglcore.config.server_config import ServerConfig
 from sglcore.device.choice import ChosenDevice
-from sglcore.device.config import EngineConfig
 from sglcore.device.errors import ConfigError
-from sglcore.device.server_config import ServerConfig
-from sglcore.serving.replicas.devices import devices_of
 from sglcore.serving.replicas.engine_process import fingerprint
+from sglcore.serving.replicas.replica_devices import devices_of
 from tests.serving.staged_replicas import PATIENCE, staged
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from sglcore.serving.apis.responses.store import ResponseStore, Stored
-from sglcore.serving.replicas.errors import InvalidRequest
+from sglcore.serving.apis.responses.response_store import ResponseStore, Stored
+from sglcore.serving.replicas.server_errors import InvalidRequest
 
 
 def stored(name: str, size: int) -> Stored:

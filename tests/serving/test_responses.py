@@ -10,9 +10,9 @@ from typing import Any
 import openai
 import pytest
 
-from sglcore.device.server_config import ServerConfig
-from sglcore.engine.text import TextCodec
-from sglcore.serving.replicas.errors import EngineDied, Overloaded
+from sglcore.config.server_config import ServerConfig
+from sglcore.engine.tokenizers.text_codec import TextCodec
+from sglcore.serving.replicas.server_errors import EngineDied, Overloaded
 from tests.serving.scripted import CACHED, DEMO, MODEL, PROMPT, Stage, call, content, reasoning, staged
 
 KEPT = 3

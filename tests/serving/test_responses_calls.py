@@ -11,7 +11,7 @@ import pytest
 from sglcore.sampling.params import SamplingParams
 from sglcore.serving.apis.responses.body import ResponsesRequest
 from sglcore.serving.apis.responses.request import chat_request
-from sglcore.serving.replicas.errors import InvalidRequest
+from sglcore.serving.replicas.server_errors import InvalidRequest
 
 NAMES = ("one", "two", "three")
 

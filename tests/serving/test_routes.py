@@ -13,7 +13,7 @@ from fastapi.testclient import TestClient
 from pydantic import BaseModel
 from starlette.types import Message
 
-from sglcore.device.server_config import ServerConfig
+from sglcore.config.server_config import ServerConfig
 from sglcore.serving.apis.answer import EVENTS, Stream, as_json, event
 from sglcore.serving.http.connection import ANSWERING
 from sglcore.serving.http.routes import Routes

@@ -7,11 +7,11 @@ from typing import Any
 import httpx
 import pytest
 
-from sglcore.device.server_config import ServerConfig
+from sglcore.config.server_config import ServerConfig
 from sglcore.sampling.params import SamplingParams
 from sglcore.serving.apis.openai.body import CompletionBody
 from sglcore.serving.apis.openai.request import completion_request
-from sglcore.serving.apis.params import completed
+from sglcore.serving.apis.request_params import completed
 from tests.serving.scripted import MODEL, content, staged
 
 SAYS = {"temperature": 0.6, "top_k": 20, "top_p": 0.9, "min_p": 0.05, "repetition_penalty": 1.1}

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from sglcore.engine.text import TextCodec, TextError
+from sglcore.engine.tokenizers.text_codec import TextCodec, TextError
 from sglcore.serving.apis.pooling.answers import ClassifyAnswer, RerankAnswer, ScoreAnswer
 from tests.checkpoints import bert, save
 from tests.serving.conftest import Server

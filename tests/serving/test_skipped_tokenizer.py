@@ -14,15 +14,15 @@ import httpx
 import pytest
 
 from sglcore import LLM, SamplingParams
-from sglcore.device.config import EngineConfig
+from sglcore.config.engine_config import EngineConfig
+from sglcore.config.server_config import ServerConfig
 from sglcore.device.errors import ConfigError
-from sglcore.device.server_config import ServerConfig
-from sglcore.engine.chat_template import TextError
-from sglcore.engine.skipped_tokenizer import SKIPPED, open_codec
 from sglcore.engine.start import embedded_model
-from sglcore.sampling.grammar import Grammar, Thinking, TokenRules
-from sglcore.serving.chat.choice import choose_reasoning, choose_tools
+from sglcore.engine.tokenizers.chat_template import TextError
+from sglcore.engine.tokenizers.skipped_tokenizer import SKIPPED, open_codec
+from sglcore.sampling.grammar_spec import Grammar, Thinking, TokenRules
 from sglcore.serving.chat.conversation import MessageForm
+from sglcore.serving.chat.parser_choice import choose_reasoning, choose_tools
 from tests.serving.in_process import served_here
 
 SETTINGS: dict[str, Any] = {

@@ -18,7 +18,7 @@ from typing import Any, cast
 import pytest
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from sglcore.device.server_config import ServerConfig
+from sglcore.config.server_config import ServerConfig
 from sglcore.serving.http import connection
 from sglcore.serving.http import server as http
 from sglcore.serving.http.connection import Connection

@@ -14,18 +14,18 @@ import zmq
 import zmq.asyncio
 from zmq.utils.monitor import recv_monitor_message
 
+from sglcore.config.engine_config import EngineConfig
+from sglcore.config.server_config import ServerConfig
 from sglcore.device.choice import ChosenDevice
-from sglcore.device.config import EngineConfig
 from sglcore.device.errors import ConfigError
-from sglcore.device.server_config import ServerConfig
-from sglcore.schedule.output import EngineOutput
+from sglcore.schedule.request_output import EngineOutput
 from sglcore.serving.replicas.channel import EngineChannel, FrontendChannel
 from sglcore.serving.replicas.configs import with_whole_path
+from sglcore.serving.replicas.engine_launch import launcher_for
 from sglcore.serving.replicas.engine_process import LINK_BROKE
-from sglcore.serving.replicas.errors import EngineDied, NotReady, ShuttingDown, Unanswered
 from sglcore.serving.replicas.ipc import Abort, Address, Embed, Embedded, EngineStats, Failed, Phase
-from sglcore.serving.replicas.launch import launcher_for
 from sglcore.serving.replicas.restart import LONGEST_WAIT, MOST_FAILED_STARTS, SHORT_LIFE, RestartPolicy
+from sglcore.serving.replicas.server_errors import EngineDied, NotReady, ShuttingDown, Unanswered
 from sglcore.serving.replicas.supervisor import MOST_TRIES
 from tests.serving.staged_replicas import PATIENCE, info, staged, until
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from sglcore.config.server_config import ServerConfig
 from sglcore.device.errors import ConfigError
-from sglcore.device.server_config import ServerConfig
 from sglcore.serving.http.server import tls_of
 from tests.serving.test_slow_clients import GET, Served, run, served
 

@@ -15,7 +15,7 @@ import pytest
 from sglcore.device.errors import ConfigError
 from sglcore.serving.http.middleware.exchanges import Exchanges
 from sglcore.serving.http.tracing import Parent, Traces, _url
-from sglcore.serving.replicas.metrics import Metrics
+from sglcore.serving.replicas.metrics.server_metrics import Metrics
 
 TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 

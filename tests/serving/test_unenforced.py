@@ -17,9 +17,9 @@ import httpx
 import msgspec
 import pytest
 
-from sglcore.device.server_config import ServerConfig
-from sglcore.engine.answer_check import LIMITS, AnswerChecks
-from sglcore.engine.confined import CheckLimits, OnVerdict
+from sglcore.config.server_config import ServerConfig
+from sglcore.engine.structured_output.answer_check import LIMITS, AnswerChecks
+from sglcore.engine.structured_output.killable_checks import CheckLimits, OnVerdict
 from tests.serving.scripted import MODEL, Stage, call, staged
 
 PATIENCE = 300.0

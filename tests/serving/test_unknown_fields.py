@@ -10,7 +10,7 @@ import pytest
 
 from sglcore.engine.outputs import TextDelta
 from sglcore.serving.apis.unknown import NEUTRAL, REASONS
-from sglcore.serving.chat.frontend import ChatFrontend
+from sglcore.serving.chat.chat_frontend import ChatFrontend
 from tests.serving.stubs import call, gives, make_frontend
 
 MESSAGE = {"role": "user", "content": "a", "mood": "gay"}

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from sglcore.device.server_config import ServerConfig
+from sglcore.config.server_config import ServerConfig
 from tests.serving.scripted import Stage, staged
 from tests.serving.whole_answers import ASKS, FOLDER, answer, cases, steady
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import httpx
 
-from sglcore.device.server_config import ServerConfig
+from sglcore.config.server_config import ServerConfig
 from tests.serving.scripted import Stage, call, content, reasoning, staged
 
 FOLDER = Path(__file__).parent / "answers"

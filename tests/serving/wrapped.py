@@ -11,10 +11,10 @@ from typing import Any, cast
 from starlette.types import ASGIApp, Receive, Scope, Send
 from starlette.types import Message as AsgiEvent
 
-from sglcore.device.server_config import ServerConfig
+from sglcore.config.server_config import ServerConfig
 from sglcore.serving.http.middleware import with_middleware
 from sglcore.serving.replicas.ipc import EngineStats
-from sglcore.serving.replicas.metrics import Metrics
+from sglcore.serving.replicas.metrics.server_metrics import Metrics
 
 
 @dataclass

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from sglcore.device.batch import ForwardMode, Ints, ScheduleBatch
-from sglcore.sampling.batch import SamplingBatch
 from sglcore.sampling.params import SamplingParams
+from sglcore.sampling.params_batch import SamplingBatch
 
 GREEDY = SamplingParams(temperature=0.0)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from sglcore.device.batch import ForwardMode
-from sglcore.step.fields import Axis, specs
+from sglcore.step.batch_field import Axis, specs
 from sglcore.step.forward_inputs import ForwardInputs
 
 

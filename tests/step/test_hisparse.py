@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from sglcore.device.errors import ConfigError
-from sglcore.step.hisparse import HiSparseConfig, parse_hisparse_config
+from sglcore.step.hisparse_config import HiSparseConfig, parse_hisparse_config
 
 
 def test_nothing_is_asked_by_nothing_and_by_off() -> None:

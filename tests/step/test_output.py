@@ -6,8 +6,8 @@ import numpy as np
 
 from sglcore.device.batch import ForwardMode
 from sglcore.sampling.state import Logprobs, SampledTokens
-from sglcore.step.output import StepOutput
-from sglcore.step.rows import plan_rows
+from sglcore.step.emitting_rows import plan_rows
+from sglcore.step.step_output import StepOutput
 from tests.step.batches import ints, make_batch
 
 

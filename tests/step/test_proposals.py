@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from sglcore.device.worker import BatchResult, TokenLogprobs
-from sglcore.step.proposals import accepted_runs, most_lens
+from sglcore.step.verification_rows import accepted_runs, most_lens
 
 
 @pytest.mark.parametrize(("bad", "wanted"), [(2, [False, False]), (0, [True, False]), (5, [False, True])])

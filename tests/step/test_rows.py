@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from sglcore.device.batch import ForwardMode
-from sglcore.step.rows import last_tokens, owners, plan_rows, within
+from sglcore.step.emitting_rows import last_tokens, owners, plan_rows, within
 from tests.step.batches import ints, make_batch
 
 

@@ -11,9 +11,9 @@ import pytest
 from sglcore.device.batch import ForwardMode
 from sglcore.sampling.params import SamplingParams
 from sglcore.sampling.state import Logprobs
-from sglcore.step import sampling
-from sglcore.step.rows import plan_rows
-from sglcore.step.sampling import NO_INPUTS, sampling_inputs, score_prompts
+from sglcore.step import sampling_arrays
+from sglcore.step.emitting_rows import plan_rows
+from sglcore.step.sampling_arrays import NO_INPUTS, sampling_inputs, score_prompts
 from tests.step.batches import GREEDY, ints, make_batch
 
 PENALISED = SamplingParams(temperature=1.0, frequency_penalty=0.5)
@@ -70,7 +70,7 @@ def scored(last: int, chunks: bool = False) -> dict[int, Logprobs[Any]]:
         assert len(hidden) == len(targets) and (not chunks or len(targets) <= 3)
         return Logprobs(hidden * 10 + targets, targets, np.full((len(targets), top_n), 1), hidden)
 
-    vocab_size = sampling.PROMPT_LOGITS_ELEMENTS // 3 if chunks else 100
+    vocab_size = sampling_arrays.PROMPT_LOGITS_ELEMENTS // 3 if chunks else 100
     return score_prompts(inputs, inputs.arrays, batch.input_ids, vocab_size, score, np.concatenate)
 
 
@@ -97,7 +97,7 @@ def test_where_a_token_alone_fills_a_piece_each_is_scored_alone(last: int, sizes
         return Logprobs(hidden, targets, np.zeros((len(targets), top_n)), hidden)
 
     inputs = sampling_inputs(batch, plan_rows(batch), 5)
-    score_prompts(inputs, inputs.arrays, batch.input_ids, sampling.PROMPT_LOGITS_ELEMENTS, score, np.concatenate)
+    score_prompts(inputs, inputs.arrays, batch.input_ids, sampling_arrays.PROMPT_LOGITS_ELEMENTS, score, np.concatenate)
     assert seen == sizes
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sglcore.step.shares import KEPT, THRESHOLDS, prompt_units, share
+from sglcore.step.compute_shares import KEPT, THRESHOLDS, prompt_units, share
 
 
 def test_more_rows_never_have_a_lower_share_and_every_share_is_had() -> None:

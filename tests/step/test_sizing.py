@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglcore.device.config import EngineConfig
+from sglcore.config.engine_config import EngineConfig
 from sglcore.device.errors import ConfigError, StrictError
 from sglcore.device.ledger import DecisionLedger
 from sglcore.runtime.memory.pools import MHATokenToKVPool, PageMajorTokenToKVPool, ReqToTokenPool, cell_bytes

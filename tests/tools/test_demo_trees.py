@@ -9,7 +9,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from sglcore import LLM
-from sglcore.runtime.speculative import beams, tree
+from sglcore.runtime.speculative import tree, tree_drafts
 from tests.planted import planted
 from tools.demo.acceptance import asked, held_out
 
@@ -33,5 +33,5 @@ def test_a_greedy_tree_takes_fewer_steps_than_a_chain(kind: str) -> None:
 
 def test_a_tree_of_what_is_least_likely_takes_more(monkeypatch: pytest.MonkeyPatch) -> None:
     least = planted(tree, "tree_build(self.numbers, self.sums, ", "tree_build(self.numbers, -self.sums, ")
-    monkeypatch.setattr(beams, "TreeRecords", least.TreeRecords)
+    monkeypatch.setattr(tree_drafts, "TreeRecords", least.TreeRecords)
     assert steps("mtp", TREE) > steps("mtp", CHAIN)

@@ -17,8 +17,8 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from sglcore import LLM, SamplingParams
+from sglcore.sampling.gumbel_race import RaceTables, draw_race, gaps_below_best, make_race_tables, row_keys
 from sglcore.sampling.noise import fixed_scale, seed_words
-from sglcore.sampling.race import RaceTables, draw_race, gaps_below_best, make_race_tables, row_keys
 from tools.demo.heads import Head, read
 from tools.demo.model import Decoder
 from tools.demo.text import document

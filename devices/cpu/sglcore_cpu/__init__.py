@@ -13,14 +13,14 @@ package = DevicePackage(
     facts="sglcore_cpu.facts:facts",
     worker="sglcore.runtime.tp_worker:TpModelWorker",
     attention={
-        "paged": "sglcore_cpu.attention:PagedAttention",
+        "paged": "sglcore_cpu.kernels.attention:PagedAttention",
         "reference": "sglcore.runtime.attention.reference:ReferenceAttention",
     },
     graphs={"native": "sglcore_cpu.native_graphs:native", "compiled": "sglcore_cpu.graphs:compiled"},
     kernels={
         "native": "sglcore_cpu.choice:kernels",
-        "torch": "sglcore_cpu.kernels:torch_kernels",
-        "ipex": "sglcore_cpu.ipex:ipex_kernels",
+        "torch": "sglcore_cpu.kernels.torch_kernels:torch_kernels",
+        "ipex": "sglcore_cpu.kernels.ipex:ipex_kernels",
     },
     bring_up="sglcore_cpu.bring_up:BRING_UP",
     communication=Communication("gloo"),

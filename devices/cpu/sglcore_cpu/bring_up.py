@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from sglcore.device.config import EngineConfig
+from sglcore.config.engine_config import EngineConfig
 from sglcore.device.errors import ConfigError
 from sglcore.device.facts import Facts
 from sglcore.device.ledger import DecisionLedger, Row
@@ -19,30 +19,30 @@ from sglcore.device.package import DevicePackage
 from sglcore.device.topology import Place
 from sglcore.runtime.attention.contract import AttentionBackend
 from sglcore.runtime.bring_up import STANDARD, LoadedModel, Pools, Progress, attention, kernels, runner, world
-from sglcore.runtime.graphs.build import reason_of_ranks
-from sglcore.runtime.hisparse.coordinator import HiSparseCoordinator
+from sglcore.runtime.graphs.graph_choice import reason_of_ranks
+from sglcore.runtime.hisparse.hisparse_coordinator import HiSparseCoordinator
 from sglcore.runtime.kernels.table import KernelTable
 from sglcore.runtime.memory.pools import MHATokenToKVPool, PoolKind, cell_bytes
 from sglcore.runtime.model_runner import ModelRunner
-from sglcore.runtime.overlap.halves import Halves
-from sglcore.runtime.speculative.choice import Speculation
+from sglcore.runtime.overlap.micro_batches import Halves
+from sglcore.runtime.speculative.speculation_choice import Speculation
 from sglcore.runtime.streams import Streams
 from sglcore.step.sizing import MemoryBudget, MemorySizes
 from sglcore_cpu.arena import huge_zeros
 from sglcore_cpu.choice import NAMES, NATIVE, TORCH, choose_kernels, engine_of_one
-from sglcore_cpu.extension import extension_row, find_extension
-from sglcore_cpu.kernels import torch_kernels
-from sglcore_cpu.kv_pool import INT8_POOL
+from sglcore_cpu.kernels.extension import extension_row, find_extension
+from sglcore_cpu.kernels.kv_pool import INT8_POOL
+from sglcore_cpu.kernels.table import SERVED, is_native
+from sglcore_cpu.kernels.torch_kernels import torch_kernels
+from sglcore_cpu.ledger_rows import kernel_rows, pages_row
 from sglcore_cpu.memory import available_memory, total_memory, weight_bytes
 from sglcore_cpu.native import Engine, NativeUnavailable
 from sglcore_cpu.placement import Placement, bind_process, interleave, plan_placement
 from sglcore_cpu.recording import NotCapturable
-from sglcore_cpu.rows import kernel_rows, pages_row
-from sglcore_cpu.table import SERVED, is_native
 from sglcore_cpu.topology import read_topology, share_of
 
 if TYPE_CHECKING:
-    from sglcore.runtime.parallel.group import Group
+    from sglcore.runtime.parallel.process_group import Group
     from sglcore.runtime.parallel.rank_groups import Groups
 
 PAGED = "paged"
@@ -62,7 +62,7 @@ def processor_world(
     memory. None without a `place`, or if the package has no communication."""
     if place is None or package.communication is None:
         return None
-    from sglcore.runtime.parallel.group import Group, join
+    from sglcore.runtime.parallel.process_group import Group, join
 
     make, what, reason = sums_of_ranks(place, package.communication.backend)
     ledger.record(Row("sums of ranks", "auto", what, reason, "--tp 1"))

@@ -13,9 +13,9 @@ from sglcore.device.ledger import Row
 from sglcore.runtime.kernels.table import KernelTable
 from sglcore_cpu.compile import ARM, X86, Variant
 from sglcore_cpu.first_start import find_library
-from sglcore_cpu.kernels import torch_kernels
+from sglcore_cpu.kernels.table import native_table
+from sglcore_cpu.kernels.torch_kernels import torch_kernels
 from sglcore_cpu.native import Engine, Library, NativeUnavailable
-from sglcore_cpu.table import native_table
 
 NATIVE = "native"
 TORCH = "torch"

@@ -7,9 +7,9 @@ import os
 from pathlib import Path
 from typing import Any
 
-from sglcore.checkpoint.files import checkpoint_files, read_json
-from sglcore.checkpoint.gguf import is_gguf
-from sglcore.device.config import EngineConfig
+from sglcore.checkpoint.checkpoint_files import checkpoint_files, read_json
+from sglcore.checkpoint.gguf_header import is_gguf
+from sglcore.config.engine_config import EngineConfig
 from sglcore.device.errors import CheckpointError, ConfigError
 from sglcore_cpu.control_group import group_folders, text_of
 from sglcore_cpu.weight_size import folder_bytes, gguf_bytes

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from sglcore.device.probe import DeviceInfo, Fact, ProbeReport, installed_fact
 from sglcore.device.system import System
-from sglcore_cpu.extension import DISTRIBUTION, find_extension
+from sglcore_cpu.kernels.extension import DISTRIBUTION, find_extension
 
 CPUINFO = "/proc/cpuinfo"
 FEATURES = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8", "asimd", "bf16", "i8mm", "sve")

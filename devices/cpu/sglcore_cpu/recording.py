@@ -18,9 +18,9 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sglcore_cpu.elementwise import elementwise
+from sglcore_cpu.kernels.elementwise import elementwise
+from sglcore_cpu.kernels.operations import Operations
 from sglcore_cpu.native import TYPES, BoundKernel, Engine, Program, recorder
-from sglcore_cpu.operations import Operations
 
 ALIGNMENT = 64
 READS = frozenset(("aten::_local_scalar_dense", "aten::item", "aten::nonzero"))

@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 
 from sglcore.device.topology import Place
-from sglcore.runtime.overlap.turns import pause
-from sglcore.runtime.parallel.group import Group
-from sglcore.runtime.parallel.handle import Finished, Handle
-from sglcore_cpu.meeting import Meeting, memory_size
+from sglcore.runtime.overlap.interleave import pause
+from sglcore.runtime.parallel.pending_collective import Finished, Handle
+from sglcore.runtime.parallel.process_group import Group
 from sglcore_cpu.native import TYPES, Engine, recorder
+from sglcore_cpu.rank_meeting import Meeting, memory_size
 
 MOST = 1 << 20
 """Most bytes of one exchange. Larger sums go in pieces; other larger collectives go to the group's

@@ -14,11 +14,11 @@ from types import MappingProxyType
 from typing import Any
 
 from sglcore.checkpoint.dtype import HALF
-from sglcore.checkpoint.gguf import GgufTensor, read_header
 from sglcore.checkpoint.gguf_config import EMBEDDING, HEAD
-from sglcore.checkpoint.quantization import NONE, Quantization, Scheme, read_quantization
+from sglcore.checkpoint.gguf_header import GgufTensor, read_header
+from sglcore.checkpoint.quantization_config import NONE, Quantization, Scheme, read_quantization
 from sglcore.checkpoint.safetensors_header import PLAIN_BYTES, Entry, read_entries
-from sglcore.device.config import EngineConfig
+from sglcore.config.engine_config import EngineConfig
 from sglcore_cpu.choice import NAMES, NATIVE
 
 SHARE_OF_BF16 = MappingProxyType({"int8": 0.55, "int4": 0.35})

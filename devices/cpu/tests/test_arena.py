@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from sglcore_cpu.arena import HUGE_PAGE, SETTING, huge_empty, huge_pages
-from sglcore_cpu.rows import pages_row
+from sglcore_cpu.ledger_rows import pages_row
 
 
 @pytest.mark.parametrize("size", [0, 1, 100, HUGE_PAGE - 1, HUGE_PAGE, 3 * HUGE_PAGE + 17])

@@ -9,9 +9,9 @@ from typing import Any, cast
 import pytest
 import torch
 
+from sglcore.config.engine_config import EngineConfig
 from sglcore.conformance.target import GIVEN
 from sglcore.device.bring_up import BringUp
-from sglcore.device.config import EngineConfig
 from sglcore.device.errors import BringUpError, ConfigError
 from sglcore.device.facts import Facts
 from sglcore.device.ledger import DecisionLedger
@@ -21,13 +21,13 @@ from sglcore.runtime import bring_up
 from sglcore.runtime.attention.layer import Attention
 from sglcore.runtime.bring_up import STANDARD
 from sglcore.runtime.kernels.table import KernelTable
-from sglcore.runtime.memory import bring_up as memory
+from sglcore.runtime.memory import memory_bring_up as memory
 from sglcore.runtime.memory.pools import PER_HEAD, PoolKind
 from sglcore.step.sizing import MemorySizes
 from sglcore_cpu import package
 from sglcore_cpu.bring_up import BRING_UP, library_threads, processor_kernels, sums_of_ranks
 from sglcore_cpu.facts import facts
-from sglcore_cpu.kv_pool import INT8_POOL
+from sglcore_cpu.kernels.kv_pool import INT8_POOL
 from sglcore_cpu.native import Engine, NativeUnavailable
 
 

@@ -13,8 +13,8 @@ import pytest
 
 from sglcore.device.errors import ConfigError
 from sglcore_cpu.choice import choose_kernels, load_library
+from sglcore_cpu.kernels.table import is_native
 from sglcore_cpu.native import Library, NativeUnavailable
-from sglcore_cpu.table import is_native
 
 
 @dataclass

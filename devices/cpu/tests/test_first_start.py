@@ -16,8 +16,8 @@ from devices.cpu.tests.native.libraries import tiny_sources
 from sglcore_cpu.choice import choose_kernels, load_library
 from sglcore_cpu.compile import source_digest
 from sglcore_cpu.first_start import OBJECTS, find_library
+from sglcore_cpu.kernels.table import is_native
 from sglcore_cpu.native import NativeUnavailable
-from sglcore_cpu.table import is_native
 
 FAKE = """#!/bin/sh
 echo "$*" >> "{log}"

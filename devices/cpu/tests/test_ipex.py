@@ -19,21 +19,22 @@ from torch import Tensor
 from devices.cpu.tests.ipex import record, stand_in
 from devices.cpu.tests.ipex.stand_in import MODULE, RECORDED, SCHEMAS, install
 from sglcore.cli.doctor import check_devices
+from sglcore.config.engine_config import EngineConfig
 from sglcore.conformance.catalogue import LAWS
+from sglcore.conformance.kit_run import Kit, run_case
 from sglcore.conformance.law import LawBroken
-from sglcore.conformance.laws_kernels import RELATIVE, compare, entries
+from sglcore.conformance.laws.laws_kernels import RELATIVE, compare, entries
 from sglcore.conformance.target import find_target
-from sglcore.conformance.trial import Kit, run_case
-from sglcore.device.config import EngineConfig
 from sglcore.device.errors import ConfigError, DeviceError
 from sglcore.device.ledger import DecisionLedger, Row
 from sglcore.device.system import host_system
 from sglcore.runtime.kernels.table import KernelTable, Limited, takes_all
-from sglcore_cpu import ipex, package
+from sglcore_cpu import package
 from sglcore_cpu.bring_up import processor_kernels
-from sglcore_cpu.extension import DISTRIBUTION
 from sglcore_cpu.facts import facts
-from sglcore_cpu.kernels import takes_whole_heads
+from sglcore_cpu.kernels import ipex
+from sglcore_cpu.kernels.extension import DISTRIBUTION
+from sglcore_cpu.kernels.torch_kernels import takes_whole_heads
 from sglcore_cpu.placement import Placement
 from sglcore_cpu.probe import probe
 
@@ -212,16 +213,16 @@ def test_one_for_another_torch_is_told_everywhere_refused_by_name_and_never_impo
         ConfigError, match=f"'ipex', and {DISTRIBUTION} 2.8.0.* {re.escape(why)}; wanted .*--kernels auto"
     ):
         start("ipex")
-    assert MODULE not in sys.modules and table.origin["linear"] != "sglcore_cpu.ipex:linear"
+    assert MODULE not in sys.modules and table.origin["linear"] != "sglcore_cpu.kernels.ipex:linear"
 
 
 @pytest.mark.usefixtures("installed")
 def test_one_that_fits_serves_when_it_is_asked_for() -> None:
     table, (row,) = start("ipex")
-    assert table.origin["linear"] == "sglcore_cpu.ipex:linear"
+    assert table.origin["linear"] == "sglcore_cpu.kernels.ipex:linear"
     assert (row.requested, row.effective) == ("ipex", f"{DISTRIBUTION} {FITS}")
     other, (row,) = start("auto")
-    assert other.origin["linear"] != "sglcore_cpu.ipex:linear"
+    assert other.origin["linear"] != "sglcore_cpu.kernels.ipex:linear"
     assert (row.effective, row.remedy) == ("not used", "--kernels ipex")
 
 
@@ -236,7 +237,7 @@ def test_one_that_fits_and_is_broken_is_an_error_with_its_cause(
 @pytest.mark.usefixtures("installed")
 def test_where_a_compiler_traces_torchs_kernels_it_is_not_said_to_serve() -> None:
     table, (row,) = start("ipex", graph="compiled")
-    assert table.origin["linear"] != "sglcore_cpu.ipex:linear"
+    assert table.origin["linear"] != "sglcore_cpu.kernels.ipex:linear"
     assert (row.requested, row.effective, row.remedy) == ("ipex", "not used", "--graph off")
     assert "a compiler traces" in row.reason
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from sglcore.runtime.kernels.choice import choose
+from sglcore.runtime.kernels.kernel_choice import choose
 from sglcore.runtime.kernels.table import KernelTable
-from sglcore_cpu.kernels import torch_kernels as kernels
+from sglcore_cpu.kernels.torch_kernels import torch_kernels as kernels
 
 REFERENCE = KernelTable()
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

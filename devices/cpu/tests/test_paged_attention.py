@@ -14,17 +14,17 @@ from torch import Tensor
 
 from ci.selection import Selection
 from devices.cpu.tests.native.libraries import every_set
+from sglcore.runtime.attention.backend_selection import AttentionNeeds, refusal
 from sglcore.runtime.attention.contract import Bucket, Unavailable
 from sglcore.runtime.attention.layer import Attention
 from sglcore.runtime.attention.reference import ReferenceAttention
-from sglcore.runtime.attention.selection import AttentionNeeds, refusal
 from sglcore.runtime.kernels.table import KernelTable
 from sglcore.runtime.memory.pools import LayerShapes, MHATokenToKVPool
-from sglcore_cpu.attention import PagedAttention
-from sglcore_cpu.kv_pool import INT8_POOL, Int8TokenToKVPool
+from sglcore_cpu.kernels.attention import PagedAttention
+from sglcore_cpu.kernels.kv_pool import INT8_POOL, Int8TokenToKVPool
+from sglcore_cpu.kernels.table import native_table
 from sglcore_cpu.native import Engine
 from sglcore_cpu.recording import Recording, StepArena
-from sglcore_cpu.table import native_table
 from tests.attention.rows import Case, Heads, make_case
 
 ROWS = st.lists(st.tuples(st.integers(0, 20), st.integers(1, 9)), min_size=1, max_size=5)

@@ -9,12 +9,12 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from sglcore.device.config import EngineConfig
-from sglcore.runtime.kernels.reference import QuantizedCodes
+from sglcore.config.engine_config import EngineConfig
+from sglcore.runtime.kernels.reference_kernels import QuantizedCodes
 from sglcore.runtime.kernels.table import KernelTable
 from sglcore_cpu.choice import TORCH
+from sglcore_cpu.kernels.quantized_form import QuantizedLayout
 from sglcore_cpu.memory import weight_bytes
-from sglcore_cpu.quantized_form import QuantizedLayout
 from tests.checkpoints import llama, qwen3_moe, save
 from tests.models.gguf_checkpoints import write
 from tests.models.quantized_checkpoints import CASES, FILE, make

@@ -28,7 +28,7 @@ package = DevicePackage(
     communication=Communication(
         "nccl", in_graphs=True, interface_variable="NCCL_SOCKET_IFNAME", cluster_resource="GPU"
     ),
-    partition="sglcore_cuda.partition:partition",
+    partition="sglcore_cuda.sm_partition:partition",
     pci=frozenset({PciClaim(0x10DE, ACCELERATOR_CLASSES | {DISPLAY_CLASS})}),
 )
 """The declaration that `sglcore devices` and the core read."""

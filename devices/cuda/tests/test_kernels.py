@@ -8,10 +8,10 @@ import sys
 import pytest
 import torch
 
-from sglcore.device.config import EngineConfig
+from sglcore.config.engine_config import EngineConfig
 from sglcore.device.errors import ConfigError, DeviceError
 from sglcore.device.ledger import DecisionLedger
-from sglcore.runtime.attention.selection import AttentionNeeds, select_attention
+from sglcore.runtime.attention.backend_selection import AttentionNeeds, select_attention
 from sglcore.runtime.bring_up import kernels as kernels_step
 from sglcore_cuda import package
 from sglcore_cuda.capability import Capability, read_capability

@@ -10,9 +10,9 @@ import torch
 from torch.cuda import green_contexts
 
 from sglcore.device.errors import ConfigError
-from sglcore_cuda import partition as parts
+from sglcore_cuda import sm_partition as parts
 from sglcore_cuda.capability import read_capability
-from sglcore_cuda.partition import MULTIPLE, partition
+from sglcore_cuda.sm_partition import MULTIPLE, partition
 
 DEVICE = torch.device("cuda:0")
 

@@ -15,16 +15,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from sglcore.conformance import kernel_inputs_sparse
-from sglcore.conformance.kernel_inputs import Draw
-from sglcore.conformance.kernel_taking import code_of
-from sglcore.conformance.laws_kernels import RELATIVE, relative_error
-from sglcore.device.config import EngineConfig
+from sglcore.config.engine_config import EngineConfig
+from sglcore.conformance.inputs import kernel_inputs_sparse
+from sglcore.conformance.inputs.kernel_inputs import Draw
+from sglcore.conformance.inputs.kernel_taking import code_of
+from sglcore.conformance.laws.laws_kernels import RELATIVE, relative_error
 from sglcore.device.ledger import DecisionLedger
 from sglcore.runtime.bring_up import kernels as kernels_step
 from sglcore.runtime.kernels import reference_sparse
-from sglcore.runtime.kernels.choice import Refusals, choose
-from sglcore.runtime.kernels.hisparse import REACHING
+from sglcore.runtime.kernels.hisparse_entries import REACHING
+from sglcore.runtime.kernels.kernel_choice import Refusals, choose
 from sglcore.runtime.kernels.table import KernelTable
 from sglcore.runtime.kernels.triton import Tuning, triton_kernels
 from sglcore_cuda import package, sparse_flashinfer, sparse_flashmla

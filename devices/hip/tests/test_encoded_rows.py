@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from sglcore.runtime.kernels.row_codec import E4M3FN
-from sglcore.runtime.memory.rows import FP8
+from sglcore.runtime.memory.kv_rows import FP8
 from sglcore_hip.capability import read_capability
 from tests.checkpoints import Oracle, save
 from tests.deepseek_v4 import deepseek_v4

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from sglcore.device.config import EngineConfig
+from sglcore.config.engine_config import EngineConfig
 from sglcore.device.errors import ConfigError, DeviceError
 from sglcore.device.ledger import DecisionLedger
+from sglcore.runtime.attention.backend_selection import AttentionNeeds, select_attention
 from sglcore.runtime.attention.contract import Unavailable
-from sglcore.runtime.attention.selection import AttentionNeeds, select_attention
 from sglcore.runtime.bring_up import kernels as kernels_step
 from sglcore.runtime.kernels.row_codec import E4M3FN, E4M3FNUZ
 from sglcore_hip import package

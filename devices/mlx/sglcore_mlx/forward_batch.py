@@ -10,7 +10,7 @@ import mlx.core as mx
 import numpy as np
 
 from sglcore.device.batch import ScheduleBatch
-from sglcore.step.fields import Axis, Split, batch_field, batch_record
+from sglcore.step.batch_field import Axis, Split, batch_field, batch_record
 from sglcore.step.forward_inputs import ForwardInputs
 from sglcore.step.host_values import HostReader, Values
 from sglcore_mlx.layers.rotary import Rotary, Rotate

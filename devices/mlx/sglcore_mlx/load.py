@@ -10,13 +10,13 @@ from typing import Any, cast
 
 import mlx.core as mx
 
-from sglcore.checkpoint.config import EMPTY, ModelConfig
-from sglcore.checkpoint.files import HARMLESS, checkpoint_files
+from sglcore.checkpoint.checkpoint_files import HARMLESS, checkpoint_files
+from sglcore.checkpoint.model_config import EMPTY, ModelConfig
 from sglcore.checkpoint.safetensors_header import Entry, damaged, read_entries
 from sglcore.device.errors import CheckpointError, ConfigError
-from sglcore.models import build as models
-from sglcore.models.build import Architecture
-from sglcore.models.registry import model_class
+from sglcore.models import layer_kinds as models
+from sglcore.models.architecture_registry import model_class
+from sglcore.models.layer_kinds import Architecture
 from sglcore_mlx.forward_batch import ForwardBatch
 from sglcore_mlx.layers.build import Build
 from sglcore_mlx.layers.linear import LinearParts

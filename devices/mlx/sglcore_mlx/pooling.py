@@ -8,9 +8,9 @@ from types import MappingProxyType
 
 import mlx.core as mx
 
-from sglcore.checkpoint.pooling import Pooling
+from sglcore.checkpoint.pooling_config import Pooling
 from sglcore.device.batch import ScheduleBatch
-from sglcore.step.pooling import pooled_rows
+from sglcore.step.pooling_rows import pooled_rows
 
 Rows = Mapping[str, mx.array]
 """The result of `pooled_rows` as arrays."""

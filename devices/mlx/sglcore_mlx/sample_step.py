@@ -10,8 +10,8 @@ import mlx.core as mx
 
 from sglcore.device.batch import ScheduleBatch
 from sglcore.sampling.state import Masks, SampledTokens, place_changes
-from sglcore.step.rows import RowPlan, last_tokens
-from sglcore.step.sampling import NO_SAMPLING, BatchSampling, SamplingInputs, sampling_inputs
+from sglcore.step.emitting_rows import RowPlan, last_tokens
+from sglcore.step.sampling_arrays import NO_SAMPLING, BatchSampling, SamplingInputs, sampling_inputs
 from sglcore.step.sizing import MemorySizes
 from sglcore.step.tables import new_history
 from sglcore_mlx.forward import resolve_ids

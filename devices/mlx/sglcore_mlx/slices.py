@@ -7,8 +7,8 @@ from typing import Any
 
 import mlx.core as mx
 
-from sglcore.step.rows import RowPlan
-from sglcore.step.sampling import SamplingInputs
+from sglcore.step.emitting_rows import RowPlan
+from sglcore.step.sampling_arrays import SamplingInputs
 from sglcore_mlx.forward import Extend
 from sglcore_mlx.models.contract import SlicedModel
 from sglcore_mlx.pool import DeviceState

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sglcore.device.batch import ScheduleBatch
-from sglcore.step.states import entering_slots, state_moves
+from sglcore.step.snapshot_copies import entering_slots, state_moves
 from sglcore_mlx.forward_batch import States
 from sglcore_mlx.models.contract import StateShape
 

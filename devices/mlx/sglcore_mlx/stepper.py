@@ -16,10 +16,10 @@ import mlx.core as mx
 
 from sglcore.device.batch import ForwardMode, ScheduleBatch
 from sglcore.sampling.state import Logprobs, SampledTokens
-from sglcore.step.output import StepOutput
-from sglcore.step.rows import RowPlan, plan_rows
-from sglcore.step.sampling import score_prompts
+from sglcore.step.emitting_rows import RowPlan, plan_rows
+from sglcore.step.sampling_arrays import score_prompts
 from sglcore.step.sizing import MemorySizes
+from sglcore.step.step_output import StepOutput
 from sglcore_mlx.attention.contract import DecodeAttention
 from sglcore_mlx.forward import DecodeForward, begin_extend, embed_forward, extend_forward
 from sglcore_mlx.forward_batch import ForwardBatch, States

@@ -10,7 +10,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from sglcore.checkpoint.config import read_config
+from sglcore.checkpoint.model_config import read_config
 from sglcore_mlx.attention import dense
 from sglcore_mlx.forward_batch import Advance, Attend, ForwardBatch, Recur
 from sglcore_mlx.layers.linear import LinearParts

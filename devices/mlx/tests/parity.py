@@ -13,15 +13,15 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
-from sglcore.conformance.matcher import HashedMatcher
+from sglcore.config.engine_config import resolve_config
+from sglcore.conformance.inputs.hashed_grammar import HashedMatcher
 from sglcore.conformance.recording_worker import RecordingWorker
-from sglcore.device.config import resolve_config
 from sglcore.device.worker import Limits, ModelWorker
 from sglcore.engine.start import start
 from sglcore.sampling.params import SamplingParams
-from sglcore.schedule.loop import Loop
 from sglcore.schedule.request import Request
 from sglcore.schedule.scheduler import Scheduler
+from sglcore.schedule.step_loop import Loop
 
 VOCAB = 97
 CONTEXT = 128

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from sglcore.device.config import EngineConfig
+from sglcore.config.engine_config import EngineConfig
 from sglcore.device.ledger import DecisionLedger
 from sglcore.device.package import resolve
 from sglcore.engine.start import embedded_model, no_progress

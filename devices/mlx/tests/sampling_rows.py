@@ -9,8 +9,8 @@ from types import ModuleType
 import mlx.core as mx
 import numpy as np
 
-from sglcore.sampling.batch import SamplingBatch, SamplingNeeds
 from sglcore.sampling.params import SamplingParams
+from sglcore.sampling.params_batch import SamplingBatch, SamplingNeeds
 from sglcore.sampling.state import Masks, SampledTokens, penalty_arrays, state_arrays
 from sglcore_mlx.sampling.sampler import Sampler, candidate_gaps
 from sglcore_mlx.sampling.state import SamplingState, place_state

@@ -13,10 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from devices.mlx.tests.parity import VOCAB, TokenEngine, random_prompts
-from sglcore.device.draft_length import LengthController
 from sglcore.sampling.params import SamplingParams
 from sglcore.schedule.draft_counts import sums_of
 from sglcore.schedule.request import Request
+from sglcore.step.draft_length import LengthController
 from sglcore_mlx.speculative.stepper import SpeculativeStepper
 from sglcore_mlx.speculative.verify import NONE
 from sglcore_mlx.speculative.worker import SpeculativeWorker

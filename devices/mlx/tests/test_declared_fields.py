@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 
 from devices.mlx.tests import test_steps
 from sglcore.device.batch import ScheduleBatch
-from sglcore.step.fields import Axis, batch_field, batch_record, sentinel
-from sglcore.step.rows import within
+from sglcore.step.batch_field import Axis, batch_field, batch_record, sentinel
+from sglcore.step.emitting_rows import within
 from sglcore_mlx import bring_up, inputs, stepper
 from sglcore_mlx.forward_batch import ForwardBatch
 

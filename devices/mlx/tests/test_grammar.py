@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from devices.mlx.tests.parity import CONTEXT, VOCAB, Result, TokenEngine, check_same, random_prompts, write_tiny
-from sglcore.conformance.matcher import follows
-from sglcore.sampling.grammar import Grammar
+from sglcore.conformance.inputs.hashed_grammar import follows
+from sglcore.sampling.grammar_spec import Grammar
 from sglcore.sampling.state import Masks
 from sglcore_mlx import sample_step
 from tests.engine.constrained import Constrained, Sample

@@ -14,9 +14,9 @@ import pytest
 
 from devices.mlx.tests.running import running
 from sglcore.sampling.params import SamplingParams
-from sglcore.schedule.loop import Loop
 from sglcore.schedule.request import Request
 from sglcore.schedule.scheduler import Scheduler
+from sglcore.schedule.step_loop import Loop
 from sglcore_mlx.speculative.stepper import SpeculativeStepper
 from sglcore_mlx.stepper import Stepper
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from sglcore.device.batch import ForwardMode, ScheduleBatch
+from sglcore.step.emitting_rows import plan_rows
 from sglcore.step.host_values import host_reader
-from sglcore.step.rows import plan_rows
 from sglcore.step.sizing import MemorySizes
 from sglcore_mlx.attention.prompt import PromptRow
 from sglcore_mlx.forward_batch import ForwardBatch

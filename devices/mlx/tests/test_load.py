@@ -15,7 +15,7 @@ import pytest
 
 from devices.mlx.tests.model_cases import hidden_states, load, logprobs, split_parts
 from sglcore.checkpoint.safetensors_header import ELEMENT_BYTES
-from sglcore.device.config import EngineConfig
+from sglcore.config.engine_config import EngineConfig
 from sglcore.device.errors import CheckpointError, ConfigError
 from sglcore.device.ledger import DecisionLedger
 from sglcore_mlx import package

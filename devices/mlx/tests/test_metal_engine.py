@@ -12,9 +12,9 @@ import numpy as np
 from devices.mlx.tests.metal_on_host import RUNS_HERE, Host
 from devices.mlx.tests.running import running
 from sglcore.sampling.params import SamplingParams
-from sglcore.schedule.loop import Loop
 from sglcore.schedule.request import Request
 from sglcore.schedule.scheduler import Scheduler
+from sglcore.schedule.step_loop import Loop
 from sglcore_mlx.attention.paged import MetalAttention
 from sglcore_mlx.speculative.stepper import SpeculativeStepper
 from sglcore_mlx.stepper import Stepper

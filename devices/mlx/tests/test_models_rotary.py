@@ -11,8 +11,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from sglcore.checkpoint.config import ModelConfig, RopeConfig, read_config
-from sglcore.checkpoint.rotary import rotary_frequencies
+from sglcore.checkpoint.model_config import ModelConfig, RopeConfig, read_config
+from sglcore.checkpoint.rope_config import rotary_frequencies
 from sglcore.device.errors import ConfigError
 from sglcore_mlx.forward_batch import ForwardBatch
 from sglcore_mlx.layers.rotary import Rotary

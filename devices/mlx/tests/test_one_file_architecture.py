@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[3]
 NAME = "SideBySideForCausalLM"
 IDS = tuple(int(token) for token in np.random.default_rng(5).integers(3, 97, 30))
 MISSING = """
-from sglcore.models.build import Architecture
+from sglcore.models.layer_kinds import Architecture
 
 
 class AsksTooMuch(Architecture):
@@ -61,7 +61,9 @@ def test_the_page_s_architecture_gives_the_same_numbers_on_both_libraries(folder
     steps = Steps(load_torch(folder, architectures=added))
     there = np.concatenate([steps.logprobs({1: IDS[:19]}).numpy(), steps.logprobs({1: IDS[19:]}).numpy()])
     np.testing.assert_allclose(here, there, rtol=0, atol=1e-4)
-    other = logprobs(load(folder, architectures={NAME: "sglcore.models.qwen2:Qwen2ForCausalLM"}), IDS)
+    other = logprobs(
+        load(folder, architectures={NAME: "sglcore.models.architectures.qwen.qwen2:Qwen2ForCausalLM"}), IDS
+    )
     assert np.abs(here - other).max() > 0.01
 
 

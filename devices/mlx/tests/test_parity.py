@@ -19,7 +19,7 @@ from devices.mlx.tests import record
 from devices.mlx.tests.parity import CONTEXT, Result, TokenEngine, check_same, random_prompts
 from sglcore.engine.llm import LLM
 from sglcore.sampling.params import SamplingParams
-from sglcore.schedule.output import TokenLogprob
+from sglcore.schedule.request_output import TokenLogprob
 
 pytestmark = pytest.mark.needs("torch")
 

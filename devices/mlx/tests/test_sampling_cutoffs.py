@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from devices.mlx.tests.sampling_rows import candidate_sets, planted
-from sglcore.sampling import noise, reference
+from sglcore.sampling import noise, reference_sampler
 from sglcore.sampling.noise import LIMIT, OFF, TOP_P_OFF
 from sglcore.sampling.params import SamplingParams
 from sglcore_mlx.sampling import cutoffs
@@ -30,7 +30,7 @@ def test_the_candidates_are_the_references(units, top_k, top_p, min_p, temperatu
     logits = [-math.inf if unit is None else unit / 4 for unit in units] + [0.0]
     if params.is_greedy:
         return
-    expected = sorted(reference.candidates(reference.gaps_below_best(logits, temperature), params))
+    expected = sorted(reference_sampler.candidates(reference_sampler.gaps_below_best(logits, temperature), params))
     assert candidate_sets([logits], [params]) == [expected]
 
 
@@ -74,9 +74,9 @@ def test_running_sums_are_exact_where_32_bits_and_floats_are_not():
 def share_that_must_round_up():
     """Return a gap and a top_p, in units of 2**-24, for which the best token's weight is less than
     one unit below the share."""
-    best = reference.weight(0)
+    best = reference_sampler.weight(0)
     for gap in range(1, LIMIT):
-        total = best + reference.weight(gap)
+        total = best + reference_sampler.weight(gap)
         share = (best << 24) // total + 1
         if share * total - (best << 24) < 1 << 24:
             return gap, share
@@ -89,7 +89,7 @@ def keeps_the_references_candidates(module):
     rng, tables = random.Random(7), make_race_tables(64)
     some = [rng.randrange(LIMIT + 1) for _ in range(200)]
     if module.token_weights(mx.array(some, mx.int32), tables.weight).tolist() != [
-        reference.weight(gap) for gap in some
+        reference_sampler.weight(gap) for gap in some
     ]:
         return False
     gap, share = share_that_must_round_up()
@@ -107,7 +107,7 @@ def keeps_the_references_candidates(module):
         top_p = mx.array([noise.fixed_top_p(params.top_p)], mx.int32)
         row = module.keep_prefix(mx.array([gaps], mx.int32), top_k, top_p, tables)
         row = np.array(module.keep_min_p(row, mx.array([noise.fixed_min_p(params.min_p)], mx.int32)))
-        if np.flatnonzero(row[0] < LIMIT).tolist() != sorted(reference.candidates(gaps, params)):
+        if np.flatnonzero(row[0] < LIMIT).tolist() != sorted(reference_sampler.candidates(gaps, params)):
             return False
     return True
 

@@ -10,8 +10,8 @@ import pytest
 
 from devices.mlx.tests.sampling_rows import drawn, planted, random_extras, staged, tokens_of
 from sglcore.device.errors import ConfigError
-from sglcore.sampling.batch import SamplingBatch
 from sglcore.sampling.params import SamplingParams
+from sglcore.sampling.params_batch import SamplingBatch
 from sglcore_mlx.sampling import processors
 from sglcore_mlx.sampling.processors import Masks
 from sglcore_mlx.sampling.sampler import Sampler

@@ -20,7 +20,7 @@ from devices.mlx.tests.sampling_rows import (
     tokens_of,
 )
 from sglcore.device.errors import ConfigError
-from sglcore.sampling import noise, reference
+from sglcore.sampling import noise, reference_sampler
 from sglcore.sampling.noise import LIMIT
 from sglcore.sampling.params import SamplingParams
 from sglcore_mlx.sampling import race
@@ -31,7 +31,7 @@ HALVES = [0.0] + [-(step + 0.5) / 65536 for step in range(40)]
 
 
 def test_every_golden_token_is_drawn_in_every_float_width():
-    for golden in reference.golden_draws():
+    for golden in reference_sampler.golden_draws():
         row = np.array([golden.logits], np.float32)
         for dtype in (mx.float16, mx.bfloat16, mx.float32):
             logits = mx.array(row).astype(dtype)
@@ -52,7 +52,7 @@ def test_a_batch_draws_what_the_reference_draws(seed):
     positions = [rng.randrange(2**20) for _ in range(count)]
     found = drawn(logits, rows, positions)
     for i, (row, position) in enumerate(zip(rows, positions, strict=True)):
-        expected = reference.reference_draw(logits[i].tolist(), *row, position)
+        expected = reference_sampler.reference_draw(logits[i].tolist(), *row, position)
         assert (found.token_ids[i].item(), found.bad_rows[i].item()) == expected, row
 
 
@@ -76,7 +76,7 @@ def unmixed(word):
 
 
 def test_noise_is_the_references_at_every_edge():
-    assert noise_of(race, EDGES) == [reference.gumbel(word) for word in EDGES]
+    assert noise_of(race, EDGES) == [reference_sampler.gumbel(word) for word in EDGES]
 
 
 def draws_the_references_tokens(module):
@@ -93,13 +93,15 @@ def draws_the_references_tokens(module):
     keys = module.row_keys(mx.array(words), mx.array([position for *_, position in seeds], mx.int32))
     rows = mx.array(logits)
     gaps = module.gaps_below_best(rows, mx.max(rows, axis=-1), mx.full(len(seeds), 65536.0))
-    wanted_gaps = [reference.gaps_below_best(row, 1.0) for row in logits.tolist()]
-    tokens = [reference.reference_draw(logits[i].tolist(), SamplingParams(), *seeds[i])[0] for i in range(len(seeds))]
+    wanted_gaps = [reference_sampler.gaps_below_best(row, 1.0) for row in logits.tolist()]
+    tokens = [
+        reference_sampler.reference_draw(logits[i].tolist(), SamplingParams(), *seeds[i])[0] for i in range(len(seeds))
+    ]
     ties = module.draw_race(mx.full((1, 4), LIMIT), mx.array([[0, 1]], mx.uint32), level_tables(module))
     return (
         gaps.tolist() == wanted_gaps
         and module.draw_race(gaps, keys, tables).tolist() == tokens
-        and noise_of(module, EDGES) == [reference.gumbel(word) for word in EDGES]
+        and noise_of(module, EDGES) == [reference_sampler.gumbel(word) for word in EDGES]
         and ties.tolist() == [0]
     )
 

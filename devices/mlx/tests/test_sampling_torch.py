@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from devices.mlx.tests.sampling_rows import host_arrays, make_state, planted, random_logits, random_params
-from sglcore.sampling.batch import SamplingBatch
+from sglcore.sampling.params_batch import SamplingBatch
 from sglcore.sampling.state import Masks
 from sglcore_mlx.sampling import sampler as sampler_module
 from sglcore_mlx.sampling.state import place_state
@@ -52,7 +52,7 @@ def by_torch(case):
     """Return (tokens, bad rows, logprobs or None) of the torch sampler, as numpy arrays."""
     import torch
 
-    from sglcore.conformance import sampling_state as torch_state
+    from sglcore.conformance.inputs import sampling_state as torch_state
     from sglcore.sampling import sampler as torch_sampler
 
     positions, history = torch.tensor(case.positions), torch.tensor(case.history)
@@ -126,7 +126,7 @@ def test_inside_a_compiled_function_a_batch_is_torchs_bit_for_bit(seed):
 def test_processed_logits_are_torchs_bit_for_bit(compiled):
     import torch
 
-    from sglcore.conformance import sampling_state as torch_state
+    from sglcore.conformance.inputs import sampling_state as torch_state
     from sglcore.sampling import sampler as torch_sampler
 
     for seed in range(4 if compiled else 20):

@@ -25,8 +25,8 @@ from devices.mlx.tests.speculating import (
     run,
     stepper_of,
 )
-from sglcore.conformance.matcher import HashedMatcher, follows
-from sglcore.schedule.prefix_proposals import PrefixProposals
+from sglcore.conformance.inputs.hashed_grammar import HashedMatcher, follows
+from sglcore.schedule.cache.prefix_proposals import PrefixProposals
 from sglcore.schedule.request import Request
 from sglcore_mlx.speculative.stepper import SpeculativeStepper
 from sglcore_mlx.speculative.verify import Placed, place

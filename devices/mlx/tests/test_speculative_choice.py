@@ -11,10 +11,10 @@ import pytest
 
 from devices.mlx.tests.parity import write_tiny
 from devices.mlx.tests.running import bring_up, running
-from sglcore.device.config import EngineConfig
+from sglcore.config.engine_config import EngineConfig
+from sglcore.config.settings import settings_of
 from sglcore.device.errors import ConfigError
 from sglcore.device.ledger import DecisionLedger, Row
-from sglcore.device.settings import settings_of
 from sglcore_mlx.speculative.choice import COUPLED, GAPS, RULE_GAPS, SERVED, choose_speculation
 
 

@@ -57,10 +57,10 @@ def test_proposals_are_those_of_a_search_by_hand(seed: int) -> None:
 def test_proposals_are_those_of_the_core(seed: int) -> None:
     import torch
 
-    from sglcore.runtime.speculative import ngram
+    from sglcore.runtime.speculative import ngram_drafts
 
     _, known, last, counts = texts(seed)
-    wanted = ngram.propose(torch.from_numpy(known), torch.from_numpy(last), *counts)
+    wanted = ngram_drafts.propose(torch.from_numpy(known), torch.from_numpy(last), *counts)
     assert propose(mx.array(known), mx.array(last), *counts).tolist() == wanted.tolist()
 
 

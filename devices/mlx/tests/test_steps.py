@@ -9,9 +9,9 @@ import pytest
 
 from devices.mlx.tests.running import running
 from sglcore.sampling.params import SamplingParams
-from sglcore.schedule.loop import Loop
 from sglcore.schedule.request import Request
 from sglcore.schedule.scheduler import Scheduler
+from sglcore.schedule.step_loop import Loop
 from sglcore_mlx import stepper
 from sglcore_mlx.inputs import DecodeInputs
 
@@ -72,7 +72,7 @@ def test_a_compiled_step_gives_what_its_operations_give_one_by_one(kind: str) ->
 
 def test_steps_that_are_padded_to_configured_sizes_give_the_same() -> None:
     wanted, _ = run(SAMPLING["greedy"], graph="off")
-    from sglcore.device.config import resolve_config
+    from sglcore.config.engine_config import resolve_config
 
     sizes = resolve_config({"graph_buckets": (8,)}, {})
     found, paths = run(SAMPLING["greedy"], graph="compiled", graph_buckets=(8,), sources=sizes.sources)

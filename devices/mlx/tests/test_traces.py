@@ -27,7 +27,7 @@ from devices.mlx.tests.parity import (
     result_of,
     write_tiny,
 )
-from sglcore.conformance.mutants_worker import (
+from sglcore.conformance.mutants.mutants_worker import (
     Changed,
     KeepsOldPages,
     LosesSharedPages,
@@ -41,10 +41,10 @@ from sglcore.conformance.mutants_worker import (
 from sglcore.conformance.recording_worker import RecordingWorker
 from sglcore.device.batch import ScheduleBatch
 from sglcore.sampling.params import SamplingParams
-from sglcore.schedule.loop import Loop
 from sglcore.schedule.request import Request
 from sglcore.schedule.scheduler import Scheduler
-from sglcore.schedule.stats import SchedulerStats
+from sglcore.schedule.scheduler_stats import SchedulerStats
+from sglcore.schedule.step_loop import Loop
 from sglcore_mlx.stepper import Stepper
 
 CONTEXT = 48
@@ -286,7 +286,7 @@ def test_a_long_prompt_is_scored_in_pieces_as_it_is_whole_and_other_targets_are_
 ) -> None:
     prompts = random_prompts(8, (23, 6))
     wanted = engine.session().run(prompts, 3, score_prompts=True)
-    monkeypatch.setattr("sglcore.step.sampling.PROMPT_LOGITS_ELEMENTS", 4 * VOCAB)
+    monkeypatch.setattr("sglcore.step.sampling_arrays.PROMPT_LOGITS_ELEMENTS", 4 * VOCAB)
     for chunk in (None, 7):
         check_same(engine.session(chunk=chunk).run(prompts, 3, score_prompts=True), wanted, TOLERANCE)
     score, first = Stepper._score, []

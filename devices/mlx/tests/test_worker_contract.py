@@ -20,13 +20,13 @@ import pytest
 from safetensors.numpy import save_file
 
 from devices.mlx.tests.parity import DEFAULTS, TokenEngine, random_prompts, write_tiny
+from sglcore.config.engine_config import resolve_config
 from sglcore.conformance.mutant import Mutant
 from sglcore.conformance.target import StartedDevice, Target
 from sglcore.device.batch import CaptureHiddenMode, ForwardMode, ScheduleBatch
-from sglcore.device.config import resolve_config
 from sglcore.device.worker import BatchResult, ModelWorker
-from sglcore.sampling.batch import SamplingBatch
 from sglcore.sampling.params import SamplingParams
+from sglcore.sampling.params_batch import SamplingBatch
 from sglcore.schedule.request import Request
 from sglcore_mlx import package
 from sglcore_mlx.forward_batch import ForwardBatch

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from sglcore.device.ledger import DecisionLedger
-from sglcore.runtime.attention.selection import AttentionNeeds, select_attention
+from sglcore.runtime.attention.backend_selection import AttentionNeeds, select_attention
 from sglcore_npu import package
 from sglcore_npu.attention_fused import FusedAttention
 from tests.attention.on_device import place

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from sglcore.runtime.kernels.choice import Refusals, choose
+from sglcore.runtime.kernels.kernel_choice import Refusals, choose
 from sglcore.runtime.kernels.table import KernelTable
 from sglcore_npu import kernels as npu_kernels
 from sglcore_npu.kernels import LARGE, kernels, takes_nz

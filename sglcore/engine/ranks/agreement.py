@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import sglcore
-from sglcore.device.config import EngineConfig, plain_config
+from sglcore.config.engine_config import EngineConfig, plain_config
 from sglcore.device.selection import Choice
 
 OWN = frozenset(

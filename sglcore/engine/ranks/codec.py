@@ -22,7 +22,7 @@ from sglcore.device.batch import CaptureHiddenMode, ForwardMode, OneShot, Schedu
 from sglcore.device.plan import StepPlan
 from sglcore.device.swap_counts import SwapCounts
 from sglcore.device.worker import BatchResult, TokenLogprobs
-from sglcore.sampling.batch import SamplingBatch
+from sglcore.sampling.params_batch import SamplingBatch
 
 RECORDS = (ScheduleBatch, SamplingBatch, BatchResult, TokenLogprobs, SwapCounts, StepPlan)
 """Records that can be encoded. The index of a record is its name on the wire."""

@@ -19,21 +19,21 @@ from typing import Any
 
 import msgspec
 
+from sglcore.config.engine_config import EngineConfig, config_of_plain, plain_config
+from sglcore.config.server_config import is_loopback
 from sglcore.device.choice import ChosenDevice
-from sglcore.device.config import EngineConfig, config_of_plain, plain_config
-from sglcore.device.ending import leave
 from sglcore.device.errors import ConfigError, SglcoreError, WorkerLost
 from sglcore.device.ledger import DecisionLedger
-from sglcore.device.server_config import is_loopback
+from sglcore.engine.process_end import leave
 from sglcore.engine.ranks.agreement import shared_facts, with_decisions
 from sglcore.engine.ranks.hosts import EPOCH, HostSpec, NodeFacts, Order, spec_at
-from sglcore.engine.ranks.launch import Placement
 from sglcore.engine.ranks.parent import end_with_parent
+from sglcore.engine.ranks.rank_launch import Placement
 from sglcore.engine.ranks.rank_process import LEADER_GONE
 from sglcore.engine.ranks.spec import RankProcess, Spawn, spawn_local
 from sglcore.engine.ranks.wire import Channel, Frame, Gone, Kind, connect, tcp_address
-from sglcore.engine.reading import is_readable
 from sglcore.engine.start import choose, fetched, no_progress
+from sglcore.engine.timed_read import is_readable
 
 TRY_EVERY = 0.5
 """Seconds between two tries to reach a leader that is not up yet."""

@@ -18,13 +18,13 @@ from typing import Any
 
 import msgspec
 
-from sglcore.device.config import EngineConfig, plain_config
+from sglcore.config.engine_config import EngineConfig, plain_config
 from sglcore.device.errors import ConfigError, SglcoreError, WorkerLost
 from sglcore.engine.ranks.agreement import differences
-from sglcore.engine.ranks.launch import Placement
+from sglcore.engine.ranks.rank_launch import Placement
 from sglcore.engine.ranks.spec import HOST_GONE, RankSpec
 from sglcore.engine.ranks.wire import LONGEST_HELLO, Channel, Frame, Gone, Kind
-from sglcore.engine.reading import is_readable
+from sglcore.engine.timed_read import is_readable
 
 HELLO_SECONDS = 5.0
 """Seconds that a frame may take after its first byte."""

@@ -11,8 +11,8 @@ from typing import Any, Protocol
 
 import msgspec
 
+from sglcore.config.engine_config import EngineConfig, plain_config
 from sglcore.device.choice import ChosenDevice
-from sglcore.device.config import EngineConfig, plain_config
 from sglcore.device.topology import Place
 
 

@@ -13,18 +13,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from sglcore.config.engine_config import EngineConfig
+from sglcore.config.server_config import is_loopback
 from sglcore.device.choice import ChosenDevice
-from sglcore.device.config import EngineConfig
 from sglcore.device.errors import ConfigError
 from sglcore.device.ledger import Row
 from sglcore.device.selection import Choice
-from sglcore.device.server_config import is_loopback
 from sglcore.device.topology import Communication, Place, Topology
 from sglcore.engine.ranks.agreement import decisions, shared_facts
 from sglcore.engine.ranks.hosts import Gathering, Joined, NodeFacts, Order, RemoteHost, host_spec
 from sglcore.engine.ranks.interface import interface_of
-from sglcore.engine.ranks.launch import Placement, host_and_port
 from sglcore.engine.ranks.launch_ray import RayHosts
+from sglcore.engine.ranks.rank_launch import Placement, host_and_port
 from sglcore.engine.ranks.spec import RankProcess, Spawn, spec_of
 from sglcore.engine.ranks.wire import Channel, listen, tcp_address
 

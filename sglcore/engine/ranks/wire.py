@@ -15,7 +15,7 @@ from enum import IntEnum
 from pathlib import Path
 
 from sglcore.device.errors import SglcoreError
-from sglcore.engine.reading import read_exactly
+from sglcore.engine.timed_read import read_exactly
 
 MAGIC = 0x5347
 _HEAD = struct.Struct("<HHIQ")

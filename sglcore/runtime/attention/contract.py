@@ -14,12 +14,12 @@ from torch import Tensor
 
 from sglcore.device.errors import ConfigError
 from sglcore.runtime.forward_batch import ForwardBatch, StalePlanError
+from sglcore.runtime.memory.kv_rows import ROWS
 from sglcore.runtime.memory.pools import CELL_MAJOR
-from sglcore.runtime.memory.rows import ROWS
 
 if TYPE_CHECKING:
     from sglcore.runtime.attention.layer import Attention
-    from sglcore.runtime.hisparse.coordinator import HiSparseCoordinator
+    from sglcore.runtime.hisparse.hisparse_coordinator import HiSparseCoordinator
     from sglcore.runtime.kernels.table import KernelTable
     from sglcore.runtime.memory.pools import KVPool, ReqToTokenPool, TokenToKVPool
 

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from sglcore.runtime.kernels.choice import Call
     from sglcore.runtime.kernels.entry import Entry
-    from sglcore.runtime.memory.rows import KeptRows
+    from sglcore.runtime.kernels.kernel_choice import Call
+    from sglcore.runtime.memory.kv_rows import KeptRows
 
 
 class Attention:

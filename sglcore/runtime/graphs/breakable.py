@@ -6,9 +6,9 @@ Decode steps are full graphs.
 from __future__ import annotations
 
 from sglcore.runtime.forward_batch import ForwardBatch
-from sglcore.runtime.graphs.backend import Forward
 from sglcore.runtime.graphs.full import FullGraphs
-from sglcore.runtime.graphs.pieces import Pieces, record_pieces
+from sglcore.runtime.graphs.graph_backend import Forward
+from sglcore.runtime.graphs.graph_segments import Pieces, record_pieces
 
 
 class BreakableGraphs(FullGraphs):

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from sglcore.runtime.attention.contract import HostUpdate
-from sglcore.runtime.graphs.backend import Step
 from sglcore.runtime.graphs.capture import Recorder, Segment, StreamCapture
+from sglcore.runtime.graphs.graph_backend import Step
 from sglcore.runtime.streams import Streams
 
 

@@ -16,10 +16,10 @@ from torch.fx.passes.split_module import split_module
 
 from sglcore.runtime.forward_batch import ForwardBatch
 from sglcore.runtime.forward_context import get_forward_context
-from sglcore.runtime.graphs.backend import Forward
 from sglcore.runtime.graphs.capture import CaptureError, StreamCapture
 from sglcore.runtime.graphs.full import FullGraphs
-from sglcore.runtime.graphs.pieces import Pieces, record_pieces
+from sglcore.runtime.graphs.graph_backend import Forward
+from sglcore.runtime.graphs.graph_segments import Pieces, record_pieces
 from sglcore.runtime.streams import Streams
 
 PieceCompiler: TypeAlias = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]

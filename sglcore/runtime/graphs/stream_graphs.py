@@ -6,10 +6,10 @@ from collections.abc import Callable
 from typing import TypeAlias
 
 from sglcore.device.facts import Facts
-from sglcore.runtime.graphs.backend import GraphBackend
 from sglcore.runtime.graphs.breakable import BreakableGraphs
 from sglcore.runtime.graphs.capture import StreamCapture
 from sglcore.runtime.graphs.full import FullGraphs
+from sglcore.runtime.graphs.graph_backend import GraphBackend
 from sglcore.runtime.graphs.piecewise import PiecewiseGraphs, as_traced, inductor
 from sglcore.runtime.streams import Streams
 

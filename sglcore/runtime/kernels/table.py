@@ -17,12 +17,12 @@ from typing import Any, Self, TypeAlias
 from torch import Tensor
 
 from sglcore.device.errors import ConfigError
-from sglcore.runtime.kernels import reference, reference_recurrent
+from sglcore.runtime.kernels import reference_kernels, reference_recurrent
 from sglcore.runtime.kernels.entry import Entry, Kernel, entry, optional
-from sglcore.runtime.kernels.hisparse import HiSparseKernels
+from sglcore.runtime.kernels.hisparse_entries import HiSparseKernels
 from sglcore.runtime.kernels.row_codec import E4M3FN, FLOATS
-from sglcore.runtime.kernels.sparse import SparseKernels
-from sglcore.runtime.kernels.speculative import SpeculativeKernels
+from sglcore.runtime.kernels.sparse_entries import SparseKernels
+from sglcore.runtime.kernels.speculative_entries import SpeculativeKernels
 
 _FUNCTIONS = (FunctionType, BuiltinFunctionType, MethodType)
 
@@ -76,11 +76,11 @@ class KernelTable(SpeculativeKernels, SparseKernels, HiSparseKernels):
     or wider.
     """
 
-    linear = entry(reference.linear, shapes=(("T K", "80 K", None), ("T K", "17 K", "17")))
+    linear = entry(reference_kernels.linear, shapes=(("T K", "80 K", None), ("T K", "17 K", "17")))
     """`linear(x [T, in], weight [out, in], bias [out] | None) -> [T, out]`; takes plain and packed
     weights.
     """
-    pack_linear = entry(reference.pack_linear)
+    pack_linear = entry(reference_kernels.pack_linear)
     """`pack_linear(weight [out, in]) -> weight`: the form that `linear` reads fastest, made once
     after loading.
 
@@ -88,16 +88,16 @@ class KernelTable(SpeculativeKernels, SparseKernels, HiSparseKernels):
     so if the preferred `linear` refuses such a weight, because the next candidate reads plain
     weights.
     """
-    embedding = entry(reference.embedding)
+    embedding = entry(reference_kernels.embedding)
     """`embedding(ids int [T], weight [vocab, H]) -> [T, H]`; every id is below vocab."""
-    rms_norm = entry(reference.rms_norm, shapes=(("T H", "H", 1e-5), ("T 4 D", "D", 1e-6), ("T H", "H*", 1e-5)))
+    rms_norm = entry(reference_kernels.rms_norm, shapes=(("T H", "H", 1e-5), ("T 4 D", "D", 1e-6), ("T H", "H*", 1e-5)))
     """`rms_norm(x [..., N], weight [N], eps) -> [..., N]`: x / sqrt(mean(x^2) + eps), times weight.
 
     Computed in float32 and cast to the weight's dtype before the product. That dtype is x's, or
     float32; in the latter case the product is cast instead.
     """
     add_rms_norm = entry(
-        reference.add_rms_norm,
+        reference_kernels.add_rms_norm,
         spoils=("x", "residual"),
         shapes=(("T H", "T H", "H", 1e-5), ("T H", "T H", "H*", 1e-5)),
     )
@@ -106,9 +106,9 @@ class KernelTable(SpeculativeKernels, SparseKernels, HiSparseKernels):
     Returns residual + x and its norm. May write its results to `x` and `residual`; the caller must
     not use either afterwards.
     """
-    layer_norm = entry(reference.layer_norm, shapes=(("T H", "H", "H", 1e-5),))
+    layer_norm = entry(reference_kernels.layer_norm, shapes=(("T H", "H", "H", 1e-5),))
     """`layer_norm(x [T, H], weight [H], bias [H], eps) -> [T, H]`."""
-    rotary = entry(reference.rotary)
+    rotary = entry(reference_kernels.rotary)
     """`rotary(q [T, heads * D], k [T, kv_heads * D], positions int [T], cos_sin_cache float32 [P,
     R], D) -> (q, k)`.
 
@@ -116,30 +116,30 @@ class KernelTable(SpeculativeKernels, SparseKernels, HiSparseKernels):
     change. Row p of the cache has R / 2 cosines, then R / 2 sines, of position p; they are cast to
     q's dtype before use. Every position is below P.
     """
-    silu_and_mul = entry(reference.silu_and_mul, shapes=(("T 2I",),))
+    silu_and_mul = entry(reference_kernels.silu_and_mul, shapes=(("T 2I",),))
     """`silu_and_mul(x [T, 2 * I]) -> [T, I]`: silu(x[:, :I]) * x[:, I:].
 
     silu is cast to x's dtype before the product.
     """
-    gelu_tanh_and_mul = entry(reference.gelu_tanh_and_mul, shapes=(("T 2I",),))
+    gelu_tanh_and_mul = entry(reference_kernels.gelu_tanh_and_mul, shapes=(("T 2I",),))
     """`gelu_tanh_and_mul(x [T, 2 * I]) -> [T, I]`: as `silu_and_mul`, with another activation.
 
     It is x * (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) / 2.
     """
-    gelu = entry(reference.gelu, shapes=(("T I",),))
+    gelu = entry(reference_kernels.gelu, shapes=(("T I",),))
     """`gelu(x [T, I]) -> [T, I]`: x * Phi(x), with the exact error function."""
-    sigmoid = entry(reference.sigmoid, shapes=(("T I",),))
+    sigmoid = entry(reference_kernels.sigmoid, shapes=(("T I",),))
     """`sigmoid(x [T, I]) -> [T, I]`: 1 / (1 + exp(-x))."""
-    softcap = entry(reference.softcap, shapes=(("T I", 3.0),))
+    softcap = entry(reference_kernels.softcap, shapes=(("T I", 3.0),))
     """`softcap(x [T, I], cap) -> [T, I]`: cap * tanh(x / cap)."""
-    top_k_routing = entry(reference.top_k_routing)
+    top_k_routing = entry(reference_kernels.top_k_routing)
     """`top_k_routing(logits [T, E], K, normalize) -> (weights [T, K] of logits' dtype, ids int32 or
     int64 [T, K])`.
 
     The K largest of softmax(logits) in float32, largest first; `normalize` divides them by their
     sum.
     """
-    sigmoid_routing = entry(reference.sigmoid_routing)
+    sigmoid_routing = entry(reference_kernels.sigmoid_routing)
     """`sigmoid_routing(logits [T, E], bias float32 [E], K, groups, top_groups, normalize, scale) ->
     (weights [T, K] of logits' dtype, ids int32 or int64 [T, K])`.
 
@@ -147,14 +147,14 @@ class KernelTable(SpeculativeKernels, SparseKernels, HiSparseKernels):
     group is E / groups neighbouring experts, ranked by the sum of its two largest. Weights are
     sigmoid(logits); `normalize` divides them by their sum; times `scale`.
     """
-    group_limited_routing = entry(reference.group_limited_routing)
+    group_limited_routing = entry(reference_kernels.group_limited_routing)
     """`group_limited_routing(logits [T, E], K, groups, top_groups, scale) -> (weights [T, K] of
     logits' dtype, ids int32 or int64 [T, K])`.
 
     The K largest of softmax(logits) in float32, largest first, times `scale`, within the best
     `top_groups` groups. A group is E / groups neighbouring experts, ranked by its largest.
     """
-    moe = entry(reference.moe)
+    moe = entry(reference_kernels.moe)
     """`moe(hidden [T, H], weights [T, K], ids int [T, K], w13 [E, 2 * I, H], w2 [E, H, I]) -> [T,
     H]`.
 
@@ -162,41 +162,41 @@ class KernelTable(SpeculativeKernels, SparseKernels, HiSparseKernels):
     by ascending expert in hidden's dtype. An id of -1 means no expert and adds nothing, whatever
     its weight and row contain.
     """
-    relu2_moe = entry(reference.relu2_moe)
+    relu2_moe = entry(reference_kernels.relu2_moe)
     """`relu2_moe(hidden, weights, ids, w1 [E, I, H], w2 [E, H, I]) -> [T, H]`.
 
     As `moe`, with experts w2[e] @ max(w1[e] @ hidden[t], 0)^2.
     """
-    clamped_moe = entry(reference.clamped_moe)
+    clamped_moe = entry(reference_kernels.clamped_moe)
     """`clamped_moe(hidden, weights, ids, w13, b13 [E, 2 * I], w2, b2 [E, H], alpha, limit) -> [T,
     H]`.
 
     As `moe`, for experts with biases and with interleaved gate and up rows in `w13`. gate is at
     most `limit`, up within +-`limit`; the activation is (up + 1) * gate * sigmoid(alpha * gate).
     """
-    limited_moe = entry(reference.limited_moe)
+    limited_moe = entry(reference_kernels.limited_moe)
     """`limited_moe(hidden, weights, ids, w13, w2, limit) -> [T, H]`: `moe` with
     `limited_silu_and_mul`.
     """
-    limited_silu_and_mul = entry(reference.limited_silu_and_mul, shapes=(("T 2I", 0.7),))
+    limited_silu_and_mul = entry(reference_kernels.limited_silu_and_mul, shapes=(("T 2I", 0.7),))
     """`limited_silu_and_mul(x [T, 2 * I], limit) -> [T, I]`: silu(gate) * up.
 
     gate = x[:, :I] is at most `limit`, up = x[:, I:] within +-`limit`.
     """
-    sqrtsoftplus_routing = entry(reference.sqrtsoftplus_routing)
+    sqrtsoftplus_routing = entry(reference_kernels.sqrtsoftplus_routing)
     """`sqrtsoftplus_routing(logits [T, E], bias float32 [E], K, scale) -> (weights [T, K] of
     logits' dtype, ids int32 or int64 [T, K])`.
 
     The K largest of sqrt(softplus(logits)) + bias, largest first. Weights are those without the
     bias, divided by their sum, times `scale`.
     """
-    hash_routing = entry(reference.hash_routing)
+    hash_routing = entry(reference_kernels.hash_routing)
     """`hash_routing(logits [T, E], input_ids int [T], table int32 [vocab, K], scale) -> (weights,
     ids)`.
 
     The weights of `sqrtsoftplus_routing`, for the experts that the table has for each token.
     """
-    store_kv = entry(reference.store_kv, writes=("k_cache", "v_cache"))
+    store_kv = entry(reference_kernels.store_kv, writes=("k_cache", "v_cache"))
     """`store_kv(key, value [T, kv_heads, D], k_cache, v_cache [cells, kv_heads, D], out_cache_loc
     int [T])`.
 
@@ -205,7 +205,7 @@ class KernelTable(SpeculativeKernels, SparseKernels, HiSparseKernels):
     cell-major pools only, as are `rotary_and_store` and `norm_rotary_and_store`: other pools have a
     `store` of their own (`runtime/memory/pools.py`).
     """
-    cache_locations = entry(reference.cache_locations, writes=("out_cache_loc",))
+    cache_locations = entry(reference_kernels.cache_locations, writes=("out_cache_loc",))
     """`cache_locations(page_table int32 [slots, P], slots int32 [T], positions int32 [T],
     page_size, out_cache_loc int [T])`.
 
@@ -250,20 +250,20 @@ class KernelTable(SpeculativeKernels, SparseKernels, HiSparseKernels):
     Normalises each `size` elements of a row in float32 and multiplies by silu(gate), before or
     after the norm. The rows of the weight are used in turn.
     """
-    draw = entry(reference.draw)
+    draw = entry(reference_kernels.draw)
     """`draw(logits float [B, V], state, tables) -> (tokens int32 [B], bad bool [B])`: the sampler's
     draw, bit for bit.
 
     `tables` are those of the vocabulary. Logits are not changed. A bad row has NaN, +inf or nothing
     but -inf; its token is 0. The token of a greedy row is its first largest logit.
     """
-    greedy = optional(reference.greedy, rests_on=("draw",))
+    greedy = optional(reference_kernels.greedy, rests_on=("draw",))
     """`greedy(logits float [B, V]) -> (tokens int32 [B], bad bool [B])`: `draw` if every row is
     greedy.
 
     None: torch's functions are used.
     """
-    mxfp4_moe = optional(reference.mxfp4_moe)
+    mxfp4_moe = optional(reference_kernels.mxfp4_moe)
     """`mxfp4_moe(hidden, weights, ids, w13 uint8 [E, 2 * I, H / 32, 16], s13 uint8 [E, 2 * I, H /
     32], b13, w2 uint8 [E, H, I / 32, 16], s2 uint8 [E, H, I / 32], b2, alpha, limit) -> [T, H]`.
 
@@ -271,7 +271,7 @@ class KernelTable(SpeculativeKernels, SparseKernels, HiSparseKernels):
     first, computed in hidden's dtype. None: such weights are dequantised on loading.
     """
     rotary_and_store = optional(
-        reference.rotary_and_store, rests_on=("rotary", "store_kv"), writes=("k_cache", "v_cache")
+        reference_kernels.rotary_and_store, rests_on=("rotary", "store_kv"), writes=("k_cache", "v_cache")
     )
     """`rotary_and_store(q, k, v [T, kv_heads * D], positions, cos_sin_cache, D, k_cache, v_cache,
     out_cache_loc) -> q`.
@@ -279,7 +279,7 @@ class KernelTable(SpeculativeKernels, SparseKernels, HiSparseKernels):
     `rotary` of q and k, then `store_kv` of k and v, in one pass. None: a layer calls the two.
     """
     norm_rotary_and_store = optional(
-        reference.norm_rotary_and_store,
+        reference_kernels.norm_rotary_and_store,
         rests_on=("rms_norm", "rotary", "store_kv", "rotary_and_store"),
         writes=("k_cache", "v_cache"),
     )
@@ -289,26 +289,28 @@ class KernelTable(SpeculativeKernels, SparseKernels, HiSparseKernels):
     `rms_norm` of each head of q and k, then `rotary_and_store`, in one pass. None: a layer calls
     the parts.
     """
-    gated_linear = optional(reference.gated_linear, rests_on=("linear", "silu_and_mul"), shapes=(("T K", "80 K"),))
+    gated_linear = optional(
+        reference_kernels.gated_linear, rests_on=("linear", "silu_and_mul"), shapes=(("T K", "80 K"),)
+    )
     """`gated_linear(x [T, in], weight [2 * I, in]) -> [T, I]`: `silu_and_mul(linear(x, weight,
     None))` in one pass.
 
     Takes plain and packed weights. None: a layer calls the two.
     """
-    pack_quantized = optional(reference.pack_quantized, rests_on=("linear",))
+    pack_quantized = optional(reference_kernels.pack_quantized, rests_on=("linear",))
     """`pack_quantized(codes) -> weight`: a quantised weight in a form that `linear` reads, with
     unchanged codes.
 
     The result has the shape [N, K] of the codes, which are dropped, and their `dtype`. None: such
     weights are dequantised on loading.
     """
-    quantize_linear = optional(reference.quantize_linear, rests_on=("linear",))
+    quantize_linear = optional(reference_kernels.quantize_linear, rests_on=("linear",))
     """`quantize_linear(weight [out, in], "int8" or "int4") -> weight`: rounded, in a form that
     `linear` reads.
 
     The result has the same shape; the plain weight is dropped. None: this device does not quantise.
     """
-    pack_parts = optional(reference.pack_parts, rests_on=("linear", "pack_linear"))
+    pack_parts = optional(reference_kernels.pack_parts, rests_on=("linear", "pack_linear"))
     """`pack_parts(parts, each [rows, in], done) -> weight`: `pack_linear` of the parts concatenated
     by rows.
 
@@ -316,7 +318,7 @@ class KernelTable(SpeculativeKernels, SparseKernels, HiSparseKernels):
     read. Returns None, before reading anything, if they do not fit this form. None as the entry:
     parts are copied into one tensor first.
     """
-    pack_head = optional(reference.pack_head, rests_on=("linear", "embedding"))
+    pack_head = optional(reference_kernels.pack_head, rests_on=("linear", "embedding"))
     """`pack_head(weight [vocab, H]) -> weight`: `pack_linear` for the output layer, which may be
     tied.
 
@@ -324,7 +326,7 @@ class KernelTable(SpeculativeKernels, SparseKernels, HiSparseKernels):
     entry, `pack_quantized` and `quantize_linear`. None: a tied weight stays plain, and any other
     output layer is a linear layer.
     """
-    head = optional(reference.head, rests_on=("linear",), shapes=(("T H", "29 H"),))
+    head = optional(reference_kernels.head, rests_on=("linear",), shapes=(("T H", "29 H"),))
     """`head(hidden [N, H], weight [vocab, H]) -> float32 [N, vocab]`: `linear(hidden, weight,
     None).float()` in one pass.
 

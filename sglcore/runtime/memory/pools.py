@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from sglcore.device.batch import ScheduleBatch
-from sglcore.runtime.kernels import reference
+from sglcore.runtime.kernels import reference_kernels
 from sglcore.step.tables import Entries, new_pages, new_window_pages
 
 if TYPE_CHECKING:
@@ -167,7 +167,7 @@ class MHATokenToKVPool:
         self.num_cells = (num_pages + 1) * page_size
         self.num_layers = len(layers)
         self.dtype = dtype
-        self._store_kv = reference.store_kv if kernels is None else kernels.store_kv
+        self._store_kv = reference_kernels.store_kv if kernels is None else kernels.store_kv
         self._zeros = zeros or partial(_torch_zeros, device)
         self._shapes = [self._shape(heads, head_dim) for heads, head_dim in layers]
         self._kv = self._allocate()
@@ -187,7 +187,7 @@ class MHATokenToKVPool:
 
     def write_cells(self, layer_id: int, cells: Tensor, keys: Tensor, values: Tensor) -> None:
         """Write with the reference's `store_kv`."""
-        reference.store_kv(keys, values, *self._kv[layer_id], cells)
+        reference_kernels.store_kv(keys, values, *self._kv[layer_id], cells)
 
     def replace_storage(self) -> None:
         """Move to new, zeroed memory. Addresses change, so older plans and graphs are refused."""

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from sglcore.device.batch import ScheduleBatch
-from sglcore.step.states import entering_slots, state_moves
+from sglcore.step.snapshot_copies import entering_slots, state_moves
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ import torch
 from sglcore.device.errors import ConfigError
 from sglcore.device.package import DevicePackage, resolve
 from sglcore.runtime.streams import Part, take_part
-from sglcore.step.shares import prompt_units
+from sglcore.step.compute_shares import prompt_units
 
 
 @dataclass(frozen=True, slots=True)

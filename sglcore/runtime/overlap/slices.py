@@ -27,9 +27,9 @@ from sglcore.runtime.forward_context import forward_context
 from sglcore.runtime.model_runner import ModelRunner
 from sglcore.runtime.staging import StagedArrays
 from sglcore.runtime.streams import Streams, entered
-from sglcore.step.rows import RowPlan
-from sglcore.step.sampling import SamplingInputs
-from sglcore.step.shares import share
+from sglcore.step.compute_shares import share
+from sglcore.step.emitting_rows import RowPlan
+from sglcore.step.sampling_arrays import SamplingInputs
 
 
 class SlicedModel(Protocol):

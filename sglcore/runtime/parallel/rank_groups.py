@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from sglcore.device.topology import Communication, Place
-from sglcore.runtime.parallel.alone import Alone
-from sglcore.runtime.parallel.dispatch import Dispatcher, MakeDispatcher
-from sglcore.runtime.parallel.group import AnyGroup, Group
+from sglcore.runtime.parallel.expert_dispatch import Dispatcher, MakeDispatcher
+from sglcore.runtime.parallel.process_group import AnyGroup, Group
+from sglcore.runtime.parallel.single_rank import Alone
 
 
 @dataclass(frozen=True, slots=True)

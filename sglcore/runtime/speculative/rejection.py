@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from sglcore.runtime.forward_batch import ForwardBatch
-from sglcore.runtime.speculative.choice import BLOCK, REJECTION
 from sglcore.runtime.speculative.drafter import NONE, DraftRows, DrawDraft
-from sglcore.runtime.speculative.worker import SpeculativeWorker, VerifiedRows
+from sglcore.runtime.speculative.speculation_choice import BLOCK, REJECTION
+from sglcore.runtime.speculative.verify_worker import SpeculativeWorker, VerifiedRows
+from sglcore.sampling.gumbel_race import row_keys
 from sglcore.sampling.logprobs import logprobs_of
-from sglcore.sampling.race import row_keys
 from sglcore.sampling.sampler import Sampler, SamplingState
 from sglcore.sampling.state import SampledTokens
 

@@ -15,15 +15,15 @@ from torch import Tensor
 from sglcore.device.batch import ScheduleBatch
 from sglcore.runtime.forward_batch import ForwardBatch
 from sglcore.runtime.memory.pools import TokenToKVPool
-from sglcore.runtime.speculative.autoregressive import decode_batch, placed
+from sglcore.runtime.speculative.chain_drafts import decode_batch, placed
 from sglcore.runtime.speculative.drafter import DraftRows
 from sglcore.runtime.speculative.tree import DraftTree, TreeShape, TreeTables
-from sglcore.runtime.speculative.worker import SpeculativeWorker, Verified, VerifiedRows
+from sglcore.runtime.speculative.verify_worker import SpeculativeWorker, Verified, VerifiedRows
 from sglcore.runtime.token_table import TokenTable
 from sglcore.sampling.sampler import SamplingState
 from sglcore.sampling.state import SampledTokens
-from sglcore.step.proposals import most_lens
-from sglcore.step.rows import RowPlan
+from sglcore.step.emitting_rows import RowPlan
+from sglcore.step.verification_rows import most_lens
 
 
 class Growing(Protocol):

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict
 from starlette.datastructures import MutableHeaders
 
 from sglcore.engine.outputs import Completion, RequestOutput
-from sglcore.serving.replicas.errors import Failure
+from sglcore.serving.replicas.server_errors import Failure
 
 DONE = b"data: [DONE]\n\n"
 """The last event of OpenAI's streams."""

@@ -10,8 +10,8 @@ from contextlib import contextmanager
 from typing import Any, NoReturn
 
 from sglcore.sampling.params import SamplingError
-from sglcore.serving.replicas.errors import InvalidRequest, parameter_of
-from sglcore.serving.replicas.frontend import Frontend
+from sglcore.serving.replicas.engine_frontend import Frontend
+from sglcore.serving.replicas.server_errors import InvalidRequest, parameter_of
 
 SHOWN = 60
 """Characters of a caller's text that an error repeats."""

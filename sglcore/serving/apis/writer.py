@@ -11,9 +11,9 @@ from fastapi import Response
 
 from sglcore.serving.apis.answer import EVENTS, Stream, StreamForm, as_json, error_body, event
 from sglcore.serving.apis.checks import check_generates, check_model, fingerprint
-from sglcore.serving.replicas.errors import told
-from sglcore.serving.replicas.frontend import Frontend
+from sglcore.serving.replicas.engine_frontend import Frontend
 from sglcore.serving.replicas.runs import Runs
+from sglcore.serving.replicas.server_errors import told
 
 Run = TypeVar("Run", bound=Runs)
 

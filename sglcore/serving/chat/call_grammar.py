@@ -16,8 +16,8 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any
 
-from sglcore.engine.guidance_schema import check_schema, embedded
-from sglcore.sampling.grammar import ORIGIN, Grammar, GrammarError, read_schema
+from sglcore.engine.structured_output.guidance_schema import check_schema, embedded
+from sglcore.sampling.grammar_spec import ORIGIN, Grammar, GrammarError, read_schema
 from sglcore.serving.chat.parsers.families import ToolFamily
 from sglcore.serving.chat.parsers.notated_calls import Notation
 from sglcore.serving.chat.parsers.xml_calls import Tags

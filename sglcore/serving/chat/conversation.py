@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
 
-from sglcore.engine.chat_template import Message, TextError
+from sglcore.engine.tokenizers.chat_template import Message, TextError
 
 UNREADABLE = "arguments"
 """Name of the only argument that the model is shown for a call with arguments that are no JSON

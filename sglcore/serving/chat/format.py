@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sglcore.device.ledger import Row
-from sglcore.engine.chat_template import ChatTemplate, Message, TextError
-from sglcore.engine.text import TextCodec
-from sglcore.sampling.grammar import Grammar, Thinking
+from sglcore.engine.tokenizers.chat_template import ChatTemplate, Message, TextError
+from sglcore.engine.tokenizers.text_codec import TextCodec
+from sglcore.sampling.grammar_spec import Grammar, Thinking
 from sglcore.serving.chat.call_grammar import call_grammar
-from sglcore.serving.chat.choice import Choice, choose_reasoning, choose_tools, content_form, special_texts
 from sglcore.serving.chat.conversation import MessageForm, as_template_reads
+from sglcore.serving.chat.parser_choice import Choice, choose_reasoning, choose_tools, content_form, special_texts
 from sglcore.serving.chat.parsers.families import ToolFamily
 from sglcore.serving.chat.parsers.parser import DeltaParser, ReasoningFamily
 from sglcore.serving.chat.self_test import Sample, new_ids

@@ -12,18 +12,18 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
-from sglcore.engine.guidance_schema import LeftOut
 from sglcore.engine.outputs import Completion, PromptProgress, RequestOutput, TextDelta
-from sglcore.engine.schema_loosening import loosened
-from sglcore.sampling.grammar import GrammarError, Thinking
+from sglcore.engine.structured_output.guidance_schema import LeftOut
+from sglcore.engine.structured_output.schema_loosening import loosened
+from sglcore.sampling.grammar_spec import GrammarError, Thinking
 from sglcore.sampling.params import SamplingParams
-from sglcore.schedule.output import FinishReason, TokenLogprob
+from sglcore.schedule.request_output import FinishReason, TokenLogprob
+from sglcore.serving.chat.chat_frontend import ChatFrontend
 from sglcore.serving.chat.format import ChatFormat, Rendered
-from sglcore.serving.chat.frontend import ChatFrontend
 from sglcore.serving.chat.parsers.delta import Call, Delta, calls_of, text_of
-from sglcore.serving.replicas.errors import InvalidRequest, blame
 from sglcore.serving.replicas.runs import Runs, check_answered, start_runs
-from sglcore.serving.replicas.unenforced import Unenforced, unenforced
+from sglcore.serving.replicas.server_errors import InvalidRequest, blame
+from sglcore.serving.replicas.unenforced_schemas import Unenforced, unenforced
 
 ChatFinish = Literal[FinishReason, "tool_calls"]
 ToolChoice = str | Mapping[str, Any]

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
-from sglcore.engine.chat_template import TextError
-from sglcore.engine.text import TextCodec
+from sglcore.engine.tokenizers.chat_template import TextError
+from sglcore.engine.tokenizers.text_codec import TextCodec
 from sglcore.serving.chat.conversation import MessageForm, as_template_reads
 from sglcore.serving.chat.parsers.delta import Call, Delta, calls_of, joined, text_of
 from sglcore.serving.chat.parsers.families import ToolFamily

@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from sglcore.serving.apis.answer import encode, error_body
-from sglcore.serving.replicas.errors import INVALID, Failure
+from sglcore.serving.replicas.server_errors import INVALID, Failure
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,8 +12,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TextIO
 
+from sglcore.config.server_config import ServerConfig
 from sglcore.device.errors import ConfigError
-from sglcore.device.server_config import ServerConfig
 
 NAMES = ("sglcore", "uvicorn")
 """The loggers of the server's lines."""

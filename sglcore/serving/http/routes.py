@@ -17,12 +17,12 @@ from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope
 
 from sglcore.serving.apis.answer import Stream, add_unknown
-from sglcore.serving.apis.body import Body
-from sglcore.serving.apis.params import SamplingFields
+from sglcore.serving.apis.request_params import SamplingFields
+from sglcore.serving.apis.shared_body import Body
 from sglcore.serving.apis.unknown import UnknownFields, refuse_foreign
-from sglcore.serving.http.errors import LONGEST_SHOWN, OLLAMA
+from sglcore.serving.http.http_errors import LONGEST_SHOWN, OLLAMA
 from sglcore.serving.http.sse import EventStream
-from sglcore.serving.replicas.errors import InvalidRequest
+from sglcore.serving.replicas.server_errors import InvalidRequest
 
 LARGE = 256 << 10
 """Bytes from which a body is parsed in a thread, outside the event loop."""

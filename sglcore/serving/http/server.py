@@ -19,17 +19,17 @@ from typing import Any
 import uvicorn
 from starlette.types import ASGIApp
 
-from sglcore.device.config import EngineConfig
+from sglcore.config.engine_config import EngineConfig
+from sglcore.config.server_config import ServerConfig
 from sglcore.device.errors import ConfigError
-from sglcore.device.server_config import ServerConfig
-from sglcore.engine.pages.start import options_of, settled
-from sglcore.serving.chat.frontend import ChatFrontend
-from sglcore.serving.http.app import running_app
+from sglcore.engine.disaggregation.disaggregation_start import options_of, settled
+from sglcore.serving.chat.chat_frontend import ChatFrontend
 from sglcore.serving.http.connection import Bounds, Connection
+from sglcore.serving.http.http_app import running_app
 from sglcore.serving.http.logs import Logs
 from sglcore.serving.http.middleware import with_middleware
 from sglcore.serving.http.tracing import Traces
-from sglcore.serving.replicas.metrics import Metrics
+from sglcore.serving.replicas.metrics.server_metrics import Metrics
 
 UNANSWERED = 1
 """The exit code of a stop with unanswered requests."""

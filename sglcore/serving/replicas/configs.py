@@ -7,8 +7,8 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
-from sglcore.device.config import EngineConfig
-from sglcore.engine.hub import is_hub_name
+from sglcore.config.engine_config import EngineConfig
+from sglcore.engine.model_download import is_hub_name
 from sglcore.serving.replicas.ipc import ModelInfo
 
 

@@ -19,21 +19,21 @@ from pathlib import Path
 
 import msgspec
 
+from sglcore.config.engine_config import EngineConfig, config_of_plain
 from sglcore.device.choice import ChosenDevice, adopt
-from sglcore.device.config import EngineConfig, config_of_plain
 from sglcore.device.discovery import discover
-from sglcore.device.ending import leave
 from sglcore.device.errors import SglcoreError, WorkerLost, no_space
-from sglcore.engine.grammar import Grammars, open_grammars
-from sglcore.engine.meter import Meter
-from sglcore.engine.pages.start import open_pages, settled
+from sglcore.engine.checkpoint_digest import sample_of
+from sglcore.engine.disaggregation.disaggregation_start import open_pages, settled
+from sglcore.engine.metered_worker import Meter
+from sglcore.engine.process_end import leave
 from sglcore.engine.ranks.parent import end_with_parent
-from sglcore.engine.sampled import sample_of
-from sglcore.engine.skipped_tokenizer import open_codec
 from sglcore.engine.start import Started, start
-from sglcore.engine.text import eos_token_ids
-from sglcore.engine.tokens import TokenEngine
-from sglcore.engine.vocabulary import Vocabulary
+from sglcore.engine.structured_output.grammar_cache import Grammars, open_grammars
+from sglcore.engine.structured_output.grammar_vocabulary import Vocabulary
+from sglcore.engine.token_engine import TokenEngine
+from sglcore.engine.tokenizers.skipped_tokenizer import open_codec
+from sglcore.engine.tokenizers.text_codec import eos_token_ids
 from sglcore.serving.replicas.channel import EngineChannel
 from sglcore.serving.replicas.engine_service import EngineService
 from sglcore.serving.replicas.heartbeat import Heartbeat

@@ -10,11 +10,11 @@ from collections.abc import Callable
 from msgspec import structs
 
 from sglcore.device.errors import SglcoreError, WorkerLost
-from sglcore.engine.meter import Meter
-from sglcore.engine.tokens import TokenEngine
+from sglcore.engine.metered_worker import Meter
+from sglcore.engine.token_engine import TokenEngine
 from sglcore.sampling.params import SamplingError
-from sglcore.schedule.output import EngineOutput
 from sglcore.schedule.request import Request, State
+from sglcore.schedule.request_output import EngineOutput
 from sglcore.serving.replicas.channel import EngineChannel
 from sglcore.serving.replicas.ipc import (
     Able,

@@ -13,11 +13,11 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from sglcore.engine.pages.start import PageOptions
-from sglcore.sampling.plain import pack_params as pack_params
-from sglcore.sampling.plain import unpack_params as unpack_params
-from sglcore.schedule.output import EngineOutput
-from sglcore.schedule.stats import SchedulerStats
+from sglcore.engine.disaggregation.disaggregation_start import PageOptions
+from sglcore.sampling.plain_params import pack_params as pack_params
+from sglcore.sampling.plain_params import unpack_params as unpack_params
+from sglcore.schedule.request_output import EngineOutput
+from sglcore.schedule.scheduler_stats import SchedulerStats
 
 
 class Address(msgspec.Struct, frozen=True):

@@ -7,12 +7,10 @@ import logging
 import time
 from typing import Literal, Protocol
 
-from sglcore.schedule.output import EngineOutput
+from sglcore.schedule.request_output import EngineOutput
 from sglcore.serving.replicas.channel import FrontendChannel
+from sglcore.serving.replicas.engine_launch import EngineProcess
 from sglcore.serving.replicas.engine_process import LINK_BROKE
-from sglcore.serving.replicas.errors import EngineDied, InvalidRequest, NotAnswering, Unanswered, ended_badly
-from sglcore.serving.replicas.generation import Generation
-from sglcore.serving.replicas.health import Health
 from sglcore.serving.replicas.heartbeat import BEAT_SECONDS, Pulse
 from sglcore.serving.replicas.ipc import (
     Able,
@@ -34,7 +32,9 @@ from sglcore.serving.replicas.ipc import (
     Shutdown,
     pack_ids,
 )
-from sglcore.serving.replicas.launch import EngineProcess
+from sglcore.serving.replicas.metrics.health import Health
+from sglcore.serving.replicas.prompt_generation import Generation
+from sglcore.serving.replicas.server_errors import EngineDied, InvalidRequest, NotAnswering, Unanswered, ended_badly
 
 State = Literal["starting", "ready", "silent", "unable", "draining", "dead"]
 """Silent: it was ready, and gives no sign of life. Unable: it reports that something is missing,

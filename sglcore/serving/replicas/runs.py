@@ -8,10 +8,10 @@ from contextlib import AsyncExitStack
 
 from sglcore.engine.outputs import Completion, PromptProgress, RequestOutput, TextDelta
 from sglcore.sampling.params import SamplingParams
-from sglcore.serving.replicas.errors import Failure, InvalidRequest, Unanswered, blame, ended_badly, failure
-from sglcore.serving.replicas.frontend import Frontend
-from sglcore.serving.replicas.generation import Generation
-from sglcore.serving.replicas.unenforced import AnswerCheck, Unenforced, unenforced
+from sglcore.serving.replicas.engine_frontend import Frontend
+from sglcore.serving.replicas.prompt_generation import Generation
+from sglcore.serving.replicas.server_errors import Failure, InvalidRequest, Unanswered, blame, ended_badly, failure
+from sglcore.serving.replicas.unenforced_schemas import AnswerCheck, Unenforced, unenforced
 
 Item = TextDelta | PromptProgress
 AT_ONCE = 64

@@ -14,24 +14,24 @@ from pathlib import Path
 import zmq
 import zmq.asyncio
 
+from sglcore.config.engine_config import EngineConfig, plain_config
+from sglcore.config.server_config import ServerConfig
 from sglcore.device.choice import ChosenDevice
-from sglcore.device.config import EngineConfig, plain_config
-from sglcore.device.server_config import ServerConfig
-from sglcore.engine.pages.start import options_of
+from sglcore.engine.disaggregation.disaggregation_start import options_of
 from sglcore.serving.replicas.channel import open_channel
 from sglcore.serving.replicas.configs import decided, is_open, with_whole_path
-from sglcore.serving.replicas.errors import EngineDied, NotAnswering, NotReady, ShuttingDown
-from sglcore.serving.replicas.generation import Generation
-from sglcore.serving.replicas.health import Health
+from sglcore.serving.replicas.engine_launch import Launcher, launcher_for
 from sglcore.serving.replicas.heartbeat import BEAT_SECONDS
 from sglcore.serving.replicas.ipc import EngineSpec, EngineStats, ModelInfo, Phase
-from sglcore.serving.replicas.launch import Launcher, launcher_for
-from sglcore.serving.replicas.orders import audit_all, flush_all, pause, pause_all
+from sglcore.serving.replicas.metrics.engine_stats import add_stats, past_only
+from sglcore.serving.replicas.metrics.health import Health
+from sglcore.serving.replicas.operator_commands import audit_all, flush_all, pause, pause_all
+from sglcore.serving.replicas.prompt_generation import Generation
 from sglcore.serving.replicas.replica import STARTED, Replica, State
 from sglcore.serving.replicas.restart import LONGEST_WAIT, RestartPolicy
 from sglcore.serving.replicas.router import Router
+from sglcore.serving.replicas.server_errors import EngineDied, NotAnswering, NotReady, ShuttingDown
 from sglcore.serving.replicas.socket_folder import SocketFolder
-from sglcore.serving.replicas.stats import add_stats, past_only
 
 MOST_TRIES = 3
 """Engines that may end during the same request. The limit keeps a request that kills each engine

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from sglcore.device.errors import SglcoreError
-from sglcore.engine.tokens import TokenEngine
+from sglcore.engine.token_engine import TokenEngine
 from sglcore.sampling.params import SamplingParams
 from sglcore.schedule.request import State
 

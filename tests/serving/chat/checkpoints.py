@@ -10,7 +10,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from sglcore.engine.text import TextCodec
+from sglcore.engine.tokenizers.text_codec import TextCodec
 from sglcore.serving.chat.format import ChatFormat
 from sglcore.serving.chat.parsers.delta import Delta, calls_of, joined, text_of
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sglcore.engine.text import TextCodec
+from sglcore.engine.tokenizers.text_codec import TextCodec
 from sglcore.serving.chat.format import ChatFormat
 from tests.serving.chat.checkpoints import FAMILIES, codec_of
 

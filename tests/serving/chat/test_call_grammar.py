@@ -9,9 +9,9 @@ from typing import Any
 import llguidance
 import pytest
 
-from sglcore.engine.chat_template import TextError
-from sglcore.engine.text import TextCodec
-from sglcore.sampling.grammar import Grammar, GrammarError, Thinking
+from sglcore.engine.tokenizers.chat_template import TextError
+from sglcore.engine.tokenizers.text_codec import TextCodec
+from sglcore.sampling.grammar_spec import Grammar, GrammarError, Thinking
 from sglcore.serving.chat.format import ChatFormat, Rendered
 from tests.serving.chat.checkpoints import FAMILIES
 

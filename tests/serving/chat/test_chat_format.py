@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from sglcore.device.errors import ConfigError
-from sglcore.engine.chat_template import TextError
 from sglcore.engine.start import embedded_model
-from sglcore.engine.text import TextCodec
+from sglcore.engine.tokenizers.chat_template import TextError
+from sglcore.engine.tokenizers.text_codec import TextCodec
 from sglcore.serving.chat.format import ChatFormat
 from sglcore.serving.chat.parsers.delta import calls_of, text_of
 from tests.serving.chat.checkpoints import FAMILIES, HERMES, codec_of, make_codec

@@ -9,7 +9,7 @@ from typing import Any
 import llguidance
 import pytest
 
-from sglcore.sampling.grammar import Grammar, Thinking
+from sglcore.sampling.grammar_spec import Grammar, Thinking
 from sglcore.sampling.params import SamplingParams
 from sglcore.serving.chat.format import ChatFormat, Rendered
 from sglcore.serving.chat.run import ChatRequest, _params

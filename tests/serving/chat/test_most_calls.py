@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from sglcore.engine.text import TextCodec
+from sglcore.engine.tokenizers.text_codec import TextCodec
 from sglcore.serving.chat.call_grammar import MOST_CALLS
 from sglcore.serving.chat.format import ChatFormat
 from tests.serving.chat.test_call_grammar import GOOD, SAME_QUOTES, TOOLS, Case

@@ -12,7 +12,7 @@ import pytest
 
 from sglcore.device.errors import ConfigError
 from sglcore.engine.start import embedded_model
-from sglcore.engine.text import TextCodec
+from sglcore.engine.tokenizers.text_codec import TextCodec
 from sglcore.serving.chat.conversation import MessageForm
 from sglcore.serving.chat.format import ChatFormat
 from sglcore.serving.chat.parsers.families import REASONING, TOOLS

@@ -12,9 +12,9 @@ import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from sglcore.device.errors import ConfigError
-from sglcore.engine.chat_template import ChatTemplate, TextError
-from sglcore.engine.template_bounds import Bounds
-from sglcore.engine.text import TextCodec
+from sglcore.engine.tokenizers.chat_template import ChatTemplate, TextError
+from sglcore.engine.tokenizers.template_bounds import Bounds
+from sglcore.engine.tokenizers.text_codec import TextCodec
 from tests.serving.chat.checkpoints import FAMILIES, make_codec
 
 TALK = [{"role": "user", "content": "Grüße <b>"}, {"role": "assistant", "content": "ja"}]

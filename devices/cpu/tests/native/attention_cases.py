@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from devices.cpu.tests.native.guarded import guarded, guarded_copy
-from sglcore_cpu.attention import CELL_TYPES
-from sglcore_cpu.kv_pool import read_int8
+from sglcore_cpu.kernels.attention import CELL_TYPES
+from sglcore_cpu.kernels.kv_pool import read_int8
 from sglcore_cpu.native import Engine
 from tests.attention.rows import Heads, visible
 

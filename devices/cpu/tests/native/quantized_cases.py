@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from sglcore_cpu.kernels.quantized_form import QuantizedForm, QuantizedLayout, pack_quantized
 from sglcore_cpu.native import Engine
-from sglcore_cpu.quantized_form import QuantizedForm, QuantizedLayout, pack_quantized
 
 TINY = 1e-30
 """A group of activations with a smaller maximum counts as zero."""

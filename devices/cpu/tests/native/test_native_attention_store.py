@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from devices.cpu.tests.native.guarded import guarded, guarded_copy
-from sglcore_cpu.kv_pool import Int8Store, read_int8
+from sglcore_cpu.kernels.kv_pool import Int8Store, read_int8
 from sglcore_cpu.native import Engine
 
 CELLS = 40

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from devices.cpu.tests.native.guarded import GuardedResults, guarded_copy
+from sglcore.sampling.gumbel_race import gumbel_noise, make_race_tables, row_keys
 from sglcore.sampling.noise import fixed_min_p
 from sglcore.sampling.params import SamplingParams
-from sglcore.sampling.race import gumbel_noise, make_race_tables, row_keys
-from sglcore.sampling.reference import golden_draws
+from sglcore.sampling.reference_sampler import golden_draws
 from sglcore.sampling.sampler import SamplingState, draw_rows
-from sglcore_cpu.draw import NativeDraw
+from sglcore_cpu.kernels.draw import NativeDraw
 from sglcore_cpu.native import Engine
 from tests.sampling.rows import at_min_p, signed_zeros, staged
 

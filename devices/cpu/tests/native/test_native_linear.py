@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from devices.cpu.tests.native.guarded import GuardedResults, guarded, guarded_copy
-from sglcore.runtime.kernels.reference import silu_and_mul
+from sglcore.runtime.kernels.reference_kernels import silu_and_mul
+from sglcore_cpu.kernels.panels import PanelForm, pack
 from sglcore_cpu.native import TYPES, Engine
-from sglcore_cpu.panels import PanelForm, pack
 
 BF16_STEP = 2.0**-8
 """Bound of the relative error of rounding to bf16."""

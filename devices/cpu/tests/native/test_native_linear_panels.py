@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from devices.cpu.tests.native.guarded import GuardedResults, guarded, guarded_copy
+from sglcore_cpu.kernels.panels import ALIGNMENT, TYPES, PanelForm, pack
 from sglcore_cpu.native import Engine
-from sglcore_cpu.panels import ALIGNMENT, TYPES, PanelForm, pack
 
 EXAMPLES = settings(derandomize=True, max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
 TYPE = st.sampled_from(tuple(TYPES))

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from devices.cpu.tests.native.guarded import GuardedResults, guarded_copy
 from sglcore.runtime.kernels.table import KernelTable
+from sglcore_cpu.kernels.operations import Operations
 from sglcore_cpu.native import Engine
-from sglcore_cpu.operations import Operations
 
 REFERENCE = KernelTable()
 EXAMPLES = settings(

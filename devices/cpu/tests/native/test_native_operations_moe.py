@@ -15,7 +15,7 @@ from torch import Tensor
 
 from devices.cpu.tests.native.guarded import GuardedResults, guarded_copy
 from sglcore.runtime.kernels.table import KernelTable
-from sglcore_cpu.experts import Experts
+from sglcore_cpu.kernels.experts import Experts
 from sglcore_cpu.native import Engine
 
 REFERENCE = KernelTable()

@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from devices.cpu.tests.native.guarded import GuardedResults, guarded, guarded_copy
-from sglcore.conformance import kernel_inputs
-from sglcore.conformance.kernel_inputs import Draw, Inputs
-from sglcore.runtime.kernels import reference
+from sglcore.conformance.inputs import kernel_inputs
+from sglcore.conformance.inputs.kernel_inputs import Draw, Inputs
+from sglcore.runtime.kernels import reference_kernels
 from sglcore.runtime.kernels.table import KernelTable
-from sglcore_cpu.experts import Experts
+from sglcore_cpu.kernels.experts import Experts
+from sglcore_cpu.kernels.operations import Operations
 from sglcore_cpu.native import Engine
-from sglcore_cpu.operations import Operations
 
 REFERENCE = KernelTable()
 EXAMPLES = settings(
@@ -107,7 +107,7 @@ def test_rotary_is_the_reference_to_the_bit(engine: Engine, case: dict[str, Any]
 def test_rotary_and_store_is_the_reference_to_the_bit(engine: Engine, case: dict[str, Any]) -> None:
     heads = Heads(case)
     wanted = empty_like(heads)
-    expected = reference.rotary_and_store(*heads.arguments, *wanted, heads.cells)
+    expected = reference_kernels.rotary_and_store(*heads.arguments, *wanted, heads.cells)
     with GuardedResults():
         found = Operations(engine).rotary_and_store(*heads.arguments, *heads.caches, heads.cells)
         heads.expect_same(found, expected, wanted)
@@ -119,7 +119,7 @@ def test_norms_before_the_rotation_are_the_reference(engine: Engine, case: dict[
     heads = Heads(case)
     norms = heads.values(heads.size), heads.values(heads.size), 1e-6
     wanted = empty_like(heads)
-    expected = reference.norm_rotary_and_store(*heads.arguments, *wanted, heads.cells, *norms)
+    expected = reference_kernels.norm_rotary_and_store(*heads.arguments, *wanted, heads.cells, *norms)
     with GuardedResults():
         found = Operations(engine).norm_rotary_and_store(*heads.arguments, *heads.caches, heads.cells, *norms)
         pairs = ((found, expected), *zip(heads.caches, wanted, strict=True))
@@ -142,7 +142,7 @@ def test_padding_rows_may_all_name_cell_0(engine: Engine) -> None:
     cells = torch.zeros(600, dtype=torch.int64)
     cells[:80] = torch.arange(1, 81)
     wanted = empty_like(heads)
-    expected = reference.rotary_and_store(*heads.arguments, *wanted, cells)
+    expected = reference_kernels.rotary_and_store(*heads.arguments, *wanted, cells)
     found = Operations(engine).rotary_and_store(*heads.arguments, *heads.caches, cells)
     assert torch.equal(found, expected)
     for mine, its in zip(heads.caches, wanted, strict=True):

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from devices.cpu.tests.native.guarded import GuardedResults, guarded_copy
 from devices.cpu.tests.native.quantized_cases import TINY, Case, layouts, make_case, promised, random_x
-from sglcore.runtime.kernels.reference import silu_and_mul
+from sglcore.runtime.kernels.reference_kernels import silu_and_mul
+from sglcore_cpu.kernels.quantized_form import QuantizedForm, pack_quantized
 from sglcore_cpu.native import Engine, Library
-from sglcore_cpu.quantized_form import QuantizedForm, pack_quantized
 
 TOKENS = (0, 1, 2, 3, 5, 8, 9, 16, 17, 33)
 

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from devices.cpu.tests.native.guarded import GuardedResults, guarded, guarded_copy
 from devices.cpu.tests.native.quantized_cases import layout_of, layouts, make_case, random_x
+from sglcore_cpu.kernels.packed import PackedWeight
+from sglcore_cpu.kernels.quantized_form import QuantizedForm, QuantizedLayout, pack_quantized, quantize
 from sglcore_cpu.native import Engine, Library
-from sglcore_cpu.packed import PackedWeight
-from sglcore_cpu.quantized_form import QuantizedForm, QuantizedLayout, pack_quantized, quantize
 
 SHAPES = st.tuples(st.integers(1, 50), st.integers(1, 300))
 

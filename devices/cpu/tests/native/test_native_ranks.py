@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from devices.cpu.tests.native.far import FarLibrary
-from sglcore_cpu.meeting import Meeting, memory_size
 from sglcore_cpu.native import Engine, Library
+from sglcore_cpu.rank_meeting import Meeting, memory_size
 
 MOST = 4096
 COUNTS = (1, 15, 16, 257, MOST // 4, MOST // 2 + 3, 3 * MOST)

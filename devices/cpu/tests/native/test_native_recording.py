@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from sglcore.runtime.kernels import reference
+from sglcore.runtime.kernels import reference_kernels
+from sglcore_cpu.kernels.operations import Operations
+from sglcore_cpu.kernels.table import native_table
 from sglcore_cpu.native import Engine
 from sglcore_cpu.native_graphs import NativeGraphs
-from sglcore_cpu.operations import Operations
 from sglcore_cpu.recording import HostCall, NotCapturable, StepArena
-from sglcore_cpu.table import native_table
 
 ROWS, WIDTH = 3, 48
 
@@ -38,7 +38,7 @@ def norms(engine: Engine, x: Tensor, weight: Tensor, count: int) -> Callable[[],
 
 def expected(x: Tensor, weight: Tensor, count: int) -> Tensor:
     for _ in range(count):
-        x = reference.rms_norm(x, weight, 1e-6)
+        x = reference_kernels.rms_norm(x, weight, 1e-6)
     return x
 
 
@@ -84,7 +84,7 @@ def test_what_is_still_needed_is_not_given_away(engine: Engine) -> None:
 
     captured = NativeGraphs().capture(step)
     x.copy_(values(3))
-    wanted = sum(reference.rms_norm(x, weight, 1e-6) for weight in weights)
+    wanted = sum(reference_kernels.rms_norm(x, weight, 1e-6) for weight in weights)
     torch.testing.assert_close(captured.replay(None), wanted, atol=1e-4, rtol=1e-4)
 
 

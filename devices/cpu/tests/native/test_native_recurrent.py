@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from devices.cpu.tests.native.guarded import GuardedResults, guarded_copy
-from sglcore.conformance import kernel_inputs
-from sglcore.conformance.kernel_inputs import Draw, Inputs
-from sglcore.conformance.laws_kernels import relative_error
+from sglcore.conformance.inputs import kernel_inputs
+from sglcore.conformance.inputs.kernel_inputs import Draw, Inputs
+from sglcore.conformance.laws.laws_kernels import relative_error
 from sglcore.runtime.kernels import reference_recurrent
+from sglcore_cpu.kernels.recurrent import Recurrent
 from sglcore_cpu.native import Engine
-from sglcore_cpu.recurrent import Recurrent
 
 POOLS = {"causal_conv": 4, "gated_delta_rule": 5, "selective_scan": 7}
 """Index of the states among an entry's arguments."""

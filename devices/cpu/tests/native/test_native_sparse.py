@@ -12,16 +12,16 @@ import torch
 from torch import Tensor
 
 from devices.cpu.tests.native.guarded import GuardedResults, guarded_copy
-from sglcore.conformance import kernel_inputs_sparse
-from sglcore.conformance.kernel_inputs import Draw, Inputs
-from sglcore.conformance.laws_kernels import RELATIVE, relative_error
+from sglcore.conformance.inputs import kernel_inputs_sparse
+from sglcore.conformance.inputs.kernel_inputs import Draw, Inputs
+from sglcore.conformance.laws.laws_kernels import RELATIVE, relative_error
 from sglcore.runtime.kernels import reference_sparse
 from sglcore.runtime.kernels.row_codec import RowCodec
-from sglcore.runtime.kernels.sparse import SparseKernels
+from sglcore.runtime.kernels.sparse_entries import SparseKernels
 from sglcore.runtime.kernels.table import KernelTable
-from sglcore_cpu.latent import Latent
+from sglcore_cpu.kernels.latent import Latent
+from sglcore_cpu.kernels.sparse import SparseAttention
 from sglcore_cpu.native import Engine
-from sglcore_cpu.sparse import SparseAttention
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 BOUNDS = {F32: 5e-6, BF16: 1.5e-2}

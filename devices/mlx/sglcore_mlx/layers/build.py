@@ -1,4 +1,4 @@
-"""Builds the layers of all models on MLX: the kinds of `sglcore.models.build`."""
+"""Builds the layers of all models on MLX: the kinds of `sglcore.models.layer_kinds`."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, NoReturn
 
 import mlx.core as mx
 
-from sglcore.checkpoint.config import EXPERT_PARTS, MoeConfig, RopeConfig
-from sglcore.checkpoint.recurrent import DeltaNetConfig, Mamba2Config
+from sglcore.checkpoint.model_config import EXPERT_PARTS, MoeConfig, RopeConfig
+from sglcore.checkpoint.recurrent_config import DeltaNetConfig, Mamba2Config
 from sglcore.device.errors import ConfigError
 from sglcore_mlx.layers.attention import AttentionLayer
 from sglcore_mlx.layers.linear import Linear

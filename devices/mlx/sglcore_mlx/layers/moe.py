@@ -7,7 +7,7 @@ from typing import Protocol, TypeAlias
 
 import mlx.core as mx
 
-from sglcore.checkpoint.config import MoeConfig
+from sglcore.checkpoint.model_config import MoeConfig
 from sglcore_mlx.layers.linear import Packed
 from sglcore_mlx.layers.mlp import relu2, silu_and_mul
 from sglcore_mlx.layers.quantization import Form

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import mlx.core as mx
 
-from sglcore.checkpoint.recurrent import DeltaNetConfig, Mamba2Config
+from sglcore.checkpoint.recurrent_config import DeltaNetConfig, Mamba2Config
 from sglcore_mlx.forward_batch import ForwardBatch, States
 from sglcore_mlx.layers.norm import GatedNorm
 from sglcore_mlx.layers.recurrence import gated_delta_rule, selective_scan

@@ -8,8 +8,8 @@ from typing import TypeAlias
 import mlx.core as mx
 import numpy as np
 
-from sglcore.checkpoint.config import ModelConfig
-from sglcore.checkpoint.rotary import rotary_dim, rotary_frequencies
+from sglcore.checkpoint.model_config import ModelConfig
+from sglcore.checkpoint.rope_config import rotary_dim, rotary_frequencies
 
 Rotate: TypeAlias = Callable[[mx.array, int], mx.array]
 """`rotate(heads [T, N, D], count)` applies the rotary embedding to the first `count` heads of a

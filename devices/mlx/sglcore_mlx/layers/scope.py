@@ -12,8 +12,8 @@ from typing import Self
 import mlx.core as mx
 import numpy as np
 
-from sglcore.checkpoint.config import ModelConfig
-from sglcore.checkpoint.rotary import halves_first, rotary_dim
+from sglcore.checkpoint.model_config import ModelConfig
+from sglcore.checkpoint.rope_config import halves_first, rotary_dim
 from sglcore_mlx.layers.linear import (
     MIN_SPLIT,
     Embedding,

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import mlx.core as mx
 
-from sglcore.checkpoint.config import ModelConfig
+from sglcore.checkpoint.model_config import ModelConfig
 from sglcore_mlx.forward_batch import ForwardBatch
 
 

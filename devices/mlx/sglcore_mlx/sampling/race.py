@@ -1,8 +1,9 @@
 """The integer Gumbel race on MLX: fixed-point gaps, keyed noise, and the draw. Pure functions of
 arrays; all queue only.
 
-Gives the same integers as `sglcore/sampling/race.py`; `sglcore/sampling/reference.py` defines them.
-Hashing uses uint32, with wrapping products and logical shifts.
+Gives the same integers as `sglcore/sampling/gumbel_race.py`;
+`sglcore/sampling/reference_sampler.py` defines them. Hashing uses uint32, with wrapping products
+and logical shifts.
 """
 
 from dataclasses import dataclass

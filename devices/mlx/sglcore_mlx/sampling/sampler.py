@@ -10,8 +10,8 @@ from functools import partial
 
 import mlx.core as mx
 
-from sglcore.sampling.batch import SamplingNeeds
 from sglcore.sampling.noise import LIMIT
+from sglcore.sampling.params_batch import SamplingNeeds
 from sglcore.sampling.state import Exclusion, SampledTokens
 from sglcore_mlx.sampling.cutoffs import keep_min_p, keep_prefix
 from sglcore_mlx.sampling.logprobs import logprobs_of

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import mlx.core as mx
 
 from sglcore.device.errors import ConfigError
-from sglcore.sampling.batch import SamplingNeeds
+from sglcore.sampling.params_batch import SamplingNeeds
 from sglcore.sampling.state import Bias, Masks, place_exclusion
 from sglcore.sampling.state import SamplingState as OfAnyLibrary
 from sglcore_mlx.sampling.processors import Penalties

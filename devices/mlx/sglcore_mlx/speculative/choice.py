@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, Protocol
 
-from sglcore.device.config import EngineConfig
-from sglcore.device.draft_length import lengths_of
+from sglcore.config.engine_config import EngineConfig
 from sglcore.device.errors import ConfigError
 from sglcore.device.ledger import DecisionLedger, Row
 from sglcore.device.worker import Limits
+from sglcore.step.draft_length import lengths_of
 
 DRAFT_TOKENS = 4
 """Default maximum of draft tokens per step."""

@@ -15,10 +15,10 @@ import mlx.core as mx
 
 from sglcore.device.batch import ScheduleBatch
 from sglcore.sampling.state import SampledTokens
-from sglcore.step.output import StepOutput
-from sglcore.step.proposals import WideRows, most_lens, wide_rows, widen
-from sglcore.step.sampling import NO_INPUTS
+from sglcore.step.sampling_arrays import NO_INPUTS
 from sglcore.step.sizing import MemorySizes
+from sglcore.step.step_output import StepOutput
+from sglcore.step.verification_rows import WideRows, most_lens, wide_rows, widen
 from sglcore_mlx.attention.contract import DecodeAttention
 from sglcore_mlx.inputs import bucket, row_bucket, wide_inputs
 from sglcore_mlx.models.contract import Model

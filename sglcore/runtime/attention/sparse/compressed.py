@@ -16,11 +16,18 @@ import torch
 from torch import Tensor
 
 from sglcore.runtime.attention.contract import AttentionBackend, AttentionFacts, AttentionPlan, Bucket
-from sglcore.runtime.attention.sparse.layer import SparseLayer
-from sglcore.runtime.attention.sparse.tokens import Paged, RequestRows, TokenRows, choose_rows, joined, later_steps
-from sglcore.runtime.hisparse.coordinator import HISPARSE, HostRows, names_of, rows_read
-from sglcore.runtime.memory.deepseek_v4 import BLOCKS, STATE, WINDOW, DeepSeekV4TokenToKVPool
-from sglcore.runtime.memory.rows import INDEX_KEYS, ROWS, KeptRows, Place
+from sglcore.runtime.attention.sparse.sparse_layer import SparseLayer
+from sglcore.runtime.attention.sparse.token_queries import (
+    Paged,
+    RequestRows,
+    TokenRows,
+    choose_rows,
+    joined,
+    later_steps,
+)
+from sglcore.runtime.hisparse.hisparse_coordinator import HISPARSE, HostRows, names_of, rows_read
+from sglcore.runtime.memory.deepseek_v4_rows import BLOCKS, STATE, WINDOW, DeepSeekV4TokenToKVPool
+from sglcore.runtime.memory.kv_rows import INDEX_KEYS, ROWS, KeptRows, Place
 
 if TYPE_CHECKING:
     from sglcore.runtime.attention.layer import Attention

@@ -20,25 +20,25 @@ from functools import partial
 from sglcore.runtime.kernels.table import KernelTable, Limited
 from sglcore.runtime.kernels.triton.activation import gelu_tanh_and_mul, limited_silu_and_mul, silu_and_mul
 from sglcore.runtime.kernels.triton.cells import cache_locations, store_kv
-from sglcore.runtime.kernels.triton.compressor import compress
 from sglcore.runtime.kernels.triton.convolution import causal_conv
 from sglcore.runtime.kernels.triton.delta_rule import gated_delta_rule
+from sglcore.runtime.kernels.triton.draft_trees import tree_build, tree_expand, tree_place
+from sglcore.runtime.kernels.triton.draft_verification import accept_proposals, place_proposals, tree_walk
 from sglcore.runtime.kernels.triton.experts import clamped_moe, limited_moe, moe, mxfp4_moe
 from sglcore.runtime.kernels.triton.grouped_product import grouped_linear
-from sglcore.runtime.kernels.triton.hisparse import copy_rows, swap_in
 from sglcore.runtime.kernels.triton.hyper import hc_head, hc_post, hc_pre
-from sglcore.runtime.kernels.triton.indexer import index_logits, index_top_k
-from sglcore.runtime.kernels.triton.latent_rows import index_key_store, norm_rope_store, rope_tail
-from sglcore.runtime.kernels.triton.norm import add_rms_norm, gated_rms_norm, rms_norm
-from sglcore.runtime.kernels.triton.proposals import accept_proposals, place_proposals, tree_walk
+from sglcore.runtime.kernels.triton.norm_kernels import add_rms_norm, gated_rms_norm, rms_norm
 from sglcore.runtime.kernels.triton.rotated_store import rotary_and_store
 from sglcore.runtime.kernels.triton.rotation import rotary
 from sglcore.runtime.kernels.triton.routing import hash_routing, sqrtsoftplus_routing, top_k_routing
 from sglcore.runtime.kernels.triton.sampling import draw
-from sglcore.runtime.kernels.triton.sparse_attention import paged_mqa, sparse_mqa, takes_values
-from sglcore.runtime.kernels.triton.sparse_plan import block_rows, compress_plan, window_rows
+from sglcore.runtime.kernels.triton.sparse.compressor import compress
+from sglcore.runtime.kernels.triton.sparse.hisparse import copy_rows, swap_in
+from sglcore.runtime.kernels.triton.sparse.indexer import index_logits, index_top_k
+from sglcore.runtime.kernels.triton.sparse.latent_rows import index_key_store, norm_rope_store, rope_tail
+from sglcore.runtime.kernels.triton.sparse.sparse_attention import paged_mqa, sparse_mqa, takes_values
+from sglcore.runtime.kernels.triton.sparse.sparse_plan import block_rows, compress_plan, window_rows
 from sglcore.runtime.kernels.triton.state_space import selective_scan
-from sglcore.runtime.kernels.triton.trees import tree_build, tree_expand, tree_place
 from sglcore.runtime.kernels.triton.tuning import LaunchConfig, Tuning
 
 __all__ = ["LaunchConfig", "Tuning", "triton_kernels"]

@@ -10,9 +10,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sglcore.runtime.kernels.reference import gelu_tanh_and_mul as reference_gelu_tanh_and_mul
-from sglcore.runtime.kernels.reference import limited_silu_and_mul as reference_limited_silu_and_mul
-from sglcore.runtime.kernels.reference import silu_and_mul as reference_silu_and_mul
+from sglcore.runtime.kernels.reference_kernels import gelu_tanh_and_mul as reference_gelu_tanh_and_mul
+from sglcore.runtime.kernels.reference_kernels import limited_silu_and_mul as reference_limited_silu_and_mul
+from sglcore.runtime.kernels.reference_kernels import silu_and_mul as reference_silu_and_mul
 from sglcore.runtime.kernels.triton.rounding import narrow, rounded
 from sglcore.runtime.kernels.triton.tuning import Tuning, power_of_two, tiles
 

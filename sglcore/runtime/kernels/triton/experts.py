@@ -17,9 +17,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sglcore.runtime.kernels.reference import clamped_moe as reference_clamped_moe
-from sglcore.runtime.kernels.reference import limited_moe as reference_limited_moe
-from sglcore.runtime.kernels.reference import mxfp4_moe as reference_mxfp4_moe
+from sglcore.runtime.kernels.reference_kernels import clamped_moe as reference_clamped_moe
+from sglcore.runtime.kernels.reference_kernels import limited_moe as reference_limited_moe
+from sglcore.runtime.kernels.reference_kernels import mxfp4_moe as reference_mxfp4_moe
 from sglcore.runtime.kernels.triton.activation import silu_times
 from sglcore.runtime.kernels.triton.products import NARROWEST_DOT, wide_dot
 from sglcore.runtime.kernels.triton.rounding import narrow, rounded

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from sglcore.sampling import noise
-from sglcore.sampling.race import MAX_VOCAB
+from sglcore.sampling.gumbel_race import MAX_VOCAB
 
 LIMIT = tl.constexpr(noise.LIMIT)
 IDS = tl.constexpr(MAX_VOCAB)

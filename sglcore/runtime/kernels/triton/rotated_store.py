@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sglcore.runtime.kernels.reference import rotary_and_store as reference_rotary_and_store
+from sglcore.runtime.kernels.reference_kernels import rotary_and_store as reference_rotary_and_store
 from sglcore.runtime.kernels.triton.rotation import copy_rest, rotate_heads
 from sglcore.runtime.kernels.triton.tuning import Tuning, power_of_two, tiles
 

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sglcore.runtime.kernels.reference import rotary as reference_rotary
+from sglcore.runtime.kernels.reference_kernels import rotary as reference_rotary
 from sglcore.runtime.kernels.triton.rounding import narrow, rounded
 from sglcore.runtime.kernels.triton.tuning import Tuning, power_of_two, tiles
 

@@ -11,9 +11,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sglcore.runtime.kernels.reference import hash_routing as reference_hash_routing
-from sglcore.runtime.kernels.reference import sqrtsoftplus_routing as reference_sqrtsoftplus_routing
-from sglcore.runtime.kernels.reference import top_k_routing as reference_top_k_routing
+from sglcore.runtime.kernels.reference_kernels import hash_routing as reference_hash_routing
+from sglcore.runtime.kernels.reference_kernels import sqrtsoftplus_routing as reference_sqrtsoftplus_routing
+from sglcore.runtime.kernels.reference_kernels import top_k_routing as reference_top_k_routing
 from sglcore.runtime.kernels.triton.rounding import narrow
 from sglcore.runtime.kernels.triton.tuning import Tuning, power_of_two, tiles
 

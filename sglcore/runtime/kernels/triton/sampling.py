@@ -32,7 +32,7 @@ from sglcore.runtime.kernels.triton.race import (
 )
 from sglcore.runtime.kernels.triton.tuning import Option, Tuning, power_of_two, tiles
 from sglcore.sampling import cutoffs, noise
-from sglcore.sampling.race import RaceTables
+from sglcore.sampling.gumbel_race import RaceTables
 from sglcore.sampling.sampler import SamplingState
 
 BIN_BITS = tl.constexpr(cutoffs.BIN_BITS)

@@ -8,8 +8,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, Tag
 
 from sglcore.serving.apis.answer import Answer
-from sglcore.serving.apis.body import Body, Ignored, Items, Other, Positive, by_kind
-from sglcore.serving.apis.params import SamplingFields, Stops
+from sglcore.serving.apis.request_params import SamplingFields, Stops
+from sglcore.serving.apis.shared_body import Body, Ignored, Items, Other, Positive, by_kind
 
 Word = Annotated[str, Field(min_length=1, max_length=256)]
 CacheControl = dict[str, Any]

@@ -12,12 +12,12 @@ from typing import Any
 from sglcore.engine.outputs import RequestOutput
 from sglcore.serving.apis.answer import named_events, warnings_of
 from sglcore.serving.apis.anthropic.body import UNTHREADED
-from sglcore.serving.apis.blocks import Block, BlockChange, Blocks
+from sglcore.serving.apis.content_blocks import Block, BlockChange, Blocks
 from sglcore.serving.apis.writer import Writer
 from sglcore.serving.chat.run import ChatEvent, ChatRun
-from sglcore.serving.replicas.errors import Failure, told
-from sglcore.serving.replicas.frontend import Frontend
+from sglcore.serving.replicas.engine_frontend import Frontend
 from sglcore.serving.replicas.runs import check_answered
+from sglcore.serving.replicas.server_errors import Failure, told
 
 Event = dict[str, Any]
 _REASONS: Mapping[str, str] = MappingProxyType({"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"})

@@ -24,9 +24,9 @@ from sglcore.serving.apis.anthropic.body import (
     ToolUseBlock,
 )
 from sglcore.serving.apis.checks import own_names, refuse_fields, refuse_kind
-from sglcore.serving.apis.params import SWITCHES, format_grammar, sampling_params
+from sglcore.serving.apis.request_params import SWITCHES, format_grammar, sampling_params
 from sglcore.serving.chat.run import ChatRequest
-from sglcore.serving.replicas.errors import InvalidRequest
+from sglcore.serving.replicas.server_errors import InvalidRequest
 
 _ABSENT = MappingProxyType(
     {"mcp_servers": "this server calls no other servers", "container": "this server has no containers"}

@@ -13,8 +13,8 @@ from sglcore.serving.apis.anthropic.body import CountRequest, MessagesError, Mes
 from sglcore.serving.apis.anthropic.events import MessageWriter
 from sglcore.serving.apis.anthropic.request import chat_request, message_request, unread, unused
 from sglcore.serving.apis.checks import check_model
-from sglcore.serving.apis.params import completed
-from sglcore.serving.chat.frontend import ChatFrontend
+from sglcore.serving.apis.request_params import completed
+from sglcore.serving.chat.chat_frontend import ChatFrontend
 from sglcore.serving.chat.run import count_prompt, start_chat
 
 

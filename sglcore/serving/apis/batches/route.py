@@ -13,11 +13,11 @@ from fastapi.responses import FileResponse
 from pydantic import Field
 
 from sglcore.serving.apis.answer import WITH_BODY, Answer, as_json, documented
+from sglcore.serving.apis.batches.batch_store import BatchStore
 from sglcore.serving.apis.batches.runner import BatchRunner
-from sglcore.serving.apis.batches.store import BatchStore
 from sglcore.serving.apis.batches.upload import read_form
-from sglcore.serving.apis.body import Body
-from sglcore.serving.replicas.errors import InvalidRequest
+from sglcore.serving.apis.shared_body import Body
+from sglcore.serving.replicas.server_errors import InvalidRequest
 
 WINDOW_SECONDS = 24 * 3600
 """Seconds after which a batch that has not ended expires."""

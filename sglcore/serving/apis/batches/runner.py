@@ -14,9 +14,9 @@ from typing import Any
 
 import msgspec
 
+from sglcore.serving.apis.batches.batch_store import BatchStore
 from sglcore.serving.apis.batches.lines import LONGEST_LINE, Line, read_lines
-from sglcore.serving.apis.batches.store import BatchStore
-from sglcore.serving.replicas.errors import StorageError, failure
+from sglcore.serving.replicas.server_errors import StorageError, failure
 
 Call = Callable[[str, bytes, str], Awaitable[tuple[int, bytes]]]
 """Calls an endpoint with its path, a JSON body and the request's id; returns status and JSON of the

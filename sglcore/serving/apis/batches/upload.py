@@ -8,7 +8,7 @@ from email import policy
 from email.message import EmailMessage
 from email.parser import BytesParser
 
-from sglcore.serving.replicas.errors import InvalidRequest
+from sglcore.serving.replicas.server_errors import InvalidRequest
 
 ENCODED = ("base64", "quoted-printable")
 """Transfer encodings of old clients."""

@@ -10,9 +10,9 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from sglcore.serving.apis.body import Body, Count, Ignored, Int, Items, Positive
 from sglcore.serving.apis.openai.body import Function
-from sglcore.serving.apis.params import LastN, SamplingFields, Stop, Stops
+from sglcore.serving.apis.request_params import LastN, SamplingFields, Stop, Stops
+from sglcore.serving.apis.shared_body import Body, Count, Ignored, Int, Items, Positive
 
 Word = Annotated[str, Field(min_length=1, max_length=256)]
 

@@ -10,16 +10,16 @@ from typing import Any
 
 from sglcore.engine.outputs import RequestOutput
 from sglcore.serving.apis.answer import LINES, StreamForm, encode, warnings_of
-from sglcore.serving.apis.blocks import Block, BlockChange, Blocks
-from sglcore.serving.apis.logprobs import chat_logprobs
+from sglcore.serving.apis.content_blocks import Block, BlockChange, Blocks
+from sglcore.serving.apis.logprob_records import chat_logprobs
 from sglcore.serving.apis.ollama.body import AnswerFields
 from sglcore.serving.apis.ollama.names import served_name
 from sglcore.serving.apis.token_text import TokenTexts
 from sglcore.serving.apis.writer import Writer
 from sglcore.serving.chat.run import ChatEvent, ChatRun
-from sglcore.serving.replicas.errors import Failure, told
-from sglcore.serving.replicas.frontend import Frontend
+from sglcore.serving.replicas.engine_frontend import Frontend
 from sglcore.serving.replicas.runs import check_answered
+from sglcore.serving.replicas.server_errors import Failure, told
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,10 +6,10 @@ from types import MappingProxyType
 from typing import Any
 
 from sglcore.engine.model_card import ModelCard
-from sglcore.serving.apis.fill import fill_marks
+from sglcore.serving.apis.fill_in_middle import fill_marks
 from sglcore.serving.apis.ollama.events import written
 from sglcore.serving.apis.ollama.names import tagged
-from sglcore.serving.chat.frontend import ChatFrontend
+from sglcore.serving.chat.chat_frontend import ChatFrontend
 
 NEVER = "9999-12-31T23:59:59Z"
 """The unload time of a model that stays loaded."""

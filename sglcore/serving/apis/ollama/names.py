@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from sglcore.serving.replicas.errors import InvalidRequest
-from sglcore.serving.replicas.frontend import Frontend
+from sglcore.serving.replicas.engine_frontend import Frontend
+from sglcore.serving.replicas.server_errors import InvalidRequest
 
 LATEST = ":latest"
 

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from types import MappingProxyType
 from typing import Any
 
-from sglcore.sampling.grammar import Grammar
+from sglcore.sampling.grammar_spec import Grammar
 from sglcore.sampling.params import SamplingParams
 from sglcore.serving.apis.checks import own_names, refuse_fields
-from sglcore.serving.apis.fill import filled
+from sglcore.serving.apis.fill_in_middle import filled
 from sglcore.serving.apis.ollama.body import (
     AnswerFields,
     OllamaCall,
@@ -20,7 +20,7 @@ from sglcore.serving.apis.ollama.body import (
     OllamaOptions,
     OllamaTool,
 )
-from sglcore.serving.apis.params import (
+from sglcore.serving.apis.request_params import (
     SWITCHES,
     SamplingFields,
     alternatives,
@@ -29,8 +29,8 @@ from sglcore.serving.apis.params import (
     sampling_params,
 )
 from sglcore.serving.chat.run import ChatRequest
-from sglcore.serving.replicas.errors import InvalidRequest
-from sglcore.serving.replicas.frontend import Frontend
+from sglcore.serving.replicas.engine_frontend import Frontend
+from sglcore.serving.replicas.server_errors import InvalidRequest
 
 _NO_IMAGES = "this server reads text alone"
 _ABSENT = MappingProxyType(

@@ -41,11 +41,11 @@ from sglcore.serving.apis.ollama.request import chat_request, params_of, plain_p
 from sglcore.serving.apis.pooling.body import EmbeddingBody
 from sglcore.serving.apis.pooling.request import embedded
 from sglcore.serving.apis.token_text import TokenTexts
-from sglcore.serving.chat.frontend import ChatFrontend
+from sglcore.serving.chat.chat_frontend import ChatFrontend
 from sglcore.serving.chat.run import ChatRun, plain_run, start_chat
-from sglcore.serving.replicas.errors import InvalidRequest
-from sglcore.serving.replicas.frontend import Pooled
+from sglcore.serving.replicas.engine_frontend import Pooled
 from sglcore.serving.replicas.runs import start_runs
+from sglcore.serving.replicas.server_errors import InvalidRequest
 
 PROTOCOL = "0.12.11"
 """The version of Ollama that has these fields; log-probabilities are the newest ones."""

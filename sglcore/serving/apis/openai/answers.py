@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from sglcore.schedule.output import FinishReason
+from sglcore.schedule.request_output import FinishReason
 from sglcore.serving.apis.answer import Answer, ErrorDetail
 from sglcore.serving.chat.run import ChatFinish
 

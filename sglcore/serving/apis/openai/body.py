@@ -8,8 +8,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
-from sglcore.serving.apis.body import Body, Count, Ignored, Int, Items, Positive
-from sglcore.serving.apis.params import GenerationFields
+from sglcore.serving.apis.request_params import GenerationFields
+from sglcore.serving.apis.shared_body import Body, Count, Ignored, Int, Items, Positive
 
 FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.\-]{1,128}$")]
 

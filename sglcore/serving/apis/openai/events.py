@@ -10,14 +10,14 @@ from typing import Any
 
 from sglcore.engine.outputs import Completion, PromptProgress, RequestOutput, TextDelta
 from sglcore.serving.apis.answer import DONE, cut_of, encode, error_body, event, warnings_of
-from sglcore.serving.apis.logprobs import CompletionLogprobs, chat_logprobs, prompt_scores
+from sglcore.serving.apis.logprob_records import CompletionLogprobs, chat_logprobs, prompt_scores
 from sglcore.serving.apis.openai.body import ChatBody, CompletionBody
-from sglcore.serving.apis.params import GenerationFields
+from sglcore.serving.apis.request_params import GenerationFields
 from sglcore.serving.apis.token_text import TokenTexts
 from sglcore.serving.apis.writer import Run, Writer
 from sglcore.serving.chat.parsers.delta import Delta
 from sglcore.serving.chat.run import ChatEvent, ChatMessage, ChatRun, collect_chat
-from sglcore.serving.replicas.frontend import Frontend
+from sglcore.serving.replicas.engine_frontend import Frontend
 from sglcore.serving.replicas.runs import Runs, check_answered, failure_of
 
 

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from sglcore.device.server_config import ServerConfig
+from sglcore.config.server_config import ServerConfig
 from sglcore.sampling.params import SamplingParams
 from sglcore.serving.apis.checks import check_limit
 from sglcore.serving.apis.openai.body import ChatBody, CompletionBody, Message, TemplateFields, as_prompts
-from sglcore.serving.apis.params import alternatives, check_streamed, generation_params
+from sglcore.serving.apis.request_params import alternatives, check_streamed, generation_params
 from sglcore.serving.chat.run import ChatRequest
-from sglcore.serving.replicas.errors import InvalidRequest
+from sglcore.serving.replicas.server_errors import InvalidRequest
 
 DEFAULT_MAX_TOKENS = 16
 """The API's default number of tokens for a completion."""

@@ -20,11 +20,11 @@ from sglcore.serving.apis.openai.answers import (
 from sglcore.serving.apis.openai.body import ChatBody, CompletionBody
 from sglcore.serving.apis.openai.events import ChatWriter, CompletionWriter
 from sglcore.serving.apis.openai.request import chat_request, completion_request
-from sglcore.serving.apis.params import completed
+from sglcore.serving.apis.request_params import completed
 from sglcore.serving.apis.token_text import TokenTexts
-from sglcore.serving.chat.frontend import ChatFrontend
+from sglcore.serving.chat.chat_frontend import ChatFrontend
 from sglcore.serving.chat.run import start_chat
-from sglcore.serving.replicas.frontend import Frontend
+from sglcore.serving.replicas.engine_frontend import Frontend
 from sglcore.serving.replicas.runs import start_runs
 
 _ABOUT_TEXT = ("echo", "logprobs", "prompt_logprobs")

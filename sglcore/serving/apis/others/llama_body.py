@@ -8,14 +8,14 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from sglcore.device.server_config import ServerConfig
-from sglcore.sampling.grammar import Grammar
+from sglcore.config.server_config import ServerConfig
+from sglcore.sampling.grammar_spec import Grammar
 from sglcore.sampling.params import SamplingParams
-from sglcore.serving.apis.body import Body, Count, Ignored, Int, Items
 from sglcore.serving.apis.checks import check_limit, own_names
 from sglcore.serving.apis.openai.body import Message, Prompts, TemplateFields
-from sglcore.serving.apis.params import MOST_IDS, Bias, SamplingFields, Stop, Stops, bias_of, sampling_params
-from sglcore.serving.replicas.errors import InvalidRequest, blame
+from sglcore.serving.apis.request_params import MOST_IDS, Bias, SamplingFields, Stop, Stops, bias_of, sampling_params
+from sglcore.serving.apis.shared_body import Body, Count, Ignored, Int, Items
+from sglcore.serving.replicas.server_errors import InvalidRequest, blame
 
 NEVER = -1e30
 """The bias that forbids a token."""

@@ -13,19 +13,19 @@ from fastapi import APIRouter, Response
 from pydantic import Field
 
 from sglcore.engine.outputs import Completion, PromptProgress, RequestOutput
-from sglcore.sampling.grammar import Grammar
+from sglcore.sampling.grammar_spec import Grammar
 from sglcore.sampling.params import SamplingParams
 from sglcore.serving.apis.answer import DONE, Stream, documented, event, warnings_of
-from sglcore.serving.apis.body import Body, Count, Items, Positive, Seed
 from sglcore.serving.apis.checks import check_limit, own_names
-from sglcore.serving.apis.logprobs import finite
+from sglcore.serving.apis.logprob_records import finite
 from sglcore.serving.apis.openai.body import Ids, as_prompts
-from sglcore.serving.apis.params import MOST_IDS, SamplingFields, Stop, Stops, completed, sampling_params
+from sglcore.serving.apis.request_params import MOST_IDS, SamplingFields, Stop, Stops, completed, sampling_params
+from sglcore.serving.apis.shared_body import Body, Count, Items, Positive, Seed
 from sglcore.serving.apis.token_text import TokenTexts
 from sglcore.serving.apis.writer import Writer
-from sglcore.serving.chat.frontend import ChatFrontend
-from sglcore.serving.replicas.errors import InvalidRequest, blame
+from sglcore.serving.chat.chat_frontend import ChatFrontend
 from sglcore.serving.replicas.runs import Runs, check_answered, start_runs
+from sglcore.serving.replicas.server_errors import InvalidRequest, blame
 
 DEFAULT_MAX_TOKENS = 128
 """SGLang's default number of tokens for a continuation."""

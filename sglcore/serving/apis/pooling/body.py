@@ -7,8 +7,8 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
-from sglcore.serving.apis.body import Body, Ignored, Items, Positive
 from sglcore.serving.apis.openai.body import Prompts
+from sglcore.serving.apis.shared_body import Body, Ignored, Items, Positive
 
 Texts = Annotated[Items[str], Field(min_length=1)]
 OneOrMore = Annotated[list[str], BeforeValidator(lambda found: [found] if isinstance(found, str) else found), Texts]

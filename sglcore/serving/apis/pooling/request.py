@@ -11,12 +11,12 @@ import numpy as np
 
 from sglcore.engine.core import prompted, read_prompt
 from sglcore.engine.labels import read_labels
-from sglcore.engine.text import EncodedPair, TextCodec
+from sglcore.engine.tokenizers.text_codec import EncodedPair, TextCodec
 from sglcore.serving.apis.checks import check_limit, check_model, check_ready, fingerprint
 from sglcore.serving.apis.openai.body import as_prompts
 from sglcore.serving.apis.pooling.body import ClassifyBody, EmbeddingBody, PoolingFields
-from sglcore.serving.replicas.errors import InvalidRequest, blame
-from sglcore.serving.replicas.frontend import LONG_TEXT, Frontend, Pooled
+from sglcore.serving.replicas.engine_frontend import LONG_TEXT, Frontend, Pooled
+from sglcore.serving.replicas.server_errors import InvalidRequest, blame
 
 Text = str | tuple[str, str] | list[int]
 """A text, a pair of texts, or token ids."""

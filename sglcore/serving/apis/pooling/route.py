@@ -14,8 +14,8 @@ from sglcore.serving.apis.answer import as_json, documented
 from sglcore.serving.apis.pooling.answers import ClassifyAnswer, EmbeddingAnswer, RerankAnswer, ScoreAnswer
 from sglcore.serving.apis.pooling.body import ClassifyBody, DocumentText, EmbeddingBody, RerankBody, ScoreBody
 from sglcore.serving.apis.pooling.request import classified, described, embedded, scored, shortened
-from sglcore.serving.replicas.errors import InvalidRequest
-from sglcore.serving.replicas.frontend import Frontend
+from sglcore.serving.replicas.engine_frontend import Frontend
+from sglcore.serving.replicas.server_errors import InvalidRequest
 
 
 def add_routes(router: APIRouter, frontend: Frontend) -> None:

@@ -6,8 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, Tag
 
-from sglcore.serving.apis.body import Body, Count, Ignored, Items, Other, Positive, by_kind, entries
-from sglcore.serving.apis.params import SamplingFields, Stop, Stops
+from sglcore.serving.apis.request_params import SamplingFields, Stop, Stops
+from sglcore.serving.apis.shared_body import Body, Count, Ignored, Items, Other, Positive, by_kind, entries
 
 Role = Literal["user", "assistant", "system", "developer"]
 Id = Annotated[str, Field(min_length=1, max_length=256)]

@@ -11,19 +11,19 @@ from typing import Any
 
 from sglcore.engine.outputs import RequestOutput
 from sglcore.sampling.params import SamplingParams
-from sglcore.schedule.output import TokenLogprob
+from sglcore.schedule.request_output import TokenLogprob
 from sglcore.serving.apis.answer import named_events, warnings_of
-from sglcore.serving.apis.blocks import Block, BlockChange, Blocks
-from sglcore.serving.apis.logprobs import chat_logprobs
+from sglcore.serving.apis.content_blocks import Block, BlockChange, Blocks
+from sglcore.serving.apis.logprob_records import chat_logprobs
 from sglcore.serving.apis.responses.body import ResponsesRequest
 from sglcore.serving.apis.responses.items import input_items
-from sglcore.serving.apis.responses.store import ResponseStore, Stored
+from sglcore.serving.apis.responses.response_store import ResponseStore, Stored
 from sglcore.serving.apis.token_text import TokenTexts
 from sglcore.serving.apis.writer import Writer
 from sglcore.serving.chat.run import ChatEvent, ChatRun
-from sglcore.serving.replicas.errors import Failure, told
-from sglcore.serving.replicas.frontend import Frontend
+from sglcore.serving.replicas.engine_frontend import Frontend
 from sglcore.serving.replicas.runs import check_answered, failure_of
+from sglcore.serving.replicas.server_errors import Failure, told
 
 Event = dict[str, Any]
 _PREFIX = MappingProxyType({"text": "msg", "reasoning": "rs", "tool": "fc"})

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 from sglcore.serving.apis.responses.body import MessageItem
-from sglcore.serving.replicas.errors import InvalidRequest
+from sglcore.serving.replicas.server_errors import InvalidRequest
 
 _PREFIX = MappingProxyType({"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"})
 

@@ -8,9 +8,8 @@ from types import MappingProxyType
 from typing import Any
 
 from sglcore.sampling.params import SamplingParams
-from sglcore.serving.apis.body import OtherKind
 from sglcore.serving.apis.checks import SHOWN, check_limit, refuse_fields, refuse_kind
-from sglcore.serving.apis.params import format_grammar, sampling_params
+from sglcore.serving.apis.request_params import format_grammar, sampling_params
 from sglcore.serving.apis.responses.body import (
     CallItem,
     CallOutputItem,
@@ -24,8 +23,9 @@ from sglcore.serving.apis.responses.body import (
     SchemaFormat,
     TextPart,
 )
+from sglcore.serving.apis.shared_body import OtherKind
 from sglcore.serving.chat.run import ChatRequest
-from sglcore.serving.replicas.errors import InvalidRequest
+from sglcore.serving.replicas.server_errors import InvalidRequest
 
 _ABSENT = MappingProxyType(
     {

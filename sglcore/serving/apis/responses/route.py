@@ -12,16 +12,16 @@ from fastapi import APIRouter, Query, Request, Response
 from sglcore.sampling.params import SamplingParams
 from sglcore.serving.apis.answer import WITH_BODY, Stream, as_json, documented
 from sglcore.serving.apis.checks import check_model, own_names
-from sglcore.serving.apis.params import completed
+from sglcore.serving.apis.request_params import completed
 from sglcore.serving.apis.responses.body import CountRequest, ResponsesRequest
 from sglcore.serving.apis.responses.events import ResponseWriter
 from sglcore.serving.apis.responses.items import page_of
 from sglcore.serving.apis.responses.request import chat_request, response_request, unread, unused
-from sglcore.serving.apis.responses.store import ResponseStore
+from sglcore.serving.apis.responses.response_store import ResponseStore
 from sglcore.serving.apis.token_text import TokenTexts
-from sglcore.serving.chat.frontend import ChatFrontend
+from sglcore.serving.chat.chat_frontend import ChatFrontend
 from sglcore.serving.chat.run import count_prompt, start_chat
-from sglcore.serving.replicas.errors import InvalidRequest
+from sglcore.serving.replicas.server_errors import InvalidRequest
 
 _OWN_NAMES = MappingProxyType(
     {

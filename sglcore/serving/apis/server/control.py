@@ -12,9 +12,9 @@ from typing import Annotated, Literal
 from fastapi import APIRouter, Query, Response
 
 from sglcore.serving.apis.answer import Answer, as_json, documented
-from sglcore.serving.apis.body import Body, Items
-from sglcore.serving.replicas.errors import InvalidRequest
-from sglcore.serving.replicas.frontend import Frontend, PauseMode
+from sglcore.serving.apis.shared_body import Body, Items
+from sglcore.serving.replicas.engine_frontend import Frontend, PauseMode
+from sglcore.serving.replicas.server_errors import InvalidRequest
 
 _FLUSHES = ("/flush_cache", "/reset_prefix_cache")
 PATHS = frozenset(

@@ -11,13 +11,13 @@ from fastapi import APIRouter, Response
 from pydantic import create_model
 
 from sglcore import __version__
-from sglcore.device.server_config import ServerConfig
-from sglcore.device.settings import settings_of
+from sglcore.config.server_config import ServerConfig
+from sglcore.config.settings import settings_of
 from sglcore.schedule.draft_counts import sums_of
 from sglcore.serving.apis.answer import Answer, as_json
-from sglcore.serving.chat.frontend import ChatFrontend
+from sglcore.serving.chat.chat_frontend import ChatFrontend
 from sglcore.serving.replicas.ipc import EngineStats, ModelInfo
-from sglcore.serving.replicas.metrics import CONTENT_TYPE, kv_usage
+from sglcore.serving.replicas.metrics.server_metrics import CONTENT_TYPE, kv_usage
 from sglcore.serving.replicas.replica import Replica
 
 _LIMITS = tuple(

@@ -11,8 +11,8 @@ from fastapi.responses import JSONResponse
 from pydantic import ConfigDict
 
 from sglcore.serving.apis.answer import Answer
-from sglcore.serving.replicas.frontend import Frontend
-from sglcore.serving.replicas.health import Health
+from sglcore.serving.replicas.engine_frontend import Frontend
+from sglcore.serving.replicas.metrics.health import Health
 
 
 class PhaseAnswer(Answer):

@@ -9,16 +9,16 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
 from sglcore.serving.http.middleware.admission import Admission
+from sglcore.serving.http.middleware.allowed_hosts import Hosts
 from sglcore.serving.http.middleware.bodies import Bodies
 from sglcore.serving.http.middleware.exchanges import Exchanges
-from sglcore.serving.http.middleware.hosts import Hosts
 from sglcore.serving.http.middleware.keys import Keys
 from sglcore.serving.http.middleware.paths import Paths
 from sglcore.serving.http.middleware.refusal import Refusals
 
 if TYPE_CHECKING:
     from sglcore.serving.http.tracing import Traces
-    from sglcore.serving.replicas.frontend import Frontend
+    from sglcore.serving.replicas.engine_frontend import Frontend
 
 log = logging.getLogger("sglcore.serving")
 

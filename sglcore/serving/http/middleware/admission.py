@@ -7,9 +7,9 @@ from collections.abc import Callable
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from sglcore.serving.apis.server.control import PATHS
-from sglcore.serving.http.errors import OLLAMA
+from sglcore.serving.http.http_errors import OLLAMA
 from sglcore.serving.http.middleware.refusal import TurnedAway
-from sglcore.serving.replicas.metrics import Metrics
+from sglcore.serving.replicas.metrics.server_metrics import Metrics
 
 MODEL = ("/v1/", OLLAMA)
 """Prefixes of the paths of endpoints that use the model."""

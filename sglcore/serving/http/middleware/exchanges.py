@@ -19,7 +19,7 @@ from starlette.types import Message as AsgiEvent
 from sglcore.serving.http.connection import ANSWERING
 from sglcore.serving.http.middleware.refusal import header
 from sglcore.serving.http.tracing import Answered, Traces
-from sglcore.serving.replicas.metrics import CALLER, CLOCKS, Metrics, RequestClock
+from sglcore.serving.replicas.metrics.server_metrics import CALLER, CLOCKS, Metrics, RequestClock
 
 QUIET = frozenset({"/livez", "/readyz", "/startupz", "/health", "/metrics", "/server_info/stats"})
 """Paths that machines request so often that their log lines have level debug."""

@@ -9,9 +9,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from starlette.types import Message as AsgiEvent
 
 from sglcore.serving.apis.answer import encode
-from sglcore.serving.http.errors import body_of
-from sglcore.serving.replicas.errors import INVALID, NO_HEADERS, Failure, Unanswered, told
-from sglcore.serving.replicas.metrics import Metrics
+from sglcore.serving.http.http_errors import body_of
+from sglcore.serving.replicas.metrics.server_metrics import Metrics
+from sglcore.serving.replicas.server_errors import INVALID, NO_HEADERS, Failure, Unanswered, told
 
 SMALL = 64 << 10
 """A body of up to this many bytes is read before the answer, so that the connection can be

@@ -1,0 +1,259 @@
+"""The kernel table of the native kernels; torch's kernels fill the other entries."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType, MethodType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sglcore.device.errors import ConfigError
+from sglcore.runtime.attention.contract import Unavailable
+from sglcore.runtime.kernels.reference_kernels import QuantizedCodes
+from sglcore.runtime.kernels.table import KernelTable, Limited
+from sglcore_cpu.kernels.draw import NativeDraw
+from sglcore_cpu.kernels.experts import Experts
+from sglcore_cpu.kernels.latent import Latent, takes_one, takes_store
+from sglcore_cpu.kernels.operations import Operations
+from sglcore_cpu.kernels.packed import PackedWeight
+from sglcore_cpu.kernels.panels import pack, pack_parts
+from sglcore_cpu.kernels.proposals import Proposals
+from sglcore_cpu.kernels.quantized_form import pack_quantized, quantize
+from sglcore_cpu.kernels.recurrent import Recurrent
+from sglcore_cpu.kernels.sparse import SparseAttention, takes_keys, takes_rows, takes_state
+from sglcore_cpu.kernels.torch_kernels import clamped_moe as torch_clamped_moe
+from sglcore_cpu.kernels.torch_kernels import linear as torch_linear
+from sglcore_cpu.kernels.torch_kernels import moe as torch_moe
+from sglcore_cpu.kernels.torch_kernels import relu2_moe as torch_relu2_moe
+from sglcore_cpu.kernels.torch_kernels import takes_grouped, takes_plain_grouped, torch_kernels
+from sglcore_cpu.kernels.trees import Trees
+from sglcore_cpu.native import Engine, recorder
+
+TILED = ("amx",)
+"""Instruction sets for which torch's grouped products use tiles and the native experts do not."""
+MANY_ROWS = 16
+"""Tokens per expert that fill a tile."""
+FEW_ROWS = 8
+"""Up to this many tokens, a product with an unpacked weight is bound by reading the weight."""
+BITS: Mapping[str, int] = MappingProxyType({"int8": 8, "int4": 4})
+SERVED = (torch.float32, torch.bfloat16)
+"""Element types that the native kernels compute in."""
+
+
+class NativeLinear:
+    """Linear layers and embeddings. Packed weights use their own kernels. Plain weights go to torch
+    for more than `FEW_ROWS` tokens; for fewer, a torch call takes longer than the native kernel."""
+
+    def __init__(self, engine: Engine, operations: Operations, latent: Latent) -> None:
+        self.engine = engine
+        self._grouped = latent.grouped_linear
+        self._embedding = operations.embedding
+        self._silu_and_mul = operations.silu_and_mul
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Run the table's entry `linear`."""
+        if isinstance(weight, PackedWeight):
+            return weight.form.multiply(x, bias)
+        if bias is None and x.shape[0] <= FEW_ROWS and x.dtype in SERVED and takes_plain(x, weight):
+            return self._grouped(x.unsqueeze(1), weight.unsqueeze(0)).squeeze(1)
+        return torch_linear(x, weight, bias)
+
+    def gated_linear(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Run the table's entry `gated_linear`; in two passes if the weight's format has no fused
+        kernel."""
+        gated = weight.form.multiply_gated(x) if isinstance(weight, PackedWeight) else None
+        return self._silu_and_mul(self.linear(x, weight, None)) if gated is None else gated
+
+    def head(self, hidden: Tensor, weight: Tensor) -> Tensor:
+        """Run the table's entry `head`: float32 logits."""
+        if isinstance(weight, PackedWeight):
+            return weight.form.multiply(hidden, None, wide=True)
+        return torch_linear(hidden, weight, None).float()
+
+    def embedding(self, ids: Tensor, weight: Tensor) -> Tensor:
+        """Run the table's entry `embedding` on a plain or packed weight."""
+        if isinstance(weight, PackedWeight):
+            return weight.form.rows(ids, weight.dtype)
+        return self._embedding(ids, weight)
+
+    def pack(self, weight: Tensor) -> Tensor:
+        """Pack the weight in panels; a dtype outside `SERVED` stays plain."""
+        return pack(self.engine, weight) if weight.dtype in SERVED else weight
+
+    def pack_parts(self, parts: Sequence[Tensor], done: Callable[[int], None]) -> Tensor | None:
+        """Run the table's entry `pack_parts`."""
+        return pack_parts(self.engine, parts, done)
+
+    def pack_quantized(self, quantized: QuantizedCodes) -> Tensor:
+        """Run the table's entry `pack_quantized`. Raises ConfigError for a dtype outside
+        `SERVED`."""
+        check_served(quantized.dtype)
+        codes, scales, zeros = quantized.codes, quantized.scales, quantized.zeros
+        return pack_quantized(self.engine, codes, scales, zeros, quantized.bits, quantized.group, quantized.dtype)
+
+    def quantize(self, weight: Tensor, kind: str) -> Tensor:
+        """Run the table's entry `quantize_linear`. Raises ConfigError for a dtype outside
+        `SERVED`."""
+        check_served(weight.dtype)
+        return quantize(self.engine, weight, BITS[kind])
+
+
+def takes(*call: object) -> str:
+    """Return why a kernel refuses the call: the first floating-point argument must be float32 or
+    bfloat16; empty if it is."""
+    dtype = next(arg.dtype for arg in call if isinstance(arg, Tensor) and arg.is_floating_point())
+    return "" if dtype in SERVED else f"it computes in float32 and bfloat16, not in {str(dtype).removeprefix('torch.')}"
+
+
+def takes_plain(x: Tensor, weight: Tensor) -> bool:
+    """Return whether x [T, in] and a plain weight have one dtype and contiguous rows."""
+    return not weight.is_mkldnn and x.dtype is weight.dtype and x.dim() == 2 and x.stride(1) == weight.stride(1) == 1
+
+
+def check_served(dtype: torch.dtype) -> None:
+    """Raise ConfigError for a dtype in which weights of 8 or 4 bits can not be multiplied."""
+    if dtype not in SERVED:
+        raise ConfigError(
+            f"weights of 8 or 4 bits are multiplied in bfloat16 or float32; found the dtype {dtype}".replace(
+                "torch.", ""
+            ),
+            remedy="--dtype bfloat16",
+        )
+
+
+class NativeExperts:
+    """A mixture of experts by one of two kernels: torch's grouped products from `MANY_ROWS` tokens
+    per expert on average, if they take the call, else the native kernel. A recorded step always
+    uses the native kernel, which needs no extra memory in the record."""
+
+    def __init__(
+        self, native: Callable[..., Tensor], grouped: Callable[..., Tensor], takes: Callable[..., str]
+    ) -> None:
+        self._native, self._grouped, self._takes = native, grouped, takes
+
+    def __call__(self, hidden: Tensor, weights: Tensor, ids: Tensor, w13: Tensor, *others: Any) -> Tensor:
+        """Run the table's entry."""
+        is_large = ids.numel() >= MANY_ROWS * w13.shape[0] and recorder.get() is None
+        is_large = is_large and not self._takes(hidden, weights, ids, w13, *others)
+        return (self._grouped if is_large else self._native)(hidden, weights, ids, w13, *others)
+
+
+ACTIVATION_BITS = 8
+"""Bits of the activations that are multiplied with integer codes, with a scale for each token and
+group: the sums within a group are exact integers."""
+
+
+def native_table(engine: Engine) -> KernelTable:
+    """Make the table: every entry that the engine serves; the others are torch's."""
+    operations, proposals = Operations(engine), Proposals(engine)
+    latent, experts = Latent(engine), Experts(engine)
+    linear, draw, recurrent = NativeLinear(engine, operations, latent), NativeDraw(engine), Recurrent(engine)
+    return (
+        torch_kernels()
+        .replace(
+            linear=linear.linear,
+            gated_linear=Limited(linear.gated_linear, takes),
+            pack_linear=linear.pack,
+            pack_head=linear.pack,
+            pack_parts=linear.pack_parts,
+            pack_quantized=linear.pack_quantized,
+            quantize_linear=linear.quantize,
+            head=linear.head,
+            embedding=linear.embedding,
+            rms_norm=Limited(operations.rms_norm, takes),
+            add_rms_norm=Limited(operations.add_rms_norm, takes),
+            layer_norm=Limited(operations.layer_norm, takes),
+            silu_and_mul=Limited(operations.silu_and_mul, takes),
+            limited_silu_and_mul=Limited(operations.limited_silu_and_mul, takes),
+            gelu_tanh_and_mul=Limited(operations.gelu_tanh_and_mul, takes),
+            gelu=Limited(operations.gelu, takes),
+            rotary=Limited(operations.rotary, takes),
+            rotary_and_store=Limited(operations.rotary_and_store, takes),
+            norm_rotary_and_store=Limited(operations.norm_rotary_and_store, takes),
+            store_kv=Limited(operations.store_kv, takes),
+            cache_locations=operations.cache_locations,
+            place_proposals=proposals.place_proposals,
+            accept_proposals=proposals.accept_proposals,
+            **_trees(Trees(engine)),
+            causal_conv=Limited(recurrent.causal_conv, takes),
+            gated_delta_rule=Limited(recurrent.gated_delta_rule, takes),
+            selective_scan=Limited(recurrent.selective_scan, takes),
+            gated_rms_norm=Limited(recurrent.gated_rms_norm, takes),
+            top_k_routing=Limited(experts.top_k_routing, takes),
+            sigmoid_routing=Limited(experts.sigmoid_routing, takes),
+            sqrtsoftplus_routing=Limited(experts.sqrtsoftplus_routing, takes),
+            hash_routing=Limited(experts.hash_routing, takes),
+            rope_tail=Limited(latent.rope_tail, takes_one),
+            norm_rope_store=Limited(latent.norm_rope_store, takes_store),
+            index_key_store=Limited(latent.index_key_store, takes_store),
+            **_sparse(SparseAttention(engine)),
+            grouped_linear=Limited(latent.grouped_linear, takes_one),
+            hc_pre=Limited(latent.hc_pre, takes_one),
+            hc_post=Limited(latent.hc_post, takes_one),
+            hc_head=Limited(latent.hc_head, takes_one),
+            draw=draw,
+            greedy=draw.greedy,
+            **_mixtures(experts, engine.instruction_set in TILED),
+        )
+        .rounding(ACTIVATION_BITS)
+    )
+
+
+def _sparse(sparse: SparseAttention) -> Mapping[str, Any]:
+    """Return the entries for attention over listed rows, and for the lists."""
+    return {
+        "window_rows": sparse.window_rows,
+        "block_rows": sparse.block_rows,
+        "compress_plan": sparse.compress_plan,
+        "compress": Limited(sparse.compress, takes_state),
+        "index_logits": Limited(sparse.index_logits, takes_keys),
+        "index_top_k": sparse.index_top_k,
+        "sparse_mqa": Limited(sparse.sparse_mqa, takes_rows),
+        "paged_mqa": Limited(sparse.paged_mqa, takes_rows),
+    }
+
+
+def _trees(trees: Trees) -> Mapping[str, Any]:
+    """Return the entries for draft trees."""
+    return {
+        "tree_expand": trees.tree_expand,
+        "tree_build": trees.tree_build,
+        "tree_place": trees.tree_place,
+        "tree_walk": trees.tree_walk,
+    }
+
+
+def _mixtures(experts: Experts, has_tiles: bool) -> Mapping[str, Limited]:
+    """Return the entries for mixtures of experts."""
+    moe, clamped_moe, relu2_moe = experts.moe, experts.clamped_moe, experts.relu2_moe
+    if has_tiles:
+        moe = NativeExperts(moe, torch_moe, takes_grouped)
+        clamped_moe = NativeExperts(clamped_moe, torch_clamped_moe, takes_grouped)
+        relu2_moe = NativeExperts(relu2_moe, torch_relu2_moe, takes_plain_grouped)
+    return {
+        "moe": Limited(moe, takes),
+        "clamped_moe": Limited(clamped_moe, takes),
+        "relu2_moe": Limited(relu2_moe, takes),
+        "limited_moe": Limited(experts.limited_moe, takes),
+    }
+
+
+def is_native(kernels: KernelTable) -> bool:
+    """Return whether `native_table` made the table."""
+    return _owner(kernels) is not None
+
+
+def engine_of(kernels: KernelTable) -> Engine:
+    """Return the engine of a native table. Raises Unavailable for another table, which makes the
+    caller choose another attention backend."""
+    owner = _owner(kernels)
+    if owner is None:
+        raise Unavailable("it needs the native kernels, which do not serve here; the row `kernels` says why")
+    return owner.engine
+
+
+def _owner(kernels: KernelTable) -> NativeLinear | None:
+    owner = kernels.linear.__self__ if isinstance(kernels.linear, MethodType) else None
+    return owner if isinstance(owner, NativeLinear) else None

@@ -1,0 +1,201 @@
+"""Torch's kernel table: the reference, with entries replaced by ones that need fewer torch calls.
+It serves where the native kernels do not.
+
+At batch 1 a call costs more than its arithmetic, so each entry here reduces the number of calls,
+not of FLOPs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from sglcore.runtime.kernels.grouped_moe import grouped_clamped_moe, grouped_moe, grouped_relu2_moe
+from sglcore.runtime.kernels.reference_kernels import clamped_moe as reference_clamped_moe
+from sglcore.runtime.kernels.reference_kernels import moe as reference_moe
+from sglcore.runtime.kernels.reference_kernels import relu2_moe as reference_relu2_moe
+from sglcore.runtime.kernels.reference_kernels import rotary as reference_rotary
+from sglcore.runtime.kernels.table import KernelTable, Limited, takes_one_dtype
+
+REMEMBERED = 1024
+"""Most NumPy arrays of recent buffers that `CacheLocations` caches."""
+
+
+def store_kv(key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, out_cache_loc: Tensor) -> None:
+    """Store keys and values with two index copies."""
+    k_cache.index_copy_(0, out_cache_loc, key.to(k_cache.dtype))
+    v_cache.index_copy_(0, out_cache_loc, value.to(v_cache.dtype))
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Compute the RMS norm by one fused call: the layer norm of (x, -x), which has mean 0 and the
+    mean square of x as variance."""
+    size = x.shape[-1]
+    normed = F.layer_norm(torch.cat((x, -x), dim=-1), (2 * size,), None, None, eps)
+    return normed[..., :size] * weight
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Add x into `residual` in place, which the caller does not use afterwards, and normalise."""
+    total = residual.add_(x)
+    return rms_norm(total, weight, eps), total
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Multiply; a packed weight is multiplied by oneDNN (mkldnn), which packed it."""
+    if weight.is_mkldnn:
+        return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+    return F.linear(x, weight, bias)
+
+
+def pack_linear(weight: Tensor) -> Tensor:
+    """Pack a bfloat16 weight in blocks for the processor's bfloat16 instructions: up to twice as
+    fast at one token. Other dtypes, and processors without them, keep the plain weight."""
+    if weight.dtype is not torch.bfloat16 or not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return weight
+    return torch.ops.mkldnn._reorder_linear_weight(weight.detach(), 1)
+
+
+def moe(hidden: Tensor, weights: Tensor, ids: Tensor, w13: Tensor, w2: Tensor) -> Tensor:
+    """Compute the chosen experts only. torch.compile supports grouped products in bfloat16 only,
+    so it gets the reference for other dtypes."""
+    if torch.compiler.is_compiling() and hidden.dtype is not torch.bfloat16:
+        return reference_moe(hidden, weights, ids, w13, w2)
+    return grouped_moe(hidden, weights, ids, w13, w2)
+
+
+def clamped_moe(hidden: Tensor, *others: Any) -> Tensor:
+    """Compute the chosen experts only, as `moe`."""
+    if torch.compiler.is_compiling() and hidden.dtype is not torch.bfloat16:
+        return reference_clamped_moe(hidden, *others)
+    return grouped_clamped_moe(hidden, *others)
+
+
+def relu2_moe(hidden: Tensor, *others: Any) -> Tensor:
+    """Compute the chosen experts only, as `moe`."""
+    if torch.compiler.is_compiling() and hidden.dtype is not torch.bfloat16:
+        return reference_relu2_moe(hidden, *others)
+    return grouped_relu2_moe(hidden, *others)
+
+
+def takes_grouped(hidden: Tensor, weights: Tensor, ids: Tensor, w13: Tensor, *others: Any) -> str:
+    """Return why torch's grouped product refuses the call: it needs rows of a multiple of 16 bytes;
+    empty if it takes it."""
+    return _whole_rows(hidden, w13.shape[1] // 2)
+
+
+def takes_plain_grouped(hidden: Tensor, weights: Tensor, ids: Tensor, w1: Tensor, *others: Any) -> str:
+    """Return the same as `takes_grouped` for experts without a gate."""
+    return _whole_rows(hidden, w1.shape[1])
+
+
+def _whole_rows(hidden: Tensor, inner: int) -> str:
+    sizes = hidden.shape[1], inner
+    if all(size * hidden.dtype.itemsize % 16 == 0 for size in sizes):
+        return ""
+    return f"rows of {sizes[0]} and {sizes[1]} elements are not multiples of 16 bytes"
+
+
+class CacheLocations:
+    """The table's entry `cache_locations`, with NumPy on the tensors' memory: a third of the time
+    of the same torch calls.
+
+    The buffers of a steady step are the same objects each time, so their arrays are cached.
+    """
+
+    def __init__(self) -> None:
+        self._arrays: dict[int, tuple[Tensor, np.ndarray]] = {}
+
+    def __call__(self, page_table: Tensor, slots: Tensor, positions: Tensor, page_size: int, out: Tensor) -> None:
+        """Write the KV slots of the tokens to `out`, as the table defines."""
+        array = self._array
+        pages, offsets = np.divmod(array(positions), page_size)
+        np.add(array(page_table)[array(slots), pages] * page_size, offsets, out=array(out))
+
+    def _array(self, tensor: Tensor) -> np.ndarray:
+        """Return the tensor's array; the cache keeps the tensor alive, so its id is not reused."""
+        found = self._arrays.get(id(tensor))
+        if found is None:
+            if len(self._arrays) >= REMEMBERED:
+                self._arrays.clear()
+            found = self._arrays[id(tensor)] = (tensor, tensor.numpy())
+        return found[1]
+
+
+def takes_whole_heads(q: Tensor, k: Tensor, positions: Tensor, cos_sin_cache: Tensor, head_dim: int) -> str:
+    """Return why the call is refused: heads must be rotated whole; empty if they are."""
+    rotated = cos_sin_cache.shape[1]
+    return "" if rotated == head_dim else f"{rotated} of {head_dim} elements of a head are rotated"
+
+
+class Rotary:
+    """Rotary embedding x * cos + swapped(x) * sin, for q and k in one call if they are adjacent in
+    memory.
+
+    For heads that are rotated whole. torch.compile fuses the reference better than this, so it gets
+    the reference. For each cos/sin cache and dtype it keeps a table with both halves written out:
+    rows of [cos, cos, -sin, sin].
+    """
+
+    def __init__(self) -> None:
+        self._tables: dict[tuple[int, torch.dtype], tuple[Tensor, Tensor]] = {}
+
+    def __call__(
+        self, q: Tensor, k: Tensor, positions: Tensor, cos_sin_cache: Tensor, head_dim: int
+    ) -> tuple[Tensor, Tensor]:
+        """Rotate q and k into new tensors, as the table's entry `rotary` defines."""
+        if torch.compiler.is_compiling():
+            return reference_rotary(q, k, positions, cos_sin_cache, head_dim)
+        rows = self._table(cos_sin_cache, q.dtype).index_select(0, positions).unsqueeze(1)
+        cos, sin = rows.split(head_dim, dim=-1)
+        tokens, width = q.shape
+        if _are_neighbours(q, k):
+            heads = (width + k.shape[1]) // head_dim
+            both = q.as_strided((tokens, heads, head_dim), (q.stride(0), head_dim, 1))
+            rotated = _rotate(both, cos, sin).view(tokens, heads * head_dim)
+            return rotated[:, :width], rotated[:, width:]
+        return _rotate_flat(q, cos, sin, head_dim), _rotate_flat(k, cos, sin, head_dim)
+
+    def _table(self, cache: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the written-out table; it keeps `cache` alive, so its id is not reused."""
+        key = (id(cache), dtype)
+        if key not in self._tables:
+            cos, sin = cache.chunk(2, dim=-1)
+            self._tables[key] = (cache, torch.cat([cos, cos, -sin, sin], dim=-1).to(dtype))
+        return self._tables[key][1]
+
+
+def _are_neighbours(q: Tensor, k: Tensor) -> bool:
+    return q.stride(0) == k.stride(0) and k.data_ptr() == q.data_ptr() + q.shape[1] * q.element_size()
+
+
+def _rotate_flat(x: Tensor, cos: Tensor, sin: Tensor, head_dim: int) -> Tensor:
+    tokens, width = x.shape
+    return _rotate(x.view(tokens, width // head_dim, head_dim), cos, sin).view(tokens, width)
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate x [T, heads, D] by cos and sin [T, 1, D]; returns a new tensor."""
+    tokens, heads, head_dim = x.shape
+    swapped = x.view(tokens, heads, 2, head_dim // 2).flip(2).view(tokens, heads, head_dim)
+    return swapped.mul_(sin).addcmul_(x, cos)
+
+
+def torch_kernels() -> KernelTable:
+    """Make torch's kernel table."""
+    return KernelTable().replace(
+        linear=linear,
+        pack_linear=pack_linear,
+        rms_norm=Limited(rms_norm, takes_one_dtype),
+        add_rms_norm=Limited(add_rms_norm, takes_one_dtype),
+        moe=Limited(moe, takes_grouped),
+        relu2_moe=Limited(relu2_moe, takes_plain_grouped),
+        clamped_moe=Limited(clamped_moe, takes_grouped),
+        rotary=Limited(Rotary(), takes_whole_heads),
+        store_kv=store_kv,
+        cache_locations=CacheLocations(),
+    )

@@ -1,0 +1,65 @@
+"""Ledger rows that say which kernels serve this model, so that no fallback is silent."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import torch
+
+from sglcore.device.ledger import Row
+from sglcore.runtime.bring_up import LoadedModel
+from sglcore_cpu.arena import huge_pages
+from sglcore_cpu.kernels.packed import ClosedWeight
+from sglcore_cpu.kernels.table import SERVED, is_native
+
+PLAIN = "plain"
+NATIVE_EXPERTS = Row("experts", "auto", "native", "only the chosen experts are computed", "--kernels torch")
+
+
+def kernel_rows(model: LoadedModel, graph: str) -> list[Row]:
+    """Return the rows of entries that depend on the model's dtype and shapes: linear layers,
+    experts."""
+    rows = [linear_row(model, graph)]
+    config = model.config
+    if config.moe is not None:
+        by_torch = not is_native(model.kernels) or model.dtype not in SERVED
+        rows.append(experts_row(model.dtype, graph) if by_torch else NATIVE_EXPERTS)
+    return rows
+
+
+def linear_row(model: LoadedModel, graph: str) -> Row:
+    """Return the row of linear layers: their packed formats, which determine the kernels."""
+    layers = model.weights.linears
+    forms = Counter(_form(layer.weight) for layer in layers)
+    told = ", ".join(f"{count} of {len(layers)} {form}" for form, count in forms.items())
+    if PLAIN not in forms:
+        return Row("linear", "auto", "packed", told, "--kernels torch")
+    if graph == "compiled":
+        return Row("linear", "auto", PLAIN, "a compiler reads plain weights", "--graph native")
+    if model.dtype is torch.float16:
+        return Row("linear", "auto", PLAIN, "the native kernels do not compute in float16", "--dtype bfloat16")
+    return Row("linear", "auto", "packed" if len(forms) > 1 else PLAIN, told, "--kernels auto")
+
+
+def _form(weight: torch.Tensor) -> str:
+    if isinstance(weight, ClosedWeight):
+        return weight.form.name
+    return "bf16 blocks of torch's library" if weight.is_mkldnn else PLAIN
+
+
+def pages_row(root: Path = Path("/")) -> Row:
+    """Return the row that says whether weights are on huge pages. No setting requests them, so
+    their absence is no downgrade."""
+    granted, why = huge_pages(root)
+    remedy = "" if granted else "echo madvise > /sys/kernel/mm/transparent_hugepage/enabled"
+    return Row("pages", "auto", "huge" if granted else "4 KiB", why, remedy)
+
+
+def experts_row(dtype: torch.dtype, graph: str) -> Row:
+    """Return the row of experts on torch's kernels: grouped products (if they take the experts'
+    sizes), or the reference."""
+    if graph == "compiled" and dtype is not torch.bfloat16:
+        reason = f"a compiler takes grouped products of bfloat16 only, not {dtype}"
+        return Row("experts", "auto", "reference in graphs", reason, "--graph off, or --dtype bfloat16")
+    return Row("experts", "auto", "grouped", "only the chosen experts are computed", "--graph compiled in float32")

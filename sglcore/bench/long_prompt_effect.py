@@ -1,0 +1,85 @@
+"""The effect of long prompts on chats: the gaps between pieces of text while a long prompt is
+pending, and while none is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+
+from sglcore.bench.figures import Spread, spread
+from sglcore.bench.request_record import Record
+
+Interval = tuple[float, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """Milliseconds between pieces of text of chats: `quiet`, with no long prompt pending, and
+    `during`, with one; None if there were none. `first`: from the send of a long prompt to its
+    first token. `prompts`: number of long prompts that completed."""
+
+    quiet: Spread | None
+    during: Spread | None
+    first: Spread | None
+    prompts: int
+
+    def ratio(self, name: str) -> float | None:
+        """Return a percentile, such as "p50", of gaps during long prompts divided by the same of
+        quiet time.
+        """
+        if self.quiet is None or self.during is None:
+            return None
+        quiet, during = getattr(self.quiet, name), getattr(self.during, name)
+        return during / quiet if quiet > 0 else None
+
+    def as_json(self) -> Mapping[str, object]:
+        """Return plain values, rounded to the precision of the measurement."""
+        spreads = {"quiet": self.quiet, "during": self.during, "first": self.first}
+        plain = {
+            f"{name}_ms": None if found is None else {key: round(value, 3) for key, value in asdict(found).items()}
+            for name, found in spreads.items()
+        }
+        ratios = {name: self.ratio(name) for name in ("p50", "p99")}
+        return {
+            "prompts": self.prompts,
+            **plain,
+            "ratios": {name: None if value is None else round(value, 3) for name, value in ratios.items()},
+        }
+
+
+def awaited(records: Sequence[Record]) -> list[Interval]:
+    """Return the interval from the send of each long prompt to its first token, or to its end if it
+    had none. Seconds since the load began.
+    """
+    return [(each.sent, each.marks[0] if each.marks else each.end) for each in records if each.is_long]
+
+
+def gaps_beside(records: Sequence[Record]) -> tuple[list[float], list[float]]:
+    """Return the seconds between pieces of text of chats: gaps without a pending long prompt, and
+    gaps during one.
+    """
+    intervals = awaited(records)
+    quiet, during = list[float](), list[float]()
+    for record in records:
+        if record.is_long or not record.is_whole:
+            continue
+        for before, gap in zip(record.marks, record.gaps, strict=False):
+            is_beside = any(start < before + gap and before < end for start, end in intervals)
+            (during if is_beside else quiet).append(gap)
+    return quiet, during
+
+
+def beside(records: Sequence[Record]) -> Beside | None:
+    """Return the figures of a load with long prompts; None if the load has no long prompt."""
+    long = [record for record in records if record.is_long]
+    if not long:
+        return None
+    quiet, during = gaps_beside(records)
+    whole = [record for record in long if record.is_whole]
+    firsts = [record.marks[0] - record.sent for record in whole]
+    return Beside(_spread(quiet), _spread(during), _spread(firsts), len(whole))
+
+
+def _spread(values: list[float]) -> Spread | None:
+    return spread(values) if values else None

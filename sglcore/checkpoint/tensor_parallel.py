@@ -1,0 +1,158 @@
+"""Which tensor parallel sizes fit a model, and the part of it that each rank holds: pure arithmetic
+over its configuration.
+
+A constraint is data: it names what is divided in words for a person, and the remedy lists the sizes
+that every constraint allows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from types import MappingProxyType
+
+from sglcore.checkpoint.model_config import ModelConfig
+from sglcore.checkpoint.quantization_config import read_quantization
+from sglcore.device.errors import ConfigError
+
+MOST_WIDTH = 64
+"""Largest size that is tried for the list of sizes that fit."""
+
+
+Fits = Callable[[int, int], bool]
+"""`fits(size, width)`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Constraint:
+    """What is divided: `name`, of `size`, which must satisfy `fits(size, width)`. `axis`: the ranks
+    that divide it: those of a shard ("attn_tp"), all ranks ("tp"), or all ranks unless each holds
+    whole experts ("expert")."""
+
+    name: str
+    size: int
+    fits: Fits
+    axis: str = "tp"
+
+
+def _divides(size: int, width: int) -> bool:
+    return size % width == 0
+
+
+def _shares(size: int, width: int) -> bool:
+    """Key heads are divided, or several ranks hold the same head."""
+    return size % width == 0 or width % size == 0
+
+
+def constraints(config: ModelConfig) -> tuple[Constraint, ...]:
+    """Return the constraints of attention, states, feed-forward blocks and experts. The vocabulary
+    has none: it is padded."""
+    found = [
+        Constraint("attention heads", config.num_attention_heads, _divides, "attn_tp"),
+        Constraint("heads of keys and values", config.num_key_value_heads, _shares, "attn_tp"),
+    ]
+    moe = config.moe
+    if moe is None or not all(moe.layers):
+        found.append(
+            Constraint("numbers between the two halves of a feed-forward block", config.intermediate_size, _divides)
+        )
+    if moe is not None:
+        inside = "numbers between the two halves of an expert"
+        found.append(Constraint(inside, moe.intermediate_size, _divides, "expert"))
+        if moe.shared_size:
+            found.append(Constraint("numbers inside the shared expert", moe.shared_size, _divides))
+    return (*found, *_of_words(config), *_of_groups(config))
+
+
+_WORDS: Mapping[str, tuple[str, Fits]] = MappingProxyType(
+    {
+        "linear_num_key_heads": ("heads of keys with a state", _divides),
+        "linear_num_value_heads": ("heads of values with a state", _divides),
+        "mamba_n_heads": ("heads with a state", _divides),
+        "mamba_n_groups": ("groups of heads with a state", _shares),
+        "o_groups": ("groups of attention heads", _divides),
+        "shared_intermediate_size": ("numbers between the two halves of the shared block", _divides),
+    }
+)
+"""Other numbers of the configuration that are divided, with their names for a person."""
+
+
+def _of_words(config: ModelConfig) -> Iterator[Constraint]:
+    for word, (name, fits) in _WORDS.items():
+        if word in config.words:
+            axis = "tp" if word == "shared_intermediate_size" else "attn_tp"
+            yield Constraint(name, config.words[word], fits, axis)
+    if "conv_L_cache" in config.words:
+        yield Constraint("channels of convolutions", config.hidden_size, _divides, "attn_tp")
+
+
+def _of_groups(config: ModelConfig) -> Iterator[Constraint]:
+    """Yield constraints of quantised columns that share a scale: ranks must not split a group."""
+    quantization = read_quantization(config.raw)
+    values = config.num_attention_heads * config.words.get("v_head_dim", config.head_dim)
+    inner = 0 if config.moe is not None and all(config.moe.layers) else config.intermediate_size
+    for module, size, axis in (("self_attn.o_proj", values, "attn_tp"), ("mlp.down_proj", inner, "tp")):
+        scheme = None if quantization is None else quantization.scheme(f"model.layers.0.{module}")
+        group = 0 if scheme is None or scheme.kind == "float8" else scheme.block[1] or 0
+        if group and size:
+            fits = partial(_keeps_groups, group)
+            yield Constraint(f"inputs of {module}, in groups of {group} with a scale,", size, fits, axis)
+
+
+def _keeps_groups(group: int, size: int, width: int) -> bool:
+    return size % width == 0 and size // width % group == 0
+
+
+def legal_widths(config: ModelConfig) -> tuple[int, ...]:
+    """Return every width up to MOST_WIDTH by which the model can be divided, ascending."""
+    rules = constraints(config)
+    return tuple(width for width in range(1, MOST_WIDTH + 1) if all(rule.fits(rule.size, width) for rule in rules))
+
+
+def check_divisible(config: ModelConfig, width: int, is_ours: bool = True) -> None:
+    """Raise ConfigError for a checkpoint that can not be divided on any device; the error says what
+    it has, and the remedy. `is_ours`: its layers are built here, not by a library's own class."""
+    refused = {
+        "layers by transformers' own class, which are not divided": not is_ours,
+    }
+    for what, is_so in refused.items():
+        if is_so:
+            raise ConfigError(f"tp is {width}, and this model has {what}", remedy="--tp 1")
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """One of `size` equal parts."""
+
+    rank: int
+    size: int
+
+    def part(self, count: int) -> tuple[int, int]:
+        """Return [first, last) of `count` items. Raises ConfigError if they do not divide
+        evenly."""
+        each, rest = divmod(count, self.size)
+        if rest:
+            raise ConfigError(
+                f"tp is {self.size}, and {count} of what a layer divides are no multiple of it",
+                wanted="a divisor",
+                remedy="--tp with one",
+            )
+        return self.rank * each, (self.rank + 1) * each
+
+    def kv_heads(self, heads: int) -> tuple[int, int]:
+        """Return [first, last) of the key and value heads that this part's queries read: query head
+        j reads j * heads
+
+        queries, so a head that several parts read is held by each of them.
+        """
+        first = self.rank * heads // self.size
+        return first, first + max(heads // self.size, 1)
+
+    def vocabulary(self, rows: int) -> tuple[int, int]:
+        """Return [first, last) of this rank's rows; all ranks have the same number of rows.
+
+        Rows after the end of the vocabulary are padding.
+        """
+        each = -(-rows // self.size)
+        return self.rank * each, (self.rank + 1) * each

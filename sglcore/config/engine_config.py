@@ -1,0 +1,289 @@
+"""The configuration: every argument is read once, here, into the frozen record of the engine or of
+the server.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from types import MappingProxyType
+from typing import Any
+
+from sglcore.config.server_config import ServerConfig, read_keys
+from sglcore.config.settings import PREFIX, check_values, memory_bytes, resolve, setting
+
+__all__ = [
+    "PREFIX",
+    "EngineConfig",
+    "config_of_plain",
+    "memory_bytes",
+    "plain_config",
+    "resolve_config",
+    "resolve_server_config",
+]
+
+MOST_DRAFTS = 32
+MOST_BEAMS = 16
+"""Maximum number of draft tokens per step (MOST_DRAFTS) and per position (MOST_BEAMS).
+
+Each draft token adds a row per request to every step, its graphs and its logits. At an acceptance
+rate of 0.9, all 32 are accepted in one step of 29, and 32 give at most 4 % more tokens than 24.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """The configuration of the engine. None means "choose, and give the reason in the ledger".
+
+    `kv_cache_memory` is in bytes. Without `graph_token_buckets`, the buckets are dense enough that
+    no prompt is padded to more than twice its tokens. `poison` proves that nothing reads what an
+    older step left in a buffer.
+    """
+
+    model: str | None = setting(
+        None,
+        "Checkpoint folder, GGUF file, or Hugging Face model: owner/name, or owner/name:quant for a GGUF file;"
+        " default: the embedded model.",
+    )
+    revision: str | None = setting(None, "Branch, tag or commit of a Hugging Face model; default: main.")
+    hf_token: str | None = setting(
+        None, "Hugging Face access token; default: HF_TOKEN, or the one of `hf auth login`.", is_secret=True
+    )
+    device: str | None = setting(None, "Device to run on, NAME or NAME:INDEX; default: the best one found.")
+    tp: int = setting(
+        1, "Tensor parallel size: the number of devices that share every layer, one process per device.", least=1
+    )
+    nodes: int = setting(
+        1,
+        "Number of hosts that run one model, each with tp / nodes devices; start this command on each host.",
+        least=1,
+    )
+    node_rank: int | None = setting(None, "Rank of this host, from 0; host 0 runs the server.", least=0)
+    leader: str | None = setting(
+        None,
+        "HOST:PORT on which host 0 waits for the others; or ray, or ray:ADDRESS of a cluster,"
+        " and Ray starts the other hosts.",
+    )
+    join_timeout: float = setting(300.0, "Seconds that hosts wait for each other at start-up.", least=1)
+    dp: int = setting(
+        1,
+        "Data parallel attention size: the devices of tp form this many groups, each with its"
+        " own requests and KV cache.",
+        least=1,
+    )
+    ep: int = setting(
+        1,
+        "Expert parallel size: the number of devices that whole experts are spread over; 1 splits every expert.",
+        least=1,
+    )
+    expert_dispatch: str = setting(
+        "auto",
+        "All-to-all of expert parallelism: ragged, fixed, one that the device offers, or auto"
+        " (the device's, else ragged).",
+    )
+    model_impl: str = setting(
+        "auto",
+        "Model implementation: native (sglcore), transformers, or auto (native if the architecture has one).",
+        choices=("auto", "native", "transformers"),
+    )
+    trust_remote_code: bool = setting(
+        False, "Allow Python code from the checkpoint folder to run if no other implementation serves the model."
+    )
+    skip_tokenizer: bool = setting(
+        False, "Load no tokenizer: prompts and answers are token ids; requests that need text are refused."
+    )
+    task: str = setting(
+        "auto",
+        "Task of the model: generate (text), embed (one vector per prompt), or auto (what the checkpoint is made for).",
+        choices=("auto", "generate", "embed"),
+    )
+    dtype: str = setting(
+        "auto",
+        "Data type of weights and activations: auto (the checkpoint's), float32, bfloat16, float16, or float64 if "
+        "the device computes in it.",
+        choices=("auto", "float32", "bfloat16", "float16", "float64"),
+    )
+    max_model_len: int | None = setting(
+        None, "Context length of each request, in tokens; default: the checkpoint's.", least=1
+    )
+    max_requests: int = setting(256, "Maximum number of running requests.", least=1)
+    max_batch_tokens: int = setting(
+        2048, "Maximum number of tokens in one step; longer prompts are prefilled in chunks.", least=1
+    )
+    page_size: int | None = setting(None, "Tokens per page of the KV cache.", least=1)
+    kv_cache_memory: int | None = setting(
+        None, "Size of the KV cache in bytes, such as 512M or 4G.", least=1, is_memory=True
+    )
+    memory_fraction: float | None = setting(
+        None,
+        "Fraction of the device's memory that weights, KV cache and everything else on it may use, such as 0.9;"
+        " kv_cache_memory takes precedence.",
+        least=0,
+        most=1,
+    )
+    snapshot_memory: int | None = setting(
+        None,
+        "Memory for saved states of recurrent layers, which the prefix cache restores, such as 1G.",
+        is_memory=True,
+    )
+    kv_cache_dtype: str = setting(
+        "auto",
+        "Data type of the KV cache: auto (the model's), fp8 (latent attention), or one that"
+        " the device offers, such as int8.",
+    )
+    hisparse: str | None = setting(
+        None,
+        "Offload the KV cache of sparse attention to host memory; the device keeps the entries used last: on,"
+        ' a JSON object such as {"device_buffer_size": 4096}, or a file that contains one.',
+    )
+    attention_backend: str | None = setting(None, "Attention backend; default: the device's first that fits the model.")
+    graph: str = setting(
+        "auto",
+        "Graph capture: full, breakable, piecewise, native, compiled (each if the device offers it), off, or auto.",
+    )
+    graph_buckets: tuple[int, ...] = setting(
+        (),
+        "Batch size of a decode graph; may be repeated. Default: the powers of two up to"
+        " max_requests, and max_requests,"
+        " but at most 256 for stream capture and 64 otherwise.",
+    )
+    graph_token_buckets: tuple[int, ...] = setting((), "Token count of a prefill graph; may be repeated.")
+    overlap: bool | None = setting(None, "Schedule the next step while the current one runs on the device.")
+    prompt_slices: str = setting(
+        "off",
+        "Layered prefill: run prompts a few layers at a time between decode steps. auto"
+        " chooses slices that decoding hardly"
+        " notices, a number sets tokens x layers per slice, off prefills in chunks.",
+    )
+    prompt_lane: str = setting(
+        "auto",
+        "How layered prefill shares the device with decoding: partition (its own part of the compute units),"
+        " priority (a stream of lower priority), interleave (between decode steps), or auto.",
+        choices=("auto", "partition", "priority", "interleave"),
+    )
+    two_batch_overlap: str = setting(
+        "off",
+        "Run a batch as two micro-batches, so that one computes while the other communicates: on, off,"
+        " or auto (on if it is measured to be faster at start-up).",
+        choices=("off", "on", "auto"),
+    )
+    prefix_cache: bool = setting(True, "Reuse the KV cache of prompts that start alike.")
+    strict: bool = setting(False, "Refuse to start if any choice is a downgrade of what was requested.")
+    threads: int | None = setting(None, "Number of CPU threads for a model that runs on the processor.", least=1)
+    poison: bool = setting(False, "Debugging: overwrite the input buffers before each step to detect stale reads.")
+    eager_input_no_copy: bool = setting(False, "Without graphs, run on inputs that are on the device without copying.")
+    quantize: str = setting(
+        "auto",
+        "Quantize the weights of linear layers at load: int8 or int4; auto keeps the checkpoint's weights;"
+        " none dequantizes them (exact activations, more memory).",
+        choices=("auto", "none", "int8", "int4"),
+    )
+    speculative: str | None = setting(
+        None,
+        "Speculative decoding; the text stays the same. Drafts come from ngram (earlier text"
+        " of the request), suffix (text"
+        " of earlier requests, else ngram), a draft model (eagle, eagle3, mtp, standalone, dflash, frozen-mtp), off,"
+        " or auto (what the checkpoint brings, if it is measured to be faster at start-up).",
+        choices=(
+            "auto",
+            "off",
+            "ngram",
+            "suffix",
+            "eagle",
+            "eagle3",
+            "mtp",
+            "standalone",
+            "dflash",
+            "frozen-mtp",
+        ),
+    )
+    draft_model: str | None = setting(
+        None,
+        "Draft model: a folder, absolute or inside the model's, or a Hugging Face name;"
+        " default: the one in the checkpoint.",
+    )
+    draft_tokens: int | None = setting(
+        None,
+        f"Number of draft tokens per step, at most {MOST_DRAFTS}; default: the number measured"
+        " to be fastest, possibly 0.",
+        least=1,
+        most=MOST_DRAFTS,
+    )
+    draft_width: int = setting(
+        1,
+        "Number of draft tokens per position; more than 1 drafts a tree, whose --draft-tokens"
+        " most likely nodes (default 7)"
+        " are verified. For eagle, eagle3, mtp, standalone and frozen-mtp.",
+        least=1,
+        most=MOST_BEAMS,
+    )
+    draft_depth: int | None = setting(
+        None,
+        "Maximum depth of a draft tree; default: 5, or less if the draft model allows less.",
+        least=1,
+        most=MOST_DRAFTS,
+    )
+    speculative_verify: str = setting(
+        "coupled",
+        "Acceptance rule of draft tokens: coupled (same text as without speculation), or the same probability"
+        " distribution only: rejection (token by token) or block (whole draft at once).",
+        choices=("coupled", "rejection", "block"),
+    )
+    kernels: str = setting(
+        "auto", 'Kernel table of the device; "reference" uses the slow reference kernels, to compare results.'
+    )
+    generation_config: str = setting(
+        "auto",
+        "Default sampling parameters: auto (generation_config.json of the checkpoint) or none.",
+        choices=("auto", "none"),
+    )
+    grammar_backend: str = setting(
+        "auto",
+        "Library for structured output: auto, llguidance, xgrammar or off.",
+        choices=("auto", "llguidance", "xgrammar", "off"),
+    )
+    shadow: int = setting(
+        0, "Debugging: also run every Nth graph replay eagerly and compare the results; 0 is never.", least=0
+    )
+    system_root: str | None = setting(None, "Directory in which hardware probes look for system files; default: /.")
+    sources: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}), compare=False)
+    """Where each value that is no default came from, by the setting's name: "argument" or the
+    environment variable."""
+
+    def __post_init__(self) -> None:
+        check_values(self)
+
+
+def resolve_config(given: Mapping[str, object], environ: Mapping[str, str] = os.environ) -> EngineConfig:
+    """Merge explicit arguments with `SGLCORE_*` variables (arguments win; an empty variable is
+    none).
+
+    Raises ConfigError for unknown names and for values of the wrong kind, and says what is known or
+    wanted. Variables of the server are allowed and not read.
+    """
+    return resolve(EngineConfig, given, environ, ServerConfig)
+
+
+def resolve_server_config(given: Mapping[str, object], environ: Mapping[str, str] = os.environ) -> ServerConfig:
+    """Do the same for the server's settings. Variables of the engine are allowed and not read.
+
+    The keys of `api_key_file` are read now and appended to those of `api_key`.
+    """
+    config: ServerConfig = resolve(ServerConfig, given, environ, EngineConfig)
+    if config.api_key_file is None:
+        return config
+    return replace(config, api_key=(*config.api_key, *read_keys(config.api_key_file)))
+
+
+def plain_config(config: EngineConfig) -> dict[str, Any]:
+    """Return the fields of a configuration as JSON values, for another process."""
+    values = {item.name: getattr(config, item.name) for item in fields(config)}
+    return {**values, "sources": dict(config.sources)}
+
+
+def config_of_plain(values: Mapping[str, Any]) -> EngineConfig:
+    """Return the configuration that a parent process resolved. No variable is read again."""
+    lists = {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
+    sources = MappingProxyType(dict(values["sources"]))
+    return EngineConfig(**{**values, **lists, "sources": sources})

@@ -1,0 +1,216 @@
+"""The server's configuration: the settings of `sglcore serve` other than the engine's, frozen."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from ipaddress import ip_address
+from pathlib import Path
+from types import MappingProxyType
+
+from sglcore.config.settings import PREFIX, check_values, setting, settings_of
+from sglcore.device.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class ServerConfig:
+    """The configuration of the server. Times are in seconds, sizes in bytes.
+
+    No key is needed if `api_key` and `api_key_file` have none. `replica_env`: `NAME=VALUE`;
+    `{index}` in VALUE is the replica's number. `ray_resources`: `NAME=AMOUNT`, such as CPU=4.
+    """
+
+    host: str = setting("127.0.0.1", "Address to listen on; 0.0.0.0 listens on all addresses of this machine.")
+    port: int = setting(8000, "Port to listen on; 0 takes a free one.", least=0)
+    served_model_name: tuple[str, ...] = setting((), "Model name that requests use; may be repeated.")
+    api_key: tuple[str, ...] = setting(
+        (), "Key that a request must send; may be repeated. Without keys, every request is served.", is_secret=True
+    )
+    api_key_file: str | None = setting(None, "File with keys, one per line.")
+    ssl_certfile: str | None = setting(None, "File with the server's certificate and its chain; turns TLS on.")
+    ssl_keyfile: str | None = setting(None, "Private key of the certificate, if ssl_certfile does not contain it.")
+    ssl_keyfile_password: str | None = setting(None, "Password of the private key.", is_secret=True)
+    ssl_ca_certs: str | None = setting(
+        None, "File with CA certificates. Clients must then present a certificate signed by one of them."
+    )
+    allowed_hosts: tuple[str, ...] = setting(
+        (), "Additional Host header that a server on loopback accepts; may be repeated."
+    )
+    cors_origins: tuple[str, ...] = setting(
+        (), "Origin whose pages may call the server from a browser; may be repeated, * allows all."
+    )
+    max_request_bytes: int = setting(8 << 20, "Maximum size of a request body, in bytes.", least=1)
+    max_batch_file_bytes: int = setting(200 << 20, "Maximum size of an uploaded batch file, in bytes.", least=1)
+    max_header_bytes: int = setting(32 << 10, "Maximum size of a request's headers, in bytes.", least=1)
+    max_connections: int = setting(4096, "Maximum number of open connections.", least=1)
+    max_concurrent_requests: int = setting(
+        1024, "Maximum number of requests in progress; further requests get 429.", least=1
+    )
+    max_queued_requests: int = setting(
+        2048, "Maximum number of requests that wait for the scheduler; further requests get 429.", least=0
+    )
+    max_prompts: int = setting(1024, "Maximum number of prompts in one request.", least=1)
+    max_n: int = setting(64, "Maximum number of samples per prompt (n).", least=1)
+    max_logprobs: int = setting(20, "Maximum number of alternatives per token (top_logprobs).", least=0)
+    max_prompt_tokens: int | None = setting(
+        None, "Maximum number of tokens in a prompt; default: what the context length allows.", least=1
+    )
+    vllm_metrics: bool = setting(False, "Export the metrics under vLLM's names as well.")
+    strict_fields: bool = setting(False, "Reject requests that have unknown fields.")
+    max_stored_responses: int = setting(
+        256, "Number of /v1/responses answers that are stored for later requests.", least=0
+    )
+    batch_folder: str | None = setting(
+        None, "Folder that stores the files and batches of /v1/files and /v1/batches; default: both are off."
+    )
+    max_batch_requests: int = setting(16, "Maximum number of batch requests that run at the same time.", least=1)
+    header_timeout: float = setting(10.0, "Seconds that a client may take to send the request headers.")
+    body_timeout: float = setting(30.0, "Seconds that a client may take to send the request body.")
+    write_timeout: float = setting(120.0, "Seconds after which a client that reads nothing is disconnected.")
+    sse_keep_alive: float = setting(
+        15.0, "Seconds without output after which a stream sends a comment to keep the connection open."
+    )
+    keep_alive: float = setting(75.0, "Seconds that an idle connection stays open.")
+    drain_timeout: float = setting(30.0, "Seconds that running requests may take to finish when the server stops.")
+    shutdown_timeout: float = setting(
+        10.0, "Seconds that an engine process may take to release its device at shutdown; then it is killed."
+    )
+    restart: bool = setting(False, "Restart an engine process that died.")
+    heartbeat_timeout: float = setting(20.0, "Seconds without a heartbeat after which an engine process is killed.")
+    step_timeout: float = setting(600.0, "Seconds that one step may take before its engine process is killed.")
+    replicas: int = setting(1, "Number of engine processes (data parallel replicas) behind this endpoint.", least=1)
+    replica_env: tuple[str, ...] = setting(
+        (), "Environment variable of each replica, NAME=VALUE, where {index} is its number; may be repeated."
+    )
+    role: str = setting(
+        "both",
+        "Role in prefill/decode disaggregation: both (no disaggregation), prompt (prefill, also for other engines),"
+        " or decode (the engines of --peers prefill).",
+        choices=("both", "prompt", "decode"),
+    )
+    peers: tuple[str, ...] = setting(
+        (), "Prefill engines of a decode engine, HOST:PORT; separated by commas, or repeated."
+    )
+    pages_address: str | None = setting(
+        None, "HOST:PORT on which a prefill engine serves KV pages; each further replica takes the next port."
+    )
+    pages_secret: str | None = setting(
+        None, "Secret that prefill and decode engines share; connections without it are refused.", is_secret=True
+    )
+    ray: str | None = setting(
+        None, "Start the replicas, or the nodes of one model, with Ray: address of a cluster, auto, or local."
+    )
+    ray_resources: tuple[str, ...] = setting((), "Ray resource of each replica, NAME=AMOUNT; may be repeated.")
+    tool_parser: str = setting(
+        "auto", "Parser of tool calls: auto (detected from the chat template), off, or a parser's name."
+    )
+    reasoning_parser: str = setting(
+        "auto", "Parser of reasoning: auto (detected from the chat template), off, or a parser's name."
+    )
+    chat_template: str | None = setting(None, "File with a chat template that replaces the checkpoint's.")
+    otlp_traces_endpoint: str | None = setting(
+        None, "OTLP/HTTP collector that receives a trace of each request, such as http://127.0.0.1:4318."
+    )
+    log_file: str | None = setting(None, "File to log to; default: standard error.")
+    log_level: str = setting(
+        "info", "Log level: debug, info, warning or error.", choices=("debug", "info", "warning", "error")
+    )
+    sources: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}), compare=False)
+    """Where each value that is no default came from, by the setting's name: "argument" or the
+    environment variable."""
+
+    def __post_init__(self) -> None:
+        check_values(self)
+        for name in (item.name for item in settings_of(ServerConfig).values() if item.kind == "float"):
+            value = getattr(self, name)
+            if value < 0 or (value == 0 and name != "drain_timeout"):
+                raise ConfigError(f"{name} is {value}", wanted="a number of seconds above 0", remedy=f"correct {name}")
+        if self.port > 65535:
+            raise ConfigError(f"port is {self.port}", wanted="a number from 0 to 65535", remedy="correct port")
+        if self.ssl_certfile is None and (self.ssl_keyfile or self.ssl_ca_certs or self.ssl_keyfile_password):
+            raise ConfigError("found a flag of TLS without a certificate", wanted="ssl_certfile", remedy="give one")
+        for place, key in enumerate(self.api_key, 1):
+            _check_key(key, f"key {place} of api_key")
+        for each in self.replica_env:
+            _check_variable(each)
+        for each in self.ray_resources:
+            _resource(each)
+
+    def variables_of(self, replica: int) -> dict[str, str]:
+        """Return the additional environment variables of one replica's process."""
+        pairs = (each.partition("=") for each in self.replica_env)
+        return {name: value.replace("{index}", str(replica)) for name, _, value in pairs}
+
+    @property
+    def resources(self) -> dict[str, float]:
+        """The cluster resources of each replica, by Ray's names."""
+        return dict(_resource(each) for each in self.ray_resources)
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether only this machine can reach the server."""
+        return is_loopback(self.host)
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether a name or an address can only mean this machine."""
+    if host.lower() == "localhost":
+        return True
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def read_keys(path: str) -> tuple[str, ...]:
+    """Return the keys of a file, one per line, without empty lines and lines that begin with `#`.
+    Raises ConfigError.
+    """
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not text"
+        raise ConfigError(f"api_key_file {path} can not be read: {reason}", remedy="correct api_key_file") from None
+    keys = {number: line.strip() for number, line in enumerate(lines, 1)}
+    keys = {number: key for number, key in keys.items() if key and not key.startswith("#")}
+    for number, key in keys.items():
+        _check_key(key, f"line {number} of {path}")
+    if not keys:
+        raise ConfigError(f"api_key_file {path} has no key", wanted="one key a line", remedy="add one, or leave it out")
+    return tuple(keys.values())
+
+
+def _check_key(key: str, where: str) -> None:
+    """Refuse a key that an HTTP header cannot carry. The error does not repeat the key."""
+    if not key or not all("!" <= letter <= "~" for letter in key):
+        raise ConfigError(f"{where} is not a key", wanted="printable ASCII without spaces", remedy="replace it")
+
+
+def _check_variable(text: str) -> None:
+    """Refuse the engine's own settings: an engine process gets them by value and would not read the
+    variable.
+    """
+    name, equals, _ = text.partition("=")
+    if not equals or not name.isidentifier():
+        raise ConfigError(f"replica_env has {text!r}", wanted="NAME=VALUE", remedy="correct replica_env")
+    if name.startswith(PREFIX):
+        raise ConfigError(
+            f"replica_env has {name}, which an engine process does not read: its settings come from the server's",
+            wanted="a variable of a library or a driver",
+            remedy=f"set {name} for the server, where it holds for every replica",
+        )
+
+
+def _resource(text: str) -> tuple[str, float]:
+    """Return name and amount of a cluster resource."""
+    name, _, amount = text.partition("=")
+    try:
+        number = float(amount)
+    except ValueError:
+        number = -1.0
+    if not name or not 0.0 <= number < math.inf:
+        raise ConfigError(
+            f"ray_resources has {text!r}", wanted="NAME=AMOUNT, such as CPU=4", remedy="correct ray_resources"
+        )
+    return name, number

@@ -1,0 +1,1 @@
+"""What the laws run on: models, batches, kernel arguments and grammars."""

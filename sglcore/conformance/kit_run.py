@@ -1,0 +1,302 @@
+"""One run of the kit: models, the reference, started devices that laws share, and the outcome of
+each case of a law."""
+
+from __future__ import annotations
+
+import os
+import time
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Literal
+
+from sglcore.config.engine_config import resolve_config
+from sglcore.conformance.harness import Harness, Result, random_prompts
+from sglcore.conformance.inputs.kit_models import SETTINGS, SMOOTH, write_checkpoint
+from sglcore.conformance.law import LOGPROBS, Law, LawBroken, NotApplicable
+from sglcore.conformance.mutant import Mutant
+from sglcore.conformance.oracle import Oracle, check_results
+from sglcore.conformance.recorded_steps import Record, Replayed, replay
+from sglcore.conformance.reference_parts import REFERENCE
+from sglcore.conformance.target import Geometry, Target
+from sglcore.device.errors import ConfigError, SglcoreError
+from sglcore.runtime.memory.pools import PoolKind
+
+Verdict = Literal["passed", "failed", "skipped"]
+DEFAULTS: Mapping[str, Any] = MappingProxyType(
+    {"threads": 1, "max_requests": 8, "graph": "off", "kv_cache_memory": 8 << 20}
+)
+"""How the kit starts a device unless a law or the caller says otherwise."""
+
+LARGE = 32 << 20
+"""KV memory for the largest heads and pages that backends take."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """The outcome of one case. `text`: why it failed or was skipped. `errors`: the largest
+    difference seen, by dtype."""
+
+    law: str
+    level: str
+    case: str
+    verdict: Verdict
+    text: str
+    seconds: float
+    errors: Mapping[str, float]
+
+    @property
+    def name(self) -> str:
+        """The case's name, as gaps have it."""
+        return f"{self.law}[{self.case}]" if self.case else self.law
+
+    @property
+    def max_error(self) -> float | None:
+        """The largest error of all dtypes; None if no numbers were compared."""
+        return max(self.errors.values(), default=None)
+
+
+class Kit:
+    """A device under test, with everything that its laws share. `folder` is for the kit's own
+    files. Close it at the end."""
+
+    def __init__(self, target: Target, folder: Path, settings: Mapping[str, Any] = MappingProxyType({})) -> None:
+        self.target = target
+        self.fixture = target.fixture()
+        self.folder = folder
+        self.settings = MappingProxyType({**DEFAULTS, **settings})
+        self._for_case: Mapping[str, Any] = MappingProxyType({})
+        self._is_interpreted: bool | None = None
+        self._harnesses: dict[tuple[object, ...], Harness] = {}
+        self._references: dict[tuple[str, int, int], Harness] = {}
+        self._oracles: dict[tuple[str, int], Oracle] = {}
+
+    def take_case(self, law: Law, case: str) -> None:
+        """Choose how devices are started for a case from now on. If Triton is interpreted and the
+        case is not about kernels, they get the reference's kernels and the first attention backend
+        after Triton's. A caller's own choice of kernels stands."""
+        is_slow = law.interpreted is not None and case not in law.interpreted and self.interprets_kernels()
+        chosen = {"kernels": "reference"} if is_slow and "kernels" not in self.settings else {}
+        self._for_case = MappingProxyType(chosen)
+
+    def interprets_kernels(self) -> bool:
+        """Return whether the device's kernels are Triton's and run in its interpreter, as they do
+        without hardware."""
+        if self._is_interpreted is None:
+            is_on = os.environ.get("TRITON_INTERPRET") == "1" and "torch_runtime" in self.target.capabilities()
+            self._is_interpreted = is_on and self.target.has_triton_kernels()
+        return self._is_interpreted
+
+    def checkpoint(self, model: str, head_dim: int) -> Path:
+        """Return the folder of one of the kit's models; writes it on the first call."""
+        folder = self.folder / f"{model}-{head_dim}"
+        return folder if folder.is_dir() else write_checkpoint(folder, model, head_dim)
+
+    def reference(self, model: str, head_dim: int, page_size: int = 16) -> Harness:
+        """Return the started reference on a model; shared."""
+        key = (model, head_dim, page_size)
+        if key not in self._references:
+            own = {"page_size": page_size, "dtype": "float32", "max_batch_tokens": 256, "kv_cache_memory": LARGE}
+            settings = {**DEFAULTS, **own}
+            self._references[key] = self._start(REFERENCE, model, REFERENCE.geometry(), head_dim, settings)
+        return self._references[key]
+
+    def oracle(self, model: str, head_dim: int) -> Oracle:
+        """Return the reference's distributions for texts under a model."""
+        key = (model, head_dim)
+        if key not in self._oracles:
+            self._oracles[key] = Oracle(self.reference(model, head_dim))
+        return self._oracles[key]
+
+    def open(
+        self, model: str, head_dim: int | None = None, pool_kind: PoolKind | None = None, **settings: Any
+    ) -> Harness:
+        """Start the device on a model; the caller closes it. Without other arguments, heads have
+        the geometry's size and pools are of the device's own kind. `settings`: fields of
+        EngineConfig."""
+        geometry = self.target.geometry(settings.get("attention_backend"))
+        given = {
+            "page_size": geometry.page_size,
+            "dtype": geometry.dtype,
+            **SETTINGS.get(model, {}),
+            **self.settings,
+            **self._for_case,
+            **settings,
+        }
+        if self._for_case and "attention_backend" not in given:
+            given |= self.target.attention_without_triton(str(given["dtype"]))
+        model = model if given["dtype"] == "float32" else SMOOTH.get(model, model)
+        return self._start(self.target, model, geometry, head_dim or geometry.head_dim, given, pool_kind)
+
+    def harness(self, model: str, **settings: Any) -> Harness:
+        """Return a started device that laws share: equal arguments return the same one."""
+        key = (model, *sorted({**self._for_case, **settings}.items()))
+        if key not in self._harnesses:
+            self._harnesses[key] = self.open(model, **settings)
+        return self._harnesses[key]
+
+    def forget(self) -> None:
+        """Close every shared device, for example after a failure that may have left one in a bad
+        state. The reference stays."""
+        harnesses, self._harnesses = self._harnesses, {}
+        for harness in harnesses.values():
+            with suppress(Exception):  # A broken device may not close; its law has said what is wrong.
+                harness.close()
+
+    def close(self) -> None:
+        """Close all devices and the reference."""
+        self.forget()
+        for harness in self._references.values():
+            harness.close()
+        self._references.clear()
+        self._oracles.clear()
+
+    def _start(
+        self,
+        target: Target,
+        model: str,
+        geometry: Geometry,
+        head_dim: int,
+        settings: Mapping[str, Any],
+        kind: PoolKind | None = None,
+    ) -> Harness:
+        folder = self.checkpoint(model, head_dim)
+        config = resolve_config({**settings, "model": str(folder)}, {})
+        dtype = settings.get("dtype", geometry.dtype)
+        actual = Geometry(head_dim, int(settings["page_size"]), str(dtype))
+        started, facts = target.start(config, folder, kind), target.facts()
+        cell_device = facts.tensor_device if target.fixture().cells is None else "cpu"
+        return Harness(model, started, actual, facts, target.pool(started), cell_device)
+
+
+class Trial:
+    """The argument of a law's check: the kit, the case, and where to report errors that were
+    seen."""
+
+    def __init__(self, kit: Kit, law: Law, case: str) -> None:
+        self.kit = kit
+        self.target = kit.target
+        self.law = law
+        self.case = case
+        self.errors: dict[str, float] = {}
+        self.remarks: list[str] = []
+
+    @property
+    def is_interpreted(self) -> bool:
+        """This case runs the device's own kernels in an interpreter, which takes about a second a
+        step, so the check should do less."""
+        return self.law.interpreted is not None and self.case in self.law.interpreted and self.kit.interprets_kernels()
+
+    def remember(self, remark: str) -> None:
+        """Keep a remark for the text of a skip."""
+        self.remarks.append(remark)
+
+    def note(self, error: float, dtype: str) -> None:
+        """Record an error that was seen in a dtype."""
+        self.errors[dtype] = max(self.errors.get(dtype, 0.0), error)
+
+    def tolerance(self, dtype: str) -> float:
+        """Return the error that this law allows this package in a dtype."""
+        return self.kit.fixture.bound(self.law, dtype)
+
+    def compare(self, harness: Harness, results: Sequence[Result]) -> None:
+        """Compare results with the reference."""
+        oracle = self.kit.oracle(harness.model, harness.geometry.head_dim)
+        dtype = harness.geometry.dtype
+        self.note(check_results(results, oracle, self.tolerance(dtype)), dtype)
+
+    @contextmanager
+    def opened(self, model: str, **settings: Any) -> Iterator[Harness]:
+        """Start a device for this law alone; it is closed at the end."""
+        harness = self.kit.open(model, **settings)
+        try:
+            yield harness
+        finally:
+            harness.close()
+
+
+def run_case(kit: Kit, law: Law, case: str) -> Outcome:
+    """Check one case. An exception becomes the outcome, and after a failure the shared devices are
+    started anew."""
+    trial = Trial(kit, law, case)
+    begin = time.perf_counter()
+    verdict, text = _verdict(trial)
+    if verdict == "failed":
+        kit.forget()
+    return Outcome(law.name, law.level, case, verdict, text, time.perf_counter() - begin, trial.errors)
+
+
+def _verdict(trial: Trial) -> tuple[Verdict, str]:
+    law = trial.law
+    try:
+        missing = law.missing(trial.target.capabilities()) if law.needs else ""
+        if missing:
+            return "skipped", f"the device has no {missing}"
+        trial.kit.take_case(law, trial.case)
+        law.check(trial)
+    except NotApplicable as reason:
+        return "skipped", "; ".join((str(reason), *trial.remarks))
+    except LawBroken as broken:
+        return "failed", str(broken)
+    except SglcoreError as error:  # its message says what to do, its notes say where it was
+        return "failed", "".join(traceback.format_exception_only(error)).strip()
+    except Exception as error:
+        return "failed", "".join(traceback.format_exception(error)).strip()
+    return "passed", ""
+
+
+def catches(kit: Kit, law: Law, mutant: Mutant) -> tuple[bool | None, str]:
+    """Return whether a law fails on a mutant of the device, on any of its cases, and how; None if
+    it can not run."""
+    missing = ", ".join(sorted(mutant.needs - kit.target.capabilities())) if mutant.needs else ""
+    if missing:
+        return None, f"{mutant.name} can not be planted: the device has no {missing}"
+    broken = Kit(kit.target.broken_by(mutant), kit.folder, kit.settings)
+    try:
+        outcomes: list[Outcome] = []
+        for case in sorted(law.cases(broken.target), key=lambda case: case != mutant.case):
+            outcomes.append(run_case(broken, law, case))
+            if outcomes[-1].verdict == "failed":
+                return True, outcomes[-1].text
+        ran = [outcome.name for outcome in outcomes if outcome.verdict == "passed"]
+        skipped = "; ".join(sorted({outcome.text for outcome in outcomes if outcome.verdict == "skipped"}))
+        return (False, f"{mutant.name} passes {', '.join(ran)}") if ran else (None, skipped or "it has no case here")
+    finally:
+        broken.close()
+
+
+def record_run(kit: Kit) -> Record:
+    """Run chunks, arrivals, sampling and overlap on the dense model of the kit, and record the
+    steps."""
+    harness = kit.harness("dense")
+    harness.recorder.keep = True
+    overlap = harness.limits.can_overlap
+    for seed, sampling in ((1, {}), (2, {"temperature": 0.8, "seed": 9, "top_k": 12})):
+        prompts = random_prompts(seed, (5, 30, 1, 17, 9))
+        harness.run(prompts, 10, chunk=12, stagger=2, overlap=overlap, sampling=sampling)
+    steps, harness.recorder.steps, harness.recorder.keep = harness.recorder.steps, [], False
+    sizes = {
+        "head_dim": harness.geometry.head_dim,
+        "page_size": harness.limits.page_size,
+        "dtype": harness.geometry.dtype,
+    }
+    return Record({"device": kit.target.name, "model": harness.model, **sizes}, steps)
+
+
+def replay_run(kit: Kit, record: Record) -> Replayed:
+    """Replay recorded steps on this device. Raises LawBroken where results differ, ConfigError if
+    the device has other sizes."""
+    about = record.about
+    harness = kit.open(about["model"], page_size=about["page_size"])
+    try:
+        if harness.geometry.head_dim != about["head_dim"]:
+            raise ConfigError(
+                f"the record is of heads of {about['head_dim']}, the device takes {harness.geometry.head_dim}"
+            )
+        dtypes = (harness.geometry.dtype, about["dtype"])
+        return replay(harness.recorder, record.steps, max(LOGPROBS[dtype] for dtype in dtypes))
+    finally:
+        harness.close()

@@ -1,0 +1,1 @@
+"""The laws of the kit, one file for each part of a device."""

@@ -1,0 +1,236 @@
+"""C3: every attention backend of the package against the reference, over a pool in which every KV
+slot that must not be read holds NaN."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sglcore.conformance.harness import Harness
+from sglcore.conformance.inputs.attention_cases import (
+    EXTRAS,
+    LIFT,
+    MODES,
+    TREE,
+    Contents,
+    Probe,
+    Seen,
+    attend,
+    draw_contents,
+    expected_cells,
+    without_hidden,
+)
+from sglcore.conformance.inputs.kit_models import CONTEXT
+from sglcore.conformance.kit_run import LARGE, Trial
+from sglcore.conformance.law import Law, LawBroken, NotApplicable
+from sglcore.conformance.laws.laws_kernels import check_rows
+from sglcore.conformance.mutants import mutants_attention as broken
+from sglcore.conformance.mutants.mutants_facts import READS_LENGTHS
+from sglcore.conformance.target import Target
+from sglcore.device.batch import ForwardMode
+from sglcore.device.errors import ConfigError
+from sglcore.device.facts import Facts
+from sglcore.runtime.attention.contract import AttentionFacts, Bucket
+from sglcore.runtime.forward_context import ForwardContext, forward_context
+from sglcore.runtime.memory.pools import POOL_KINDS
+from sglcore.step.host_values import host_arrays
+
+TOLERANCE: Mapping[str, float] = MappingProxyType({"float32": 5e-5, "bfloat16": 3e-2, "float16": 5e-3})
+"""For outputs that are means of values around 1."""
+
+ANY_HEADS = (16, 80)
+"""Head sizes to try on a backend that takes any; the second is no power of two."""
+CLAIMED = ((9, 1), (0, 12), (7, 5))
+"""Requests, as (tokens before, new tokens), that run in each size that a backend says it takes."""
+
+
+def attention_is_reference(trial: Trial) -> None:
+    """Check one backend in one mode over page sizes. An extra feature is tested together with a
+    sliding window if the backend has that too."""
+    backend, mode, asked = (*trial.case.split("/"), "")[:3]
+    extra = asked if asked in (*EXTRAS, TREE) else ""
+    features = _facts_of(trial, backend).features
+    model = "window" if asked not in ("", TREE) and "sliding_window" in features else "dense"
+    if mode == "mixed" and not trial.target.facts().allows_mixed_batches:
+        raise NotApplicable("the device has no mixed batches")
+    starts = _starts(trial.target, backend, bool(extra))
+    ran = [_check_start(trial, model, backend, mode, extra, start) for start in starts]
+    if not any(ran):
+        raise NotApplicable(f"attention {backend!r} does not serve the model {model!r}")
+
+
+def _check_start(
+    trial: Trial, model: str, backend: str, mode: str, extra: str, settings: Mapping[str, str | int]
+) -> bool:
+    """Return whether the backend serves the model with these settings. Raises LawBroken if its
+    results are wrong."""
+    try:
+        harness = trial.kit.harness(model, attention_backend=backend, **settings)
+    except ConfigError as refusal:
+        trial.remember(str(refusal))
+        return False
+    size = harness.limits.page_size
+    reference = trial.kit.reference(model, harness.geometry.head_dim, page_size=size)
+    forward_mode, batches = MODES[mode]
+    for seed, rows in enumerate(batches[-1:] if extra else batches):
+        contents = draw_contents(seed, rows, harness, reference, lift=LIFT if extra in EXTRAS else 0.0)
+        contents = without_hidden(contents) if extra == TREE else contents
+        again = partial(_refreshed, harness.facts.needs_host_lengths) if mode == "decode" else None
+        found = attend(harness, forward_mode, contents, again, extra)
+        wanted = attend(reference, forward_mode, contents, extra=extra)
+        text = f"{trial.case}, {harness.geometry.dtype}, pages of {size}, rows {rows}"
+        _check_output(trial, harness, found.out, wanted.out, text)
+        _check_pool(harness, contents, found, text)
+        if found.refreshed is not None:
+            _check_output(trial, harness, found.refreshed, wanted.out, f"{text}, by a captured plan")
+    return True
+
+
+def _refreshed(needs_host_lengths: bool, backend: Any, probe: Probe) -> Tensor | None:
+    """Run the same step by a refreshed plan for capture, without lengths on the host unless the
+    device needs them there. Returns None if only the vendor's own graph could run it."""
+    view = probe.view
+    if "capture" not in backend.facts.features or view is None:
+        return None
+    plan = backend.capture_plan(Bucket(view.batch_size, view.num_tokens))
+    if not needs_host_lengths:
+        view = replace(view, **{spec.name: None for spec in host_arrays(type(view))})
+    if backend.refresh(plan, view) is not None:
+        return None
+    view.plan_record = None
+    view.mark_forward_metadata_ready(plan)
+    with forward_context(ForwardContext(backend, view, probe.attention_layers)):
+        return probe(view)
+
+
+def attention_takes_what_it_says(trial: Trial) -> None:
+    """Check each head size, dtype, page size and layout of a backend's facts at least once, in the
+    smallest number of starts."""
+    facts, layout = _facts_of(trial, trial.case), trial.kit.harness("dense").pool.layout
+    kinds = {layout: None, **{name: kind for name, kind in POOL_KINDS.items() if name != layout}}
+    layouts = [name for name in kinds if facts.takes_layout(name)]
+    for head_dim, dtype, size, name in claims(facts, trial.target.facts(), layouts):
+        given = {
+            "pool_kind": kinds[name],
+            "attention_backend": trial.case,
+            "page_size": size,
+            "dtype": dtype,
+            "kv_cache_memory": LARGE,
+        }
+        try:
+            with trial.opened("dense", head_dim=head_dim, **given) as harness:
+                reference = trial.kit.reference("dense", head_dim, page_size=size)
+                contents = draw_contents(0, CLAIMED, harness, reference)
+                found, wanted = (attend(item, ForwardMode.EXTEND, contents) for item in (harness, reference))
+                text = f"{trial.case}, heads of {head_dim}, {dtype}, pages of {size}, {name}"
+                _check_output(trial, harness, found.out, wanted.out, text)
+        except ConfigError as refusal:
+            raise LawBroken(f"{trial.case} says that it takes heads of {head_dim}, {dtype}: {refusal}") from refusal
+
+
+def claims(facts: AttentionFacts, own: Facts, layouts: Sequence[str]) -> Sequence[tuple[int, str, int, str]]:
+    """Return the head size, dtype, page size and layout of each start. Where the backend takes any
+    value, some are chosen; dtypes are limited to the device's. `layouts`: layouts that the backend
+    takes and that the kit can make."""
+    heads = facts.head_dims or ANY_HEADS
+    dtypes = [name for name in own.dtypes if facts.dtypes is None or name in facts.dtypes]
+    pages = [size for size in facts.page_sizes or (own.page_size,) if size <= CONTEXT]
+    every = heads, dtypes, pages, layouts
+    count = max(map(len, every)) if all(every) else 0
+    return [tuple(values[place % len(values)] for values in every) for place in range(count)]  # pyright: ignore[reportReturnType]
+
+
+def _facts_of(trial: Trial, backend: str) -> AttentionFacts:
+    classes = trial.target.usable_attention()
+    if backend not in classes:
+        raise NotApplicable(f"attention {backend!r} has not its library or its hardware here")
+    return classes[backend].facts
+
+
+def _check_output(trial: Trial, harness: Harness, found: Tensor, wanted: Tensor, text: str) -> None:
+    check_rows(trial, found, wanted, harness.geometry.dtype, lambda token: f"{text}: token {token} of the batch")
+
+
+def _check_pool(harness: Harness, contents: Contents, found: Seen, text: str) -> None:
+    """Check that this step's keys and values are in their KV slots, and that no other slot
+    changed."""
+    pool = harness.pool
+    size, lengths = pool.page_size, [before + new for before, new in contents.rows]
+    for what, parts, after in (("key", contents.keys, found.keys), ("value", contents.values, found.values)):
+        wanted = expected_cells(contents, parts, lengths, pool).to(after.dtype)
+        wrong = ~(torch.eq(after, wanted) | (after.isnan() & wanted.isnan())).flatten(1).all(1)
+        wrong[:size] = False
+        if wrong.any():
+            cell = int(wrong.nonzero()[0, 0])
+            raise LawBroken(
+                f"{text}: the {what} in cell {cell} (page {cell // size}) is wrong, or not this step's to write"
+            )
+
+
+def backends(target: Target) -> tuple[str, ...]:
+    """Return the attention backends of a device of the torch runtime."""
+    return tuple(target.package.attention) if "torch_runtime" in target.capabilities() else ()
+
+
+def _starts(target: Target, backend: str, is_extra: bool) -> Sequence[Mapping[str, str | int]]:
+    """Return the settings of each start: every page size; for an extra feature, the strictest dtype
+    and, if that is float32, a 16-bit dtype."""
+    if not is_extra:
+        return [{"page_size": size} for size in _page_sizes(target, backend)]
+    strict, taken = target.geometry(backend).dtype, target.usable_attention()[backend].facts.dtypes
+    half = [name for name in target.facts().dtypes if name != "float32" and (taken is None or name in taken)]
+    return [{"dtype": name} for name in dict.fromkeys((strict, *(half[:1] if strict == "float32" else ())))]
+
+
+def _page_sizes(target: Target, backend: str) -> tuple[int, ...]:
+    allowed = target.usable_attention()[backend].facts.page_sizes
+    own = target.facts().page_size
+    sizes = (1, 4, 16, own) if allowed is None else (*allowed[:2], *(size for size in allowed if size == own))
+    return tuple(dict.fromkeys(size for size in sizes if size <= CONTEXT))
+
+
+def attention_cases(target: Target) -> tuple[str, ...]:
+    """Return each backend of the runtime in each mode; also with a window, with each of `EXTRAS`
+    and with tree rows, if its facts name them."""
+    if "torch_runtime" not in target.capabilities():
+        return ()
+    found: list[str] = []
+    classes = target.usable_attention()
+    for name in target.package.attention:
+        found += [f"{name}/{mode}" for mode in MODES]
+        features = classes[name].facts.features if name in classes else frozenset[str]()
+        for asked, feature in (("window", "sliding_window"), *zip(EXTRAS, EXTRAS, strict=True)):
+            found += [f"{name}/{mode}/{asked}" for mode in MODES if feature in features]
+        found += [f"{name}/decode/{TREE}"] if TREE in features else []
+    return tuple(found)
+
+
+LAWS: tuple[Law, ...] = (
+    Law(
+        name="attention_is_reference",
+        level="C3",
+        says="Attention gives what the reference gives, reads and writes no cell but its own, planned or refreshed.",
+        check=attention_is_reference,
+        mutants=(*broken.MUTANTS, *broken.FORGETS_EXTRAS, broken.HALF_SCORES, READS_LENGTHS),
+        needs=frozenset({"torch_runtime", "attention"}),
+        tolerance=TOLERANCE,
+        cases=attention_cases,
+    ),
+    Law(
+        name="attention_takes_what_it_says",
+        level="C3",
+        says="Attention gives what the reference gives in every head size, type, page size and layout that its facts name.",
+        check=attention_takes_what_it_says,
+        mutants=(broken.POWERS_OF_TWO, broken.TAKES_ALL_FOR_CELLS),
+        needs=frozenset({"torch_runtime", "attention"}),
+        tolerance=TOLERANCE,
+        cases=backends,
+        interpreted=frozenset(),
+    ),
+)

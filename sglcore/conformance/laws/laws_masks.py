@@ -1,0 +1,79 @@
+"""C2: requests with a grammar in one batch with requests without one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import MappingProxyType
+
+from sglcore.conformance.harness import random_prompts
+from sglcore.conformance.inputs.hashed_grammar import follows, wins
+from sglcore.conformance.inputs.kit_models import VOCAB
+from sglcore.conformance.kit_run import Trial
+from sglcore.conformance.law import LOGPROBS, Law, LawBroken, NotApplicable
+from sglcore.conformance.mutants import mutants_worker as worker
+
+LENGTHS = (5, 30, 1, 17, 9)
+GRAMMARS = (3, None, 4, None, 5)
+"""The seed of each prompt's grammar; None: no grammar."""
+
+DRAWS = (MappingProxyType({}), MappingProxyType({"temperature": 1.0, "seed": 9, "top_k": 20}))
+"""Greedy, and sampled."""
+
+
+def masks_hold(trial: Trial) -> None:
+    """Check that masked rows keep to their masks, and that the log-probabilities of all rows are
+    the reference's, with a mask or without."""
+    harness = trial.kit.harness("dense")
+    if not harness.limits.takes_masks:
+        raise NotApplicable("this worker takes no masks")
+    prompts = random_prompts(41, LENGTHS)
+    for draw in DRAWS:
+        found = harness.run(prompts, 8, chunk=12, stagger=1, sampling={**draw, "grammars": GRAMMARS})
+        for seed, result in zip(GRAMMARS, found, strict=True):
+            if seed is not None and not follows(seed, VOCAB, result.tokens):
+                raise LawBroken(f"the tokens {result.tokens} are not those of their masks")
+        # The best token under a mask is not the reference's best.
+        constrained = [seed is not None for seed in GRAMMARS]
+        trial.compare(
+            harness,
+            [
+                replace(result, greedy=result.greedy and not bound)
+                for result, bound in zip(found, constrained, strict=True)
+            ],
+        )
+
+
+def changes_hold(trial: Trial) -> None:
+    """Check that what a step adds to logits decides the tokens of its rows, and that the
+    log-probabilities of all rows are the reference's."""
+    harness = trial.kit.harness("dense")
+    if not harness.limits.takes_changes:
+        raise NotApplicable("this worker adds nothing to single logits")
+    prompts, sampling = random_prompts(42, LENGTHS), {"grammars": GRAMMARS, "changes": True}
+    found = harness.run(prompts, 8, chunk=12, stagger=1, sampling={**sampling, "temperature": 1.0, "seed": 9})
+    for seed, result in zip(GRAMMARS, found, strict=True):
+        if seed is not None and not wins(seed, VOCAB, result.tokens):
+            raise LawBroken(f"the tokens {result.tokens} are not those to whose logits so much was added")
+    trial.compare(harness, found)
+
+
+LAWS: tuple[Law, ...] = (
+    Law(
+        name="changes_hold",
+        level="C2",
+        says="What a step adds to logits of a row counts there, in that step, and no other row notices.",
+        check=changes_hold,
+        mutants=(worker.LEAVES_CHANGES_OUT,),
+        tolerance=LOGPROBS,
+        interpreted=frozenset(),
+    ),
+    Law(
+        name="masks_hold",
+        level="C2",
+        says="A row with a mask draws what it allows, and no other row notices.",
+        check=masks_hold,
+        mutants=(worker.LEAVES_MASKS_OUT, worker.MASKS_THE_NEXT_ROW),
+        tolerance=LOGPROBS,
+        interpreted=frozenset(),
+    ),
+)

@@ -1,0 +1,373 @@
+"""C1 and C2: whatever the schedule, the results are those of the reference."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Sequence
+
+import torch
+
+from sglcore.conformance.harness import Harness, Result, random_prompts
+from sglcore.conformance.inputs.attention_cases import every_cell
+from sglcore.conformance.inputs.kit_models import CONTEXT, SETTINGS
+from sglcore.conformance.kit_run import Trial
+from sglcore.conformance.law import LOGPROBS, Law, LawBroken, NotApplicable
+from sglcore.conformance.mutant import TORCH
+from sglcore.conformance.mutants import mutants_facts as facts
+from sglcore.conformance.mutants import mutants_kept as kept
+from sglcore.conformance.mutants import mutants_runtime as runtime
+from sglcore.conformance.mutants import mutants_worker as worker
+from sglcore.conformance.mutants.mutants_attention import FORGETS_LENGTHS
+from sglcore.conformance.target import Target
+from sglcore.conformance.unreleased import counter
+
+LENGTHS = (1, 5, 30, 17, 9)
+BUCKETS = (1, 2, 4, 6)
+TOKENS = (16, 32, 64)
+"""Token buckets of prompt graphs: few, because each is traced anew."""
+INTERPRETED = ((3, 9, 1, 14), (6,))
+"""Prompts of a replay where each step takes a second: they fill a bucket, then use one row of
+it."""
+CHECKED = ("dense", "window", "moe")
+KEPT = ("hybrid", "alternating")
+"""Models that keep more of a request than KV pages of all tokens: recurrent states, and
+sliding-window pages."""
+FLAT = 2.0**30
+"""A bias so large that float32 loses the logit under it: all tokens with it are equally likely."""
+
+
+def tiny(trial: Trial) -> None:
+    """Run one prompt in one step, then four decode steps."""
+    harness = open_case(trial)
+    trial.compare(harness, harness.run(random_prompts(1, (7,)), 5, score_prompts=True))
+
+
+def chunks_are_whole(trial: Trial) -> None:
+    """Run chunks of one token too: the request's state decides what continues a prompt."""
+    harness = open_case(trial)
+    for seed, chunk in ((1, 1), (2, 5), (3, 8)):
+        trial.compare(harness, harness.run(random_prompts(seed, LENGTHS), 4, chunk=chunk, score_prompts=True))
+
+
+def batch_is_singles(trial: Trial) -> None:
+    """Run each request alone, then all together."""
+    harness = open_case(trial)
+    prompts = random_prompts(4, LENGTHS)
+    trial.compare(harness, [harness.run([prompt], 6)[0] for prompt in prompts])
+    trial.compare(harness, harness.run(prompts, 6))
+
+
+def any_page_layout(trial: Trial) -> None:
+    """Run on pages of this size, in random order."""
+    with trial.opened("dense", page_size=int(trial.case.removeprefix("page="))) as harness:
+        for seed in (4, 5):
+            trial.compare(harness, harness.run(random_prompts(seed, LENGTHS), 6, scramble=seed))
+
+
+def joins_and_leaves(trial: Trial) -> None:
+    """Run more requests than slots; they join one by one and end at different times."""
+    harness = open_case(trial)
+    for stagger in (1, 3):
+        prompts = random_prompts(6, (*LENGTHS, 12, 3, 21, 4, 16))
+        trial.compare(harness, harness.run(prompts, (3, 11, 2, 7, 5, 9, 4, 6, 8, 5), stagger=stagger))
+
+
+def padding_is_inert(trial: Trial) -> None:
+    """Overwrite input buffers before every step. Token 0, which padding rows hold, is NaN, and so
+    is page 0 if the kit has access to it."""
+    never_token_0 = {"logit_bias": {0: -FLAT}, "temperature": 0.8, "seed": 5}
+    graph, _, model = trial.case.partition("/")
+    model = f"spoiled-{model}" if model else "spoiled"
+    with trial.opened(model, poison=True, graph=graph, graph_buckets=(4, 6), graph_token_buckets=TOKENS) as harness:
+        if "cells" in trial.target.capabilities():
+            _spoil_page_zero(harness)
+        for lengths in ((1, 5, 9), (4, 2), (7,), (3, 8, 2, 6, 1, 4), (2, 3, 9)):
+            trial.compare(harness, harness.run(random_prompts(len(lengths), lengths), 5, sampling=never_token_0))
+
+
+def _spoil_page_zero(harness: Harness) -> None:
+    pool = harness.pool
+    cells = every_cell(harness)[: pool.page_size]
+    with torch.inference_mode():
+        for layer in range(pool.num_layers):
+            pool.write_cells(
+                layer, cells, *(torch.full_like(part, torch.nan) for part in pool.read_cells(layer, cells))
+            )
+    harness.settle()
+
+
+def overlap_is_sequential(trial: Trial) -> None:
+    """Sample tokens that pass from step to step on the device only, with the next step planned
+    ahead and without."""
+    harness = open_case(trial)
+    if not harness.limits.can_overlap:
+        raise NotApplicable("this worker takes one step at a time")
+    runs = [
+        harness.run(random_prompts(3, LENGTHS), 8, overlap=overlap, stagger=2, sampling={"temperature": 0.9, "seed": 7})
+        for overlap in (True, False)
+    ]
+    for results in runs:
+        trial.compare(harness, results)
+    _check_same_tokens(harness, *runs)
+
+
+def _check_same_tokens(harness: Harness, first: Sequence[Result], second: Sequence[Result]) -> None:
+    """Check that both runs have the same tokens. In float32 no rounding can change a draw; in 16
+    bits the batch's shape may decide a close one."""
+    if harness.geometry.dtype != "float32":
+        return
+    for number, (one, other) in enumerate(zip(first, second, strict=True)):
+        if one.tokens != other.tokens:
+            raise LawBroken(f"request {number} gave {one.tokens}, then {other.tokens}")
+
+
+def replay_is_eager(trial: Trial) -> None:
+    """Replay every bucket: large batches after small after large, with prompts in between."""
+    kind, model, *dtype = trial.case.split("/")
+    buckets = BUCKETS if model == "dense" else (4,)
+    given = {"dtype": dtype[0]} if dtype else {}
+    with trial.opened(model, graph=kind, graph_buckets=buckets, graph_token_buckets=TOKENS, **given) as harness:
+        batches = ((3, 9, 1, 14, 5, 2), (6,), (8, 4), (11, 2, 7, 3, 1, 5))
+        for lengths in INTERPRETED if trial.is_interpreted else batches:
+            counts = [3 if trial.is_interpreted else 4 + 2 * place for place in range(len(lengths))]
+            trial.compare(harness, harness.run(random_prompts(len(lengths), lengths), counts))
+        if not trial.is_interpreted:
+            trial.compare(harness, harness.run(random_prompts(9, LENGTHS), 6, stagger=1, chunk=7))
+        check_replayed(harness, kind, buckets)
+
+
+def check_replayed(harness: Harness, kind: str, buckets: Sequence[int]) -> None:
+    """Check that graphs ran the steps; otherwise the results prove nothing."""
+    replayed = {path.rpartition(":")[2] for path in harness.recorder.paths if path != "eager"}
+    missing = [str(bucket) for bucket in buckets if str(bucket) not in replayed]
+    if missing:
+        raise LawBroken(f"no step replayed at batch size {', '.join(missing)}; paths: {sorted(harness.recorder.paths)}")
+    if not any(path.partition(":")[0] == kind for path in harness.recorder.paths):
+        raise LawBroken(f"no step ran as {kind!r}; paths: {sorted(harness.recorder.paths)}")
+
+
+def sampling_repeats(trial: Trial) -> None:
+    """Check that equal logits give exactly the reference's tokens, and that a seed gives the same
+    tokens again, whatever else is in the batch."""
+    harness = trial.kit.harness("dense")
+    prompts = random_prompts(7, LENGTHS)
+    flat = {"temperature": 0.7, "seed": 11, "logit_bias": dict.fromkeys(range(20, 70), FLAT)}
+    rare = {**flat, "top_k": 40, "xtc_probability": 0.5, "xtc_threshold": 0.01}
+    reference = trial.kit.oracle("dense", harness.geometry.head_dim).harness
+    for stagger, sampling in ((0, flat), (3, flat), (3, rare)):
+        wanted = reference.run(prompts, 12, sampling=sampling)
+        found = harness.run(prompts, 12, stagger=stagger, sampling=sampling)
+        if [result.tokens for result in found] != [result.tokens for result in wanted]:
+            raise LawBroken(f"equal logits gave {found[0].tokens}..., on the reference {wanted[0].tokens}...")
+    sampling = {"temperature": 1.0, "seed": 3, "top_k": 20, "top_p": 0.9}
+    together = harness.run(prompts, 10, sampling=sampling)
+    trial.compare(harness, together)
+    again = harness.run(prompts[::-1], 10, stagger=2, sampling=sampling)[::-1]
+    _check_same_tokens(harness, together, again)
+
+
+def opens_and_closes(trial: Trial) -> None:
+    """Start and close ten times: after the last, the device holds what it held after the first few;
+    bytes if torch counts them, else objects that bring-ups built."""
+    held: list[int] = []
+    count = counter(trial.target)
+    for _ in range(10):
+        with trial.opened("dense") as harness:
+            harness.run(random_prompts(2, (5, 9)), 3)
+            count.watch(harness.started.built.values())
+        del harness
+        gc.collect()
+        held.append(count.held())
+    if held[-1] > held[2]:
+        raise LawBroken(f"after each of ten closes so many {count.what} were held: {held}")
+
+
+def two_runners(trial: Trial) -> None:
+    """Run two models in one process, in alternating steps, with different attention backends if
+    there are two."""
+    backends = tuple(trial.target.usable_attention())
+    with trial.opened("dense") as one, trial.opened("window", **_other_backend(trial, backends)) as other:
+        run_in_turn(trial, one, other)
+
+
+def run_in_turn(trial: Trial, *harnesses: Harness) -> None:
+    """Run a few requests on each device, one step of each in turn."""
+    sessions = [harness.session(chunk=6) for harness in harnesses]
+    for seed, session in enumerate(sessions):
+        session.begin(random_prompts(seed, (9, 4, 17)), 8)
+    running = sessions
+    while running:
+        running = [session for session in running if session.step()]
+    for harness, session in zip(harnesses, sessions, strict=True):
+        trial.compare(harness, session.end())
+
+
+def _other_backend(trial: Trial, backends: tuple[str, ...]) -> dict[str, str]:
+    """Return a setting with a second backend that takes the sizes of the first and serves windows;
+    empty if there is none."""
+    if "torch_runtime" not in trial.target.capabilities():
+        return {}
+    first = trial.target.geometry()
+    for name in backends[1:]:
+        facts = trial.target.usable_attention()[name].facts
+        if trial.target.geometry(name) == first and "sliding_window" in facts.features:
+            return {"attention_backend": name}
+    return {}
+
+
+def models(*names: str) -> Callable[[Target], tuple[str, ...]]:
+    """Return these models as cases; also the first of them in the dtype of the preferred backend,
+    if that is another."""
+    return lambda target: (*names, *(f"{names[0]}/{dtype}" for dtype in target.other_dtypes()))
+
+
+def open_case(trial: Trial) -> Harness:
+    """Return the shared device of a case named by model, or by model and dtype."""
+    model, _, dtype = trial.case.partition("/")
+    check_computes(trial.target, model)
+    harness = trial.kit.harness(model, **({"dtype": dtype} if dtype else {}))
+    _check_keeps(harness)
+    return harness
+
+
+def check_computes(target: Target, *models: str) -> None:
+    """Raise NotApplicable if a model needs a dtype that the device does not compute in."""
+    for dtype in (SETTINGS[model]["dtype"] for model in models if "dtype" in SETTINGS.get(model, ())):
+        if dtype not in target.facts().dtypes:
+            raise NotApplicable(f"this device does not compute in {dtype}, in which roundings change no choice of rows")
+
+
+def _check_keeps(harness: Harness) -> None:
+    """Raise NotApplicable if the worker does not keep the states or window pages that a model of
+    the kit is meant to test."""
+    if harness.model == "hybrid" and not harness.limits.keeps_state:
+        raise NotApplicable("this worker keeps no states of requests")
+    if harness.model == "alternating" and not harness.limits.num_window_pages:
+        raise NotApplicable("this worker keeps windows in the pages of all tokens")
+
+
+def tiny_cases(target: Target) -> tuple[str, ...]:
+    """Return every model, and the first in 16-bit dtypes that the device or its backend prefers."""
+    preferred = target.facts().preferred_dtype
+    dtypes = dict.fromkeys((*target.other_dtypes(), *((preferred,) if preferred else ())))
+    return (*CHECKED, *(f"dense/{dtype}" for dtype in dtypes if dtype != target.geometry().dtype))
+
+
+def page_cases(target: Target) -> tuple[str, ...]:
+    """Return page sizes that the preferred backend takes, up to four of them."""
+    classes = tuple(target.usable_attention().values())
+    sizes = (classes[0].facts.page_sizes if classes else None) or (1, 3, 8, 16)
+    return tuple(f"page={size}" for size in sizes[:4] if size <= CONTEXT)
+
+
+def padding_cases(target: Target) -> tuple[str, ...]:
+    """Return cases without graphs and with each kind of graph; with recurrent states, without
+    graphs and with the first kind."""
+    graphs = ("off", *target.package.graphs)
+    return (*graphs, *(f"{graph}/hybrid" for graph in graphs[:2]))
+
+
+def replay_cases(target: Target) -> tuple[str, ...]:
+    """Return each kind of graph with each model."""
+    models = (*CHECKED, *KEPT, *(f"dense/{dtype}" for dtype in target.other_dtypes()))
+    return tuple(f"{kind}/{model}" for kind in target.package.graphs for model in models)
+
+
+def c2(name: str, says: str, check: Callable[[Trial], None], *mutants: object, **more: object) -> Law:
+    """Make a law of C2 that compares log-probabilities; `more`: other fields of Law. Unless `more`
+    says otherwise, it checks the order of work and runs no interpreted kernels."""
+    given = {"interpreted": frozenset[str](), **more}
+    return Law(name=name, level="C2", says=says, check=check, mutants=mutants, tolerance=LOGPROBS, **given)  # pyright: ignore[reportArgumentType]
+
+
+LAWS: tuple[Law, ...] = (
+    Law(
+        name="tiny",
+        level="C1",
+        says="One prefill and four decodes give the reference's log-probabilities.",
+        check=tiny,
+        mutants=(worker.ONE_POSITION_LATE, worker.FLATTERS),
+        tolerance=LOGPROBS,
+        cases=tiny_cases,
+    ),
+    c2(
+        "chunks_are_whole",
+        "A prompt in chunks of any size gives what it gives whole.",
+        chunks_are_whole,
+        worker.RESTARTS_CHUNKS,
+        kept.LOSES_TAILS,
+        cases=models("dense", "window", *KEPT),
+    ),
+    c2(
+        "batch_is_singles",
+        "A request gives the same alone and beside others.",
+        batch_is_singles,
+        worker.ONE_LENGTH_FOR_ALL,
+        worker.SWAPS_ROWS,
+        cases=models("dense", "moe", "hybrid"),
+    ),
+    c2(
+        "any_page_layout",
+        "Neither the size nor the order of pages changes a number.",
+        any_page_layout,
+        worker.NEIGHBOURING_PAGES,
+        cases=page_cases,
+    ),
+    c2(
+        "joins_and_leaves",
+        "Requests that join, leave and change rows do not disturb each other.",
+        joins_and_leaves,
+        worker.KEEPS_ROW_ORDER,
+        facts.REFUSES_MIXED,
+        kept.KEEPS_OLD_STATES,
+        kept.KEEPS_OLD_WINDOWS,
+        cases=models("dense", "window", *KEPT),
+    ),
+    c2(
+        "padding_is_inert",
+        "Whatever stands in padding rows, in page 0 and in stale buffers changes nothing.",
+        padding_is_inert,
+        runtime.ROWS_MIX,
+        runtime.PADS_NOTHING,
+        runtime.STAGES_ONCE,
+        kept.PADDING_HAS_A_SLOT,
+        cases=padding_cases,
+    ),
+    c2(
+        "overlap_is_sequential",
+        "Planning a step while another runs changes nothing.",
+        overlap_is_sequential,
+        worker.REUSES_RESULTS,
+        cases=models("dense", *KEPT),
+    ),
+    c2(
+        "replay_is_eager",
+        "A replayed step gives what the step gives, at every bucket, in any order of sizes.",
+        replay_is_eager,
+        FORGETS_LENGTHS,
+        runtime.PADS_NOTHING,
+        cases=replay_cases,
+        needs=TORCH | {"graphs"},
+        interpreted=frozenset({"full/moe"}),
+    ),
+    c2(
+        "sampling_repeats",
+        "A seed gives its tokens again, and equal logits give the reference's tokens.",
+        sampling_repeats,
+        worker.SEEDS_BY_ROW,
+        worker.LEAVES_EXCLUSION_OUT,
+    ),
+    c2(
+        "opens_and_closes",
+        "Ten opens and closes hold no more memory than a few.",
+        opens_and_closes,
+        worker.NEVER_CLOSES,
+    ),
+    c2(
+        "two_runners",
+        "Two runners with different models and backends in one process do not meet.",
+        two_runners,
+        worker.LATEST_WORKER,
+        runtime.SHARES_POOLS,
+    ),
+)

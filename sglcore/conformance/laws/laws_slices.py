@@ -1,0 +1,47 @@
+"""C2: layered prefill together with decode steps, in each mode that the device supports."""
+
+from __future__ import annotations
+
+from sglcore.conformance.harness import random_prompts
+from sglcore.conformance.kit_run import Trial
+from sglcore.conformance.law import LOGPROBS, Law, LawBroken
+from sglcore.conformance.mutant import TORCH
+from sglcore.conformance.mutants import mutants_slices as broken
+from sglcore.conformance.target import Target
+from sglcore.step.slice_decisions import INTERLEAVE, PARTITION, PRIORITY
+
+
+def lanes(target: Target) -> tuple[str, ...]:
+    """Return the lanes that a device supports for prompt slices."""
+    beside = (PRIORITY,) if target.facts().has_streams else ()
+    return (INTERLEAVE, *beside) if target.package.partition is None else (INTERLEAVE, *beside, PARTITION)
+
+
+def prompts_by_slices(trial: Trial) -> None:
+    """Run prompts that arrive while others decode, one layer at a time; one shares a prefix with
+    another."""
+    harness = trial.kit.harness("dense", prompt_slices="1", prompt_lane=trial.case)
+    found = harness.started.built["lane"]
+    if found.kind != trial.case:
+        raise LawBroken(f"slices run by {found.kind}, {trial.case} was asked for: {found.why}")
+    prompts = random_prompts(11, (6, 25, 18, 3))
+    prompts.append(prompts[1][:20] + prompts[3])
+    how = {"chunk": 16, "stagger": 3, "overlap": harness.limits.can_overlap, "prefix_cache": True}
+    trial.compare(harness, harness.run(prompts, 12, score_prompts=True, **how))
+    if not any(path.startswith("layers") for path in harness.recorder.paths):
+        raise LawBroken("no prompt came by slices")
+
+
+LAWS: tuple[Law, ...] = (
+    Law(
+        name="prompts_by_slices",
+        level="C2",
+        says="Prompts whose layers run between or beside decode steps give what whole prompts give.",
+        check=prompts_by_slices,
+        mutants=(broken.HANDS_ON_HALF, broken.NO_SUCH_PARTS),
+        needs=TORCH,
+        tolerance=LOGPROBS,
+        cases=lanes,
+        interpreted=frozenset(),
+    ),
+)

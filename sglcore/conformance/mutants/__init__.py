@@ -1,0 +1,1 @@
+"""Mutants: devices with one planted defect each, which a law must catch."""

@@ -1,0 +1,173 @@
+"""Mutants of devices that behave differently from their facts.
+
+Facts that no device may have at all are in `mutants_package.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from sglcore.conformance.mutant import Change, Mutant, become, in_runtime
+from sglcore.conformance.mutants.mutants_worker import Changed
+from sglcore.device.batch import ForwardMode, ScheduleBatch
+from sglcore.device.facts import Facts
+from sglcore.runtime.kernels.table import KernelTable
+
+
+def coarse(table: KernelTable) -> KernelTable:
+    """A norm that keeps three bits of every 16-bit number, as of a chip that has no such type."""
+
+    def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return _coarse(table.rms_norm(x, weight, eps))
+
+    def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        normed, total = table.add_rms_norm(x, residual, weight, eps)
+        return _coarse(normed), total
+
+    return table.replace(rms_norm=rms_norm, add_rms_norm=add_rms_norm)
+
+
+def _coarse(x: Tensor) -> Tensor:
+    if x.itemsize > 2:
+        return x
+    fraction, exponent = x.float().frexp()
+    return ((fraction * 8).round() / 8).ldexp(exponent).to(x.dtype)
+
+
+def widens_ids(table: KernelTable) -> KernelTable:
+    """An embedding that reads ids of 64 bits."""
+    return table.replace(embedding=lambda ids, weight: table.embedding(ids.long(), weight))
+
+
+def sums_wide(runner: Any) -> Any:
+    """A runner that adds in 64 bits when it draws."""
+    runner.is_narrow = False
+    return runner
+
+
+def says_narrow(facts: Facts) -> Facts:
+    """Indices have 32 bits."""
+    return replace(facts, index_dtype="int32")
+
+
+def late_copies(runner: Any) -> Any:
+    """What is copied to the device is what the host held at the copy before."""
+    before: list[NDArray[Any]] = []
+
+    def subclass(base: Any) -> type:
+        class LateCopies(base):
+            __slots__ = ()
+
+            def commit(self) -> None:
+                now = self._host.copy()
+                before.append(now)
+                self._host[:] = before[max(len(before) - 2, 0)]
+                super().commit()
+                if not self.shares_memory:
+                    self._host[:] = now
+
+        return LateCopies
+
+    become(runner.decode_registry.block, subclass)
+    return runner
+
+
+def _batches(change: Change) -> Change:
+    """A change of what a runner's batches have as lengths on the host."""
+
+    def subclass(base: Any) -> type:
+        class Staged(base):
+            __slots__ = ()
+
+            def init_batch(self, *given: Any) -> Any:
+                staged = super().init_batch(*given)
+                staged.seq_lens_cpu = change(staged)
+                return staged
+
+        return Staged
+
+    return lambda runner: become(runner, subclass)
+
+
+def reads_lengths(backend: Any) -> Any:
+    """Attention that reads lengths on the host in a graph replay."""
+
+    def subclass(base: Any) -> type:
+        class ReadsLengths(base):
+            __slots__ = ()
+
+            def refresh(self, plan: Any, batch: Any) -> Any:
+                assert batch.seq_lens_cpu.min() > 0
+                return super().refresh(plan, batch)
+
+        return ReadsLengths
+
+    return become(backend, subclass)
+
+
+def reads_a_copy(table: KernelTable) -> KernelTable:
+    """Rows that are read from host memory are what it held before anything was written."""
+    before: list[Tensor] = []
+
+    def copy_rows(source: Tensor, target: Tensor, loads: Tensor, counts: Tensor) -> None:
+        if source.is_cpu:
+            before.append(torch.zeros_like(source, pin_memory=source.is_pinned()))
+            source = before[-1]
+        table.copy_rows(source, target, loads, counts)
+
+    return table.replace(copy_rows=copy_rows)
+
+
+class RefusesMixed(Changed):
+    """A worker that fails for a step with both prefill and decode requests."""
+
+    def change(self, batch: ScheduleBatch) -> None:
+        """Raise for such a step."""
+        if batch.forward_mode is ForwardMode.MIXED:
+            raise RuntimeError("this device runs prompts alone")
+
+
+COARSE = in_runtime("coarse", "It says that it computes in 16-bit types, and keeps three bits of them.", kernels=coarse)
+WIDENS_IDS = in_runtime(
+    "wide ids", "Its indices have 32 bits, and a kernel is given 64.", says_narrow, kernels=widens_ids
+)
+SUMS_WIDE = in_runtime("wide sums", "Its integers have 32 bits, and top-p adds in 64.", says_narrow, runner=sums_wide)
+LATE_COPIES = in_runtime(
+    "late copies", "Copies are said to be ordered with the work of a stream, and come late.", runner=late_copies
+)
+LOSES_LENGTHS = in_runtime(
+    "loses lengths",
+    "Lengths must be on the host, and batches come without.",
+    lambda facts: replace(facts, needs_host_lengths=True),
+    runner=_batches(lambda staged: None),
+)
+OLD_LENGTHS = in_runtime(
+    "old lengths",
+    "Lengths must be on the host, and those of the step before are.",
+    lambda facts: replace(facts, needs_host_lengths=True),
+    runner=_batches(lambda staged: staged.seq_lens_cpu - 1),
+)
+READS_A_COPY = in_runtime(
+    "reads a copy",
+    "Kernels are said to reach pinned memory, and what they read of it is old.",
+    lambda facts: replace(facts, reaches_pinned_memory=True),
+    kernels=reads_a_copy,
+)
+READS_LENGTHS = in_runtime(
+    "reads lengths",
+    "Lengths need not be on the host, and its attention looks for them there.",
+    lambda facts: replace(facts, needs_host_lengths=False),
+    attention=reads_lengths,
+)
+REFUSES_MIXED = Mutant(
+    name="refuses mixed",
+    says="Mixed batches are allowed, and not served.",
+    steps=MappingProxyType({"worker": RefusesMixed}),
+    needs=frozenset({"mixed_batches"}),
+)

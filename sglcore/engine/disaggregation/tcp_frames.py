@@ -1,0 +1,178 @@
+"""Frames of the TCP page transfer, and one connection with two threads: one sends queued frames,
+one receives.
+
+A frame is a head, three numbers and a body. Each side sends heartbeats while idle, so silence means
+that the peer is lost.
+"""
+
+from __future__ import annotations
+
+import queue
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from enum import IntEnum
+
+from sglcore.device.page_transfer import PeerLost, Progress, Transfer
+from sglcore.engine.timed_read import read_exactly
+
+MAGIC = 0x5350
+_HEAD = struct.Struct("<HHIQQ")
+LONGEST = 1 << 32
+"""Largest number of bytes of a frame; a larger number means a damaged stream."""
+Parts = Sequence[bytes | memoryview]
+
+
+class Kind(IntEnum):
+    """HELLO and WELCOME (or REFUSED) open a connection; PAGES (lease, region; the pages' numbers
+    and bytes), TOLD (a message), CANCEL and DRAINED (lease)."""
+
+    HELLO = 1
+    WELCOME = 2
+    REFUSED = 3
+    BEAT = 4
+    PAGES = 5
+    TOLD = 6
+    CANCEL = 7
+    DRAINED = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """A frame that arrived from `peer`."""
+
+    peer: int
+    kind: Kind
+    region: int = 0
+    lease: int = 0
+    body: bytearray | bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """The last item that comes from a peer."""
+
+    peer: int
+    why: str
+
+
+def send_frame(stream: socket.socket, kind: Kind, region: int = 0, lease: int = 0, parts: Parts = ()) -> None:
+    """Send a frame; waits. Raises OSError."""
+    stream.sendall(_HEAD.pack(MAGIC, kind, region, lease, sum(len(part) for part in parts)))
+    for part in parts:
+        stream.sendall(part)
+
+
+def receive_frame(stream: socket.socket, peer: int = 0, most: int = LONGEST, seconds: float | None = None) -> Frame:
+    """Receive the next frame, of at most `most` bytes. Waits at most `seconds` for the whole frame
+    (None: the stream's own limit).
+
+    Raises PeerLost if the stream ends or the frame is damaged, and OSError, which includes
+    TimeoutError.
+    """
+    until = None if seconds is None else time.monotonic() + seconds
+    magic, kind, region, lease, size = _HEAD.unpack(_exactly(stream, _HEAD.size, until))
+    if magic != MAGIC or size > most or not Kind.HELLO <= kind <= Kind.DRAINED:
+        raise PeerLost("what came from another engine is no frame of pages")
+    return Frame(peer, Kind(kind), region, lease, _exactly(stream, size, until))
+
+
+def _exactly(stream: socket.socket, size: int, until: float | None) -> bytearray:
+    try:
+        return read_exactly(stream, size, until)
+    except EOFError:
+        raise PeerLost("it has closed the connection") from None
+
+
+@dataclass(frozen=True, slots=True)
+class _Outgoing:
+    kind: Kind
+    region: int
+    lease: int
+    parts: Parts
+    ends: Transfer | None
+
+
+class Connection:
+    """The stream of a peer after both sides have greeted. After `start`, its threads call `post`
+    with each frame that arrives, and last and once with the loss of the peer. Queued frames that
+    were not sent then have the state FAILED."""
+
+    def __init__(
+        self, number: int, stream: socket.socket, name: str, silence: float, post: Callable[[Frame | Lost], None]
+    ) -> None:
+        """`silence`: seconds without a frame after which the peer is lost."""
+        self.number, self.name = number, name
+        self._stream, self._silence, self._post = stream, silence, post
+        self._queue: queue.SimpleQueue[_Outgoing | None] = queue.SimpleQueue()
+        self._why = ""
+        stream.settimeout(silence)
+        stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._threads = [
+            threading.Thread(target=self._send, name=f"pages {name}", daemon=True),
+            threading.Thread(target=self._receive, name=f"pages {name}", daemon=True),
+        ]
+
+    def start(self) -> None:
+        """Start the threads that send and receive."""
+        for thread in self._threads:
+            thread.start()
+
+    def queue(
+        self, kind: Kind, region: int = 0, lease: int = 0, parts: Parts = (), ends: Transfer | None = None
+    ) -> None:
+        """Send a frame after all queued frames; the transfer `ends` is done when it is sent.
+
+        Does not wait.
+        """
+        self._queue.put(_Outgoing(kind, region, lease, parts, ends))
+
+    def break_off(self, why: str) -> None:
+        """Disconnect from the peer; both threads end. Idempotent."""
+        self._why = self._why or why
+        with suppress(OSError):
+            self._stream.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Disconnect from the peer and wait for the threads."""
+        self.break_off("this engine has ended")
+        self._queue.put(None)
+        for thread in self._threads:
+            thread.join()
+        self._stream.close()
+
+    def _send(self) -> None:
+        broken = False
+        while True:
+            try:
+                each = self._queue.get(timeout=self._silence / 4)
+            except queue.Empty:
+                each = _Outgoing(Kind.BEAT, 0, 0, (), None)
+            if each is None:
+                return
+            try:
+                if not broken:
+                    send_frame(self._stream, each.kind, each.region, each.lease, each.parts)
+            except OSError as error:
+                broken = True
+                self.break_off(f"nothing can be sent to it: {error}")
+            if each.ends is not None:
+                each.ends.reason = self._why if broken else ""
+                each.ends.progress = Progress.FAILED if broken else Progress.DONE
+                self._post(Frame(self.number, Kind.BEAT))
+
+    def _receive(self) -> None:
+        try:
+            while True:
+                frame = receive_frame(self._stream, self.number)
+                if frame.kind is not Kind.BEAT:
+                    self._post(frame)
+        except TimeoutError:
+            self.break_off(f"nothing has come from it for {self._silence:g} s")
+        except (PeerLost, OSError) as error:
+            self.break_off(str(error))
+        self._post(Lost(self.number, self._why))

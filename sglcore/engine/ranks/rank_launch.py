@@ -1,0 +1,171 @@
+"""Which process of a model this process is, from flags or from the launcher's environment
+variables.
+
+A *node* is what a launcher starts: a host, or with torchrun one process of a host. Each node holds
+the same number of consecutive ranks; node 0 has the leader and the server. Nothing here opens a
+socket.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+
+from sglcore.config.engine_config import EngineConfig
+from sglcore.device.errors import ConfigError
+from sglcore.device.ledger import Row
+
+LEADER_PORT = 29517
+"""The leader's port if the launcher gives an address without a port."""
+TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+WORKER_SET = ("LWS_LEADER_ADDRESS", "LWS_GROUP_SIZE", "LWS_WORKER_INDEX")
+"""The variables of torchrun, and of Kubernetes' LeaderWorkerSet."""
+CLUSTER = "RAY_ADDRESS"
+WAYS = "--node-rank R --leader HOST:PORT on each host, torchrun, a LeaderWorkerSet, or --leader ray"
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """The number of this node, the number of nodes, and the source of these numbers.
+
+    `find_placement` makes it.
+    """
+
+    launcher: str
+    """The launcher's name, for a person."""
+    reason: str
+    """Why this was chosen, for a person."""
+    nodes: int = 1
+    """Number of nodes."""
+    node: int = 0
+    """The number of this node."""
+    leader: tuple[str, int] = ("", 0)
+    """Host and port where the leader listens."""
+    local: int = 0
+    """The number of this node among those on this machine."""
+    neighbours: int = 1
+    """Nodes on this machine."""
+    cluster: str = ""
+    """The address of a Ray cluster that starts the other nodes; empty: no cluster."""
+    restarter: str = ""
+    """What restarts all nodes when one ends, and by which option; empty: nothing."""
+
+    def row(self, requested: str, met: str = "") -> Row:
+        """Return the decision for the ledger. `met`: how the hosts reach each other."""
+        where = self.launcher if self.nodes == 1 else f"{self.nodes} nodes by {self.launcher}"
+        return Row("placement", requested, where, f"{self.reason}{met and f'; {met}'}", "--nodes 1, or " + WAYS)
+
+
+ALONE = Placement("this machine", "one host is asked for, and no launcher's variables are set")
+
+
+def find_placement(config: EngineConfig, environ: Mapping[str, str] = os.environ) -> Placement:
+    """Return the placement of this process. Flags win over a launcher's variables.
+
+    Raises ConfigError for incomplete or contradictory values, and if the nodes cannot have equal
+    numbers of ranks.
+    """
+    found = _found(config, environ)
+    if config.tp % found.nodes:
+        raise ConfigError(
+            f"tp is {config.tp}, and there are {found.nodes} nodes by {found.launcher} ({found.reason})",
+            wanted="equally many ranks on each",
+            remedy=f"--tp {found.nodes}, or another multiple of it",
+        )
+    return found
+
+
+def _found(config: EngineConfig, environ: Mapping[str, str]) -> Placement:
+    if config.node_rank is not None:
+        return _by_hand(config, config.node_rank)
+    launched = by_torchrun(environ) or by_worker_set(environ)
+    if config.leader is not None and config.leader.partition(":")[0] == "ray":
+        return _by_ray(config, config.leader.partition(":")[2] or environ.get(CLUSTER) or "auto", "--leader says so")
+    if launched is not None:
+        return _agreed(config, launched)
+    if config.nodes == 1:
+        if config.leader is None:
+            return ALONE
+        raise ConfigError(f"leader is {config.leader}, and nodes is 1", remedy="give --nodes and --node-rank as well")
+    if config.leader is None and find_spec("ray") is not None:
+        known = environ.get(CLUSTER)
+        why = f"{CLUSTER} is set" if known else "Ray is installed, and nothing else says how the others start"
+        return _by_ray(config, known or "auto", why)
+    raise ConfigError(f"nodes is {config.nodes}, and nothing says which of them this is", wanted=WAYS)
+
+
+def _by_hand(config: EngineConfig, node: int) -> Placement:
+    if config.nodes == 1 or config.leader is None:
+        missing = "leader" if config.leader is None else "nodes"
+        raise ConfigError(
+            f"node_rank is {node} and {missing} is not given", remedy="give --nodes N and --leader HOST:PORT as well"
+        )
+    if node >= config.nodes:
+        raise ConfigError(f"node_rank is {node}, and nodes is {config.nodes}", wanted=f"0 to {config.nodes - 1}")
+    return Placement("hand", "--node-rank is given", config.nodes, node, host_and_port(config.leader))
+
+
+def by_torchrun(environ: Mapping[str, str]) -> Placement | None:
+    """Return the placement of one of several torchrun processes; None if torchrun started none, or
+    this one alone. Raises ConfigError for variables that are not numbers. The leader listens on the
+    port after MASTER_PORT, which torchrun's own store uses."""
+    if any(not environ.get(name) for name in TORCHRUN) or _number(environ, "WORLD_SIZE") == 1:
+        return None
+    return Placement(
+        "torchrun",
+        f"{', '.join(TORCHRUN)} are set",
+        _number(environ, "WORLD_SIZE"),
+        _number(environ, "RANK"),
+        (environ["MASTER_ADDR"], _number(environ, "MASTER_PORT") + 1),
+        _number(environ, "LOCAL_RANK"),
+        _number(environ, "LOCAL_WORLD_SIZE") if environ.get("LOCAL_WORLD_SIZE") else 1,
+        restarter="torchrun, by --max-restarts",
+    )
+
+
+def by_worker_set(environ: Mapping[str, str]) -> Placement | None:
+    """Return the placement of one of several pods of a LeaderWorkerSet; None if this is no such
+    pod."""
+    if any(not environ.get(name) for name in WORKER_SET) or _number(environ, "LWS_GROUP_SIZE") == 1:
+        return None
+    return Placement(
+        "a LeaderWorkerSet",
+        f"{', '.join(WORKER_SET)} are set",
+        _number(environ, "LWS_GROUP_SIZE"),
+        _number(environ, "LWS_WORKER_INDEX"),
+        (environ["LWS_LEADER_ADDRESS"], LEADER_PORT),
+        restarter="the LeaderWorkerSet, by its restartPolicy",
+    )
+
+
+def _by_ray(config: EngineConfig, cluster: str, why: str) -> Placement:
+    if config.nodes == 1:
+        raise ConfigError("leader is ray, and nodes is 1", remedy="--nodes N says over how many hosts the ranks go")
+    return Placement("Ray", why, config.nodes, cluster=cluster)
+
+
+def _agreed(config: EngineConfig, launched: Placement) -> Placement:
+    """Return a launcher's placement, with the leader's address from a flag if one is set. Raises
+    ConfigError if flags contradict the launcher."""
+    if config.nodes not in (1, launched.nodes):
+        raise ConfigError(
+            f"nodes is {config.nodes}, and {launched.launcher} has started {launched.nodes}", remedy="leave --nodes out"
+        )
+    return launched if config.leader is None else replace(launched, leader=host_and_port(config.leader))
+
+
+def host_and_port(text: str) -> tuple[str, int]:
+    """Return the host and port of HOST:PORT; HOST may be in brackets. Raises ConfigError."""
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise ConfigError(f"leader is {text!r}", wanted="HOST:PORT, ray, or ray:ADDRESS", remedy="correct --leader")
+    return host.removeprefix("[").removesuffix("]"), int(port)
+
+
+def _number(environ: Mapping[str, str], name: str) -> int:
+    text = environ[name]
+    if not text.isdecimal():
+        raise ConfigError(f"{name} is {text!r}", wanted="a number", remedy=f"correct {name}, or unset it")
+    return int(text)

@@ -1,0 +1,259 @@
+"""The start of ranks: settings that do not combine are refused, then the processes start together,
+each with its part of the model.
+"""
+
+from __future__ import annotations
+
+import secrets
+import socket
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from sglcore.checkpoint.checkpoint_files import read_json
+from sglcore.checkpoint.model_config import architecture_of, read_config
+from sglcore.checkpoint.parallel_sizes import check_topology
+from sglcore.checkpoint.tensor_parallel import check_divisible
+from sglcore.config.engine_config import EngineConfig
+from sglcore.device.errors import ConfigError, WorkerLost
+from sglcore.device.ledger import DecisionLedger, Row
+from sglcore.device.package import Ref, resolve
+from sglcore.device.selection import Choice
+from sglcore.device.topology import Topology
+from sglcore.device.worker import Limits
+from sglcore.engine.ranks.rank_group import RankGroup, close_all, end_all
+from sglcore.engine.ranks.rank_launch import ALONE, Placement, find_placement
+from sglcore.engine.ranks.spec import RankProcess, Spawn, limits_text, spawn_local
+from sglcore.engine.ranks.team import SILENCES, Maker
+from sglcore.engine.ranks.watch import Member, Patience, Watch, ended
+from sglcore.engine.ranks.wire import LONGEST_HELLO, Channel, Gone
+from sglcore.engine.timed_read import is_readable
+
+Progress = Callable[[str, int, int], None]
+REASON: Ref = "sglcore.runtime.speculative.refused_combinations:reason_in_shards"
+"""Returns why shards cannot use a kind of draft tokens; a reference, because the engine does not
+import the runtime."""
+OWN_FILES: Ref = "sglcore.models.architecture_registry:ARCHITECTURES"
+"""The architectures with a file of their own."""
+HELLO_SECONDS = 5.0
+"""Seconds that a new connection may take to identify itself."""
+LOOK_EVERY = 0.05
+"""Seconds between two looks at processes that have not connected yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankOptions:
+    """How the processes of ranks are started, and how patient their leader is."""
+
+    spawn: Spawn = spawn_local
+    patience: Patience = Patience()
+
+
+def check_ranks(config: EngineConfig, folder: Path, choice: Choice, placement: Placement = ALONE) -> None:
+    """Raise ConfigError, before any process starts, for settings that do not combine with several
+    ranks, or with this number of ranks."""
+    check_devices(config, choice, placement)
+    _check_shards(config)
+    if config.model_impl == "transformers":
+        raise ConfigError(
+            f"tp is {config.tp} and model_impl is {config.model_impl!r}, which do not go together yet",
+            remedy="leave --model-impl or --tp out",
+        )
+    _check_own_file(config, folder)
+    checkpoint = read_config(folder, task=config.task)
+    check_divisible(checkpoint, config.tp)
+    check_topology(checkpoint, topology_of(config))
+
+
+def _check_own_file(config: EngineConfig, folder: Path) -> None:
+    """Raise ConfigError for an architecture that would run with transformers' own class: its layers
+    cannot be divided over ranks.
+    """
+    file = folder / "config.json"
+    name = architecture_of(file, read_json(file)) if file.is_file() else ""
+    if name and name not in resolve(OWN_FILES):
+        raise ConfigError(
+            f"tp is {config.tp}, and sglcore has no file of the architecture {name!r}: transformers' own class, which may run"
+            " it, is not divided",
+            wanted="an architecture with a file here (docs/models.md)",
+            remedy="--tp 1, or --replicas N for N whole models",
+        )
+
+
+def check_devices(config: EngineConfig, choice: Choice, placement: Placement = ALONE) -> None:
+    """Raise ConfigError if ranks on the device cannot exchange tensors, or if there are too few
+    devices.
+    """
+    package, width = choice.package, config.tp
+    if package.communication is None:
+        raise ConfigError(
+            f"tp is {width}, and device {package.name!r} declares nothing by which several of it exchange tensors",
+            remedy="--tp 1, or another device",
+        )
+    devices, here = len(choice.report.devices), width // placement.nodes * placement.neighbours
+    if not package.is_host and devices and choice.chosen.index + here > devices:
+        raise ConfigError(
+            f"tp is {width}, and {devices} devices of {package.name!r} are there, from number {choice.chosen.index} on"
+            f" {devices - choice.chosen.index}" + (f", of {here} for this host" if placement.nodes > 1 else ""),
+            remedy=f"--tp {max(devices - choice.chosen.index, 1)}, --device {package.name}:0, or more hosts (--nodes)",
+        )
+
+
+def _check_shards(config: EngineConfig) -> None:
+    """Raise ConfigError for settings that do not combine with several shards."""
+    if config.dp == 1:
+        return
+    if config.hisparse not in (None, "off"):
+        raise ConfigError(
+            f"dp is {config.dp} and hisparse is {config.hisparse!r}, which do not go together yet",
+            remedy="leave --hisparse or --dp out",
+        )
+    if reason := resolve(REASON)(config.speculative or "", config.draft_width > 1):
+        raise ConfigError(
+            f"dp is {config.dp} and speculative is {config.speculative!r}: {reason}",
+            remedy="--dp 1, or other proposals",
+        )
+
+
+def start_ranks(
+    config: EngineConfig,
+    folder: Path,
+    choice: Choice,
+    ledger: DecisionLedger,
+    progress: Progress,
+    options: RankOptions | None = None,
+) -> tuple[RankGroup, Mapping[str, float]]:
+    """Start all ranks, and return them when each is ready, with the seconds of rank 0's steps.
+    Waits.
+
+    Rank 0's decisions go to the ledger. Raises ConfigError for a configuration that cannot run, and
+    WorkerLost if a rank ends during the start; then no process is left.
+    """
+    placement = find_placement(config)
+    check_ranks(config, folder, choice, placement)
+    if placement.node:
+        raise ConfigError(
+            f"this is node {placement.node} by {placement.launcher}, which takes no requests",
+            remedy="start it as `sglcore serve`, as the others",
+        )
+    options = options or RankOptions()
+    patience, communication = options.patience, choice.package.communication
+    assert communication is not None
+    topology = topology_of(config)
+    ledger.record(*_rows(topology, communication.backend))
+    epoch, secret = secrets.randbits(32), secrets.token_hex(16)
+    told: dict[str, Any] = {"epoch": epoch, "secret": secret, "beat": patience.silence / SILENCES}
+    maker = Maker(config, choice, communication, topology, options.spawn, told, placement)
+    with ExitStack() as stack:
+        team = maker.here(stack) if placement.nodes == 1 else maker.across(stack, folder, progress)
+        ledger.record(team.row)
+        processes: dict[int, RankProcess] = {}
+        try:
+            for begin in team.starts:
+                processes |= begin()
+            found = _gather(team.listener, processes, epoch, secret, patience)
+            team.tie(found)
+        except BaseException:
+            for process in processes.values():
+                process.kill()
+            team.close()
+            raise
+        steps = [found[rank, "steps"] for rank in range(topology.world)]
+        now = time.monotonic()
+        members = [
+            Member(rank, processes[rank], found[rank, "control"], now, host=team.host_of(rank))
+            for rank in range(topology.world)
+        ]
+        watch = Watch(members, patience, progress)
+        try:
+            limits = _come_up(watch)
+        except BaseException:
+            end_all(watch, steps)
+            close_all(watch, steps)
+            team.close()
+            raise
+    first = members[0].ready
+    assert first is not None
+    ledger.record(*(Row(**row) for row in first["ledger"]))
+    return RankGroup(watch, steps, limits, topology.dp, team.close), first["seconds"]
+
+
+def topology_of(config: EngineConfig) -> Topology:
+    """Return the topology of a configuration. Raises ConfigError for sizes that do not divide."""
+    return Topology(tp=config.tp, dp=config.dp, ep=config.ep)
+
+
+def _rows(topology: Topology, backend: str) -> list[Row]:
+    """Return the ledger's rows about ranks."""
+    how = f"{topology.world} processes, each with its part of every layer, over {backend}"
+    rows = [Row("ranks", str(topology.tp), f"{topology.tp} of tensors", how, "--tp 1")]
+    if topology.dp > 1:
+        told = f"each request's cache is on {topology.attn_tp} of {topology.tp} ranks, and each step is agreed on"
+        rows.append(Row("shards of requests", str(topology.dp), str(topology.dp), told, "--dp 1"))
+    if topology.ep > 1:
+        told = f"each is whole on one of {topology.ep} ranks, and rows go there"
+        rows.append(Row("expert ranks", str(topology.ep), f"dealt out among {topology.ep}", told, "--ep 1"))
+    return rows
+
+
+def _gather(
+    listener: socket.socket, processes: Mapping[int, RankProcess], epoch: int, secret: str, patience: Patience
+) -> dict[tuple[int, str], Channel]:
+    """Return the two channels of every rank, once all have connected. Raises WorkerLost if one ends
+    before."""
+    found: dict[tuple[int, str], Channel] = {}
+    end = time.monotonic() + patience.starting
+    while len(found) < 2 * len(processes):
+        if is_readable(listener, LOOK_EVERY):
+            _greet(listener, epoch, secret, found)
+            continue
+        for rank, process in processes.items():
+            if (code := process.poll()) is not None:
+                raise WorkerLost(f"rank {rank} (process {process.pid}) {ended(code)} before it came up")
+        if time.monotonic() > end:
+            missing = sorted({rank for rank in processes if (rank, "control") not in found})
+            raise WorkerLost(f"ranks {missing} have not come up in {patience.starting:.0f} s")
+    return found
+
+
+def _greet(listener: socket.socket, epoch: int, secret: str, found: dict[tuple[int, str], Channel]) -> None:
+    """Accept a connection if it has the secret."""
+    stream, _ = listener.accept()
+    channel = Channel(stream, epoch)
+    channel.wait_at_most(HELLO_SECONDS)
+    try:
+        known, rank, use, _ = msgspec.msgpack.decode(channel.receive(LONGEST_HELLO).body)
+    except (Gone, TimeoutError, ValueError, TypeError, msgspec.DecodeError):
+        channel.close()
+        return
+    if not secrets.compare_digest(str(known), secret):
+        channel.close()
+        return
+    channel.wait_at_most(None)
+    found[rank, use] = channel
+
+
+def _come_up(watch: Watch) -> Limits:
+    """Return the limits that all ranks share, once all are ready. Waits for all at once; raises the
+    error of a rank that fails."""
+    while not watch.is_ready:
+        failure = watch.go_round()
+        if failure is not None:
+            raise failure
+    limits = [msgspec.convert(_ready(member)["limits"], Limits) for member in watch.members]
+    for rank, other in enumerate(limits):
+        if other != limits[0]:
+            raise WorkerLost(
+                f"rank 0 has {limits_text(limits[0])}, and rank {rank} has {limits_text(other)}; wanted the same"
+            )
+    return limits[0]
+
+
+def _ready(member: Member) -> dict[str, Any]:
+    assert member.ready is not None
+    return member.ready

@@ -1,0 +1,68 @@
+"""A trial of two workers over the same weights: which one writes the same text faster, measured at
+a start with one request."""
+
+from __future__ import annotations
+
+import time
+from statistics import median
+
+from sglcore.device.ledger import DecisionLedger, Row
+from sglcore.device.worker import ModelWorker, Trial
+from sglcore.sampling.params import SamplingParams
+from sglcore.schedule.request import Request
+from sglcore.schedule.scheduler import Scheduler
+from sglcore.schedule.step_loop import Loop
+
+TOKENS = 64
+"""Tokens of a text."""
+ROUNDS = 3
+"""Texts that are measured on each worker, after one that is not measured."""
+SECONDS = 2.0
+"""Seconds after which no further round begins."""
+STRIDE = 1 << 16
+"""Distance in composition numbers between two texts, and to the scheduler that comes after."""
+MARGIN = 1.25
+"""The speed-up that the speculative worker must have: with more requests, draft tokens gain less.
+"""
+
+
+def keep_faster(trial: Trial, ledger: DecisionLedger) -> ModelWorker:
+    """Return the faster worker, and record in the ledger which it is and by how much.
+
+    Waits for the device.
+    """
+    begin, rates = time.perf_counter(), list[float]()
+    for round_ in range(ROUNDS + 1):
+        bold, plain = (seconds_of(worker, trial, seed=round_) for worker in (trial.bold, trial.plain))
+        rates += [plain / bold] if round_ else []
+        if rates and time.perf_counter() - begin > SECONDS:
+            break
+    rate = median(rates)
+    measured = f"measured now, one request has {rate:.2f} times the tokens a second of one without"
+    if rate >= MARGIN:
+        ledger.record(Row("speculative", "auto", trial.summary, measured, "--speculative off"))
+        return trial.bold
+    trial.leave()
+    kind = trial.summary.partition(",")[0]
+    reason = f"{measured} {kind}, and {MARGIN} times are wanted"
+    ledger.record(Row("speculative", "auto", "off", reason, f"--speculative {kind}"))
+    return trial.plain
+
+
+def seconds_of(worker: ModelWorker, trial: Trial, seed: int) -> float:
+    """Return the seconds to decode a text after its first token.
+
+    The same seed samples the same text on both workers.
+    """
+    limits = worker.limits
+    scheduler = Scheduler(limits, prefix_cache=False, first_composition=-(seed + 1) * STRIDE)
+    loop = Loop(scheduler, worker, overlap=limits.runs_ahead)
+    tokens = min(TOKENS, limits.max_model_len - len(trial.prompt))
+    params = SamplingParams(max_tokens=tokens, ignore_eos=True)
+    scheduler.add(Request("trial", trial.prompt, params, seed=seed))
+    while not loop.step():
+        pass
+    begin = time.perf_counter()
+    while loop.has_work:
+        loop.step()
+    return time.perf_counter() - begin

@@ -1,0 +1,1 @@
+"""Grammars, schemas and token rules that bind what a model writes."""

@@ -1,0 +1,331 @@
+"""Grammars of requests: compiled in the background, cached, and started as one matcher for each
+sample.
+
+It knows the libraries that compile by name only (`llguidance`, `xgrammar`). Each has one file in
+this folder.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from queue import SimpleQueue
+from threading import Lock, Thread, stack_size
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from sglcore.device.errors import ConfigError
+from sglcore.device.ledger import Row
+from sglcore.engine.structured_output.grammar_check import GrammarChecks, failure_of
+from sglcore.engine.structured_output.grammar_size import refuse_large
+from sglcore.engine.structured_output.grammar_vocabulary import CompiledGrammar, Vocabulary
+from sglcore.engine.structured_output.killable_checks import STACK_BYTES, OnVerdict, Verdict
+from sglcore.engine.structured_output.repetition_penalty import RepetitionRules
+from sglcore.engine.structured_output.thinking import ThinkingGrammar
+from sglcore.engine.structured_output.token_rules import RuledTokens
+from sglcore.sampling.grammar_spec import Grammar, GrammarBusy, GrammarError, Repetition, Thinking, TokenRules
+from sglcore.schedule.request import Ints, LogitChange, Matcher
+
+BACKENDS = ("llguidance", "xgrammar")
+KEPT_GRAMMARS = 256
+WAIT_SECONDS = 60.0
+"""Seconds that a request waits for the check and the compiler; one grammar takes a few."""
+COMPILE_THREADS = 2
+"""Threads for grammars that took less than QUICK_SECONDS of CPU time to check.
+
+All others share one more thread.
+"""
+QUICK_SECONDS = 0.5
+
+
+Wanted = tuple[Grammar | None, Thinking | None, TokenRules | None, Repetition | None]
+Job = tuple[Wanted, "Future[Compiled]"]
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """The constraint of an output (None: none), and the DRY penalty in addition to it."""
+
+    grammar: CompiledGrammar | None
+    repetition: RepetitionRules | None = None
+
+    def start(self, prompt: Ints) -> Started:
+        """Start both for one sample of a prompt."""
+        if self.repetition is not None:
+            found = self.repetition.start(prompt)
+            return Started(found, found)
+        assert self.grammar is not None
+        return Started(self.grammar.start())
+
+
+class Started(NamedTuple):
+    """A matcher for one sample; `change`: the same object, if it also adds to logits."""
+
+    matcher: Matcher
+    change: LogitChange | None = None
+
+
+class GrammarBackend(Protocol):
+    """A library that compiles grammars for one vocabulary."""
+
+    @property
+    def name(self) -> str:
+        """The name by which it is requested."""
+        ...
+
+    @property
+    def vocabulary(self) -> Vocabulary:
+        """The vocabulary of its masks."""
+        ...
+
+    def compile(self, grammar: Grammar) -> CompiledGrammar:
+        """Compile a grammar; waits.
+
+        Any thread may call it. Raises GrammarError if the grammar is invalid or cannot be enforced.
+        """
+        ...
+
+
+class Compiling:
+    """A grammar that is being compiled. A caller waits at most `seconds`; a grammar that is not
+    ready by then is refused for now."""
+
+    def __init__(self, future: Future[Compiled], seconds: float) -> None:
+        self._future = future
+        self._seconds = seconds
+        self._until = time.monotonic() + seconds
+
+    @property
+    def is_done(self) -> bool:
+        """Whether `start` returns at once."""
+        return self._future.done() or time.monotonic() >= self._until
+
+    def wait(self, seconds: float | None = None) -> bool:
+        """Wait at most `seconds` until it is done; returns whether it is done."""
+        left = max(self._until - time.monotonic(), 0.0)
+        try:
+            self._future.exception(left if seconds is None else min(seconds, left))
+        except TimeoutError:
+            pass
+        return self.is_done
+
+    def start(self) -> Matcher:
+        """Return a matcher for one sample of any prompt. Waits until it is done; raises
+        GrammarError."""
+        return self.start_after(np.zeros(0, np.int32)).matcher
+
+    def start_after(self, prompt: Ints) -> Started:
+        """Return the constraints for one sample of a prompt. Waits until it is done. Raises
+        GrammarError, or GrammarBusy if it is not done in time."""
+        if not self._future.done() and self.wait() and not self._future.done():
+            raise GrammarBusy(f"the grammar waited {self._seconds:g} s for those that are compiled before it")
+        if (failure := self._future.exception()) is not None:
+            # All callers share one exception: its traceback must not keep the frames, and so the
+            # requests, of them all.
+            raise failure.with_traceback(None)
+        return self._future.result().start(prompt)
+
+
+class Checks(Protocol):
+    """Tries a grammar in another process before it is compiled here."""
+
+    def submit(self, grammar: Grammar, told: OnVerdict, /) -> None:
+        """As `GrammarChecks.submit`."""
+        ...
+
+    def close(self) -> None:
+        """As `GrammarChecks.close`."""
+        ...
+
+
+class Grammars:
+    """Compiles grammars on threads of its own, after `checks` have passed them. The newest `kept`
+    results are cached, failures too, except grammars that were refused for now."""
+
+    def __init__(
+        self,
+        backend: GrammarBackend,
+        checks: Checks | None = None,
+        *,
+        kept: int = KEPT_GRAMMARS,
+        seconds: float = WAIT_SECONDS,
+    ) -> None:
+        """Without `checks`, everything is compiled here at once, and a slow grammar delays the
+        others."""
+        self.backend = backend
+        self._checks, self._kept, self._seconds = checks, kept, seconds
+        self._known: OrderedDict[Wanted, Future[Compiled]] = OrderedDict()
+        self._lock = Lock()
+        self._quick, self._slow = Lane(COMPILE_THREADS, self._work), Lane(1, self._work)
+
+    def compile(
+        self,
+        grammar: Grammar | None,
+        thinking: Thinking | None = None,
+        rules: TokenRules | None = None,
+        repetition: Repetition | None = None,
+    ) -> Compiling:
+        """Start to compile a grammar (None: any text), or join the same compilation if it was
+        requested before.
+
+        The grammar applies after the reasoning if `thinking` is given, and is combined with the
+        token rules and the DRY penalty if these are given. Does not wait. Any thread may call it.
+        """
+        wanted = (grammar, thinking, rules, repetition)
+        with self._lock:
+            future = self._known.get(wanted)
+            is_new = future is None
+            if future is None:
+                future = self._known[wanted] = Future()
+            self._known.move_to_end(wanted)
+            while len(self._known) > self._kept:
+                self._known.popitem(last=False)
+        if is_new:
+            self._begin(wanted, future)
+        return Compiling(future, self._seconds)
+
+    def close(self) -> None:
+        """Compile no further grammars. Idempotent; does not wait."""
+        if self._checks is not None:
+            self._checks.close()
+        self._quick.close()
+        self._slow.close()
+
+    def _begin(self, wanted: Wanted, future: Future[Compiled]) -> None:
+        grammar = wanted[0]
+        if grammar is None or self._checks is None:
+            self._quick.put((wanted, future))
+            return
+        try:
+            refuse_large(grammar)
+            self._checks.submit(grammar, lambda verdict: self._after_check(wanted, future, verdict))
+        except GrammarError as error:
+            future.set_exception(error)
+        except OSError as error:
+            self._fail(wanted, future, GrammarBusy(f"the process that checks grammars can not start: {error}"))
+
+    def _after_check(self, wanted: Wanted, future: Future[Compiled], verdict: Verdict) -> None:
+        failure = failure_of(verdict)
+        if failure is not None:
+            self._fail(wanted, future, failure)
+        else:
+            lane = self._quick if verdict.seconds < QUICK_SECONDS else self._slow
+            lane.put((wanted, future))
+
+    def _fail(self, wanted: Wanted, future: Future[Compiled], error: GrammarError) -> None:
+        if isinstance(error, GrammarBusy):
+            with self._lock:
+                self._known.pop(wanted, None)
+        future.set_exception(error)
+
+    def _work(self, job: Job) -> None:
+        wanted, future = job
+        try:
+            future.set_result(self._compiled(*wanted))
+        except GrammarError as error:
+            future.set_exception(error)
+        except BaseException as error:
+            kind = "request" if wanted[0] is None else wanted[0].kind
+            text = f"{self.backend.name} failed on this {kind}: {type(error).__name__}: {error}"
+            future.set_exception(GrammarError(text, wanted="a grammar that it can read"))
+
+    def _compiled(
+        self,
+        grammar: Grammar | None,
+        thinking: Thinking | None,
+        rules: TokenRules | None,
+        repetition: Repetition | None,
+    ) -> Compiled:
+        found = None if grammar is None else self.backend.compile(grammar)
+        if thinking is not None:
+            found = ThinkingGrammar(thinking, self.backend.vocabulary, found)
+        if rules is not None:
+            found = RuledTokens(rules, self.backend.vocabulary, found, has_end=grammar is not None)
+        if repetition is None:
+            return Compiled(found)
+        return Compiled(found, RepetitionRules(repetition, self.backend.vocabulary, found))
+
+
+class Lane:
+    """Threads that take jobs in order; they are started when jobs come."""
+
+    def __init__(self, most: int, work: Callable[[Job], None]) -> None:
+        """Start at most `most` threads. Each calls `work`, which must not raise."""
+        self._most, self._work = most, work
+        self._jobs: SimpleQueue[Job | None] = SimpleQueue()
+        self._threads: list[Thread] = []
+        self._lock = Lock()
+
+    def put(self, job: Job) -> None:
+        """Queue a job; does not wait."""
+        self._jobs.put(job)
+        with self._lock:
+            if len(self._threads) >= self._most:
+                return
+            # The interpreter does not wait for daemon threads when it ends; a compiler cannot be
+            # interrupted.
+            thread = Thread(target=self._run, name="grammar", daemon=True)
+            usual = stack_size(STACK_BYTES)
+            try:
+                thread.start()
+            finally:
+                stack_size(usual)
+            self._threads.append(thread)
+
+    def close(self) -> None:
+        """End the threads after their current job. Idempotent; does not wait."""
+        with self._lock:
+            for _ in self._threads:
+                self._jobs.put(None)
+            self._threads.clear()
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            self._work(job)
+
+
+def open_grammars(name: str, vocabulary: Vocabulary) -> tuple[Grammars | None, Row]:
+    """Return the grammars of an engine for a backend, one of `grammar_backend`'s choices, and the
+    decision.
+
+    None: grammars are off, and the row says why. Raises ConfigError if a backend requested by name
+    is not available.
+    """
+    remedy = "SGLCORE_GRAMMAR_BACKEND=llguidance, xgrammar or off"
+    if name == "off":
+        return None, Row("grammar", name, "off", "asked for", remedy)
+    try:
+        backend = open_backend(BACKENDS[0] if name == "auto" else name, vocabulary)
+    except ConfigError as error:
+        if name != "auto":
+            raise
+        return None, Row("grammar", name, "off", error.found, error.remedy)
+    reason = "asked for" if name != "auto" else "the same text on every device, and it needs no tensor library"
+    return Grammars(backend, GrammarChecks(backend.name, vocabulary)), Row(
+        "grammar", name, backend.name, reason, remedy
+    )
+
+
+def open_backend(name: str, vocabulary: Vocabulary) -> GrammarBackend:
+    """Return the backend of this name. Raises ConfigError if it is not available."""
+    if not vocabulary.eos_ids:
+        raise ConfigError(
+            "this checkpoint names no end-of-sequence token, so no output could end by its grammar",
+            remedy="name eos_token_id in its generation_config.json",
+        )
+    try:
+        if name == "llguidance":
+            from sglcore.engine.structured_output.grammar_llguidance import Llguidance
+
+            return Llguidance(vocabulary)
+        from sglcore.engine.structured_output.grammar_xgrammar import Xgrammar
+
+        return Xgrammar(vocabulary)
+    except ImportError as error:
+        raise ConfigError(
+            f"the grammar backend {name} can not be imported: {error}", remedy=f"pip install {error.name or name}"
+        ) from None

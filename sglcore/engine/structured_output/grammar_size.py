@@ -1,0 +1,87 @@
+"""The size of a regular expression with its counts expanded, computed from its text before anything
+is compiled."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from sglcore.engine.structured_output.grammar_schema import schemas
+from sglcore.sampling.grammar_spec import Grammar, GrammarError, read_schema, read_tags
+
+MOST_WRITTEN_OUT = 1 << 14
+"""Characters that the shortest text of one pattern may have: compilers expand counts, and look
+ahead over them at each token."""
+_COUNT = re.compile(r"\{(\d{1,18})(?:,\d*)?\}")
+
+
+def refuse_large(grammar: Grammar) -> None:
+    """Raise GrammarError if the nested counts of a pattern expand to more than MOST_WRITTEN_OUT
+    characters.
+    """
+    for place, pattern in _patterns(grammar):
+        size = written_out(pattern)
+        if size > MOST_WRITTEN_OUT:
+            raise GrammarError(
+                f"{place} demands {size} characters: its counts are multiplied where they stand in one another",
+                wanted=f"at most {MOST_WRITTEN_OUT}",
+                remedy="take out repetitions with large counts",
+            )
+
+
+def written_out(pattern: str) -> int:
+    """Return the characters of the longest alternative with its counts expanded, each to its
+    minimum.
+
+    It parses what the libraries have in common (groups, sets, escapes, counts), and takes any text.
+    """
+    outer: list[tuple[int, int]] = []
+    longest, total, last, place = 0, 0, 0, 0
+    while place < len(pattern):
+        letter, end = pattern[place], place + 1
+        count = _COUNT.match(pattern, place) if letter == "{" else None
+        if count is not None:
+            total, last, end = total - last + last * int(count[1]), last * int(count[1]), count.end()
+        elif letter == "(":
+            outer.append((longest, total))
+            longest, total, last = 0, 0, 0
+        elif letter == ")" and outer:
+            last = max(longest, total)
+            longest, before = outer.pop()
+            total = before + last
+        elif letter == "|":
+            longest, total, last = max(longest, total), 0, 0
+        elif letter in "*?":
+            total, last = total - last, 0
+        elif letter not in "^$+":
+            end = _atom_end(pattern, place)
+            total, last = total + 1, 1
+        place = end
+    return max(longest, total)
+
+
+def _atom_end(pattern: str, place: int) -> int:
+    """Return the end of the character, escape or set that begins at a place."""
+    if pattern[place] == "\\":
+        return place + 2
+    if pattern[place] != "[":
+        return place + 1
+    inside = re.compile(r"\^?\]?(?:\\.|[^\]\\])*\]?", re.DOTALL).match(pattern, place + 1)
+    assert inside is not None
+    return inside.end()
+
+
+def _patterns(grammar: Grammar) -> Iterator[tuple[str, str]]:
+    """Yield the regular expressions of a grammar, each with its place, as far as they are found
+    without parsing a rule notation."""
+    if grammar.kind == "regex":
+        yield "this regex", grammar.text
+    texts = [grammar.text] if grammar.kind == "json_schema" else []
+    if grammar.kind == "structural_tag":
+        texts = [tag.schema for tag in read_tags(grammar.text).tags]
+    for text in texts:
+        schema = read_schema(text)
+        for place, node in schemas(schema):
+            named = node.get("patternProperties")
+            found = [node.get("pattern"), *(named if isinstance(named, dict) else ())]
+            yield from ((f"the pattern at {place}", each) for each in found if isinstance(each, str))

@@ -1,0 +1,62 @@
+"""The vocabulary for which grammars are compiled, and the interface of a compiled grammar."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from sglcore.sampling.grammar_spec import GrammarError
+from sglcore.schedule.request import Matcher
+
+MOST_TRIED = 8
+"""Number of a grammar's allowed first tokens that are tried."""
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """The scope of a mask: the tokenizer's tokens, `size` logits (ids beyond the tokenizer's are
+    never allowed), and the ids that end an output."""
+
+    tokenizer: Tokenizer
+    size: int
+    eos_ids: tuple[int, ...]
+
+
+class CompiledGrammar(Protocol):
+    """A compiled grammar, for any number of samples."""
+
+    def start(self) -> Matcher:
+        """Return a matcher at the beginning, independent of all others."""
+        ...
+
+
+def first_steps(compiled: CompiledGrammar, vocabulary: Vocabulary) -> float:
+    """Follow a grammar through some of its first tokens, as requests will. Returns the largest CPU
+    time, in seconds, of a mask after one of them. Raises GrammarError with the compiler's reason if
+    it gives up there."""
+    words = np.zeros(-(-vocabulary.size // 32), dtype=np.int32)
+    matcher = compiled.start()
+    matcher.fill(words)
+    _refuse(matcher)
+    allowed = np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little"))
+    allowed = allowed[~np.isin(allowed, vocabulary.eos_ids)]
+    slowest = 0.0
+    for place in sorted({round(step) for step in np.linspace(0, len(allowed) - 1, MOST_TRIED)}) if len(allowed) else ():
+        matcher = compiled.start()
+        matcher.fill(words)
+        matcher.accept(int(allowed[place]))
+        _refuse(matcher)
+        begin = time.thread_time()
+        matcher.fill(words)
+        slowest = max(slowest, time.thread_time() - begin)
+        _refuse(matcher)
+    return slowest
+
+
+def _refuse(matcher: Matcher) -> None:
+    if matcher.error:
+        raise GrammarError(f"the grammar can not be enforced: {matcher.error}", wanted="a smaller or simpler one")

@@ -1,0 +1,236 @@
+"""Checks that may take forever, each in a fork that is killed if it takes too much time or memory:
+the side of the checking process.
+
+Started by `killable_checks.py`. Standard input has lines of JSON: the specification of the checks,
+then jobs. Standard output has a verdict for each job, as soon as it is known. The process and its
+forks end when standard input closes.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import selectors
+import signal
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from threading import Thread, stack_size
+
+import msgspec
+
+from sglcore.engine.structured_output.killable_checks import STACK_BYTES, CheckJob, CheckLimits, Verdict
+
+LOWEST_PRIORITY = 19
+SOONEST = 0.01
+"""Seconds between two readings of the time that checks have taken."""
+CPUCLOCK_SCHED = 2
+"""Linux: the clock of a process's CPU time, in the lowest bits of the clock's number."""
+
+Work = Callable[[bytes], Verdict]
+"""Does a job's work and returns its verdict, without the number and the time. Raises MemoryError
+only."""
+
+
+@dataclass(slots=True)
+class Check:
+    """A fork at work."""
+
+    job: CheckJob
+    pid: int
+    answers: int
+    """The file descriptor on which its verdict comes."""
+    begun: float
+    """Time of its start, by the monotonic clock."""
+    is_young: bool = True
+    """It runs at normal priority."""
+    is_late: bool = False
+    """It was killed because other checks use all CPU time."""
+    text: bytes = b""
+    """The part of its verdict that was read."""
+
+    @property
+    def processor_seconds(self) -> float:
+        """CPU seconds of the check, or wall-clock seconds where the system does not report those of
+        another process.
+        """
+        try:
+            return time.clock_gettime((~self.pid << 3) | CPUCLOCK_SCHED)
+        except OSError:
+            return time.monotonic() - self.begun
+
+
+class Checker:
+    """Runs checks in order of arrival, at most `limits.young` of them at normal priority.
+
+    A check that takes longer than `limits.young_seconds` continues at the lowest priority.
+    """
+
+    def __init__(self, work: Work, limits: CheckLimits, given: bytes) -> None:
+        """`given`: bytes of jobs that were already read from standard input."""
+        self._work, self._limits = work, limits
+        self._waiting: deque[CheckJob] = deque()
+        self._checks: dict[int, Check] = {}
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(0, selectors.EVENT_READ)
+        self._rest = given
+
+    def run(self) -> None:
+        """Run checks until standard input ends."""
+        self._queue_jobs()
+        while True:
+            while self._waiting and self._young < self._limits.young:
+                self._start(self._waiting.popleft())
+            for key, _ in self._selector.select(self._patience()):
+                if key.fd != 0:
+                    self._hear(self._checks[key.fd])
+                elif not self._take_jobs():
+                    self._end_all()
+                    return
+            self._look_at_clock()
+
+    @property
+    def _young(self) -> int:
+        return sum(each.is_young for each in self._checks.values())
+
+    def _take_jobs(self) -> bool:
+        found = os.read(0, 1 << 20)
+        self._rest += found
+        self._queue_jobs()
+        return bool(found)
+
+    def _queue_jobs(self) -> None:
+        *lines, self._rest = self._rest.split(b"\n")
+        for line in lines:
+            job = msgspec.json.decode(line, type=CheckJob)
+            if len(self._waiting) < self._limits.most_waiting:
+                self._waiting.append(job)
+            else:
+                _tell(Verdict(job.number, busy=f"{len(self._waiting)} others wait for their check"))
+
+    def _start(self, job: CheckJob) -> None:
+        answers, write = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            try:
+                _confine(self._limits)
+                _do(self._work, job, write)
+            finally:
+                os._exit(0)
+        os.close(write)
+        self._checks[answers] = Check(job, pid, answers, time.monotonic())
+        self._selector.register(answers, selectors.EVENT_READ)
+
+    def _hear(self, check: Check) -> None:
+        found = os.read(check.answers, 1 << 16)
+        if found:
+            check.text += found
+            return
+        self._selector.unregister(check.answers)
+        os.close(check.answers)
+        del self._checks[check.answers]
+        _, status = os.waitpid(check.pid, 0)
+        _tell(self._verdict(check, status))
+
+    def _verdict(self, check: Check, status: int) -> Verdict:
+        number, limits = check.job.number, self._limits
+        if check.text:
+            return msgspec.json.decode(check.text, type=Verdict)
+        if check.is_late:
+            seconds = time.monotonic() - check.begun
+            return Verdict(
+                number, busy=f"others take the time of these checks, and this one was not done in {seconds:.1f} s"
+            )
+        ended = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
+        if ended == signal.SIGPROF:
+            found = f"takes longer than {limits.seconds:g} s of the processor"
+        elif ended in (0, signal.SIGABRT, signal.SIGKILL):  # SIGKILL: by the system
+            found = f"takes more than {limits.memory >> 20} MiB of memory"
+        else:
+            found = f"ends its process by {signal.Signals(ended).name}"
+        return Verdict(number, ended=found)
+
+    def _look_at_clock(self) -> None:
+        limits = self._limits
+        for check in list(self._checks.values()):
+            if check.is_young and check.processor_seconds >= limits.young_seconds:
+                check.is_young = False
+                os.setpriority(os.PRIO_PROCESS, check.pid, LOWEST_PRIORITY)
+                check.is_late = len(self._checks) - self._young > limits.slow
+            if check.is_late or time.monotonic() >= check.begun + limits.most_seconds:
+                check.is_late = True
+                os.kill(check.pid, signal.SIGKILL)
+
+    def _patience(self) -> float | None:
+        """Return the seconds until a check must be looked at; None: no check runs."""
+        limits, checks = self._limits, self._checks.values()
+        left = [limits.young_seconds - each.processor_seconds for each in checks if each.is_young]
+        left += [each.begun + limits.most_seconds - time.monotonic() for each in checks]
+        return max(min(left), SOONEST) if left else None
+
+    def _end_all(self) -> None:
+        for check in self._checks.values():
+            os.kill(check.pid, signal.SIGKILL)
+            os.waitpid(check.pid, 0)
+
+
+def first_line() -> tuple[bytes, bytes]:
+    """Return the first line of standard input (the specification of the checks), and the bytes
+    already read after it. Waits. Both are empty if standard input ends before the first newline.
+    """
+    given = bytearray()
+    while b"\n" not in given:
+        found = os.read(0, 1 << 20)
+        if not found:
+            return b"", b""
+        given += found
+    first, _, rest = bytes(given).partition(b"\n")
+    return first, rest
+
+
+def _confine(limits: CheckLimits) -> None:
+    """Limit the CPU time and memory of this forked process, and detach its standard streams."""
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for stream in (0, 1, 2):
+        os.dup2(nothing, stream)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # ends the process
+    signal.setitimer(signal.ITIMER_PROF, limits.seconds)
+    had = _address_space()
+    if had is not None:
+        _, hard = resource.getrlimit(resource.RLIMIT_AS)
+        room = had + STACK_BYTES + limits.memory
+        if hard == resource.RLIM_INFINITY or room < hard:
+            resource.setrlimit(resource.RLIMIT_AS, (room, hard))
+
+
+def _address_space() -> int | None:
+    """Return the bytes of address space of this process, where the system reports it."""
+    try:
+        with open("/proc/self/statm", encoding="ascii") as file:
+            return int(file.read().split()[0]) * resource.getpagesize()
+    except FileNotFoundError:
+        return None
+
+
+def _do(work: Work, job: CheckJob, answers: int) -> None:
+    """Write the verdict, or nothing if memory runs out."""
+
+    def answer() -> None:
+        begin = time.process_time()
+        try:
+            found = work(bytes(job.work))
+        except MemoryError:
+            return
+        verdict = msgspec.structs.replace(found, number=job.number, seconds=time.process_time() - begin)
+        os.write(answers, msgspec.json.encode(verdict))
+
+    stack_size(STACK_BYTES)
+    thread = Thread(target=answer)
+    thread.start()
+    thread.join()
+
+
+def _tell(verdict: Verdict) -> None:
+    os.write(1, msgspec.json.encode(verdict) + b"\n")

@@ -1,0 +1,132 @@
+"""The tokenizer of a checkpoint folder without tokenizer.json, converted by transformers from the
+files that there are.
+
+transformers, and sentencepiece if such a file is read, are imported only here and only when needed.
+A tokenizer from a sentencepiece file is compared with sentencepiece itself before it is used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer, decoders, normalizers
+
+from sglcore.device.errors import ConfigError
+from sglcore.engine.tokenizers.tiktoken_tokenizer import RANKS, TEKKEN, has_ranks, read_ranks, read_tekken
+from sglcore.engine.tokenizers.tokenizer_code import CODE
+from sglcore.engine.tokenizers.tokenizer_conversion import PROBES, cut_otherwise, library, unreadable
+
+PIECES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "spm.model")
+"""Names under which models of sentencepiece are saved."""
+LISTS = ("vocab.json", "vocab.txt")
+"""Vocabularies as plain lists: byte-level ones (with merges in merges.txt) and WordPiece ones."""
+FILES = (TEKKEN, *RANKS, *PIECES, *LISTS)
+"""Files from which a tokenizer can be made if there is no tokenizer.json."""
+MORE_FILES = (*FILES, "merges.txt", "added_tokens.json", "special_tokens_map.json", CODE)
+"""FILES, and further files that a checkpoint may have with them."""
+SPACE = "\u2581"
+
+
+def convert_tokenizer(folder: Path, end_ids: frozenset[int]) -> tuple[Tokenizer, dict[str, str]]:
+    """Return the tokenizer, and the settings that a tokenizer_config.json would have: special
+    tokens by name, and a chat template. Raises ConfigError if the folder has no tokenizer file, a
+    library is not installed, the conversion fails or splits texts differently from the file's own
+    library, or one of the checkpoint's `end_ids` is no token of it."""
+    found = next((name for name in FILES if (folder / name).is_file()), None)
+    if found is None:
+        raise ConfigError(
+            f"there is no tokenizer in {folder}",
+            wanted=f"tokenizer.json, or one of {', '.join(FILES)}",
+            remedy="save the tokenizer beside the weights, or start with --skip-tokenizer (token ids in and out)",
+        )
+    file = folder / found
+    if found == TEKKEN:
+        tokenizer, settings = read_tekken(file)
+    elif found in RANKS or has_ranks(file):
+        tokenizer, settings = read_ranks(file)
+    else:
+        tokenizer, settings = _by_class(folder, file)
+    for token_id in sorted(end_ids):
+        if tokenizer.id_to_token(token_id) is None:
+            raise ConfigError(
+                f"{file} makes a tokenizer of {tokenizer.get_vocab_size()} tokens without the checkpoint's"
+                f" eos_token_id {token_id}",
+                wanted="a tokenizer_config.json that lists the special tokens (added_tokens_decoder)",
+                remedy="fetch it, or save a tokenizer.json beside the weights",
+            )
+    return tokenizer, settings
+
+
+def _by_class(folder: Path, file: Path) -> tuple[Tokenizer, dict[str, str]]:
+    """Return the tokenizer as transformers reads it by the folder's tokenizer class, and its
+    special tokens by name."""
+    made = _by_transformers(folder, file)
+    tokenizer: Tokenizer = made.backend_tokenizer
+    if file.name in PIECES:
+        _hold_to_pieces(tokenizer, file, is_generic=type(made).__name__ == "TokenizersBackend")
+    return tokenizer, {name: str(text) for name, text in made.special_tokens_map.items() if isinstance(text, str)}
+
+
+def _by_transformers(folder: Path, file: Path) -> Any:
+    """Return transformers' own tokenizer of a folder."""
+    needs = ("transformers", "sentencepiece", "google.protobuf") if file.name in PIECES else ("transformers",)
+    for name in needs:
+        library(name, file)
+    from transformers import AutoTokenizer
+
+    try:
+        with _errors_only():
+            made = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
+    except Exception as error:
+        raise unreadable(file, error) from None
+    if not made.is_fast:
+        raise ConfigError(
+            f"transformers has no fast tokenizer for {file}: found {type(made).__name__}",
+            remedy="save a tokenizer.json beside the weights",
+        )
+    return made
+
+
+@contextmanager
+def _errors_only() -> Iterator[None]:
+    """Keep transformers' warnings about configurations out of the log; its result is checked."""
+    from transformers.utils import logging
+
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
+
+
+def _hold_to_pieces(tokenizer: Tokenizer, file: Path, *, is_generic: bool) -> None:
+    """Raise ConfigError if probes are split differently from sentencepiece. A tokenizer without a
+    class of its own first gets the space that its file puts before texts, which transformers leaves
+    out."""
+    pieces = library("sentencepiece", file).SentencePieceProcessor(model_file=str(file))
+    if is_generic and pieces.encode("a", out_type=str)[0].startswith(SPACE):
+        _put_space_before(tokenizer)
+    unknown = {pieces.id_to_piece(pieces.unk_id()), "<unk>", "[UNK]"}
+    for text in PROBES:
+        ids = tokenizer.encode(text, add_special_tokens=False).ids
+        given = _spelled([str(tokenizer.id_to_token(each)) for each in ids], unknown)
+        wanted = _spelled(pieces.id_to_piece(pieces.encode(text)), unknown)
+        if given != wanted:
+            raise cut_otherwise(file, text, given, wanted, "sentencepiece")
+
+
+def _put_space_before(tokenizer: Tokenizer) -> None:
+    """Add the leading space as the tokenizer.json of Llama 2 does."""
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(SPACE), tokenizer.normalizer])
+    tokenizer.decoder = decoders.Sequence([tokenizer.decoder, decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+
+
+def _spelled(tokens: list[str], unknown: set[str]) -> list[str]:
+    """Replace each run of unknown characters by one token, because libraries count such characters
+    differently."""
+    named = ["<unk>" if token in unknown else token for token in tokens]
+    return [token for place, token in enumerate(named) if token != "<unk>" or named[place - 1 : place] != ["<unk>"]]

@@ -1,0 +1,218 @@
+"""The sandbox for a checkpoint's chat template: no code, no Python attributes, and a limit on all
+work.
+
+A template counts its steps (loop iterations, calls, filters) and the characters it makes; beyond a
+limit it ends with a TemplateLimit that states the number. The counts belong to the thread that
+renders.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from datetime import datetime
+from functools import wraps
+from typing import Any, ClassVar
+
+from jinja2 import Template, TemplateError, nodes
+from jinja2.ext import Extension
+from jinja2.runtime import LoopContext
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.visitor import NodeTransformer
+
+from sglcore.engine.tokenizers.template_bounds import Bounds
+
+MAX_WIDTH = 100_000
+"""Largest width of padding, or count of a repetition."""
+MAX_BITS = 4096
+"""Bits of a whole number that a template computes, at most."""
+
+_WIDE_FORMAT = re.compile(r"\d{6,}")
+_WIDTH_FROM_VALUE = re.compile(r":[^{}]*\{|%[^%a-zA-Z]*\*")
+_PADS = frozenset({"ljust", "rjust", "center", "zfill", "expandtabs", "indent", "wordwrap"})
+
+
+class TemplateLimit(TemplateError):
+    """A template exceeded a limit; the text states the limit."""
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledTemplate:
+    """A template, the names that it reads, and all its own text, one line for each piece."""
+
+    code: Template
+    names: frozenset[str]
+    literals: str
+
+
+class Sandbox(ImmutableSandboxedEnvironment):
+    """Jinja's sandbox with the functions that chat templates use, and with limits."""
+
+    intercepted_binops: ClassVar[frozenset[str]] = frozenset({"+", "*", "**", "%"})
+
+    def __init__(self, bounds: Bounds) -> None:
+        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlock, "jinja2.ext.loopcontrols"])
+        self._bounds = bounds
+        self._spent = threading.local()
+        self.finalize = self.made
+        self.filters = {name: self._bounded(name, function) for name, function in self.filters.items()}
+        self.filters["tojson"] = self._bounded("tojson", to_json)
+        self.globals.pop("lipsum", None)
+        self.globals |= {"raise_exception": _refuse, "strftime_now": _now}
+
+    def compiled(self, source: str) -> CompiledTemplate:
+        """Compile a template that counts its loops and joins. Raises jinja2.TemplateError."""
+        tree = self.parse(source)
+        names = frozenset(node.name for node in tree.find_all(nodes.Name) if node.ctx == "load")
+        texts = [node.data for node in tree.find_all(nodes.TemplateData)]
+        texts += [node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)]
+        counting = _Counting().visit(tree).set_environment(self)
+        return CompiledTemplate(self.from_string(counting), names, "\n".join(texts))
+
+    def render(self, template: CompiledTemplate, variables: dict[str, Any]) -> str:
+        """Return the template's text. Raises jinja2.TemplateError, also for errors of its
+        expressions."""
+        self._spent.steps = self._spent.made = 0
+        parts: list[str] = []
+        size = 0
+        try:
+            for part in template.code.generate(variables):
+                parts.append(part)
+                size += len(part)
+                if size > self._bounds.output:
+                    raise TemplateLimit(f"it makes more than {self._bounds.output} characters")
+        except (ArithmeticError, LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
+            raise TemplateError(f"{type(error).__name__}: {error}") from None
+        return "".join(parts)
+
+    def turns(self, items: Iterable[Any]) -> Iterator[Any]:
+        """Yield the items of a loop, and count them."""
+        for item in items:
+            self._step()
+            yield item
+
+    def joined(self, *parts: Any) -> str:
+        """Return what `~` joins, and count it."""
+        return self.made("".join(map(str, parts)))
+
+    def made(self, value: Any) -> Any:
+        """Return the value, with its characters or items counted."""
+        if isinstance(value, str | list | tuple):
+            self._spent.made += len(value)
+            if self._spent.made > self._bounds.made:
+                raise TemplateLimit(f"it makes more than {self._bounds.made} characters on the way")
+        return value
+
+    def call(self, context: Any, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
+        """Call a function for the template; counts the call and its result."""
+        self._step()
+        name = obj.__name__ if callable(obj) and not isinstance(obj, LoopContext) and _named(obj) else ""
+        if name in _PADS:
+            _check_width((*args, *kwargs.values()))
+        if isinstance(obj, LoopContext) and args:
+            args = (self.turns(args[0]), *args[1:])
+        return self.made(super().call(context, obj, *args, **kwargs))
+
+    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
+        """Return `str.format` with a limit on widths, which could fill the memory."""
+        inner = super().wrap_str_format(value)
+        if inner is not None:
+            _check_format(value.__self__)
+        return inner
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        """Compute `+`, `*`, `**` or `%`, with the size of the result checked before."""
+        self._step()
+        numbers: list[int] = [value for value in (left, right) if isinstance(value, int)]
+        sized = [value for value in (left, right) if isinstance(value, str | list | tuple)]
+        if operator == "*" and sized and numbers and len(sized[0]) * max(numbers[0], 0) > MAX_WIDTH:
+            raise TemplateLimit(f"it repeats to more than {MAX_WIDTH} characters")
+        if operator == "%" and isinstance(left, str):
+            _check_format(left)
+        bits = sum(value.bit_length() for value in numbers) if operator == "*" else 0
+        if operator == "**" and len(numbers) == 2:
+            bits = numbers[0].bit_length() * max(numbers[1], 0)
+        if bits > MAX_BITS:
+            raise TemplateLimit(f"it computes a number of more than {MAX_BITS} bits")
+        return self.made(super().call_binop(context, operator, left, right))
+
+    def _step(self) -> None:
+        self._spent.steps += 1
+        if self._spent.steps > self._bounds.steps:
+            raise TemplateLimit(f"it takes more than {self._bounds.steps} steps (turns of loops, calls, filters)")
+
+    def _bounded(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(function)
+        def bounded(*args: Any, **kwargs: Any) -> Any:
+            self._step()
+            if name in _PADS:
+                _check_width((*args, *kwargs.values()))
+            if name == "format":
+                _check_format(str(args[0]))
+            return self.made(function(*args, **kwargs))
+
+        return bounded
+
+
+class GenerationBlock(Extension):
+    """`{% generation %}` marks the assistant's text, for training; here only its content is
+    kept."""
+
+    tags: ClassVar[frozenset[str]] = frozenset({"generation"})  # type: ignore[misc]
+
+    def parse(self, parser: Any) -> Any:
+        """Return the nodes between the tags."""
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+class _Counting(NodeTransformer):
+    """Passes the items of loops, and the parts that `~` joins, through the environment, which
+    counts them."""
+
+    def visit_For(self, node: nodes.For) -> nodes.Node:
+        self.generic_visit(node)
+        node.iter = _counted("turns", [node.iter])
+        return node
+
+    def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
+        self.generic_visit(node)
+        return _counted("joined", node.nodes)
+
+
+def _counted(method: str, args: list[Any]) -> nodes.Expr:
+    return nodes.Call(nodes.EnvironmentAttribute(method), args, [], None, None)
+
+
+def _named(value: Any) -> bool:
+    return bool(getattr(value, "__name__", ""))  # foreign: any callable of Python or Jinja
+
+
+def _check_width(values: Iterable[Any]) -> None:
+    wide = [value for value in values if isinstance(value, int) and abs(value) > MAX_WIDTH]
+    if wide:
+        raise TemplateLimit(f"it pads to {wide[0]} characters, of {MAX_WIDTH}")
+
+
+def _check_format(form: str) -> None:
+    if _WIDE_FORMAT.search(form) or _WIDTH_FROM_VALUE.search(form):
+        raise TemplateLimit(f"its format {form!r:.40} may be wider than {MAX_WIDTH} characters")
+
+
+def to_json(
+    value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False
+) -> str:
+    """The filter `tojson`: characters stay as they are, and nothing is escaped for HTML."""
+    indent = None if indent is None else min(indent, 16)
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _refuse(message: str) -> None:
+    raise TemplateError(message)
+
+
+def _now(form: str) -> str:
+    return datetime.now().strftime(form)

@@ -1,0 +1,57 @@
+"""The parts of experts for tensor parallel: each rank has a part of the intermediate size of every
+expert, for all ways in which a checkpoint stores experts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from sglcore.checkpoint.model_config import EXPERT_PARTS
+from sglcore.layers.parallel.rank_part import Range
+from sglcore.runtime.kernels.mxfp4 import GROUP
+
+CutTensor = Callable[..., None]
+"""`cut(name, whole, *ranges, dim=0)`: this rank has these ranges of one dimension of a tensor below
+the block's scope."""
+
+
+def both(part: Range, size: int) -> tuple[Range, Range]:
+    """Return the ranges of a part in gate over up, with `size` rows each."""
+    return part, (part[0] + size, part[1] + size)
+
+
+def cut_experts(cut: CutTensor, experts: int, size: int, part: Range, parts: Sequence[str] = EXPERT_PARTS) -> None:
+    """Cut gated experts with intermediate size `size`, stored one by one, all in one tensor, or as
+    two `parts`."""
+    down = parts[-1]
+    if len(parts) == 2:
+        cut(f"{parts[0]}.weight", 2 * size, *both(part, size), dim=1)
+        cut(f"{down}.weight", size, part, dim=2)
+        return
+    cut("experts.gate_up_proj", 2 * size, *both(part, size), dim=1)
+    _cut_each(cut, experts, size, part, parts[:2], down)
+
+
+def cut_ungated(cut: CutTensor, experts: int, size: int, part: Range) -> None:
+    """Cut experts without gates."""
+    cut("experts.up_proj", size, part, dim=1)
+    _cut_each(cut, experts, size, part, ("up_proj",), "down_proj")
+
+
+def _cut_each(cut: CutTensor, experts: int, size: int, part: Range, rows: Sequence[str], down: str) -> None:
+    cut("experts.down_proj", size, part, dim=2)
+    for expert in range(experts):
+        for name in rows:
+            cut(f"experts.{expert}.{name}.weight", size, part)
+        cut(f"experts.{expert}.{down}.weight", size, part, dim=1)
+
+
+def cut_clamped(cut: CutTensor, size: int, part: Range) -> None:
+    """Cut experts with biases and interleaved gate and up: plain, [experts, inputs, outputs], or as
+    codes, [experts, outputs, groups of inputs]."""
+    pairs = 2 * part[0], 2 * part[1]
+    cut("experts.gate_up_proj", 2 * size, pairs, dim=2)
+    cut("experts.gate_up_proj_bias", 2 * size, pairs, dim=1)
+    cut("experts.down_proj", size, part, dim=1)
+    for kind in ("blocks", "scales"):
+        cut(f"experts.gate_up_proj_{kind}", 2 * size, pairs, dim=1)
+        cut(f"experts.down_proj_{kind}", size // GROUP, (part[0] // GROUP, part[1] // GROUP), dim=2)

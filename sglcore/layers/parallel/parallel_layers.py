@@ -1,0 +1,401 @@
+"""Torch's layers on several ranks for the kinds in `models/layer_kinds.py`: a model's file builds
+the same layers, and each rank gets its part.
+
+Heads, the intermediate size of feed-forward blocks and experts, and the vocabulary are divided;
+norms, gates and small layers are whole on every rank. Between blocks all ranks have the same hidden
+states: each block ends in an all-reduce. A kind here records which part of the checkpoint's tensors
+a rank has, and builds a layer of that size with `Build`. Other kinds are refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from torch import Tensor
+
+from sglcore.checkpoint.compressed_config import CompressedConfig, Compression
+from sglcore.checkpoint.latent_config import LatentConfig
+from sglcore.checkpoint.model_config import EXPERT_PARTS, ModelConfig, MoeConfig
+from sglcore.checkpoint.quantization_config import has_mxfp4_experts
+from sglcore.checkpoint.recurrent_config import DeltaNetConfig, Mamba2Config
+from sglcore.checkpoint.tensor_parallel import Shard, legal_widths
+from sglcore.device.errors import ConfigError
+from sglcore.layers.attention import AttentionLayer
+from sglcore.layers.build_scope import Scope
+from sglcore.layers.compressed_attention import CompressedAttention, OfAttention
+from sglcore.layers.latent_attention import LatentAttention, Projections
+from sglcore.layers.linear import Embedding, GroupedLinear, Head, Linear, OrderedLinear
+from sglcore.layers.mlp import GATE_AND_UP
+from sglcore.layers.moe import ClampedMoe, GroupLimitedRouting, SigmoidRouting, SoftmaxRouting
+from sglcore.layers.parallel.block_reduction import Block, ended
+from sglcore.layers.parallel.dispatched_experts import dispatched
+from sglcore.layers.parallel.expert_parts import both, cut_clamped, cut_experts, cut_ungated
+from sglcore.layers.parallel.parallel_linear import Summed, bias_once
+from sglcore.layers.parallel.parallel_norms import SharedGroupNorm, SharedNorm
+from sglcore.layers.parallel.parallel_roles import (
+    WHOLE,
+    Section,
+    by_part,
+    is_by_inputs,
+    kept,
+    of_attention,
+    runs,
+    sections,
+)
+from sglcore.layers.parallel.parallel_vocab import SharedEmbedding, SharedHead
+from sglcore.layers.parallel.rank_part import Cut, Range, clipped
+from sglcore.layers.recurrent_layers import GatedDeltaNet, Mamba2, Rows, ShortConv
+from sglcore.layers.torch_layers import Build
+from sglcore.runtime.kernels.mxfp4 import GROUP
+from sglcore.runtime.parallel.process_group import AnyGroup
+from sglcore.runtime.parallel.rank_groups import Groups
+
+REMEDY = "--tp 1"
+
+
+@dataclass(frozen=True, slots=True)
+class ShardedBuild(Scope):
+    """The scope in which a layer is built, and the layers. `given` is that of `Build`."""
+
+    groups: Groups | None = None
+    given: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+
+    norm = Build.norm
+    layer_norm = Build.layer_norm
+    concat = Build.concat
+    rotary = Build.rotary
+    softcap = Build.softcap
+    hyper_connection = Build.hyper_connection
+    hyper_head = Build.hyper_head
+    mapped_head = Build.mapped_head
+
+    @property
+    def _every(self) -> Groups:
+        assert self.groups is not None
+        return self.groups
+
+    @property
+    def _ranks(self) -> AnyGroup:
+        """The process group `attn_tp`: its ranks divide the heads of each request, and the
+        vocabulary."""
+        return self._every.attn_tp
+
+    @property
+    def shard(self) -> Shard:
+        """This rank's part of heads, of states and of the vocabulary."""
+        return Shard(self._ranks.rank, self._ranks.size)
+
+    @property
+    def inside(self) -> Shard:
+        """This rank's part of the intermediate size of feed-forward blocks and experts."""
+        return Shard(self._every.tp.rank, self._every.tp.size)
+
+    def own(self, config: ModelConfig | None = None) -> Build:
+        """Return a single-rank `Build` in this scope, with this configuration (None: the
+        model's)."""
+        given = {each.name: getattr(self, each.name) for each in fields(Scope)}
+        return Build(**(given if config is None else {**given, "config": config}))
+
+    def cut(self, name: str, whole: int, *ranges: Range, dim: int = 0) -> None:
+        """Record that this rank has `ranges` of the checkpoint's tensor `prefix.name`."""
+        self.weights.cuts[self.prefix + name] = Cut(dim, whole, ranges)
+
+    def _cut_rows(self, name: str, whole: int, *ranges: Range) -> tuple[str, int]:
+        """Cut the weight and the bias of a linear layer; return its name and the number of rows
+        here."""
+        for kind in ("weight", "bias"):
+            self.cut(f"{name}.{kind}", whole, *ranges)
+        return name, sum(last - first for first, last in ranges)
+
+    def _cut_parts(self, parts: Sequence[tuple[str, int]], ranges: Sequence[Range]) -> list[tuple[str, int]]:
+        """Cut each of several fused layers to this rank's ranges of all their outputs."""
+        each = zip(parts, by_part(parts, ranges), strict=True)
+        return [self._cut_rows(name, count, *own) for (name, count), own in each]
+
+    def activation(self, name: str) -> Callable[[Tensor], Tensor]:
+        """Return an elementwise function, for this rank's part of the intermediate size."""
+        return self.own(
+            replace(self.config, intermediate_size=self.config.intermediate_size // self.shard.size)
+        ).activation(name)
+
+    def linear(self, name: str, inputs: int, outputs: int, bias: bool = False) -> Linear | Summed:
+        """Return x W^T + b, divided by outputs or inputs as `roles` has it for its name; whole on
+        every rank if `roles` has no rule."""
+        if not is_by_inputs(self.prefix, name):
+            return self._outputs(
+                ((name, outputs),), inputs, bias, sections(self.config, self.prefix, ((name, outputs),))
+            )
+        first, last = self.shard.part(inputs)
+        self.cut(f"{name}.weight", inputs, (first, last), dim=1)
+        own = self.own().linear(name, last - first, outputs, bias)
+        bias_once(self, own.bias, self._ranks)
+        return Summed(own, self._ranks)
+
+    def fused(
+        self, parts: Sequence[tuple[str, int]], inputs: int, bias: bool = False, interleaved: Sequence[str] = ()
+    ) -> Linear:
+        """Return several layers as one product, divided by a rule of `roles`, or as queries, keys
+        and values; products in `WHOLE` are not divided. Raises `ConfigError` if nothing fits."""
+        divided = sections(self.config, self.prefix, parts) or self._heads_of(parts)
+        return self._outputs(parts, inputs, bias, divided, interleaved)
+
+    def _heads_of(self, parts: Sequence[tuple[str, int]]) -> tuple[Section, ...]:
+        """Return the sections of queries, keys and values, and perhaps gates. They are recognised
+        by their sizes, because their names differ by model. Raises `ConfigError` if no sizes
+        fit."""
+        total = sum(count for _, count in parts)
+        found = (of_attention(self.config, has_gate) for has_gate in (False, True))
+        fits = next((each for each in found if sum(section.outputs for section in each) == total), ())
+        if not fits and parts[0][0] not in WHOLE:
+            raise self._refusal(f"projections of {', '.join(f'{name} ({count})' for name, count in parts)}")
+        return () if parts[0][0] in WHOLE else fits
+
+    def _outputs(
+        self,
+        parts: Sequence[tuple[str, int]],
+        inputs: int,
+        bias: bool,
+        divided: Sequence[Section],
+        interleaved: Sequence[str] = (),
+    ) -> Linear:
+        """Return one product with this rank's part of the outputs of each section."""
+        own = self._cut_parts(parts, kept(divided, self.shard)) if divided else parts
+        return self.own().fused(own, inputs, bias, interleaved)
+
+    def ordered(
+        self, parts: Sequence[tuple[str, int]], inputs: int, order: Sequence[int], bias: bool = False
+    ) -> OrderedLinear:
+        """Return one product with reordered outputs; sections refer to the new order."""
+        divided = sections(self.config, self.prefix, parts) or self._heads_of(parts)
+        wanted = [order[place] for first, last in kept(divided, self.shard) for place in range(first, last)]
+        rows = sorted(wanted)
+        place_of = {row: place for place, row in enumerate(rows)}
+        own = self._cut_parts(parts, runs(rows))
+        return self.own().ordered(own, inputs, [place_of[row] for row in wanted], bias)
+
+    def grouped(self, name: str, groups: int, inputs: int, outputs: int) -> GroupedLinear:
+        """Return a linear layer for each of this rank's groups of inputs."""
+        first, last = self.shard.part(groups)
+        self.cut(f"{name}.weight", groups * outputs, (first * outputs, last * outputs))
+        return self.own().grouped(name, last - first, inputs, outputs)
+
+    @property
+    def _held(self) -> ModelConfig:
+        """The model's configuration with the numbers of heads on this rank."""
+        shard, config = self.shard, self.config
+        first, last = shard.part(config.num_attention_heads)
+        first_kv, last_kv = shard.kv_heads(config.num_key_value_heads)
+        return replace(config, num_attention_heads=last - first, num_key_value_heads=last_kv - first_kv)
+
+    def attention(
+        self,
+        layer_id: int,
+        rotary: Tensor | None = None,
+        *,
+        qk_norm: bool = False,
+        whole_norm: bool = False,
+        norm_offset: float | None = None,
+        sinks: bool = False,
+        is_encoder: bool = False,
+    ) -> AttentionLayer:
+        """Return attention over this rank's heads."""
+        if sinks:
+            self.cut("sinks", self.config.num_attention_heads, self.shard.part(self.config.num_attention_heads))
+        if whole_norm:
+            for name, section in zip(("q_norm", "k_norm"), of_attention(self.config), strict=False):
+                self.cut(f"{name}.weight", section.outputs, section.part(self.shard))
+        how = {"qk_norm": qk_norm, "whole_norm": whole_norm, "norm_offset": norm_offset, "sinks": sinks}
+        how |= {"is_encoder": is_encoder}
+        own = self.own(self._held).attention(layer_id, rotary, **how)
+        if whole_norm and own.q_norm is not None and own.k_norm is not None:
+            own.q_norm, own.k_norm = (SharedNorm(norm, self._ranks) for norm in (own.q_norm, own.k_norm))
+        return own
+
+    def latent_attention(
+        self, layer_id: int, rotary: Tensor, latent: LatentConfig, projections: Projections, output: Rows
+    ) -> LatentAttention:
+        """Return latent attention with this rank's heads. Every rank keeps all cache entries and
+        the whole indexer."""
+        heads = Section(self.config.num_attention_heads, latent.nope_dim + latent.value_dim)
+        self.cut("kv_b_proj.weight", heads.outputs, heads.part(self.shard))
+        return self.own(self._held).latent_attention(layer_id, rotary, latent, projections, output)
+
+    def compressed_attention(
+        self,
+        layer_id: int,
+        net: CompressedConfig,
+        compression: Compression | None,
+        rotary: Tensor,
+        projections: OfAttention,
+    ) -> CompressedAttention:
+        """Return compressed attention with this rank's heads. Every rank keeps all cache entries,
+        and the whole compressor and indexer."""
+        first, last = self.shard.part(net.heads)
+        self.cut("sinks", net.heads, (first, last))
+        local = replace(net, heads=last - first)
+        return self.own().compressed_attention(layer_id, local, compression, rotary, projections)
+
+    def gated_delta_net(self, state_id: int, net: DeltaNetConfig, projection: Rows, output: Rows) -> GatedDeltaNet:
+        """Return the layer for this rank's heads; the rank keeps the states of these heads."""
+        keys, values = Section(net.key_heads, net.key_dim), Section(net.value_heads, net.value_dim)
+        self._cut_rows("conv1d", 2 * net.keys + net.values, *kept((keys, keys, values), self.shard))
+        first, last = self.shard.part(net.value_heads)
+        for name in ("A_log", "dt_bias"):
+            self.cut(name, net.value_heads, (first, last))
+        local = replace(net, key_heads=net.key_heads // self.shard.size, value_heads=last - first)
+        return self.own().gated_delta_net(state_id, local, projection, output)
+
+    def mamba2(self, state_id: int, space: Mamba2Config, projection: Rows, output: Rows) -> Mamba2:
+        """Return the layer for this rank's heads.
+
+        If a group of heads is split over ranks, its norm covers all heads of the group.
+        """
+        first, last = self.shard.part(space.heads)
+        heads, groups = Section(space.heads, space.head_dim), Section(space.groups, space.width, shared=True)
+        self._cut_rows("conv1d", space.channels, *kept((heads, groups, groups), self.shard))
+        self.cut("norm.weight", space.inner, heads.part(self.shard))
+        for name in ("A_log", "D", "dt_bias"):
+            self.cut(name, space.heads, (first, last))
+        local = replace(space, heads=last - first, groups=max(space.groups // self.shard.size, 1))
+        own = self.own().mamba2(state_id, local, projection, output)
+        if space.groups < self.shard.size:
+            own.norm_rows = SharedGroupNorm(space.groups, self._ranks)
+        return own
+
+    def short_conv(self, state_id: int, taps: int, projection: Rows, output: Rows, bias: bool = False) -> ShortConv:
+        """Return the layer for this rank's channels."""
+        size = self.config.hidden_size
+        first, last = self.shard.part(size)
+        self._cut_rows("conv", size, (first, last))
+        return self.own(replace(self.config, hidden_size=last - first)).short_conv(
+            state_id, taps, projection, output, bias
+        )
+
+    def mlp(self, name: str, size: int, bias: bool = False, fused: str = "") -> Block:
+        """Return the gated feed-forward block with this rank's part of the intermediate size."""
+        part = self._cut_mlp(name, size, fused)
+        own = self.own().mlp(name, part[1] - part[0], bias, fused)
+        bias_once(self, own.down_proj.bias, self._every.tp)
+        return ended(own, self._every)
+
+    def limited_mlp(self, name: str, size: int, limit: float) -> Block:
+        """Return `mlp` with clamped factors."""
+        part = self._cut_mlp(name, size)
+        return ended(self.own().limited_mlp(name, part[1] - part[0], limit), self._every)
+
+    def _cut_mlp(self, name: str, size: int, fused: str = "") -> Range:
+        scope, part = self.at(name), self.inside.part(size)
+        if fused:
+            scope._cut_rows(fused, 2 * size, *both(part, size))
+        for each in () if fused else GATE_AND_UP:
+            scope._cut_rows(each, size, part)
+        scope.cut("down_proj.weight", size, part, dim=1)
+        return part
+
+    def _inside(self, moe: MoeConfig) -> tuple[Range, MoeConfig]:
+        """Return this rank's part of the intermediate size of experts, and a configuration with
+        that size."""
+        part = self.inside.part(moe.intermediate_size)
+        return part, replace(moe, intermediate_size=part[1] - part[0])
+
+    def experts(
+        self,
+        name: str,
+        moe: MoeConfig,
+        *,
+        gate: str = "gate",
+        parts: Sequence[str] = EXPERT_PARTS,
+        is_sigmoid: bool = False,
+    ) -> Block:
+        """Return routed experts: whole experts on each rank (expert parallel), or this rank's part
+        of every expert's intermediate size (tensor parallel)."""
+        if self._every.has_experts_whole:
+            routing = SigmoidRouting if is_sigmoid else SoftmaxRouting
+            return dispatched(self.own().at(name), moe, gate, parts, routing, self._every)
+        part, local = self._inside(moe)
+        cut_experts(self.at(name).cut, moe.num_experts, moe.intermediate_size, part, parts)
+        return ended(self.own().experts(name, local, gate=gate, parts=parts, is_sigmoid=is_sigmoid), self._every)
+
+    def group_limited_experts(self, name: str, moe: MoeConfig) -> Block:
+        """Return `experts` with group-limited routing."""
+        if self._every.has_experts_whole:
+            return dispatched(self.own().at(name), moe, "gate", EXPERT_PARTS, GroupLimitedRouting, self._every)
+        part, local = self._inside(moe)
+        cut_experts(self.at(name).cut, moe.num_experts, moe.intermediate_size, part)
+        return ended(self.own().group_limited_experts(name, local), self._every)
+
+    def limited_experts(self, name: str, moe: MoeConfig, limit: float, is_hashed: bool) -> Block:
+        """Return `experts` with clamped factors. Raises `ConfigError` with expert parallel."""
+        self._refuse_whole("experts within a limit")
+        part, local = self._inside(moe)
+        cut_experts(self.at(name).cut, moe.num_experts, moe.intermediate_size, part)
+        return ended(self.own().limited_experts(name, local, limit, is_hashed), self._every)
+
+    def relu2_experts(self, name: str, moe: MoeConfig, latent: int = 0) -> Block:
+        """Return `experts` without gates. Raises `ConfigError` with expert parallel."""
+        self._refuse_whole("experts without gates")
+        part, local = self._inside(moe)
+        cut_ungated(self.at(name).cut, moe.num_experts, moe.intermediate_size, part)
+        own = self.own().relu2_experts(name, local, latent)
+        bias_once(self, None if own.fc2 is None else own.fc2.bias, self._every.tp)
+        return ended(own, self._every)
+
+    def clamped_experts(self, name: str, moe: MoeConfig, alpha: float, limit: float) -> Block:
+        """Return `experts` with biases, as MXFP4 codes if the kernels read them. Raises
+        `ConfigError` with expert parallel, and if a group of codes would be split between ranks."""
+        self._refuse_whole("experts with biases")
+        part, local = self._inside(moe)
+        reads = self.kernels.mxfp4_moe is not None and has_mxfp4_experts(self.config.raw)
+        if reads and local.intermediate_size % GROUP:
+            fits = [width for width in legal_widths(self.config) if moe.intermediate_size % (width * GROUP) == 0]
+            raise ConfigError(
+                f"tp is {self.inside.size}, and {moe.intermediate_size} numbers inside an expert have scales in groups of {GROUP}",
+                wanted=f"one of {', '.join(map(str, fits))}",
+                remedy="--tp with one",
+            )
+        cut_clamped(self.at(name).cut, moe.intermediate_size, part)
+        own = self.own().clamped_experts(name, local, alpha, limit)
+        bias_once(self, own.b2 if isinstance(own, ClampedMoe) else own.weights[-1], self._every.tp)
+        return ended(own, self._every)
+
+    def embedding(self, name: str, rows: int, size: int, scale: float | None = None) -> SharedEmbedding | Embedding:
+        """Return an embedding with this rank's part of the vocabulary; tables other than the
+        vocabulary are whole."""
+        if self.prefix + name in self.given:
+            return self.given[self.prefix + name]
+        if rows != self.config.vocab_size:
+            return self.own().embedding(name, rows, size, scale)
+        scope, part = self.at(name), self.shard.vocabulary(rows)
+        scope.cut("weight", rows, *clipped(part, rows))
+        return SharedEmbedding(Embedding(scope, part[1] - part[0], size, scale), part, self._ranks)
+
+    def head(self, name: str, rows: int, size: int, tied: SharedEmbedding | None = None) -> SharedHead:
+        """Return the output layer with this rank's part of the vocabulary."""
+        if self.prefix + name in self.given:
+            return self.given[self.prefix + name]
+        scope, part = self.at(name), self.shard.vocabulary(rows)
+        if tied is None:
+            scope.cut("weight", rows, *clipped(part, rows))
+        own = Head(scope, part[1] - part[0], size, None if tied is None else tied.own)
+        return SharedHead(own, rows, self._ranks)
+
+    def _refuse_whole(self, what: str) -> None:
+        if self._every.has_experts_whole:
+            raise ConfigError(
+                f"{self.config.architecture} has {what}, which are not dealt out whole here", remedy="--ep 1"
+            )
+
+    def _refusal(self, what: str) -> ConfigError:
+        return ConfigError(
+            f"{self.config.architecture} has {what}, which is not divided among ranks here", remedy=REMEDY
+        )
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, kind: str) -> NoReturn:
+            if kind.startswith("_"):
+                raise AttributeError(kind)
+            raise self._refusal(f"a layer of the kind {kind!r}")

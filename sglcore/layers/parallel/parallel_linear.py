@@ -1,0 +1,39 @@
+"""Tensor parallel linear layers, and the all-reduce at the end of a block of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from sglcore.layers.build_scope import Scope
+from sglcore.runtime.parallel.process_group import AnyGroup
+
+
+class Summed:
+    """A layer with a partial sum on each rank; returns the sum over the ranks."""
+
+    __slots__ = ("_group", "_inner")
+
+    def __init__(self, inner: Callable[..., Tensor], group: AnyGroup) -> None:
+        """`inner` returns a new tensor that has no other reader."""
+        self._inner, self._group = inner, group
+
+    def __call__(self, x: Tensor, *more: Tensor) -> Tensor:
+        """Return the sum [T, out] on every rank, of [T, in] and further inputs of the layer."""
+        return self._group.all_reduce(self._inner(x, *more))
+
+
+def bias_once(build: Scope, bias: Tensor | None, group: AnyGroup) -> None:
+    """Zero the bias of a summed layer on all ranks but 0, after loading.
+
+    All ranks read it, so that all ranks read the same file.
+    """
+    if bias is None or not group.rank:
+        return
+    own = bias
+
+    def clear() -> None:
+        own.zero_()
+
+    build.weights.derived.append(clear)

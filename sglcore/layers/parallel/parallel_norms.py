@@ -1,0 +1,52 @@
+"""Norms of rows that are split over ranks: the mean square is taken over all parts."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from sglcore.layers.norm import RMSNorm
+from sglcore.runtime.parallel.process_group import AnyGroup
+
+
+class SharedNorm(RMSNorm):
+    """Root mean square norm of a row that is split over all ranks.
+
+    Each rank has the same number of elements. If elements are replicated, each element is on the
+    same number of ranks.
+    """
+
+    __slots__ = ("_group",)
+
+    def __init__(self, own: RMSNorm, group: AnyGroup) -> None:
+        """`own` has this rank's part of the weight."""
+        self.weight, self.eps, self._group = own.weight, own.eps, group
+        self._norm = self._add_norm = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return this rank's part of the normed rows, from its part `x` [T, size]."""
+        wide = x.float()
+        squares = self._group.all_reduce(wide.square().mean(-1, keepdim=True)) / self._group.size
+        normed = wide * torch.rsqrt(squares + self.eps)
+        return (self.weight * normed.to(self.weight.dtype)).to(x.dtype)
+
+
+class SharedGroupNorm:
+    """As the kernel table's `gated_rms_norm` with the gate first, if each of `groups` is split over
+    several ranks."""
+
+    __slots__ = ("_group", "_groups")
+
+    def __init__(self, groups: int, group: AnyGroup) -> None:
+        """Each rank's part of a row belongs to one group."""
+        self._groups, self._group = groups, group
+
+    def __call__(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float, gate_first: bool) -> Tensor:
+        """This rank's part [T, size], with its weight [1, size], to [T, size]."""
+        wide = x.float() * F.silu(gate.float())
+        each = self._group.size // self._groups
+        squares = wide.new_zeros(len(x), self._groups)
+        squares[:, self._group.rank // each] = wide.square().mean(-1)
+        own = self._group.all_reduce(squares)[:, self._group.rank // each, None] / each
+        return (weight * (wide * torch.rsqrt(own + eps)).to(x.dtype)).to(x.dtype)

@@ -1,0 +1,57 @@
+"""The embedding and the output layer, with the vocabulary divided among ranks."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sglcore.layers.linear import Embedding, Head
+from sglcore.layers.parallel.rank_part import Range
+from sglcore.runtime.forward_batch import ForwardBatch
+from sglcore.runtime.parallel.process_group import AnyGroup
+
+
+class SharedEmbedding:
+    """A row for each id: from the rank that has it, zeros from the others, summed over ranks."""
+
+    __slots__ = ("_first", "_group", "_rows", "own")
+
+    def __init__(self, own: Embedding, part: Range, group: AnyGroup) -> None:
+        """`own` has the rows of this part."""
+        self.own = own
+        self._first, self._rows = part[0], part[1] - part[0]
+        self._group = group
+
+    def __call__(self, ids: Tensor) -> Tensor:
+        """int [T] to [T, size]."""
+        places = ids - self._first
+        elsewhere = (places < 0) | (places >= self._rows)
+        rows = self.own(places.masked_fill_(elsewhere, 0))
+        return self._group.all_reduce(rows.masked_fill_(elsewhere[:, None], 0))
+
+    def embed(self, batch: ForwardBatch) -> Tensor:
+        """As `Embedding.embed`."""
+        if batch.input_embeds is not None:
+            return batch.input_embeds.clone()
+        return self(batch.input_ids)
+
+    def row(self, index: int) -> Tensor:
+        """Return row `index`, [size]."""
+        return self(torch.tensor([index], dtype=torch.int32, device=self.own.weight.device))[0]
+
+
+class SharedHead:
+    """Hidden states to logits: concatenates the ranks' columns and drops the padding of the last
+    part."""
+
+    __slots__ = ("_group", "_own", "_vocab_size")
+
+    def __init__(self, own: Head, vocab_size: int, group: AnyGroup) -> None:
+        """`own` has the rows of this part."""
+        self._own, self._vocab_size, self._group = own, vocab_size, group
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """[N, H] to float32 [N, vocab], on every rank."""
+        parts = self._group.all_gather(self._own(hidden).contiguous())
+        whole = torch.cat(tuple(parts), dim=-1)
+        return whole[:, : self._vocab_size].contiguous()

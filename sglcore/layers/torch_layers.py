@@ -1,0 +1,243 @@
+"""Torch's layers for the kinds in `models/layer_kinds.py`: every model on a torch device is built
+from these."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from sglcore.checkpoint.compressed_config import CompressedConfig, Compression
+from sglcore.checkpoint.frozen_draft_config import FrozenCells
+from sglcore.checkpoint.latent_config import LatentConfig
+from sglcore.checkpoint.model_config import EXPERT_PARTS, MoeConfig, RopeConfig
+from sglcore.checkpoint.quantization_config import has_mxfp4_experts
+from sglcore.checkpoint.recurrent_config import DeltaNetConfig, Mamba2Config
+from sglcore.checkpoint.rope_config import halves_first, rotary_dim
+from sglcore.device.errors import ConfigError
+from sglcore.layers.attention import AttentionLayer
+from sglcore.layers.build_scope import Scope
+from sglcore.layers.clamped_mlp import LimitedMlp, LimitedMoe
+from sglcore.layers.compressed_attention import CompressedAttention, OfAttention
+from sglcore.layers.frozen_draft import ChosenHead, FrozenAttention, Scale
+from sglcore.layers.hyper_connections import HyperConnection, HyperHead
+from sglcore.layers.latent_attention import LatentAttention, Projections
+from sglcore.layers.linear import Embedding, GroupedLinear, Head, Linear, MappedHead, OrderedLinear, Softcap
+from sglcore.layers.mlp import GatedMlp
+from sglcore.layers.moe import (
+    ClampedMoe,
+    GroupLimitedRouting,
+    Mxfp4Moe,
+    Relu2Moe,
+    SigmoidRouting,
+    SoftmaxRouting,
+    SparseMoe,
+)
+from sglcore.layers.norm import LayerNorm, RMSNorm
+from sglcore.layers.recurrent_layers import GatedDeltaNet, Mamba2, Rows, ShortConv
+from sglcore.layers.rotary import cos_sin_cache
+from sglcore.runtime.kernels.reference_kernels import relu2
+from sglcore.runtime.kernels.table import KernelTable
+
+
+@dataclass(frozen=True, slots=True)
+class Build(Scope):
+    """The scope in which a layer is built, and the layers themselves. `given`: layers of another
+    model that replace embeddings and output layers, by name."""
+
+    given: Mapping[str, Any] = field(default_factory=dict)
+
+    def linear(self, name: str, inputs: int, outputs: int, bias: bool = False) -> Linear:
+        """Return x W^T + b."""
+        return Linear(self, ((name, outputs),), inputs, bias)
+
+    def fused(
+        self, parts: Sequence[tuple[str, int]], inputs: int, bias: bool = False, interleaved: Sequence[str] = ()
+    ) -> Linear:
+        """Return several linear layers with one input as one product."""
+        for name, size in parts:
+            if name in interleaved:
+                head = self.config.head_dim
+                self.reorder(name, halves_first(size // head, head, rotary_dim(self.config)))
+        return Linear(self, parts, inputs, bias)
+
+    def ordered(
+        self, parts: Sequence[tuple[str, int]], inputs: int, order: Sequence[int], bias: bool = False
+    ) -> OrderedLinear:
+        """Return one product with reordered outputs."""
+        return OrderedLinear(self, parts, inputs, order, bias)
+
+    def grouped(self, name: str, groups: int, inputs: int, outputs: int) -> GroupedLinear:
+        """Return a linear layer for each group of inputs."""
+        return GroupedLinear(self.at(name), groups, inputs, outputs)
+
+    def norm(self, name: str, size: int, offset: float | None = None, eps: float | None = None) -> RMSNorm:
+        """Return a root mean square norm."""
+        return RMSNorm(self.at(name), size, self.config.rms_norm_eps if eps is None else eps, offset=offset)
+
+    def layer_norm(self, name: str, size: int, eps: float, bias: bool = True) -> LayerNorm:
+        """Return a layer norm."""
+        return LayerNorm(self.at(name), size, eps, bias)
+
+    def embedding(self, name: str, rows: int, size: int, scale: float | None = None) -> Embedding:
+        """Return an embedding."""
+        return self.given.get(self.prefix + name) or Embedding(self.at(name), rows, size, scale)
+
+    def head(self, name: str, rows: int, size: int, tied: Embedding | None = None) -> Head:
+        """Return the output layer."""
+        return self.given.get(self.prefix + name) or Head(self.at(name), rows, size, tied)
+
+    def mapped_head(self, name: str, ids: str, rows: int, size: int, outputs: int) -> MappedHead:
+        """Return the output layer of a part of the vocabulary."""
+        return MappedHead(self, name, ids, rows, size, outputs)
+
+    def concat(self) -> Callable[..., Tensor]:
+        """Return a function that concatenates columns."""
+        return lambda *parts: torch.cat(parts, -1)
+
+    def rotary(self, rope: RopeConfig | None = None, head_dim: int | None = None) -> Tensor:
+        """Return the cosines and sines of every position, for heads of `head_dim` (None: the
+        configuration's)."""
+        config = self.config if rope is None else replace(self.config, rope=rope)
+        config = config if head_dim is None else replace(config, head_dim=head_dim)
+        return cos_sin_cache(config, self.max_positions, self.weights.device)
+
+    def attention(
+        self,
+        layer_id: int,
+        rotary: Tensor | None = None,
+        *,
+        qk_norm: bool = False,
+        whole_norm: bool = False,
+        norm_offset: float | None = None,
+        sinks: bool = False,
+        is_encoder: bool = False,
+    ) -> AttentionLayer:
+        """Return attention with norms and rotary embedding, in as few kernels as the device
+        allows."""
+        return AttentionLayer(
+            self,
+            layer_id,
+            rotary,
+            qk_norm=qk_norm,
+            whole_norm=whole_norm,
+            norm_offset=norm_offset,
+            sinks=sinks,
+            is_encoder=is_encoder,
+        )
+
+    def frozen_attention(self, cells: FrozenCells, rotary: Tensor, scaling: float) -> FrozenAttention:
+        """Return attention of queries over another model's KV slots."""
+        return FrozenAttention(self, cells, rotary, scaling)
+
+    def chosen_head(self, name: str, groups: int, most: int, head: Callable[[Tensor], Tensor]) -> ChosenHead:
+        """Return the output layer over the selected groups of tokens."""
+        return ChosenHead(self.at(name), groups, most, head)
+
+    def scale(self, name: str) -> Scale:
+        """Return a multiplication by one number."""
+        return Scale(self, name)
+
+    def compressed_attention(
+        self,
+        layer_id: int,
+        net: CompressedConfig,
+        compression: Compression | None,
+        rotary: Tensor,
+        projections: OfAttention,
+    ) -> CompressedAttention:
+        """Return attention over a sliding window and over compressed blocks."""
+        return CompressedAttention(self, layer_id, net, compression, rotary, projections)
+
+    def gated_delta_net(self, state_id: int, net: DeltaNetConfig, projection: Rows, output: Rows) -> GatedDeltaNet:
+        """Return a gated delta rule layer."""
+        return GatedDeltaNet(self, state_id, net, projection, output)
+
+    def mamba2(self, state_id: int, space: Mamba2Config, projection: Rows, output: Rows) -> Mamba2:
+        """Return a Mamba 2 layer."""
+        return Mamba2(self, state_id, space, projection, output)
+
+    def short_conv(self, state_id: int, taps: int, projection: Rows, output: Rows, bias: bool = False) -> ShortConv:
+        """Return a short convolution between two gates."""
+        return ShortConv(self, state_id, taps, projection, output, bias)
+
+    def latent_attention(
+        self, layer_id: int, rotary: Tensor, latent: LatentConfig, projections: Projections, output: Rows
+    ) -> LatentAttention:
+        """Return latent attention."""
+        return LatentAttention(self, layer_id, rotary, latent, projections, output)
+
+    def softcap(self, cap: float) -> Softcap:
+        """Return cap * tanh(x / cap)."""
+        return Softcap(self, cap)
+
+    def mlp(self, name: str, size: int, bias: bool = False, fused: str = "") -> GatedMlp:
+        """Return the gated feed-forward block."""
+        return GatedMlp(self.at(name), size, bias, fused)
+
+    def experts(
+        self,
+        name: str,
+        moe: MoeConfig,
+        *,
+        gate: str = "gate",
+        parts: Sequence[str] = EXPERT_PARTS,
+        is_sigmoid: bool = False,
+    ) -> SparseMoe:
+        """Return routed experts."""
+        return SparseMoe(self.at(name), moe, gate, parts, SigmoidRouting if is_sigmoid else SoftmaxRouting)
+
+    def group_limited_experts(self, name: str, moe: MoeConfig) -> SparseMoe:
+        """Return routed experts with group-limited routing."""
+        return SparseMoe(self.at(name), moe, "gate", EXPERT_PARTS, GroupLimitedRouting)
+
+    def clamped_experts(self, name: str, moe: MoeConfig, alpha: float, limit: float) -> ClampedMoe | Mxfp4Moe:
+        """Return routed experts with biases and a clamped activation, as MXFP4 codes if the
+        checkpoint has these and the kernels read them."""
+        reads = self.kernels.mxfp4_moe is not None and has_mxfp4_experts(self.config.raw)
+        return (Mxfp4Moe if reads else ClampedMoe)(self.at(name), moe, alpha, limit)
+
+    def relu2_experts(self, name: str, moe: MoeConfig, latent: int = 0) -> Relu2Moe:
+        """Return routed experts down(max(up(x), 0)^2)."""
+        return Relu2Moe(self.at(name), moe, latent)
+
+    def limited_mlp(self, name: str, size: int, limit: float) -> LimitedMlp:
+        """Return the gated feed-forward block with clamped factors."""
+        return LimitedMlp(self.at(name), size, limit)
+
+    def limited_experts(self, name: str, moe: MoeConfig, limit: float, is_hashed: bool) -> LimitedMoe:
+        """Return routed experts with clamped factors."""
+        return LimitedMoe(self.at(name), moe, limit, is_hashed)
+
+    def hyper_connection(self, name: str, streams: int, iters: int, eps: float) -> HyperConnection:
+        """Return a hyper-connection for a block."""
+        return HyperConnection(self.at(name), streams, iters, eps)
+
+    def hyper_head(self, name: str, streams: int, eps: float) -> HyperHead:
+        """Return the start and the end of the streams."""
+        return HyperHead(self.at(name), streams, eps)
+
+    def activation(self, name: str) -> Callable[[Tensor], Tensor]:
+        """Return an elementwise function: "gelu", "relu2", "sigmoid" or "tanh". Raises
+        `ConfigError` for any other name."""
+        if name == "tanh":
+            return torch.tanh
+        if name == "relu2":
+            return relu2
+        if name == "sigmoid":
+            return self.kernel(KernelTable.sigmoid, self.rows(1))
+        if name != "gelu":
+            raise ConfigError(
+                f"torch's layers have no activation {name!r}", wanted="'gelu', 'relu2', 'sigmoid' or 'tanh'"
+            )
+        return self.kernel(KernelTable.gelu, self.rows(self.config.intermediate_size))
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, kind: str) -> NoReturn:
+            if kind.startswith("_"):
+                raise AttributeError(kind)
+            raise ConfigError(f"{self.config.architecture} asks for {kind!r}, a kind of layer that torch's do not have")

@@ -1,0 +1,1 @@
+"""Architectures, one file each, with the parameter names of the published checkpoints."""

@@ -1,0 +1,1 @@
+"""DeepSeek's models and those with the same layers."""

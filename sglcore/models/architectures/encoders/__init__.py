@@ -1,0 +1,1 @@
+"""Encoders: models that return hidden states or scores instead of text."""

@@ -1,0 +1,1 @@
+"""Granite 3 and 4: dense, sparse and hybrid."""

@@ -1,0 +1,1 @@
+"""Qwen 1.5 to 3.5: dense, sparse and hybrid."""

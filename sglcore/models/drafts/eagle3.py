@@ -1,0 +1,119 @@
+"""EAGLE-3 (Li et al. 2025, arXiv 2503.01840).
+
+The draft predicts a token from the target's hidden states of the token before in some layers.
+"""
+
+from __future__ import annotations
+
+from sglcore.models.architectures.llama import LlamaForCausalLM
+from sglcore.models.decoder import AnyLayer, LayerState, SelfAttention
+from sglcore.models.drafts.eagle import Drafts
+from sglcore.models.layer_kinds import Array, Batch, Build, Layer
+
+AUX_NORMS = ("aux_norm_low", "aux_norm_mid", "aux_norm_high")
+"""Names of the norms before `fc` in older files."""
+
+
+class Eagle3Layer:
+    """The first layer: attention over token and features concatenated, added to the features."""
+
+    __slots__ = (
+        "concat",
+        "hidden_norm",
+        "input_layernorm",
+        "is_normed",
+        "mlp",
+        "post_attention_layernorm",
+        "self_attn",
+    )
+
+    def __init__(self, build: Build, self_attn: SelfAttention, mlp: Layer) -> None:
+        """`words["norm_before_residual"]`: attention is added to the normed features."""
+        size = build.config.hidden_size
+        self.input_layernorm = build.norm("input_layernorm", size)
+        self.hidden_norm = build.norm("hidden_norm", size)
+        self.concat = build.concat()
+        self.self_attn = self_attn
+        self.post_attention_layernorm = build.norm("post_attention_layernorm", size)
+        self.mlp = mlp
+        self.is_normed = build.config.words.get("norm_before_residual", False)
+
+    def __call__(self, hidden: Array, residual: Array | None, batch: Batch) -> tuple[Array, Array]:
+        """Return the same as `DecoderLayer`, from the embedded tokens `hidden` [T, H].
+
+        Does not change the batch's features.
+        """
+        normed = self.hidden_norm(batch.features)
+        mixed = self.self_attn(self.concat(self.input_layernorm(hidden), normed), batch)
+        summed = mixed + (normed if self.is_normed else batch.features)
+        return self.mlp(self.post_attention_layernorm(summed)), summed
+
+
+class Eagle3ForCausalLM(Drafts, LlamaForCausalLM):
+    """An EAGLE-3 draft. `words` of the configuration describe the checkpoint:
+
+    - `aux_layers`: the target's layers that give features, each `target_hidden_size` wide.
+    - `has_input_norm`: one norm over all these features before `fc`.
+    - `has_fc_norm`: one norm for the features of each layer before `fc`.
+    - `draft_vocab_size`, `has_d2t`: the draft's own vocabulary and its map to the target's.
+    - `norm_output`: the draft's own features are normed.
+    """
+
+    def __init__(self, build: Build) -> None:
+        super().__init__(build)
+        words, inner = build.config.words, build.at("model")
+        self.aux_layers = words["aux_layers"]
+        self.norm_output = words.get("norm_output", False)
+        count, self.width = len(self.aux_layers), words["target_hidden_size"]
+        self.fc = inner.linear("fc", count * self.width, build.config.hidden_size) if count else None
+        self.input_norm = inner.norm("input_norm", count * self.width) if words["has_input_norm"] else None
+        norms = range(count if words["has_fc_norm"] else 0)
+        self.fc_norms = tuple(inner.norm(f"fc_norm.{each}", self.width) for each in norms)
+        self.concat = build.concat()
+
+    @classmethod
+    def own_name(cls, name: str) -> str:
+        """Rename older names of norms and layers; drop `t2d`, which repeats `d2t`."""
+        for place, norm in enumerate(AUX_NORMS):
+            name = name.replace(f"{norm}.", f"fc_norm.{place}.")
+        return "target.t2d" if name == "t2d" else super().own_name(name.replace("midlayer.", "layers.0."))
+
+    def make_head(self, build: Build) -> Layer:
+        """Return the output layer, over the draft's own vocabulary if it has one."""
+        config, rows = build.config, build.config.words["draft_vocab_size"]
+        if not config.words["has_d2t"]:
+            return build.head("lm_head", config.vocab_size, config.hidden_size)
+        return build.mapped_head("lm_head", "model.d2t", rows, config.hidden_size, config.vocab_size)
+
+    def make_layer(self, build: Build, layer_id: int) -> AnyLayer:
+        if layer_id:
+            return super().make_layer(build, layer_id)
+        config, bias = build.config, build.config.attention_bias
+        inputs = 2 * config.hidden_size
+        attention = SelfAttention(build.at("self_attn"), 0, self.rotary, qkv_bias=bias, output_bias=bias, inputs=inputs)
+        return Eagle3Layer(build, attention, build.mlp("mlp", config.intermediate_size, config.mlp_bias))
+
+    def embed(self, batch: Batch) -> LayerState:
+        """Return the first layer's input: the embedded tokens."""
+        return LayerState(self.embed_tokens(batch.input_ids), None, batch)
+
+    def finish(self, state: LayerState) -> Array:
+        """Return the residual sum [T, H], normed if `norm_output`."""
+        summed = state.hidden + state.residual
+        return self.norm(summed) if self.norm_output else summed
+
+    def logits(self, hidden: Array) -> Array:
+        """Return float32 [N, vocab] of [N, H]; -inf for tokens outside the draft's vocabulary."""
+        return super().logits(hidden if self.norm_output else self.norm(hidden))
+
+    def project(self, features: Array) -> Array:
+        """[T, layers * target_hidden_size] to [T, H]."""
+        if self.fc is None:
+            return features
+        if self.input_norm is not None:
+            features = self.input_norm(features)
+        if self.fc_norms:
+            width = self.width
+            parts = [norm(features[:, i * width : (i + 1) * width]) for i, norm in enumerate(self.fc_norms)]
+            features = self.concat(*parts)
+        return self.fc(features)

@@ -1,0 +1,1 @@
+"""From the files of a checkpoint to the weights of a model: sources, formats, packing."""

@@ -1,0 +1,1 @@
+"""Quantised checkpoint formats, one file each."""

@@ -1,0 +1,162 @@
+"""Select the attention backend: the first candidate with the needed capabilities.
+
+Every refusal has a reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from types import MappingProxyType
+
+from sglcore.config.engine_config import EngineConfig
+from sglcore.device.errors import ConfigError
+from sglcore.device.facts import Facts
+from sglcore.device.ledger import DecisionLedger, Row
+from sglcore.device.package import DevicePackage, Ref, resolve
+from sglcore.runtime.attention.contract import AttentionBackend, AttentionFacts, AttentionShape, Unavailable
+from sglcore.runtime.attention.layer import Attention
+from sglcore.runtime.forward_batch import ForwardBatch
+from sglcore.runtime.memory.kv_rows import ROWS
+from sglcore.runtime.memory.pools import CELL_MAJOR, KVPool
+from sglcore.step.batch_field import spec_of
+
+OF_ROWS: Mapping[str, Ref] = MappingProxyType(
+    {
+        "latent": "sglcore.runtime.attention.sparse.latent:DeepseekSparseAttnBackend",
+        "compressed": "sglcore.runtime.attention.sparse.compressed:DeepseekV4AttnBackend",
+    }
+)
+"""Device-independent backends for KV rows, used after the package's own candidates."""
+
+
+FROZEN = "frozen"
+"""The feature of layers with queries only.
+
+It needs a backend that reads keys and values from KV slots.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionNeeds:
+    """What the model and the configuration need from a backend."""
+
+    head_dims: tuple[int, ...]
+    page_size: int
+    dtype: str
+    features: frozenset[str]
+    index_dtype: str = "int64"
+    padding_len: int = 1
+    layout: str = CELL_MAJOR
+
+
+def shape_of(layers: Sequence[Attention], is_encoder: bool) -> AttentionShape:
+    """Return what these layers of a model need from a backend."""
+    return AttentionShape(
+        max((layer.num_heads for layer in layers), default=1),
+        tuple((layer.num_kv_heads, layer.head_dim) for layer in layers),
+        tuple(dict.fromkeys(layer.sliding_window for layer in layers)) or (None,),
+        is_encoder,
+        frozenset[str]().union(*(layer.features for layer in layers)),
+        tuple(dict.fromkeys(layer.softcap for layer in layers)) or (None,),
+    )
+
+
+def refusal(facts: AttentionFacts, needs: AttentionNeeds) -> str:
+    """Return why a backend with these facts cannot serve these needs; empty if it can."""
+    if facts.page_sizes is not None and needs.page_size not in facts.page_sizes:
+        return f"pages of {needs.page_size} tokens; it takes {', '.join(map(str, facts.page_sizes))}"
+    for head_dim in needs.head_dims:
+        if facts.head_dims is not None and head_dim not in facts.head_dims:
+            return f"heads of {head_dim}; it takes {', '.join(map(str, facts.head_dims))}"
+    if facts.dtypes is not None and needs.dtype not in facts.dtypes:
+        return f"dtype {needs.dtype}; it takes {', '.join(facts.dtypes)}"
+    if facts.index_dtype not in (None, needs.index_dtype):
+        return f"cell indices of {needs.index_dtype}; it takes {facts.index_dtype}"
+    if facts.padding_len != needs.padding_len:
+        return f"padding rows of length {needs.padding_len}; it wants {facts.padding_len}"
+    if not facts.takes_layout(needs.layout):
+        return f"keys and values laid out {needs.layout}; it takes {', '.join(facts.layouts or ())}"
+    if FROZEN in needs.features and not facts.takes_stored:
+        return "queries alone; it takes them with keys and values"
+    missing = sorted(needs.features - facts.features - {FROZEN})
+    return f"it lacks {', '.join(missing)}" if missing else ""
+
+
+def select_attention(
+    candidates: Mapping[str, Ref],
+    needs: AttentionNeeds,
+    explicit: str | None,
+    package: str,
+    ledger: DecisionLedger,
+    whom: str = "the model",
+) -> type[AttentionBackend]:
+    """Return the first candidate that serves the needs of `whom`; record it in the ledger.
+
+    An explicit choice is used or refused, never replaced. A candidate without its library is
+    refused, with the import error as the reason. Raises ConfigError if no candidate serves.
+    """
+    if explicit is not None and explicit not in candidates:
+        raise ConfigError(
+            f"attention backend {explicit!r} is not offered by device {package!r}",
+            wanted=f"one of {', '.join(candidates)}",
+        )
+    refused: list[str] = []
+    for name in (explicit,) if explicit is not None else candidates:
+        backend, reason = _consider(candidates[name], needs, package)
+        if backend is not None and not reason:
+            why = f"asked for; serves {whom}" if explicit else "; ".join([f"first that serves {whom}", *refused])
+            ledger.record(Row("attention", explicit or "auto", name, why, "choose with --attention-backend"))
+            return backend
+        refused.append(f"{name} refused: {reason}")
+    raise ConfigError(
+        f"no attention backend of device {package!r} serves {whom}: {'; '.join(refused)}",
+        remedy="choose another --attention-backend, page size or dtype",
+    )
+
+
+def choose_attention(
+    config: EngineConfig,
+    package: DevicePackage,
+    facts: Facts,
+    dtype: str,
+    shape: AttentionShape,
+    cells: KVPool,
+    whom: str,
+    ledger: DecisionLedger,
+) -> type[AttentionBackend]:
+    """Return the first backend that serves a shape over these KV slots.
+
+    It must also support capture if graphs are configured.
+    """
+    captured = facts.has_streams and facts.graph_kind(config.graph) != "off" and not shape.is_encoder
+    needs = AttentionNeeds(
+        tuple(sorted({head_dim for _, head_dim in shape.layers})),
+        cells.page_size,
+        dtype.removeprefix("torch."),
+        shape.features | ({"capture"} if captured else set()),
+        facts.index_dtype,
+        int(spec_of(ForwardBatch, "seq_lens").padding.value),
+        cells.layout,
+    )
+    # Candidates after the package's own; they do not replace a candidate of the same name.
+    offered = {**package.attention, **(OF_ROWS if cells.layout == ROWS else {}), **package.attention}
+    select = partial(select_attention, offered, explicit=config.attention_backend, package=package.name)
+    try:
+        return select(needs, whom=whom, ledger=ledger)
+    except ConfigError:
+        if not captured or config.graph != "auto":
+            raise
+        # Graphs are optional with `auto`: a backend without capture is better than none.
+        return select(replace(needs, features=shape.features), whom=whom, ledger=ledger)
+
+
+def _consider(ref: Ref, needs: AttentionNeeds, package: str) -> tuple[type[AttentionBackend] | None, str]:
+    try:
+        backend = resolve(ref, package)
+    except Unavailable as error:
+        return None, str(error)
+    except ImportError as error:
+        return None, f"{error}; install the library it needs"
+    return backend, backend.unavailable() or refusal(backend.facts, needs)

@@ -1,0 +1,181 @@
+"""The tokens of a batch one by one, as kernels over KV rows take them, for any forward mode.
+
+Computed on the device. Host lengths, if known, only determine the size of tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple, Self
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sglcore.runtime.forward_batch import ForwardBatch
+from sglcore.runtime.memory.kv_rows import INDEX_KEYS
+
+if TYPE_CHECKING:
+    from sglcore.runtime.attention.layer import Attention
+    from sglcore.runtime.kernels.row_codec import RowCodec
+    from sglcore.runtime.kernels.table import KernelTable
+
+LOGITS = 1 << 26
+"""Maximum number of indexer scores that exist at a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenRows:
+    """Each token's slot, and the number of tokens that it sees, itself included: int32 [T] each.
+
+    `most` is an upper bound of `lens`.
+    """
+
+    slots: Tensor
+    lens: Tensor
+    most: int
+
+    @classmethod
+    def of(cls, batch: ForwardBatch, most: int) -> Self:
+        """Return the tokens of a batch on the device.
+
+        `most` is used if only the device knows the lengths. Shares the batch's tensors if each row
+        is one token.
+        """
+        if batch.seq_lens_cpu is not None:
+            most = int(batch.seq_lens_cpu.max(initial=1))
+        if batch.extend_seq_lens is None:
+            return cls(batch.req_pool_indices, batch.seq_lens, most)
+        slots = torch.repeat_interleave(batch.req_pool_indices, batch.extend_seq_lens, output_size=batch.num_tokens)
+        return cls(slots, batch.positions + 1, most)
+
+    @classmethod
+    def empty(cls, num_tokens: int, most: int, device: torch.device) -> Self:
+        """Return padding tokens, at fixed addresses."""
+        slots = torch.zeros(num_tokens, dtype=torch.int32, device=device)
+        return cls(slots, torch.ones_like(slots), most)
+
+    def copy_(self, other: TokenRows) -> None:
+        """Copy the values of another in place.
+
+        It must have the same number of tokens, and at most this `most`.
+        """
+        self.slots.copy_(other.slots)
+        self.lens.copy_(other.lens)
+
+    def part(self, place: int, count: int) -> TokenRows:
+        """Return a view of part number `place` of `count` equal parts."""
+        size = len(self.slots) // count
+        rows = slice(place * size, (place + 1) * size)
+        return TokenRows(self.slots[rows], self.lens[rows], self.most)
+
+
+class RequestRows(NamedTuple):
+    """A batch by request, int32 [B] each, as the kernel table's `compress_plan` takes it.
+
+    The tokens [starts, starts + lengths) are the last of seq_lens in `slots`. If both are None,
+    request b has token b.
+    """
+
+    slots: Tensor
+    seq_lens: Tensor
+    lengths: Tensor | None
+    starts: Tensor | None
+
+    @classmethod
+    def of(cls, batch: ForwardBatch) -> Self:
+        """Return the requests of a batch on the device.
+
+        Requests of slot 0 have no token; padding may follow the last request.
+        """
+        width = batch.width
+        if width is None:
+            return cls(batch.req_pool_indices, batch.seq_lens, batch.extend_seq_lens, batch.extend_start_loc)
+        rows = batch.batch_size // width * width
+        owners = batch.req_pool_indices[:rows].view(-1, width)
+        lengths = (owners > 0).sum(1, dtype=torch.int32)
+        starts = torch.arange(0, rows, width, dtype=torch.int32, device=owners.device)
+        return cls(owners[:, 0].contiguous(), batch.seq_lens[:rows:width] + lengths - 1, lengths, starts)
+
+
+def later_steps(view: ForwardBatch, count: int) -> tuple[ForwardBatch, list[ForwardBatch]]:
+    """Return `count` decode steps: the batch and the steps after it, each one token longer.
+
+    The first result is one batch with the rows of all steps, the second a batch for each step. They
+    share tensors. Cache locations are None; requests must have their pages already.
+    """
+    assert view.extend_seq_lens is None
+    values = {name: value for name in _ADVANCING if (value := getattr(view, name)) is not None}
+    steps = torch.arange(count, dtype=torch.int32, device=view.seq_lens.device).unsqueeze(1)
+    further = {name: value + steps for name, value in values.items()}
+    lengths = view.seq_lens_cpu
+    if lengths is not None:
+        further["seq_lens_cpu"] = lengths + np.arange(count, dtype=np.int32)[:, None]
+    further["req_pool_indices"] = view.req_pool_indices.expand(count, view.batch_size)
+    made = partial(replace, view, out_cache_loc=None, window_cache_loc=None, plan_record=None)
+    rows = count * view.batch_size
+    whole = made(batch_size=rows, num_tokens=rows, **{name: each.reshape(-1) for name, each in further.items()})
+    return whole, [made(**{name: each[step] for name, each in further.items()}) for step in range(count)]
+
+
+_ADVANCING = ("seq_lens", "positions", "window_seq_lens", "window_positions")
+"""The fields that grow by one with each token."""
+
+
+@dataclass(frozen=True, slots=True)
+class Paged:
+    """KV rows of requests, by page.
+
+    `rows_per_page` rows in each page of `table` int32 [S, P]. The token of slots int32 [T] sees the
+    first lens int32 [T] rows; `most` is an upper bound of lens.
+    """
+
+    table: Tensor
+    slots: Tensor
+    lens: Tensor
+    rows_per_page: int
+    most: int
+
+
+def score_bytes(layers: Iterable[Attention], tokens: int, most: int) -> int:
+    """Return the bytes of indexer scores that exist at a time.
+
+    For steps of `tokens` tokens that see `most`. `choose_rows` needs them in addition to the pools,
+    a captured step permanently. 0 without indexers.
+    """
+    width = max((most // layer.rows[INDEX_KEYS].ratio for layer in layers if INDEX_KEYS in layer.rows), default=0)
+    return torch.float32.itemsize * min(tokens * width, max(LOGITS, width))
+
+
+def choose_rows(
+    kernels: KernelTable,
+    q: Tensor,
+    weights: Tensor,
+    keys: Tensor,
+    codec: RowCodec | None,
+    paged: Paged,
+    count: int,
+    named: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
+    """Return int32 [T, count]: the rows that a token's indexer scores highest.
+
+    Scores are computed from q [T, H, D] and weights [T, H], scaled by 1 / sqrt(H D), in parts of at
+    most LOGITS scores. `named`: another page table int32 [N, P] that names the returned rows, and
+    each token's row in it, int32 [T] (None: the table of `paged`).
+    """
+    scale, tokens, width = (q.shape[1] * q.shape[2]) ** -0.5, q.shape[0], max(1, paged.most)
+    found, (pages, lines) = [], named or (paged.table, paged.slots)
+    for first in range(0, max(1, tokens), step := max(1, LOGITS // width)):
+        part = slice(first, first + step)
+        slots, lens = paged.slots[part], paged.lens[part]
+        where = paged.table, slots, lens, paged.rows_per_page
+        logits = kernels.index_logits(q[part], weights[part], keys, *where, scale, width, codec)
+        found.append(kernels.index_top_k(logits, lens, pages, lines[part], paged.rows_per_page, count))
+    return joined(found)
+
+
+def joined(parts: Sequence[Tensor]) -> Tensor:
+    """Concatenate the rows of several parts; one part is returned without a copy."""
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))

@@ -1,0 +1,128 @@
+"""Policy of decode graphs: a bucket is a batch size.
+
+The plan of a bucket is refreshed in place before each replay.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from sglcore.device.batch import ForwardMode
+from sglcore.runtime.attention.contract import AttentionBackend, AttentionPlan, Bucket, HostUpdate
+from sglcore.runtime.buffer_registry import BufferRegistry, FillContext
+from sglcore.runtime.forward_batch import ForwardBatch
+from sglcore.runtime.forward_context import ForwardContext, forward_context
+from sglcore.runtime.graphs.graph_backend import CapturedStep, Forward, GraphBackend
+from sglcore.runtime.graphs.graph_policy import (
+    SizedGraphs,
+    carry_host_arrays,
+    check_generation,
+    generation,
+    read_host_arrays,
+)
+from sglcore.runtime.overlap.captured_micro_batches import CapturedHalves
+
+if TYPE_CHECKING:
+    from sglcore.runtime.overlap.micro_batches import Halves
+
+
+@dataclass(frozen=True, slots=True)
+class CapturedBucket:
+    """A graph with everything that it reads.
+
+    These are the static batch view and the plan, or the plans of two micro-batches. `generation`
+    has the generations of the pools at capture.
+    """
+
+    batch: ForwardBatch
+    plan: AttentionPlan | CapturedHalves
+    generation: tuple[int, int]
+    step: CapturedStep
+
+
+def _refresh(
+    attention: AttentionBackend, plan: AttentionPlan | CapturedHalves, batch: ForwardBatch
+) -> HostUpdate | None:
+    if isinstance(plan, CapturedHalves):
+        return plan.refresh(batch)
+    return attention.refresh(plan, batch)
+
+
+class DecodeGraphs(SizedGraphs[CapturedBucket]):
+    """Decode graphs by batch size. Pads a batch to the next captured size and replays."""
+
+    def __init__(
+        self,
+        backend: GraphBackend,
+        registry: BufferRegistry,
+        context: ForwardContext,
+        forward: Forward,
+        buckets: tuple[int, ...],
+        needs_host_lengths: bool = False,
+        halves: Halves | None = None,
+    ) -> None:
+        """`needs_host_lengths`: a replay needs lengths on the host.
+
+        `halves`: which graphs hold two interleaved micro-batches.
+        """
+        super().__init__(registry, context, forward, buckets, registry.max_bs)
+        self.backend = backend
+        self._needs_host_lengths, self._halves = needs_host_lengths, halves
+
+    @property
+    def in_halves(self) -> tuple[int, ...]:
+        """The captured sizes with graphs of two micro-batches."""
+        return tuple(size for size in self.sizes if isinstance(self._captured[size].plan, CapturedHalves))
+
+    def can_run(self, batch: ForwardBatch) -> bool:
+        """Return whether there is a bucket and the graph reads all inputs.
+
+        Host lengths must be there if needed.
+        """
+        if self.bucket_for(batch.batch_size) is None or (self._needs_host_lengths and batch.seq_lens_cpu is None):
+            return False
+        return self._reads_all(batch)
+
+    def path(self, batch: ForwardBatch) -> str:
+        """Return mechanism and bucket."""
+        return f"{self.backend.kind}:{self.bucket_for(batch.batch_size)}"
+
+    def run(self, batch: ForwardBatch) -> Tensor:
+        """Return hidden states [B, H], a view of the graph's output.
+
+        The next replay overwrites it.
+        """
+        size, attention = self.bucket_for(batch.batch_size) or 0, self._context.attn_backend
+        captured = self._captured[size]
+        check_generation(str(size), captured.generation, self._context)
+        # Raises for a plan of another forward. Any other plan is replaced by the captured one,
+        # refreshed below.
+        batch.needs_forward_metadata_init(attention)
+        self.registry.fill_from(batch, FillContext(batch.batch_size, size, batch.num_tokens, size))
+        carry_host_arrays(batch, captured.batch)
+        captured.batch.width = batch.width
+        update = _refresh(attention, captured.plan, captured.batch)
+        with forward_context(replace(self._context, batch=captured.batch)):
+            output = captured.step.replay(update)
+        return output[: batch.num_tokens]
+
+    def _capture(self, size: int) -> CapturedBucket:
+        attention, batch = self._context.attn_backend, self._static_batch(size, size, ForwardMode.DECODE)
+        read_host_arrays(batch)
+        plan = self._plan(size)
+        _refresh(attention, plan, batch)
+        context = replace(self._context, batch=batch)
+        if isinstance(plan, CapturedHalves):
+            step = self.backend.capture(lambda: plan.forward(self._forward, context, batch))
+            return CapturedBucket(batch, plan, generation(self._context), step)
+        batch.mark_forward_metadata_ready(plan)
+        with forward_context(context):
+            step = self.backend.capture(lambda: self._forward(batch))
+        return CapturedBucket(batch, plan, generation(self._context), step)
+
+    def _plan(self, size: int) -> AttentionPlan | CapturedHalves:
+        found = None if self._halves is None else CapturedHalves.of(self._halves, size)
+        return self._context.attn_backend.capture_plan(Bucket(size, size)) if found is None else found

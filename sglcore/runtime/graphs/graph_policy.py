@@ -1,0 +1,117 @@
+"""The base of both graph policies: graphs by size, pool generations, inputs that graphs lack."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from typing import Generic, TypeVar
+
+from sglcore.device.batch import ForwardMode
+from sglcore.runtime.buffer_registry import BufferRegistry, FillContext
+from sglcore.runtime.forward_batch import ForwardBatch, StalePlanError
+from sglcore.runtime.forward_context import ForwardContext, forward_context
+from sglcore.runtime.graphs.graph_backend import Forward
+from sglcore.step.batch_field import Axis, Split, specs
+from sglcore.step.host_values import host_arrays
+
+Captured = TypeVar("Captured")
+
+
+def generation(context: ForwardContext) -> tuple[int, int]:
+    """Return the generations of KV pool and states; a graph depends on their addresses."""
+    states = context.state_pool
+    return context.attn_backend.generation, 0 if states is None else states.generation
+
+
+def check_generation(what: str, captured: tuple[int, int], context: ForwardContext) -> None:
+    """Raise StalePlanError if the KV pool or the states moved since `what` was captured."""
+    for pool, before, now in zip(("the KV pool", "the states"), captured, generation(context), strict=True):
+        if before != now:
+            raise StalePlanError(
+                f"the graph of bucket {what} was captured over generation {before} of {pool}, it is now {now}; "
+                "capture again after replacing the pool: GraphRunner.recapture()"
+            )
+
+
+def absent_inputs(captured: ForwardBatch) -> tuple[str, ...]:
+    """Return the model inputs that a captured batch does not have; its graph does not read them."""
+    inputs = [s for s in specs(type(captured)) if s.is_buffered or s.axis is Axis.TOKENS or s.split is Split.NESTED]
+    return tuple(spec.name for spec in inputs if getattr(captured, spec.name) is None)
+
+
+def carry_host_arrays(batch: ForwardBatch, captured: ForwardBatch) -> None:
+    """Copy the host arrays of a batch to a captured batch."""
+    for spec in host_arrays(type(batch)):
+        setattr(captured, spec.name, getattr(batch, spec.name))
+
+
+def read_host_arrays(captured: ForwardBatch) -> None:
+    """Mirror the present tensors of a captured batch on the host. Waits."""
+    for spec in host_arrays(type(captured)):
+        tensor = getattr(captured, spec.mirror) if spec.mirror else None
+        if tensor is not None:
+            setattr(captured, spec.name, tensor.cpu().numpy())
+
+
+def real_view(registry: BufferRegistry, batch: ForwardBatch) -> ForwardBatch:
+    """Return the batch's real rows as views of the registry's buffers."""
+    return batch if registry.owns(batch) else registry.extract_buffer(batch, batch.batch_size, batch.num_tokens)
+
+
+def planned(view: ForwardBatch, context: ForwardContext) -> forward_context:
+    """Return the context of one forward of `view`; plan first if needed.
+
+    Raises StalePlanError for a plan of another forward.
+    """
+    if view.needs_forward_metadata_init(context.attn_backend):
+        view.mark_forward_metadata_ready(context.attn_backend.plan(view))
+    return forward_context(replace(context, batch=view))
+
+
+class SizedGraphs(ABC, Generic[Captured]):
+    """Graphs of one kind of step, by size. Keeps alive what each graph reads."""
+
+    def __init__(
+        self, registry: BufferRegistry, context: ForwardContext, forward: Forward, sizes: Iterable[int], most: int
+    ) -> None:
+        """Freeze the registry; captures nothing yet. Sizes above `most` are left out."""
+        self.registry = registry
+        self.sizes = tuple(sorted(size for size in set(sizes) if 0 < size <= most))
+        self._context = context
+        self._forward = forward
+        self._captured: dict[int, Captured] = {}
+        self._absent: tuple[str, ...] = ()
+        registry.freeze()
+
+    def capture(self) -> Iterator[int]:
+        """Capture every size, the largest first; yield each size when it is done."""
+        for size in reversed(self.sizes):
+            self._captured[size] = self._capture(size)
+            yield size
+
+    def drop(self) -> None:
+        """Drop the captured graphs; the mechanism frees them."""
+        self._captured.clear()
+
+    def bucket_for(self, size: int) -> int | None:
+        """Return the smallest captured size of at least `size`; None if there is none."""
+        place = bisect_left(self.sizes, size)
+        return self.sizes[place] if size and place < len(self.sizes) else None
+
+    @abstractmethod
+    def _capture(self, size: int) -> Captured: ...
+
+    def _static_batch(self, batch_size: int, num_tokens: int, mode: ForwardMode) -> ForwardBatch:
+        """Return a batch of padding over the registry's buffers."""
+        template = self.registry.view(batch_size, num_tokens, extend=mode is ForwardMode.EXTEND)
+        template.forward_mode = mode
+        self.registry.fill_from(template, FillContext(0, batch_size, 0, num_tokens))
+        batch = self.registry.extract_buffer(template, batch_size, num_tokens)
+        self._absent = absent_inputs(batch)
+        return batch
+
+    def _reads_all(self, batch: ForwardBatch) -> bool:
+        """Return whether the batch has no input that the graphs do not read."""
+        return all(getattr(batch, name) is None for name in self._absent)

@@ -1,0 +1,76 @@
+"""MoE by grouped matrix products.
+
+Only the chosen experts are computed, and no shape depends on the routing. For a device with a
+grouped product in torch: `KernelTable().replace(moe=grouped_moe)`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn.functional import grouped_mm
+
+from sglcore.runtime.kernels.reference_kernels import clamped_swiglu, relu2, silu_and_mul
+
+
+def grouped_moe(hidden: Tensor, weights: Tensor, ids: Tensor, w13: Tensor, w2: Tensor) -> Tensor:
+    """Implement `KernelTable.moe`.
+
+    Rows are copied for each choice and sorted by expert; the sum is in a wider dtype. Rows of H and
+    of I elements must be multiples of 16 bytes, and bfloat16 if a compiler traces this; torch
+    raises `RuntimeError` otherwise.
+    """
+    return _grouped(hidden, weights, ids, w13, w2, lambda part, experts: silu_and_mul(part), None)
+
+
+def grouped_relu2_moe(hidden: Tensor, weights: Tensor, ids: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
+    """Implement `KernelTable.relu2_moe`, computed in the same way."""
+    return _grouped(hidden, weights, ids, w1, w2, lambda part, experts: relu2(part), None)
+
+
+def grouped_clamped_moe(
+    hidden: Tensor,
+    weights: Tensor,
+    ids: Tensor,
+    w13: Tensor,
+    b13: Tensor,
+    w2: Tensor,
+    b2: Tensor,
+    alpha: float,
+    limit: float,
+) -> Tensor:
+    """Implement `KernelTable.clamped_moe`, computed in the same way."""
+
+    def activate(part: Tensor, experts: Tensor) -> Tensor:
+        return clamped_swiglu(part + b13[experts], alpha, limit)
+
+    return _grouped(hidden, weights, ids, w13, w2, activate, b2)
+
+
+def _grouped(
+    hidden: Tensor,
+    weights: Tensor,
+    ids: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+    activate: Callable[[Tensor, Tensor], Tensor],
+    b2: Tensor | None,
+) -> Tensor:
+    """Compute the MoE. `activate` gets the output of the first product and each row's expert."""
+    tokens, choices = ids.shape
+    experts, rows = w13.shape[0], tokens * choices
+    # Rows without an expert sort after the last group; the products leave undefined values there,
+    # masked later.
+    chosen = torch.where(ids < 0, experts, ids).view(rows)
+    by_expert, order = torch.sort(chosen, stable=True)
+    order, groups = order.to(ids.dtype), torch.arange(experts, dtype=ids.dtype, device=ids.device)
+    ends = torch.searchsorted(by_expert, groups, right=True, out_int32=True)
+    those = by_expert.clamp(max=experts - 1)
+    part = grouped_mm(hidden[order // choices], w13.transpose(1, 2), offs=ends)
+    part = grouped_mm(activate(part, those), w2.transpose(1, 2), offs=ends)
+    part = part if b2 is None else part + b2[those]
+    part = (part * weights.view(rows, 1)[order]).masked_fill((by_expert == experts).unsqueeze(1), 0)
+    back = torch.empty_like(part).index_put_((order,), part)
+    return back.view(tokens, choices, hidden.shape[1]).sum(dim=1)

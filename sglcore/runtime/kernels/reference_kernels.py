@@ -1,0 +1,426 @@
+"""The reference kernels: plain torch, slow and simple.
+
+They define correct results, including the order of casts. The casts are those of the transformers
+library, so that bfloat16 log-probabilities can be compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from sglcore.runtime.kernels.mxfp4 import dequantized
+from sglcore.sampling.gumbel_race import RaceTables
+from sglcore.sampling.sampler import SamplingState, draw_greedy, draw_rows
+
+
+class QuantizedCodes(Protocol):
+    """A weight [N, K] as integers.
+
+    w[n, k] = scales[n, g] * (codes[n, k] - zeros[n, g]) with g = k // group.
+    """
+
+    @property
+    def codes(self) -> Tensor:
+        """uint8 [N, K], contiguous, one code per element, each below 2 ** bits."""
+        ...
+
+    @property
+    def scales(self) -> Tensor:
+        """float32 [N, ceil(K / group)]."""
+        ...
+
+    @property
+    def zeros(self) -> Tensor | None:
+        """float32 with the shape of `scales`, not always integers.
+
+        None: all are 2 ** (bits - 1).
+        """
+        ...
+
+    @property
+    def bits(self) -> int:
+        """4 or 8."""
+        ...
+
+    @property
+    def group(self) -> int:
+        """Columns that share a scale: 32, 64 or 128."""
+        ...
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype that the model computes in."""
+        ...
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return x W^T + b."""
+    return F.linear(x, weight, bias)
+
+
+def pack_linear(weight: Tensor) -> Tensor:
+    """Return the weight unchanged."""
+    return weight
+
+
+def embedding(ids: Tensor, weight: Tensor) -> Tensor:
+    """Return rows of the weight."""
+    return F.embedding(ids, weight)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Apply root mean square norm (Zhang and Sennrich 2019).
+
+    Float32 until the product with the weight, which has the weight's dtype.
+    """
+    wide = x.float()
+    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return (weight * normed.to(weight.dtype)).to(x.dtype)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Add in the inputs' own dtype, then normalise."""
+    total = residual + x
+    return rms_norm(total, weight, eps), total
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    """Apply layer norm (Ba et al. 2016)."""
+    return F.layer_norm(x, weight.shape, weight, bias, eps)
+
+
+def rotary(q: Tensor, k: Tensor, positions: Tensor, cos_sin_cache: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
+    """Apply rotary embedding (Su et al. 2021).
+
+    Element i of the rotated part is paired with element i + half.
+    """
+    rows = cos_sin_cache.index_select(0, positions).to(q.dtype).unsqueeze(1)
+    cos, sin = rows.chunk(2, dim=-1)
+    return _rotate(q, cos, sin, head_dim), _rotate(k, cos, sin, head_dim)
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, head_dim: int) -> Tensor:
+    tokens, width = x.shape
+    half = cos.shape[-1]
+    heads = x.view(tokens, width // head_dim, head_dim)
+    first, second = heads[..., :half], heads[..., half : 2 * half]
+    parts = [first * cos - second * sin, second * cos + first * sin]
+    if 2 * half < head_dim:
+        parts.append(heads[..., 2 * half :])
+    return torch.cat(parts, dim=-1).view(tokens, width)
+
+
+def silu_and_mul(x: Tensor) -> Tensor:
+    """Apply SwiGLU (Shazeer 2020), gate first."""
+    gate, up = x.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def gelu_tanh_and_mul(x: Tensor) -> Tensor:
+    """Apply GeGLU (Shazeer 2020) with the tanh approximation, gate first."""
+    gate, up = x.chunk(2, dim=-1)
+    return F.gelu(gate, approximate="tanh") * up
+
+
+def gelu(x: Tensor) -> Tensor:
+    """Apply GELU (Hendrycks and Gimpel 2016), exact."""
+    return F.gelu(x)
+
+
+def softcap(x: Tensor, cap: float) -> Tensor:
+    """Bound values smoothly (Gemma 2, section 2)."""
+    return torch.tanh(x / cap) * cap
+
+
+def top_k_routing(logits: Tensor, k: int, normalize: bool) -> tuple[Tensor, Tensor]:
+    """Compute a softmax over all experts, then choose the K largest."""
+    weights, ids = torch.topk(torch.softmax(logits.float(), dim=-1), k, dim=-1)
+    if normalize:
+        weights = weights / weights.sum(dim=-1, keepdim=True)
+    return weights.to(logits.dtype), ids.to(torch.int32)
+
+
+def sigmoid(x: Tensor) -> Tensor:
+    """Apply the logistic function."""
+    return torch.sigmoid(x)
+
+
+def sigmoid_routing(
+    logits: Tensor, bias: Tensor, k: int, groups: int, top_groups: int, normalize: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Route with a bias that balances experts (DeepSeek-V3, section 2.1.2).
+
+    Takes the best groups by the sum of their two best experts, then the best experts in them. The
+    bias affects the choice, not the weights.
+    """
+    scores, (tokens, experts) = torch.sigmoid(logits.float()), logits.shape
+    biased = (scores + bias).view(tokens, groups, experts // groups)
+    if top_groups < groups:
+        best = biased.topk(2, dim=-1)[0].sum(dim=-1).topk(top_groups, dim=-1)[1]
+        left = torch.ones(tokens, groups, dtype=torch.bool, device=logits.device).scatter_(1, best, False)
+        biased = biased.masked_fill(left.unsqueeze(-1), -torch.inf)
+    ids = biased.view(tokens, experts).topk(k, dim=-1)[1]
+    weights = scores.gather(1, ids)
+    if normalize:
+        weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
+    return (weights * scale).to(logits.dtype), ids.to(torch.int32)
+
+
+def group_limited_routing(logits: Tensor, k: int, groups: int, top_groups: int, scale: float) -> tuple[Tensor, Tensor]:
+    """Route to experts on few devices (DeepSeek-V2, section 2.2.2).
+
+    Takes the groups with the best experts, then the best experts in them.
+    """
+    scores, (tokens, experts) = torch.softmax(logits.float(), dim=-1), logits.shape
+    grouped = scores.view(tokens, groups, experts // groups)
+    if top_groups < groups:
+        best = grouped.amax(dim=-1).topk(top_groups, dim=-1)[1]
+        left = torch.ones(tokens, groups, dtype=torch.bool, device=logits.device).scatter_(1, best, False)
+        grouped = grouped.masked_fill(left.unsqueeze(-1), -torch.inf)
+    weights, ids = grouped.view(tokens, experts).topk(k, dim=-1)
+    return (weights * scale).to(logits.dtype), ids.to(torch.int32)
+
+
+def moe(hidden: Tensor, weights: Tensor, ids: Tensor, w13: Tensor, w2: Tensor) -> Tensor:
+    """Run every expert on every token and mask those not chosen.
+
+    No shape depends on the routing.
+    """
+
+    def run(expert: int) -> Tensor:
+        return F.linear(silu_and_mul(F.linear(hidden, w13[expert])), w2[expert])
+
+    return _every_expert(hidden, weights, ids, w13.shape[0], run)
+
+
+def relu2_moe(hidden: Tensor, weights: Tensor, ids: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
+    """Compute as `moe`, for experts without a gate."""
+
+    def run(expert: int) -> Tensor:
+        return F.linear(relu2(F.linear(hidden, w1[expert])), w2[expert])
+
+    return _every_expert(hidden, weights, ids, w1.shape[0], run)
+
+
+def relu2(x: Tensor) -> Tensor:
+    """Return max(x, 0)^2 (So et al. 2021, Primer)."""
+    return torch.relu(x).square()
+
+
+def clamped_swiglu(x: Tensor, alpha: float, limit: float) -> Tensor:
+    """Apply SwiGLU with a sharper gate, plus the gate alone (gpt-oss).
+
+    Gate and up are interleaved.
+    """
+    gate, up = x[..., ::2].clamp(max=limit), x[..., 1::2].clamp(-limit, limit)
+    return (up + 1) * (gate * torch.sigmoid(gate * alpha))
+
+
+def clamped_moe(
+    hidden: Tensor,
+    weights: Tensor,
+    ids: Tensor,
+    w13: Tensor,
+    b13: Tensor,
+    w2: Tensor,
+    b2: Tensor,
+    alpha: float,
+    limit: float,
+) -> Tensor:
+    """Compute as `moe`: run every expert on every token."""
+
+    def run(expert: int) -> Tensor:
+        return _clamped(hidden, w13[expert], b13[expert], w2[expert], b2[expert], alpha, limit)
+
+    return _every_expert(hidden, weights, ids, w13.shape[0], run)
+
+
+def limited_silu_and_mul(x: Tensor, limit: float) -> Tensor:
+    """Clamp both factors before the activation (DeepSeek-V4)."""
+    gate, up = x.chunk(2, dim=-1)
+    return F.silu(gate.clamp(max=limit)) * up.clamp(-limit, limit)
+
+
+def limited_moe(hidden: Tensor, weights: Tensor, ids: Tensor, w13: Tensor, w2: Tensor, limit: float) -> Tensor:
+    """Compute as `moe`: run every expert on every token."""
+
+    def run(expert: int) -> Tensor:
+        return F.linear(limited_silu_and_mul(F.linear(hidden, w13[expert]), limit), w2[expert])
+
+    return _every_expert(hidden, weights, ids, w13.shape[0], run)
+
+
+def sqrtsoftplus_routing(logits: Tensor, bias: Tensor, k: int, scale: float) -> tuple[Tensor, Tensor]:
+    """Route with a bias that affects the choice, not the weights."""
+    scores = torch.sqrt(F.softplus(logits.float()))
+    return _weighed(scores, torch.topk(scores + bias, k, dim=-1)[1], scale, logits.dtype)
+
+
+def hash_routing(logits: Tensor, input_ids: Tensor, table: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Choose experts by token id and weight them by logits (Roller et al. 2021, Hash Layers)."""
+    scores = torch.sqrt(F.softplus(logits.float()))
+    return _weighed(scores, table.index_select(0, input_ids).long(), scale, logits.dtype)
+
+
+def _weighed(scores: Tensor, ids: Tensor, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    weights = scores.gather(1, ids)
+    return (weights / (weights.sum(-1, keepdim=True) + 1e-20) * scale).to(dtype), ids.to(torch.int32)
+
+
+def mxfp4_moe(
+    hidden: Tensor,
+    weights: Tensor,
+    ids: Tensor,
+    w13: Tensor,
+    s13: Tensor,
+    b13: Tensor,
+    w2: Tensor,
+    s2: Tensor,
+    b2: Tensor,
+    alpha: float,
+    limit: float,
+) -> Tensor:
+    """Dequantise one expert at a time and compute as `clamped_moe`."""
+
+    def run(expert: int) -> Tensor:
+        first = dequantized(w13[expert], s13[expert]).to(hidden.dtype)
+        second = dequantized(w2[expert], s2[expert]).to(hidden.dtype)
+        return _clamped(hidden, first, b13[expert], second, b2[expert], alpha, limit)
+
+    return _every_expert(hidden, weights, ids, w13.shape[0], run)
+
+
+def _clamped(hidden: Tensor, w13: Tensor, b13: Tensor, w2: Tensor, b2: Tensor, alpha: float, limit: float) -> Tensor:
+    """Run one expert."""
+    return F.linear(clamped_swiglu(F.linear(hidden, w13, b13), alpha, limit), w2, b2)
+
+
+def _every_expert(hidden: Tensor, weights: Tensor, ids: Tensor, experts: int, run: Callable[[int], Tensor]) -> Tensor:
+    total = torch.zeros_like(hidden)
+    for expert in range(experts):
+        chosen = ids == expert
+        weight = weights.masked_fill(~chosen, 0).sum(dim=-1, keepdim=True)
+        total = total + (run(expert) * weight).masked_fill(~chosen.any(dim=-1, keepdim=True), 0)
+    return total
+
+
+def store_kv(key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, out_cache_loc: Tensor) -> None:
+    """Write by two indexed assignments."""
+    k_cache[out_cache_loc] = key.to(k_cache.dtype)
+    v_cache[out_cache_loc] = value.to(v_cache.dtype)
+
+
+def rotary_and_store(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    positions: Tensor,
+    cos_sin_cache: Tensor,
+    head_dim: int,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    out_cache_loc: Tensor,
+) -> Tensor:
+    """Call `rotary`, then `store_kv`.
+
+    Not in the default table: it would replace a device's own two kernels.
+    """
+    q, k = rotary(q, k, positions, cos_sin_cache, head_dim)
+    shape = (k.shape[0], *k_cache.shape[1:])
+    store_kv(k.view(shape), v.view(shape), k_cache, v_cache, out_cache_loc)
+    return q
+
+
+def norm_rotary_and_store(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    positions: Tensor,
+    cos_sin_cache: Tensor,
+    head_dim: int,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    out_cache_loc: Tensor,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    eps: float,
+) -> Tensor:
+    """Call the parts one after the other."""
+    q, k = (
+        rms_norm(x.unflatten(1, (x.shape[1] // head_dim, head_dim)), weight, eps).flatten(1)
+        for x, weight in ((q, q_weight), (k, k_weight))
+    )
+    return rotary_and_store(q, k, v, positions, cos_sin_cache, head_dim, k_cache, v_cache, out_cache_loc)
+
+
+def gated_linear(x: Tensor, weight: Tensor) -> Tensor:
+    """Call the parts one after the other."""
+    return silu_and_mul(linear(x, weight, None))
+
+
+def cache_locations(
+    page_table: Tensor, slots: Tensor, positions: Tensor, page_size: int, out_cache_loc: Tensor
+) -> None:
+    """Compute the KV slot of each token from its slot's page table."""
+    pages = (positions // page_size).add_(slots, alpha=page_table.shape[1])
+    torch.remainder(positions, page_size, out=out_cache_loc)
+    out_cache_loc.add_(page_table.view(-1).index_select(0, pages), alpha=page_size)
+
+
+def draw(logits: Tensor, state: SamplingState, tables: RaceTables) -> tuple[Tensor, Tensor]:
+    """Call the sampler's own function, in torch."""
+    return draw_rows(logits, state, tables)
+
+
+def pack_quantized(quantized: QuantizedCodes) -> Tensor:
+    """Dequantise to a plain weight."""
+    columns = quantized.codes.shape[1]
+    scales, zeros = (
+        part if part is None else part.repeat_interleave(quantized.group, 1)[:, :columns]
+        for part in (quantized.scales, quantized.zeros)
+    )
+    assert scales is not None
+    middle = 1 << (quantized.bits - 1)
+    return ((quantized.codes.float() - (middle if zeros is None else zeros)) * scales).to(quantized.dtype)
+
+
+def quantize_linear(weight: Tensor, kind: str) -> Tensor:
+    """Round each group of 32 columns to equal steps.
+
+    A step is 1/127 of the largest magnitude (int8), or 1/15 of the range (int4).
+    """
+    columns = weight.shape[1]
+    padded = F.pad(weight.float(), (0, -columns % 32)).unflatten(1, (-(-columns // 32), 32))
+    low, high = padded.amin(-1, keepdim=True), padded.amax(-1, keepdim=True)
+    if kind == "int8":
+        low, high = torch.zeros_like(low), torch.maximum(-low, high)
+    step = ((high - low) / (127 if kind == "int8" else 15)).clamp(min=torch.finfo(torch.float32).tiny)
+    return (((padded - low) / step).round() * step + low).flatten(1)[:, :columns].to(weight.dtype)
+
+
+def pack_head(weight: Tensor) -> Tensor:
+    """Return the weight unchanged."""
+    return weight
+
+
+def head(hidden: Tensor, weight: Tensor) -> Tensor:
+    """Call the parts one after the other."""
+    return linear(hidden, weight, None).float()
+
+
+def pack_parts(parts: Sequence[Tensor], done: Callable[[int], None]) -> Tensor | None:
+    """Concatenate the parts and pack them."""
+    joined = torch.cat(list(parts))
+    for place in range(len(parts)):
+        done(place)
+    return pack_linear(joined)
+
+
+def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Call the sampler's own function, in torch."""
+    return draw_greedy(logits)

@@ -1,0 +1,82 @@
+"""The KV rows of DeepSeek-V4's attention.
+
+Window rows, block rows, and states of incomplete blocks.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from sglcore.checkpoint.compressed_config import CompressedConfig, Compression
+from sglcore.runtime.kernels.row_codec import E4M3FN
+from sglcore.runtime.memory.kv_rows import INDEX_KEYS, BaseSWAKVPool, KeptRows, LayerRows, Place, row_codec
+
+WINDOW, BLOCKS, STATE = "window", "blocks", "state"
+INDEX_STATE = "index_state"
+"""Names of rows: per token, per block, and of the compressor states of blocks and index keys."""
+
+
+def ring_size(ratio: int, span: int, drafts: int = 1) -> int:
+    """Return the tokens that a ring of compressor states holds: a power of two times `ratio`.
+
+    A block is made from `span` tokens. A step has `drafts` tokens, and only the first is sure to be
+    accepted. The step must leave the states that a block of the next step reads.
+    """
+    size = ratio
+    while size < span + max(0, drafts - 2):
+        size *= 2
+    return size
+
+
+def kept_rows(
+    net: CompressedConfig,
+    compression: Compression | None,
+    dtype: torch.dtype,
+    drafts: int = 1,
+    kv_cache_dtype: str = "auto",
+    hisparse: bool = False,
+    float8: str = E4M3FN,
+) -> LayerRows:
+    """Return the rows of one layer that computes in `dtype`.
+
+    States are float32, values and gates side by side. If the last block's tokens also enter the
+    next block, states lie in window pages, so that a request can continue from a cached page.
+    Otherwise they lie in the slot, because a page ends with a complete block. `hisparse`: blocks
+    that an indexer chooses lie in host memory. `float8` is that of the kernel table.
+    """
+    codec = row_codec(kv_cache_dtype, net.head_dim, net.rope_dim, float8)
+    kept = {WINDOW: KeptRows(net.head_dim, dtype, Place.WINDOW_PAGES, codec=codec)}
+    if compression is None:
+        return kept
+    ratio, span, series = compression.ratio, compression.span, compression.series
+    place, ring = (Place.WINDOW_PAGES if series > 1 else Place.SLOTS), ring_size(ratio, span, drafts)
+
+    def state(size: int) -> KeptRows:
+        return KeptRows(2 * series * size, torch.float32, place, ratio, ring, span)
+
+    of_blocks = Place.HOST_PAGES if hisparse and compression.is_sparse else Place.PAGES
+    kept |= {BLOCKS: KeptRows(net.head_dim, dtype, of_blocks, ratio, codec=codec), STATE: state(net.head_dim)}
+    if compression.is_sparse:
+        codec = row_codec(kv_cache_dtype, net.index_dim, float8=float8)
+        kept |= {
+            INDEX_KEYS: KeptRows(net.index_dim, dtype, ratio=ratio, codec=codec),
+            INDEX_STATE: state(net.index_dim),
+        }
+    return kept
+
+
+class DeepSeekV4TokenToKVPool(BaseSWAKVPool):
+    """A pool of the rows named above."""
+
+    @property
+    def states(self) -> tuple[KeptRows, ...]:
+        """The compressor states, one entry for each kind of block."""
+        found = {(kept.ratio, kept.span): kept for layer in self.layers if (kept := layer.get(STATE)) is not None}
+        return tuple(found.values())
+
+    @property
+    def listed_ratios(self) -> tuple[int, ...]:
+        """The ratios of layers that attend to all blocks."""
+        return tuple(
+            dict.fromkeys(each[BLOCKS].ratio for each in self.layers if BLOCKS in each and INDEX_KEYS not in each)
+        )

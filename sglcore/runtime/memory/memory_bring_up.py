@@ -1,0 +1,169 @@
+"""The bring-up steps that size memory and make the pools."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from sglcore.config.engine_config import EngineConfig
+from sglcore.device.errors import ConfigError
+from sglcore.device.facts import Facts
+from sglcore.device.ledger import DecisionLedger, Row
+from sglcore.runtime.attention.sparse.token_queries import score_bytes
+from sglcore.runtime.hisparse.hisparse_bring_up import beside_buffers
+from sglcore.runtime.hisparse.hisparse_shape import swap_shape
+from sglcore.runtime.loaded_model import LoadedModel
+from sglcore.runtime.memory.geometry import fitting_page_size, geometry, has_window, keeps_window, rows_row
+from sglcore.runtime.memory.make_pools import Pools, WindowPools, make_cells, make_rows
+from sglcore.runtime.memory.pools import (
+    PER_HEAD,
+    LayerShapes,
+    PoolKind,
+    ReqToTokenPool,
+    TokenToKVPool,
+    WindowTable,
+)
+from sglcore.runtime.memory.states import StatePool, taken_bytes
+from sglcore.runtime.speculative.speculation_bring_up import beside_laws
+from sglcore.runtime.speculative.speculation_choice import Speculation, most_drafts
+from sglcore.runtime.token_table import TokenTable
+from sglcore.step.hisparse_config import HiSparseConfig
+from sglcore.step.sizing import Geometry, MemoryBudget, MemorySizes, size_pools, size_text
+
+if TYPE_CHECKING:
+    from sglcore.runtime.parallel.rank_groups import Groups
+
+
+def sizes(
+    config: EngineConfig,
+    facts: Facts,
+    model: LoadedModel,
+    device_memory: MemoryBudget,
+    ledger: DecisionLedger,
+    pool_kind: PoolKind = PER_HEAD,
+    speculation: Speculation | None = None,
+    hisparse_config: HiSparseConfig | None = None,
+    groups: Groups | None = None,
+) -> MemorySizes:
+    """Return pages and context length, from the free memory and the bytes of a KV slot.
+
+    All ranks have the same sizes: those of the rank with the least memory.
+    """
+    if groups is not None:
+        device_memory = least_of_ranks(facts, device_memory, groups)
+    has_rows = any(layer.rows for layer in model.attention_layers)
+    _check_cells(config, model, pool_kind, has_rows)
+    for remark in dict.fromkeys(layer.remark for layer in model.state_layers if layer.remark):
+        ledger.record(Row("prompts", "auto", "whole ones at once", remark, "raise max_batch_tokens above their length"))
+    context_len, layers = model.config.context_length, model.attention_layers
+    longest = config.max_model_len or context_len
+    if speculation is not None and speculation.draft is not None:
+        layers = (*layers, *speculation.draft.attention_layers)
+    # A window page cannot be restored once it is freed, and a rejected draft token goes back.
+    most = 0 if speculation is not None else longest - config.max_batch_tokens
+    page_size = fitting_page_size(layers, config.page_size, facts.page_size)
+    if config.page_size is None and page_size != facts.page_size:
+        why = f"blocks of this model come out even in it; the device's own is {facts.page_size}"
+        ledger.record(Row("page size", "auto", f"{page_size} tokens", why, "set page_size to a multiple of it"))
+    kept = geometry(layers, model.state_layers, most, page_size, model.dtype, pool_kind.cell_bytes)
+    if model.state_layers and speculation is not None:
+        kept = beside_taken(model, speculation, kept, ledger)
+    swapped = swap_shape(hisparse_config, layers, longest, page_size, facts.has_streams)
+    kept, device_memory = beside_buffers(hisparse_config, swapped, facts, kept, device_memory)
+    if has_rows:
+        ledger.record(rows_row(kept, layers, page_size, model.dtype, config.kv_cache_dtype))
+    if not kept.window and any(has_window(layer) for layer in layers):
+        why = "a window and the tokens of a step are not below max_model_len, so that nothing would be freed in time"
+        remedy = "lower max_batch_tokens"
+        if speculation is not None:
+            why, remedy = "tokens are proposed, and a wrong one goes back in the window", "--speculative off"
+        ledger.record(Row("window cache", "auto", "none", why, remedy))
+    verified = min(config.max_requests, config.max_batch_tokens) * most_drafts(config)
+    scores = score_bytes(layers, max(config.max_batch_tokens, verified), longest)
+    if scores:
+        why = "of an indexer in the longest step, kept free beside the pools"
+        ledger.record(Row("index scores", "auto", size_text(scores), why, "lower max_batch_tokens or max_model_len"))
+        device_memory = replace(device_memory, available=max(0, device_memory.available - scores))
+    if speculation is not None:
+        device_memory = beside_laws(config, model, speculation, device_memory, ledger)
+    return size_pools(
+        config,
+        context_len=context_len,
+        geometry=kept,
+        page_size=page_size,
+        budget=device_memory,
+        ledger=ledger,
+    )
+
+
+def beside_taken(model: LoadedModel, speculation: Speculation, kept: Geometry, ledger: DecisionLedger) -> Geometry:
+    """Add the kept state inputs of a verification's rows to the bytes of a request."""
+    each = verified_rows(model, speculation) * taken_bytes(model.state_layers)
+    why = "what states take in of proposals, of which they take in again what was right"
+    ledger.record(Row("verified rows", "auto", f"{size_text(each)} a request", why, "--speculative off"))
+    return replace(kept, ring=kept.ring + each)
+
+
+def verified_rows(model: LoadedModel, speculation: Speculation | None) -> int:
+    """Return the maximum rows of a request in a verification; 0 without speculation."""
+    return 0 if speculation is None else speculation.shape_of(model).most
+
+
+def least_of_ranks(facts: Facts, own: MemoryBudget, groups: Groups) -> MemoryBudget:
+    """Return the memory of the rank that has the least; ranks that share memory divide it.
+
+    Waits for the others.
+    """
+    sharing = groups.place.neighbours if facts.shares_host_memory else 1
+    available = groups.tp.least(own.available // sharing)
+    told = f", shared by {sharing} ranks" if sharing > 1 else f", the least of {groups.tp.size} ranks"
+    return replace(own, total=own.total // sharing, available=available, evidence=own.evidence + told)
+
+
+def _check_cells(config: EngineConfig, model: LoadedModel, pool_kind: PoolKind, has_rows: bool) -> None:
+    """Raise ConfigError for a KV dtype that the pools do not have, or that the model cannot use."""
+    if config.kv_cache_dtype != pool_kind.kv_cache_dtype and not has_rows:
+        raise ConfigError(
+            f"kv_cache_dtype is {config.kv_cache_dtype!r}, and this device keeps keys and values in the model's type",
+            remedy="leave --kv-cache-dtype out",
+        )
+    if config.kv_cache_dtype != PER_HEAD.kv_cache_dtype and any(layer.is_exact for layer in model.attention_layers):
+        raise ConfigError(
+            f"kv_cache_dtype is {config.kv_cache_dtype!r}, and keys of this model hold their places, which it would round",
+            remedy="leave --kv-cache-dtype out",
+        )
+
+
+def pools(
+    config: EngineConfig,
+    facts: Facts,
+    model: LoadedModel,
+    sizes: MemorySizes,
+    pool_kind: PoolKind = PER_HEAD,
+    speculation: Speculation | None = None,
+) -> Pools:
+    """Return page table, KV slots or KV rows, token table, windows and states.
+
+    An encoder gets one page of KV slots.
+    """
+    device, states, layers = facts.tensor_device, model.state_layers, model.attention_layers
+    counts = sizes.max_requests, sizes.num_snapshots
+    windowed = frozenset(each.layer_id for each in layers if keeps_window(each, sizes.window))
+    table = None
+    if windowed:
+        table = WindowTable(sizes.max_requests, sizes.window, config.max_batch_tokens, sizes.page_size, device)
+    if any(layer.rows for layer in layers):
+        full = of_windows = make_rows(layers, sizes, device, config.poison, table, pins=facts.reaches_pinned_memory)
+    else:
+
+        def make(pages: int, shapes: LayerShapes) -> TokenToKVPool:
+            return pool_kind.make_pool(pages, sizes.page_size, shapes, model.dtype, device, model.kernels)
+
+        full, of_windows = make_cells(layers, sizes, make, windowed, is_encoder=model.config.is_encoder)
+    return Pools(
+        ReqToTokenPool(sizes.max_requests, sizes.max_model_len, sizes.page_size, device),
+        full,
+        TokenTable(sizes.max_requests, sizes.max_model_len, device),
+        StatePool(states, *counts, device, config.poison, verified_rows(model, speculation)) if states else None,
+        None if table is None or of_windows is None else WindowPools(windowed, table, of_windows),
+    )

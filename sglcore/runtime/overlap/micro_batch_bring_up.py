@@ -1,0 +1,161 @@
+"""The bring-up steps of two-batch overlap: whether batches are split, from which size, and their
+attention backends.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from sglcore.config.engine_config import EngineConfig
+from sglcore.device.ledger import DecisionLedger, Row
+from sglcore.runtime.attention.contract import AttentionBackend
+from sglcore.runtime.hisparse.hisparse_coordinator import HiSparseCoordinator
+from sglcore.runtime.loaded_model import LoadedModel
+from sglcore.runtime.memory.make_pools import Pools
+from sglcore.runtime.overlap.measure_layers import layer_cost
+from sglcore.runtime.overlap.micro_batch_cost import LayerCost
+from sglcore.runtime.overlap.micro_batches import Halves
+from sglcore.step.micro_batch_cut import THETA, CutTerms, Staggers
+
+if TYPE_CHECKING:
+    from sglcore.runtime.parallel.rank_groups import Groups
+
+TOPIC = "two-batch overlap"
+NEVER = 1 << 30
+"""More rows than any step has."""
+
+
+def cut_terms(
+    config: EngineConfig,
+    ledger: DecisionLedger,
+    model: LoadedModel,
+    pools: Pools,
+    attention: AttentionBackend,
+    device: torch.device,
+    hisparse: HiSparseCoordinator | None = None,
+    groups: Groups | None = None,
+) -> CutTerms | None:
+    """Return which batches run as two micro-batches; None if none do.
+
+    Waits for all ranks if it measures.
+    """
+    asked = config.two_batch_overlap
+    if asked == "off":
+        if groups is not None:
+            ledger.record(Row(TOPIC, asked, "off", "it was not asked for", "--two-batch-overlap on or auto"))
+        return None
+    theta, where = _theta(model, pools, attention)
+    reason = _reason_against(asked, hisparse, groups) or _reason_of_shards(model, theta, pools, groups)
+    if reason:
+        ledger.record(Row(TOPIC, asked, "off", reason, "--two-batch-overlap off", downgrade=asked == "on"))
+        return None
+    terms, why = CutTerms(), "asked for"
+    if asked == "auto":
+        assert groups is not None
+        terms, why = measured_terms(
+            layer_cost(config, model, groups, device), groups, config, model.config.num_hidden_layers
+        )
+    if terms is not None:
+        terms = replace(terms, theta=theta, align=_align(theta, groups))
+        why = f"{why}; {_told(terms)}; {where}"
+    effective = "off" if terms is None else "on"
+    other = "on" if terms is None else "off"
+    ledger.record(Row(TOPIC, asked, effective, why, f"--two-batch-overlap {other}"))
+    return terms
+
+
+def _reason_against(asked: str, hisparse: HiSparseCoordinator | None, groups: Groups | None) -> str:
+    """Return why no batch may be split; empty if some may."""
+    if hisparse is not None:
+        return "rows lie in host memory, and both halves would bring theirs to the same places of the device"
+    if asked == "auto" and groups is None:
+        return "one rank waits for no other"
+    return ""
+
+
+def _reason_of_shards(model: LoadedModel, theta: float, pools: Pools, groups: Groups | None) -> str:
+    """Return why data-parallel shards cannot agree on splits; empty if they can.
+
+    Shards know of recurrent states and encoders, but of no other reason against splitting a
+    request.
+    """
+    if groups is None or groups.place.topology.dp == 1 or theta or pools.states is not None or model.config.is_encoder:
+        return ""
+    return "shards of requests agree on where they are cut, and do not know that blocks of rows are not parted"
+
+
+def _theta(model: LoadedModel, pools: Pools, attention: AttentionBackend) -> tuple[float, str]:
+    """Return how even micro-batches must be, with a description."""
+    from sglcore.runtime.attention.sparse.compressed import COMPRESSED
+
+    if pools.states is not None:
+        return 0.0, "between requests, each of which keeps a state"
+    if model.config.is_encoder:
+        return 0.0, "between requests, whose tokens see each other in both directions"
+    if COMPRESSED in attention.shape.features:
+        return 0.0, "between requests, whose blocks of rows are not parted"
+    return THETA, "inside a request where its neighbours leave the halves too uneven"
+
+
+def _align(theta: float, groups: Groups | None) -> int:
+    """Return the number that must divide the tokens of the first micro-batch of a prefill.
+
+    With whole experts, rows are divided among the ranks; an uneven split would pad both
+    micro-batches. 1 if requests are not split, because their boundaries matter more, and with
+    data-parallel shards, which agree on splits without this number.
+    """
+    if not theta or groups is None or groups.place.topology.dp > 1 or not groups.has_experts_whole:
+        return 1
+    return groups.attn_tp.size
+
+
+def _told(terms: CutTerms) -> str:
+    decode = "no decode" if terms.least_decode >= NEVER else f"decodes of {terms.least_decode} rows"
+    prompts = "no prompts" if terms.least >= NEVER else f"prompts of {terms.least} tokens"
+    even = f", in multiples of {terms.align}" if terms.align > 1 else ""
+    ahead = f"the first half is {terms.staggers.prompts} and {terms.staggers.decode} waits ahead"
+    return f"{prompts} and {decode} or more are cut{even}, and {ahead}"
+
+
+def measured_terms(cost: LayerCost, groups: Groups, config: EngineConfig, layers: int) -> tuple[CutTerms | None, str]:
+    """Return the terms of all ranks, from the layer cost that each rank measured.
+
+    These are the largest thresholds and staggers of all ranks: a rank with different terms would
+    make others enter collectives that it does not join.
+    """
+    rows = config.max_batch_tokens
+    found = _for_all(cost.least_rows(rows) or NEVER, groups)
+    decode = _for_all(cost.least_rows(config.max_requests) or NEVER, groups)
+    numbers = (
+        f"of a layer of {rows} rows, computing takes {cost.compute.seconds(rows) * 1e6:.0f} us, of which {cost.share(rows):.0%} for any"
+        f" number of rows, and waiting {cost.waiting.seconds(rows) * 1e6:.0f} us: {cost.whole(rows) * 1e6:.0f} us whole,"
+        f" {cost.halves(rows) * 1e6:.0f} us in halves"
+    )
+    if found >= NEVER:
+        return None, f"{numbers}; halves are not faster"
+    staggers = Staggers(
+        _for_all(cost.stagger(rows, layers), groups), _for_all(cost.stagger(config.max_requests, layers), groups)
+    )
+    return CutTerms(least=found, least_decode=max(decode, found), staggers=staggers), numbers
+
+
+def _for_all(rows: int, groups: Groups) -> int:
+    """Return the maximum over all ranks."""
+    return -groups.tp.least(-rows)
+
+
+def second_ledger(cut_terms: CutTerms | None, ledger: DecisionLedger) -> DecisionLedger | None:
+    """Return the ledger for decisions on the second micro-batch; None without micro-batches."""
+    return None if cut_terms is None else ledger.about("second half:")
+
+
+def halves(
+    cut_terms: CutTerms | None, attention: AttentionBackend, second_attention: AttentionBackend | None
+) -> Halves | None:
+    """Return the runner of two micro-batches, each with an attention backend of its own."""
+    if cut_terms is None or second_attention is None:
+        return None
+    return Halves((attention, second_attention), cut_terms)

@@ -1,0 +1,136 @@
+"""The bring-up steps of prefill slices."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from sglcore.config.engine_config import EngineConfig
+from sglcore.device.errors import ConfigError
+from sglcore.device.facts import Facts
+from sglcore.device.ledger import DecisionLedger
+from sglcore.device.package import DevicePackage
+from sglcore.runtime.attention.contract import AttentionBackend
+from sglcore.runtime.hisparse.hisparse_coordinator import HiSparseCoordinator
+from sglcore.runtime.loaded_model import LoadedModel
+from sglcore.runtime.model_runner import ModelRunner
+from sglcore.runtime.overlap.parts import make_parts
+from sglcore.runtime.overlap.slices import Slices
+from sglcore.runtime.speculative.speculation_choice import Speculation
+from sglcore.runtime.streams import Part
+from sglcore.step.slice_decisions import (
+    INTERLEAVE,
+    PARTITION,
+    PRIORITY,
+    lane_row,
+    slice_budget,
+    slice_row,
+    whole_row,
+)
+
+if TYPE_CHECKING:
+    from sglcore.runtime.parallel.rank_groups import Groups
+
+
+BEHIND = "a stream of its own, behind that of decode steps"
+
+
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """How prefill slices share the device with decode steps, and why.
+
+    `kind` is PARTITION, PRIORITY or INTERLEAVE of `step/slice_decisions.py`; `parts` are the
+    streams of a partitioned device.
+    """
+
+    kind: str
+    why: str
+    parts: tuple[Part, ...] = ()
+
+    @property
+    def is_beside(self) -> bool:
+        """True if slices run concurrently with decode steps."""
+        return self.kind != INTERLEAVE
+
+
+def lane(
+    config: EngineConfig, package: DevicePackage, facts: Facts, device: torch.device, groups: Groups | None = None
+) -> Lane:
+    """Return the configured lane, or the best available one.
+
+    Raises ConfigError for an invalid slice setting.
+    """
+    between = _why_between(config, facts, groups)
+    if between:
+        return Lane(INTERLEAVE, between)
+    if config.prompt_lane == PRIORITY:
+        return Lane(PRIORITY, f"asked for: {BEHIND}")
+    try:
+        parts, units = make_parts(package, device)
+    except ConfigError as error:
+        return Lane(PRIORITY, f"{error}: {BEHIND}")
+    shares = ", ".join(str(part.units) for part in parts)
+    return Lane(PARTITION, f"streams that keep to {shares} of {units} units, by how many rows decode beside", parts)
+
+
+def _why_between(config: EngineConfig, facts: Facts, groups: Groups | None) -> str:
+    """Return why slices run between decode steps; empty if they can run concurrently."""
+    if slice_budget(config.prompt_slices) is None:
+        return "prompts come whole"
+    if config.prompt_lane == INTERLEAVE:
+        return "asked for"
+    if not facts.has_streams:
+        return "this device runs one thing after the other"
+    return "" if groups is None else "ranks call their collectives in one order"
+
+
+def slice_ledger(
+    config: EngineConfig,
+    ledger: DecisionLedger,
+    model: LoadedModel,
+    lane: Lane,
+    speculation: Speculation | None = None,
+    hisparse: HiSparseCoordinator | None = None,
+    groups: Groups | None = None,
+) -> DecisionLedger | None:
+    """Return the ledger for decisions on prefill slices; None if prompts run whole.
+
+    Raises ConfigError for an invalid setting.
+    """
+    asked = config.prompt_slices
+    budget = slice_budget(asked)
+    if budget is None:
+        return None
+    why, remedy = _why_whole(model, speculation, hisparse, groups)
+    if why:
+        ledger.record(whole_row(asked, budget, why, remedy))
+        return None
+    ledger.record(slice_row(asked, budget, model.sliced_layers))
+    ledger.record(lane_row(config.prompt_lane, lane.kind, lane.why))
+    return ledger.about("slices")
+
+
+def _why_whole(
+    model: LoadedModel,
+    speculation: Speculation | None,
+    hisparse: HiSparseCoordinator | None,
+    groups: Groups | None,
+) -> tuple[str, str]:
+    """Return why prompts cannot run in slices, and the remedy; empty if they can."""
+    if model.config.is_encoder or not model.sliced_layers:
+        return f"the forward of {model.config.architecture} is not divided into layers", "--prompt-slices off"
+    if speculation is not None:
+        return "a model that proposes tokens takes the features of whole prompts", "--speculative off"
+    if hisparse is not None:
+        return "a prompt's step gets the rows of its requests whole, which lie in host memory", "--hisparse off"
+    if groups is not None and groups.place.topology.dp > 1:
+        return "requests are in shards, which run the same kind of step together", "--dp 1"
+    return "", ""
+
+
+def slices(runner: ModelRunner, model: LoadedModel, slice_attention: AttentionBackend | None) -> Slices | None:
+    """Return the runner of prefill slices; None if prompts run whole."""
+    sliced: Any = model
+    return None if slice_attention is None else Slices(runner, sliced, slice_attention, runner.streams)

@@ -1,0 +1,227 @@
+"""The bring-up steps of speculation."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+import torch
+
+from sglcore.config.engine_config import EngineConfig
+from sglcore.device.errors import ConfigError
+from sglcore.device.facts import Facts
+from sglcore.device.ledger import DecisionLedger, Row
+from sglcore.device.package import DevicePackage, resolve
+from sglcore.device.worker import Limits, Trial
+from sglcore.runtime.graphs.graph_choice import capture, make_backend
+from sglcore.runtime.kernels.table import KernelTable
+from sglcore.runtime.loaded_model import LoadedModel, Progress
+from sglcore.runtime.memory.geometry import layer_shapes
+from sglcore.runtime.memory.make_pools import Pools, make_rows
+from sglcore.runtime.memory.pools import PER_HEAD, PoolKind
+from sglcore.runtime.memory.read_only import ReadOnlyPool
+from sglcore.runtime.model_runner import Model, ModelRunner
+from sglcore.runtime.speculative.refused_combinations import ALL, HOST_ROWS, reason_against
+from sglcore.runtime.speculative.speculation_choice import (
+    DRAFT_LOADER,
+    TREE_MASK,
+    Speculation,
+    choose_speculation,
+    promise,
+)
+from sglcore.runtime.speculative.verify_worker import SpeculativeWorker
+from sglcore.runtime.streams import Streams
+from sglcore.runtime.tp_worker import TpModelWorker
+from sglcore.step.hisparse_config import HiSparseConfig
+from sglcore.step.sizing import MemoryBudget, MemorySizes, size_text
+
+if TYPE_CHECKING:
+    from sglcore.runtime.memory.pools import TokenToKVPool
+    from sglcore.runtime.parallel.rank_groups import Groups
+
+
+def speculation(
+    config: EngineConfig,
+    facts: Facts,
+    ledger: DecisionLedger,
+    progress: Progress,
+    model_path: Path,
+    kernels: KernelTable,
+    model: LoadedModel,
+    hisparse_config: HiSparseConfig | None = None,
+    groups: Groups | None = None,
+    package: DevicePackage | None = None,
+) -> Speculation | None:
+    """Choose how draft tokens are made, and load the draft model if there is one.
+
+    None: every decode step has one token per request.
+    """
+    why, remedy = "", ""
+    if hisparse_config is not None:
+        why, remedy = reason_against(HOST_ROWS, ALL), "--hisparse off"
+    elif groups is not None and config.speculative == "auto":
+        # Each rank would time a trial by itself.
+        why = "several ranks hold this model, which do not try whether proposals are faster"
+        remedy = "--speculative with a kind, which is then taken as it is"
+    elif config.speculative == "auto" and config.prompt_slices != "off":
+        why, remedy = "prompts come by slices of layers, as was asked for", "--prompt-slices off"
+    if why:
+        ledger.record(Row("speculative", config.speculative or "not asked", "off", why, remedy))
+        return None
+
+    def load(folder: Path, kind: str) -> Any:
+        given = {"facts": facts, "kernels": kernels, "ledger": ledger, "progress": progress, "groups": groups}
+        return resolve(DRAFT_LOADER)(config, folder, kind, model, **given)
+
+    no_trees = "" if package is None or config.draft_width == 1 else reason_against_trees(package, config)
+    ranks = {"is_divided": groups is not None, "in_shards": groups is not None and groups.place.topology.dp > 1}
+    return choose_speculation(config, model, model_path, ledger, load, no_trees=no_trees, **ranks)
+
+
+def reason_against_trees(package: DevicePackage, config: EngineConfig) -> str:
+    """Return why no (chosen) attention backend of the package can mask single KV slots.
+
+    Empty if one can.
+    """
+    asked = config.attention_backend
+    offered = (
+        package.attention if asked is None else {asked: package.attention[asked]} if asked in package.attention else {}
+    )
+    for ref in offered.values():
+        try:
+            if TREE_MASK in resolve(ref, package.name).facts.features:
+                return ""
+        except ImportError:
+            continue
+    names = ", ".join(offered) or asked
+    return f"{names}: none of the attention of {package.name} hides single cells from a row ({TREE_MASK})"
+
+
+def draft(speculation: Speculation | None) -> LoadedModel | None:
+    """Return the draft model, if there is one."""
+    return None if speculation is None else speculation.draft
+
+
+def beside_laws(
+    config: EngineConfig, model: LoadedModel, speculation: Speculation, budget: MemoryBudget, ledger: DecisionLedger
+) -> MemoryBudget:
+    """Return the memory left after the buffer of draft distributions.
+
+    Raises ConfigError if the buffer does not fit.
+    """
+    shape = speculation.laws_shape(config.max_requests, model.config.vocab_size)
+    if not shape:
+        return budget
+    taken, remedy = torch.float32.itemsize * math.prod(shape), "lower max_requests or draft_tokens"
+    if taken > budget.available:
+        raise ConfigError(
+            f"what proposals are drawn from takes {size_text(taken)}, {size_text(budget.available)} are available",
+            remedy=f"{remedy}, or --speculative-verify coupled",
+        )
+    why = f"what proposals of {config.max_requests} requests are drawn from, kept beside the pools"
+    ledger.record(Row("draft laws", config.speculative_verify, size_text(taken), why, remedy))
+    return replace(budget, available=budget.available - taken)
+
+
+def draft_pools(
+    config: EngineConfig,
+    facts: Facts,
+    draft: LoadedModel | None,
+    pools: Pools,
+    sizes: MemorySizes,
+    pool_kind: PoolKind = PER_HEAD,
+) -> Pools | None:
+    """Return the pools of the draft model.
+
+    Its own KV slots or rows, or a read-only view of the target's. Pages and slots are those of the
+    target.
+    """
+    if draft is None:
+        return None
+    layers, device = draft.attention_layers, facts.tensor_device
+    if all(layer.is_frozen for layer in layers):
+        cells: Any = ReadOnlyPool(cast("TokenToKVPool", pools.token_to_kv))
+    elif any(layer.rows for layer in layers):
+        cells = make_rows(layers, sizes, device, config.poison, None)
+    else:
+        shapes = layer_shapes(layers)
+        cells = pool_kind.make_pool(sizes.num_pages, sizes.page_size, shapes, draft.dtype, device, draft.kernels)
+    return Pools(pools.req_to_token, cells, pools.token_table)
+
+
+def draft_heads(
+    config: EngineConfig,
+    package: DevicePackage,
+    facts: Facts,
+    progress: Progress,
+    streams: Streams,
+    speculation: Speculation | None,
+    draft_runner: ModelRunner | None,
+) -> tuple[ModelRunner, ...]:
+    """Return a runner for each further layer of a draft with one token per layer.
+
+    They share pools, attention and buffers with the first, and have graphs of the same sizes if it
+    has. Waits for the device if it captures.
+    """
+    if speculation is None or speculation.draft is None or draft_runner is None or speculation.heads == 1:
+        return ()
+    model: Any = speculation.draft
+    made = list[ModelRunner]()
+    for head in model.heads[1:]:
+        each = beside(draft_runner, head, config, facts)
+        if draft_runner.graphs is not None:
+            # The ledger rows of the first layer hold for all.
+            unsaid, told = DecisionLedger(), partial(progress, "capturing graphs")
+            backend = make_backend(config, package, facts, streams, each.attn_backend, unsaid, each.groups)
+            assert backend is not None
+            widths = speculation.shape_of(speculation.draft).widths
+            each.graphs = capture(config, facts, backend, each, unsaid, told, widths)
+        made.append(each)
+    return tuple(made)
+
+
+def beside(runner: ModelRunner, model: Model, config: EngineConfig, facts: Facts) -> ModelRunner:
+    """Return an eager runner of another model with the pools, attention and buffers of `runner`."""
+    return ModelRunner(
+        model,
+        runner.attn_backend,
+        runner.decode_registry,
+        runner.prefill_registry,
+        runner.token_table,
+        poison=config.poison,
+        eager_input_no_copy=config.eager_input_no_copy,
+        streams=runner.streams,
+        is_narrow=runner.is_narrow,
+        needs_host_lengths=facts.needs_host_lengths,
+        window_table=runner.window_table,
+        groups=runner.groups,
+    )
+
+
+def draft_ledger(ledger: DecisionLedger) -> DecisionLedger:
+    """Return the ledger for decisions on the draft model."""
+    return ledger.about("draft")
+
+
+def trial(
+    package: DevicePackage,
+    model: LoadedModel,
+    pools: Pools,
+    limits: Limits,
+    speculation: Speculation | None,
+    worker: TpModelWorker,
+) -> Trial | None:
+    """Return the speculative worker with a plain one, to try which is faster.
+
+    None if there is no trial.
+    """
+    if speculation is None or not speculation.is_tried or not isinstance(worker, SpeculativeWorker):
+        return None
+    plain = resolve(package.worker, package.name)(worker.runner, pools.token_table, limits, None)
+    first = model.config.words.get("bos_token_id")
+    prompt = np.array([first if isinstance(first, int) else 0], dtype=np.int32)
+    return Trial(f"{speculation.summary}; {promise(speculation.rule)}", worker, plain, prompt, worker.drafter.close)

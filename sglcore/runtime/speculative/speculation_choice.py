@@ -1,0 +1,425 @@
+"""Decides whether this start speculates, and how: by configuration, checkpoint and model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sglcore.config.engine_config import EngineConfig
+from sglcore.device.errors import ConfigError
+from sglcore.device.ledger import DecisionLedger, Row
+from sglcore.device.package import Ref, resolve
+from sglcore.runtime.speculative.refused_combinations import (
+    ALL,
+    DRAFT_RINGS,
+    DRAFT_STATE,
+    EMBEDS,
+    HISTORY,
+    NO_PREFIX_CACHE,
+    OTHER_RULES,
+    OTHER_STATE,
+    RANKS,
+    ROWS,
+    STATE,
+    TREES,
+    WINDOWS,
+    first_reason,
+    reason_against,
+    reason_in_shards,
+)
+from sglcore.runtime.speculative.tree import MOST_NODES, MOST_RECORDS, TreeShape
+from sglcore.step.draft_length import lengths_of
+
+if TYPE_CHECKING:
+    from sglcore.runtime.loaded_model import LoadedModel
+
+DRAFT_TOKENS = 4
+"""Default for the maximum draft tokens per step."""
+NGRAM, SUFFIX = WITHOUT_MODEL = ("ngram", "suffix")
+"""Kinds without a model: they look up the same text, or other requests' texts first."""
+EAGLE, EAGLE3, MTP, STANDALONE, DFLASH, FROZEN = MODELS = (
+    "eagle",
+    "eagle3",
+    "mtp",
+    "standalone",
+    "dflash",
+    "frozen-mtp",
+)
+"""Kinds with a draft model."""
+COUPLED, REJECTION, BLOCK = "coupled", "rejection", "block"
+"""The choices of `speculative_verify`.
+
+`coupled` accepts a draft token if it equals the token that the target draws.
+"""
+DRAFT_LOADER: Ref = "sglcore.models.drafts.draft_loader:load_draft"
+DRAFT_KIND: Ref = "sglcore.models.drafts.draft_loader:kind_of"
+OFFERED: Ref = "sglcore.models.drafts.draft_loader:offered_head"
+"""Functions that load a draft, return its kind, and find the draft of a checkpoint.
+
+References, because models import the runtime.
+"""
+
+IN_TREES = (EAGLE, EAGLE3, MTP, STANDALONE, FROZEN)
+"""Kinds that may draft trees: those with a model that drafts one token at a time."""
+TREE_MASK = "tree_mask"
+"""The feature of attention backends that can mask single KV slots for a row."""
+TREE_TOKENS, TREE_DEPTH = 7, 5
+"""Default draft tokens and depth of a tree.
+
+The depth is reduced if there are too few tokens or KV slots.
+"""
+
+LoadDraft = Callable[[Path, str], Any]
+"""`load(folder, kind)` returns the draft, with its `model`, `aux_layers` and `heads`."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepShape:
+    """The shape of one runner's decode steps.
+
+    `widths` are the possible rows per request. `feature_size` is the number of feature elements of
+    each row. `aux_layers` are the layers before which a drafter reads the model (empty: the model
+    runs unchanged). `takes_prompts`: it also runs prefill.
+    """
+
+    widths: tuple[int, ...] = (1,)
+    feature_size: int = 0
+    aux_layers: tuple[int, ...] = ()
+    takes_prompts: bool = True
+
+    @property
+    def most(self) -> int:
+        """Maximum rows per request."""
+        return max(self.widths)
+
+
+@dataclass(frozen=True, slots=True)
+class Speculation:
+    """What a start has decided about speculation. `choose_speculation` makes it."""
+
+    kind: str
+    """Kind of drafter, one of WITHOUT_MODEL or MODELS."""
+    lengths: tuple[int, ...]
+    """Possible numbers of draft tokens in a step, ascending."""
+    draft: LoadedModel | None = None
+    """The draft model. None: the kind needs none."""
+    aux_layers: tuple[int, ...] | None = None
+    """The target's layers that the drafter reads, as in `StepShape`. None: it reads only tokens of
+    the target."""
+    rule: str = COUPLED
+    """The rule by which draft tokens are accepted."""
+    is_tried: bool = False
+    """Speculation is kept only if a trial shows that it is faster."""
+    tree: TreeShape | None = None
+    """Shape of draft trees. None: drafts are chains."""
+    heads: int = 1
+    """Layers of the draft model that propose one token each. 1: one layer proposes all tokens."""
+
+    @property
+    def summary(self) -> str:
+        """The kind, and the number of draft tokens."""
+        if self.tree is not None:
+            return f"{self.kind}, trees of {self.tokens} tokens a step, {self.tree.width} beams {self.tree.depth} deep"
+        fewer = f"{', '.join(map(str, self.lengths[:-1]))} or " if self.lengths[1:] else ""
+        return f"{self.kind}, {fewer}{self.tokens} tokens a step"
+
+    @property
+    def tokens(self) -> int:
+        """Maximum draft tokens per step."""
+        return self.lengths[-1]
+
+    def laws_shape(self, requests: int, vocab_size: int) -> tuple[int, ...]:
+        """Return the shape [slots, k, V] of the draft distributions, float32.
+
+        Empty if no rule reads them.
+        """
+        return () if self.rule == COUPLED or self.draft is None else (requests + 1, self.tokens, vocab_size)
+
+    def shape_of(self, model: LoadedModel) -> StepShape:
+        """Return the shape of the decode steps of the target or of the draft.
+
+        The draft also runs one row per request; a draft without features runs the new roots with
+        the target's rows.
+        """
+        widths = tuple(each + 1 for each in self.lengths)
+        if model is not self.draft:
+            return StepShape(widths, aux_layers=self.aux_layers or ())
+        if self.tree is not None:
+            return self._shape_of_beams(self.tree, model)
+        if self.kind == DFLASH:
+            return StepShape((model.config.words["block_size"],))
+        if self.heads > 1:
+            # The draft rewrites `heads` - 1 KV slots before those of the target.
+            return StepShape(tuple(each + self.heads - 1 for each in widths), model.feature_size)
+        if self.kind == FROZEN:
+            return StepShape((1,), model.feature_size, takes_prompts=False)
+        if self.aux_layers is None:
+            return StepShape((1, *(each + 1 for each in widths)))
+        return StepShape(tuple(sorted({1, *widths})), model.feature_size)
+
+    def _shape_of_beams(self, tree: TreeShape, model: LoadedModel) -> StepShape:
+        if self.kind == FROZEN:
+            return StepShape((1, tree.width), model.feature_size, takes_prompts=False)
+        if self.aux_layers is None:
+            return StepShape(tuple(sorted({1, tree.width, tree.steps + 1})))
+        return StepShape(tuple(sorted({1, tree.width, tree.steps})), model.feature_size)
+
+
+def most_drafts(config: EngineConfig) -> int:
+    """Return the maximum tokens per request in a decode step: a root and its draft tokens.
+
+    Derived from the configuration alone.
+    """
+    is_off = config.speculative == "off" or (config.speculative is None and config.draft_model is None)
+    return 1 if is_off else 1 + _lengths(config)[-1]
+
+
+def most_rows(config: EngineConfig) -> int:
+    """Return the maximum rows per request in one forward of a decode step.
+
+    In addition to the tokens to verify, a draft may run a new root, or KV slots that its further
+    layers rewrite.
+    """
+    drafts = most_drafts(config)
+    more = {STANDALONE: 1, **dict.fromkeys((*WITHOUT_MODEL, EAGLE, EAGLE3), 0)}
+    return drafts if drafts == 1 else drafts + more.get(config.speculative or "", max(drafts - 2, 1))
+
+
+def _lengths(config: EngineConfig, is_divided: bool = False) -> tuple[int, ...]:
+    if config.draft_width > 1:
+        return (config.draft_tokens or TREE_TOKENS,)
+    # The number of draft tokens is fixed under a rule that is only exact in distribution, because
+    # another number would change the text, and with several ranks, because each would choose its
+    # own. Data-parallel shards get the number with each step.
+    fixed = None if config.speculative_verify == COUPLED and not is_divided else DRAFT_TOKENS
+    return lengths_of(config.draft_tokens or fixed, DRAFT_TOKENS)
+
+
+def choose_speculation(
+    config: EngineConfig,
+    model: LoadedModel,
+    folder: Path,
+    ledger: DecisionLedger,
+    load: LoadDraft,
+    is_divided: bool = False,
+    no_trees: str = "",
+    in_shards: bool = False,
+) -> Speculation | None:
+    """Return the configured speculation; None: off. Records it in the ledger.
+
+    `is_divided`: on several ranks, which must verify the same number of tokens in each step.
+    `in_shards`: these ranks are data-parallel shards with separate requests. `no_trees`: why trees
+    become chains. Raises ConfigError for a model that cannot undo a token, and the exceptions of
+    loading the draft.
+    """
+    asked, rule = config.speculative or "not asked", config.speculative_verify
+    kind, why, is_tried = _kind(config, model, folder)
+    if config.draft_model is not None and kind not in MODELS:
+        remedy = "leave one of --draft-model and --speculative out"
+        raise ConfigError(f"a draft model is given, and speculative is {asked!r}, which has none", remedy=remedy)
+    if kind == "off":
+        if config.draft_width > 1 and config.speculative != "auto":
+            found = f"draft_width is {config.draft_width}, and speculative is {asked!r}, of which nothing is proposed"
+            raise ConfigError(found, remedy=f"--speculative {', '.join(IN_TREES)}, or leave --draft-width out")
+        ledger.record(Row("speculative", asked, "off", why, "--speculative ngram, for texts that repeat themselves"))
+        return None
+    reason = _reason_against(model, kind)
+    if reason:
+        raise ConfigError(f"speculative is {asked!r}, and {reason}", remedy="--speculative off")
+    if not config.prefix_cache and (reason := reason_against(NO_PREFIX_CACHE, kind)):
+        remedy = "--speculative ngram, or leave the prefix cache on"
+        raise ConfigError(f"speculative is {asked!r}, and {reason}", remedy=remedy)
+    if is_divided and (reason := reason_against(RANKS, kind)):
+        raise ConfigError(f"speculative is {asked!r}, and {reason}", remedy="--tp 1, or another draft")
+    if in_shards and (reason := reason_in_shards(kind, config.draft_width > 1)):
+        raise ConfigError(f"speculative is {asked!r}, and {reason}", remedy="--dp 1, or another draft")
+    config, tree = _tree_of(config, kind, model, ledger, no_trees)
+    made = Speculation(kind, _lengths(config, is_divided and not in_shards), rule=rule, is_tried=is_tried, tree=tree)
+    if kind in MODELS:
+        made = _with_draft(config, made, load(_draft_folder(config, folder, kind), kind), ledger)
+    if not is_tried:
+        ledger.record(Row("speculative", asked, made.summary, f"{why}; {promise(rule)}", "--speculative off"))
+    return made
+
+
+def _tree_of(
+    config: EngineConfig, kind: str, model: LoadedModel, ledger: DecisionLedger, no_trees: str
+) -> tuple[EngineConfig, TreeShape | None]:
+    """Return the configuration and the configured tree.
+
+    A chain if the device cannot mask single KV slots. Raises ConfigError if the model or the
+    configuration does not allow the tree.
+    """
+    tree = _tree(config, kind)
+    if tree is None:
+        return config, None
+    if reason := _reason_against_trees(model.attention_layers) or first_reason({STATE: model.state_layers}, TREES):
+        raise ConfigError(f"draft_width is {tree.width}, and this model keeps {reason}", remedy="--draft-width 1")
+    if not no_trees:
+        return config, tree
+    remedy = "another --attention-backend"
+    ledger.record(Row("draft width", str(tree.width), "1", no_trees, remedy, downgrade=True))
+    return replace(config, draft_width=1, draft_depth=None), None
+
+
+def _with_draft(config: EngineConfig, made: Speculation, draft: Any, ledger: DecisionLedger) -> Speculation:
+    """Add a loaded draft.
+
+    Raises ConfigError if it cannot draft after verified tokens, or not that many.
+    """
+    if reason := _reason_against_draft(draft.model, made.kind):
+        raise ConfigError(f"the draft keeps {reason}", remedy="use another draft")
+    if made.tree is not None and (reason := _reason_against_trees(draft.model.attention_layers)):
+        raise ConfigError(
+            f"draft_width is {config.draft_width}, and the draft keeps {reason}", remedy="--draft-width 1"
+        )
+    if made.kind == DFLASH:
+        made = replace(made, lengths=_lengths_in_block(config, made, draft.model.config.words["block_size"]))
+    if draft.heads > 1:
+        made = _by_heads(config, made, draft.heads, ledger)
+    return replace(made, draft=draft.model, aux_layers=draft.aux_layers)
+
+
+def _by_heads(config: EngineConfig, made: Speculation, heads: int, ledger: DecisionLedger) -> Speculation:
+    """Return the speculation of a draft with one token per layer."""
+    lengths = tuple(sorted({min(each, heads) for each in made.lengths}))
+    told, why = ", ".join(map(str, lengths)), f"each of the draft's {heads} layers proposes one token of a step"
+    asked = "auto" if config.draft_tokens is None else str(config.draft_tokens)
+    ledger.record(Row("draft tokens", asked, told, why, "--draft-tokens 1, for the first layer alone"))
+    return replace(made, lengths=lengths, heads=heads)
+
+
+def _tree(config: EngineConfig, kind: str) -> TreeShape | None:
+    """Return the configured tree; None: chains. Raises ConfigError for an impossible shape."""
+    width, tokens = config.draft_width, config.draft_tokens or TREE_TOKENS
+    depth = config.draft_depth or min(TREE_DEPTH, tokens, MOST_NODES // width + 1)
+    if width == 1:
+        if config.draft_depth is not None:
+            raise ConfigError("draft_depth is that of trees, and draft_width is 1", remedy="--draft-tokens alone")
+        return None
+    shape = TreeShape(width, depth, tokens + 1)
+    reason, remedy = "", "--draft-width 1"
+    if kind not in IN_TREES:
+        reason = f"proposals of {kind!r} are chains; those of {', '.join(IN_TREES)} may be trees"
+    elif config.speculative_verify != COUPLED:
+        reason = f"the rule is {config.speculative_verify!r}, and {reason_against(OTHER_RULES, TREES)}"
+    elif not depth <= tokens < MOST_NODES:
+        reason = f"a tree of {tokens} tokens is to be {depth} deep; it has {depth} to {MOST_NODES - 1} of them"
+        remedy = "--draft-tokens or --draft-depth"
+    elif tokens > sum(shape.records):
+        reason = f"{width} beams that are {depth} deep record {sum(shape.records)} tokens, and {tokens} are to be kept"
+        remedy = "lower --draft-tokens, or raise --draft-width"
+    elif sum(shape.records) > MOST_RECORDS:
+        reason = f"{width} beams that are {depth} deep record {sum(shape.records)} tokens; {MOST_RECORDS} are most"
+        remedy = "lower --draft-width or --draft-depth"
+    elif shape.cells > MOST_NODES and kind != FROZEN:
+        reason = f"{width} beams that are {depth} deep write {shape.cells} cells, and {MOST_NODES} can be told apart"
+        remedy = "lower --draft-width or --draft-depth"
+    if reason:
+        raise ConfigError(f"draft_width is {width}, and {reason}", remedy=remedy)
+    return shape
+
+
+def _lengths_in_block(config: EngineConfig, made: Speculation, block: int) -> tuple[int, ...]:
+    """Return the lengths that fit in a block after its root.
+
+    Raises ConfigError if more were configured.
+    """
+    most = block - 1
+    if config.draft_tokens is not None and made.tokens > most:
+        found = f"draft_tokens is {made.tokens}, and a block of the draft has {most}"
+        raise ConfigError(found, remedy=f"--draft-tokens {most}, or fewer")
+    return tuple(sorted({min(each, most) for each in made.lengths}))
+
+
+def promise(rule: str) -> str:
+    """Describe how the text relates to the text without speculation."""
+    if rule == COUPLED:
+        return "the text is the same as without"
+    return (
+        f"by {rule}, texts are exact in law, not in tokens; what is proposed takes a number a token of the vocabulary"
+    )
+
+
+def _kind(config: EngineConfig, model: LoadedModel, folder: Path) -> tuple[str, str, bool]:
+    """Return the kind, the reason, and whether a trial must show that it is faster."""
+    if config.speculative not in (None, "auto"):
+        return config.speculative, "asked for", False
+    if config.draft_model is not None:
+        return resolve(DRAFT_KIND)(_given_folder(config.draft_model, folder)), "a draft model was given", False
+    if model.config.is_encoder:
+        return "off", reason_against(EMBEDS, ALL), False
+    offered = resolve(OFFERED)(folder)
+    if offered is None:
+        return "off", "this checkpoint brings nothing that proposes tokens", False
+    if reason := _reason_against(model, offered):
+        return "off", reason, False
+    if config.speculative is None:
+        return (
+            "off",
+            f"this checkpoint brings a draft ({offered}): --speculative auto takes it where it is faster",
+            False,
+        )
+    return offered, "this checkpoint brings it", True
+
+
+def _given_folder(text: str, folder: Path) -> Path:
+    """Return the folder of this name, or the subfolder of the model's `folder`.
+
+    Raises ConfigError if neither exists.
+    """
+    found = (Path(text).expanduser(), folder / text)
+    for each in found:
+        if each.is_dir():
+            return each
+    raise ConfigError(
+        f"there is no folder {text!r}, nor one of this name in the model's",
+        wanted="that of a draft",
+        remedy="correct --draft-model",
+    )
+
+
+def _draft_folder(config: EngineConfig, folder: Path, kind: str) -> Path:
+    """Return the folder of the draft model.
+
+    The configured one, or one in the model's folder with the name of the kind or of the
+    checkpoint's own draft.
+    """
+    if config.draft_model is not None:
+        return _given_folder(config.draft_model, folder)
+    if (folder / kind / "config.json").is_file():
+        return folder / kind
+    brought = resolve(DRAFT_KIND if kind == MTP and folder.is_dir() else OFFERED)(folder)
+    if brought != kind:
+        raise ConfigError(
+            f"speculative is {kind!r}, and this checkpoint brings no such draft", remedy="--draft-model FOLDER"
+        )
+    return folder
+
+
+def _reason_against(model: LoadedModel, kind: str) -> str:
+    """Return why draft tokens of a kind cannot be verified on this model; empty if they can."""
+    has = {
+        EMBEDS: model.config.is_encoder,
+        OTHER_STATE: any(layer.taken_in is None for layer in model.state_layers),
+        HISTORY: model.reads_history,
+    }
+    return first_reason(has, kind)
+
+
+def _reason_against_draft(draft: LoadedModel, kind: str) -> str:
+    """Return which state of the draft would be spoiled by unverified tokens; empty if none."""
+    rings = any(kept.ring for layer in draft.attention_layers for kept in layer.rows.values())
+    has = {DRAFT_STATE: draft.state_layers, DRAFT_RINGS: rings}
+    return first_reason(has, kind)
+
+
+def _reason_against_trees(layers: Sequence[Any]) -> str:
+    """Return which entries of a model cannot be masked one by one; empty if all can."""
+    has = {
+        ROWS: any(layer.rows for layer in layers),
+        WINDOWS: any(layer.sliding_window is not None for layer in layers),
+    }
+    return first_reason(has, TREES)

@@ -1,0 +1,1 @@
+"""KV pages: free pages, prefix cache, sliding windows, state snapshots, pages of requests."""

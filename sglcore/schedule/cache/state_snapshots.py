@@ -1,0 +1,150 @@
+"""Snapshots: copies of requests' recurrent states at page multiples. Tracks the owner of each
+snapshot and the lengths at which a request's steps end to write one.
+
+A state depends on the whole prefix, so a prefix is shared only up to a page with a snapshot. The
+worker copies in the order of the steps: a snapshot may be reused as soon as no later planned step
+reads it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from sglcore.schedule.cache.prefix_cache import Node
+from sglcore.schedule.request import Request
+
+
+class Snapshots:
+    """Snapshots 1..num_places. Each is free, or belongs to a node (`Node.snapshot`) or to one
+    request (`Request.snapshots`).
+    """
+
+    def __init__(self, num_places: int) -> None:
+        self.num_places = num_places
+        self.evicted = 0
+        self.hits = 0
+        self._free = list(range(num_places, 0, -1))
+        self._nodes: dict[int, Node] = {}
+
+    @property
+    def free(self) -> int:
+        """Number of free snapshots."""
+        return len(self._free)
+
+    @property
+    def cached(self) -> int:
+        """Number of snapshots that belong to nodes."""
+        return len(self._nodes)
+
+    def shorten(self, request: Request, count: int) -> int:
+        """Return at most `count` tokens for the request's next chunk: it ends at the first length
+        with a wanted snapshot, if one can be allocated.
+        """
+        ends = [end for end in request.cuts if end <= request.num_cells + count]
+        if not ends:
+            return count
+        if not self._free and not self._nodes:
+            request.cuts.difference_update(ends)
+            return count
+        return min(ends) - request.num_cells
+
+    def save(self, request: Request, end: int) -> int:
+        """Return the snapshot that receives the request's state in the step that ends at `end`
+        tokens, a page multiple; 0 for none.
+
+        A snapshot that others wait for is allocated; otherwise the request's spare one is reused.
+        Prompts of embeddings save none: the prefix cache never matches them.
+        """
+        if request.embeds is not None:
+            return 0
+        if end in request.cuts:
+            request.cuts.remove(end)
+            place = self._take()
+        else:
+            place = request.snapshots.pop(request.spare, 0) or self._take_spare()
+            request.spare = end if place else 0
+        if place:
+            request.snapshots[end] = place
+        return place
+
+    def keep(self, request: Request, end: int) -> None:
+        """Make a snapshot without a cached page the request's spare one, if it covers
+        more tokens.
+        """
+        if end > request.spare:
+            self._give_back(request, request.spare)
+            request.spare = end
+        else:
+            self._give_back(request, end)
+
+    def publish(self, request: Request, end: int, node: Node) -> None:
+        """Move the request's snapshot of `end` tokens to the node. A collected step must have
+        written it.
+        """
+        place = request.snapshots.pop(end)
+        if node.snapshot:
+            self._free.append(place)
+            place = node.snapshot
+        node.snapshot = place
+        self._touch(node)
+
+    def restore(self, request: Request, node: Node | None) -> None:
+        """Let the request start with the node's snapshot, or with zeros."""
+        request.restored = 0 if node is None else node.snapshot
+        if node is not None:
+            self._touch(node)
+            self.hits += 1
+
+    def withdraw(self, nodes: Iterable[Node]) -> None:
+        """Free the snapshots of evicted nodes."""
+        for node in nodes:
+            if node.snapshot:
+                del self._nodes[node.snapshot]
+                self._free.append(node.snapshot)
+
+    def release(self, request: Request) -> None:
+        """Free the request's snapshots."""
+        self._free += request.snapshots.values()
+        request.snapshots.clear()
+        request.spare = 0
+
+    def audit(self, holders: Iterable[Request], nodes: Iterable[Node]) -> None:
+        """Raise AssertionError unless each snapshot has exactly one owner. O(nodes)."""
+        cached = {node.snapshot: node for node in nodes if node.snapshot}
+        assert cached == self._nodes, f"nodes have {sorted(cached)}; wanted {sorted(self._nodes)}"
+        held = [place for request in holders for place in request.snapshots.values()]
+        places = sorted([*self._free, *cached, *held])
+        assert places == list(range(1, self.num_places + 1)), f"snapshots lost or held twice: {places}"
+
+    def _take(self) -> int:
+        """Return a free snapshot, or take the snapshot of the least recently used node. One of them
+        must exist.
+        """
+        if self._free:
+            return self._free.pop()
+        place, node = next(iter(self._nodes.items()))
+        del self._nodes[place]
+        node.snapshot = 0
+        self.evicted += 1
+        return place
+
+    def _take_spare(self) -> int:
+        """Return a snapshot for a request's own use, or 0. Half of all snapshots stay for shared
+        prefixes.
+        """
+        held = self.num_places - self.free - self.cached
+        return self._take() if 2 * held < self.num_places else 0
+
+    def _give_back(self, request: Request, end: int) -> None:
+        place = request.snapshots.pop(end, 0)
+        if place:
+            self._free.append(place)
+
+    def _touch(self, node: Node) -> None:
+        self._nodes.pop(node.snapshot, None)
+        self._nodes[node.snapshot] = node
+
+
+def restorable(path: list[Node]) -> int:
+    """Return the number of pages up to the deepest node of `path` that has a snapshot."""
+    return next((depth for depth in range(len(path), 0, -1) if path[depth - 1].snapshot), 0)

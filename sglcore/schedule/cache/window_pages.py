@@ -1,0 +1,192 @@
+"""Window pages: KV pages of sliding-window layers, in a pool of their own and only for the tokens
+in sight.
+
+A request has a list of them, one for each of its pages from the first one in sight of its next
+token. A node of the prefix cache may also hold one with the tokens of its page. A prefix is shared
+up to a page before which all window pages in sight are cached. The worker takes lists in the order
+of the steps, so a page is free for others as soon as no later planned step lists it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from sglcore.device.worker import Limits, most_window_pages
+from sglcore.schedule.cache.free_pages import PagePool
+from sglcore.schedule.cache.prefix_cache import Node
+from sglcore.schedule.request import Request
+
+
+class Windows:
+    """Window pages 1..num_pages. Each is free, or belongs to a node (`Node.window_page`) or to one
+    request.
+
+    Requests may use a node's page through their lists. Unused pages of nodes are evicted when pages
+    are needed, least recently used first. `span`: most pages in a request's list, without those of
+    a step's chunk. `kept`: number of pages in `Request.kept_windows`.
+    """
+
+    def __init__(self, limits: Limits) -> None:
+        self.num_pages = limits.num_window_pages
+        self.span = -(-(limits.window - 1) // limits.page_size) + 1 + -(-limits.lookahead // limits.page_size)
+        self.evicted = 0
+        self.kept = 0
+        self._page_size = limits.page_size
+        self._lookahead = limits.lookahead
+        self._seen = limits.window - 1
+        self._pool = PagePool(limits.num_window_pages)
+        self._nodes: dict[int, Node] = {}
+        self._unused: dict[int, None] = {}
+
+    @property
+    def free(self) -> int:
+        """Number of free window pages."""
+        return self._pool.free
+
+    @property
+    def cached(self) -> int:
+        """Number of window pages that belong to nodes."""
+        return len(self._nodes)
+
+    @property
+    def available(self) -> int:
+        """Pages that are free, or belong to a node and are unused."""
+        return self._pool.free + len(self._unused)
+
+    def first_seen(self, pages: int) -> int:
+        """Return the index of the page with the first token in sight of the token after `pages`
+        pages.
+        """
+        return max(0, pages * self._page_size - self._seen) // self._page_size
+
+    def reachable(self, path: Sequence[Node]) -> int:
+        """Return the largest number of leading pages of `path` after which a request
+        can continue.
+        """
+        depth = index = len(path)
+        while index > self.first_seen(depth):
+            index -= 1
+            if not path[index].window_page:
+                depth = index
+        return depth
+
+    def has_room(self, path: Sequence[Node], missing: int, promised: int) -> bool:
+        """Return whether a request can start after `path` and continue with `missing` more pages
+        while `promised` pages are reserved for others.
+        """
+        seen = path[self.first_seen(len(path)) :]
+        locked = sum(node.window_users == 0 for node in seen)
+        return min(missing, self.span - len(seen)) + promised <= self.available - locked
+
+    def restore(self, request: Request, path: Sequence[Node]) -> None:
+        """Start the request's list with the window pages in sight after `path`."""
+        request.window_first = self.first_seen(len(path))
+        seen = path[request.window_first :]
+        request.window_pages = [node.window_page for node in seen]
+        for node in seen:
+            self._unused.pop(node.window_page, None)
+            node.window_users += 1
+
+    def grow(self, request: Request, count: int) -> None:
+        """Append `count` available pages to the request's list."""
+        for _ in range(count - self._pool.free):
+            self._evict()
+        request.window_pages += self._pool.take(count)
+
+    def slide(self, request: Request, cells: int) -> bool:
+        """Remove from the request's list the pages that steps after `cells` tokens do not see.
+        Returns False if all are in sight.
+
+        Others may continue after the last complete page, so the pages in sight from there stay.
+        Pages that the cache should get for others are kept until they are published.
+        """
+        first = self.first_seen((cells - self._lookahead) // self._page_size)
+        count = first - request.window_first
+        if count <= 0:
+            return False
+        wanted = {index for end in request.window_ends for index in range(self.first_seen(end), end)}
+        for index, page in enumerate(request.window_pages[:count], start=request.window_first):
+            if index in wanted and page not in self._nodes:
+                request.kept_windows[index] = page
+                self.kept += 1
+            else:
+                self._drop(page)
+        del request.window_pages[:count]
+        request.window_first = first
+        return True
+
+    def publish(self, request: Request, index: int, node: Node | None) -> None:
+        """Share the request's window page for its page `index` with `node`, if the node has none. A
+        collected step must have written it.
+        """
+        is_kept = index in request.kept_windows
+        page = request.kept_windows.pop(index) if is_kept else request.window_pages[index - request.window_first]
+        self.kept -= is_kept
+        if node is not None and not node.window_page:
+            node.window_page, node.window_users = page, 1
+            self._nodes[page] = node
+        if is_kept:
+            self._drop(page)
+
+    def withdraw(self, nodes: Iterable[Node]) -> None:
+        """Release the window pages of evicted nodes: they are free, or belong to the request that
+        still uses them.
+        """
+        for node in nodes:
+            if node.window_page:
+                del self._nodes[node.window_page]
+                if not node.window_users:
+                    del self._unused[node.window_page]
+                    self._pool.give([node.window_page])
+
+    def release(self, request: Request) -> None:
+        """Free the request's window pages."""
+        for page in [*request.kept_windows.values(), *request.window_pages]:
+            self._drop(page)
+        self.kept -= len(request.kept_windows)
+        request.kept_windows.clear()
+        request.window_pages = []
+
+    def audit(self, holders: Iterable[Request], nodes: Iterable[Node]) -> None:
+        """Raise AssertionError unless each page has exactly one owner and its users are counted.
+        O(pages).
+        """
+        holders = list(holders)
+        cached = {node.window_page: node for node in nodes if node.window_page}
+        assert cached == self._nodes, f"nodes have window pages {sorted(cached)}; wanted {sorted(self._nodes)}"
+        listed = [page for request in holders for page in request.window_pages]
+        counts = Counter(listed)
+        users = {page: counts[page] for page in cached}
+        assert users == {page: node.window_users for page, node in cached.items()}, f"window pages' users are {users}"
+        assert self._unused.keys() == {page for page, count in users.items() if not count}, "unused window pages"
+        kept = [page for request in holders for page in request.kept_windows.values()]
+        assert len(kept) == self.kept, f"{len(kept)} window pages are kept, {self.kept} are counted"
+        own = [page for page in listed if page not in cached]
+        places = sorted([*self._pool.free_pages(), *cached, *own, *kept])
+        assert places == list(range(1, self.num_pages + 1)), f"window pages lost or held twice: {places}"
+
+    def _drop(self, page: int) -> None:
+        """Remove one user of a node's page, or free a request's own page."""
+        node = self._nodes.get(page)
+        if node is None:
+            self._pool.give([page])
+            return
+        node.window_users -= 1
+        if not node.window_users:
+            self._unused[page] = None
+
+    def _evict(self) -> None:
+        """Free the least recently used unused page of a node."""
+        page = next(iter(self._unused))
+        del self._unused[page]
+        self._nodes.pop(page).window_page = 0
+        self._pool.give([page])
+        self.evicted += 1
+
+
+def least_window_pages(limits: Limits) -> int:
+    """Return the minimum number of window pages of a worker: the most that one request's list may
+    have.
+    """
+    return most_window_pages(limits.window, limits.max_batch_tokens, limits.page_size, limits.lookahead)

@@ -1,0 +1,1 @@
+"""Several schedulers of one model (DP ranks) that plan their steps together."""

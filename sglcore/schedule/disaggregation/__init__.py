@@ -1,0 +1,1 @@
+"""Prefill by another engine, as the scheduler sees it."""

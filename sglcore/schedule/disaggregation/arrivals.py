@@ -1,0 +1,95 @@
+"""Requests that another engine prefills (disaggregated prefill), and the pages that they hold here.
+
+A page has two owners, the request and the other engine. It is free when both have released it, so
+pages may stay in use after their request has ended.
+"""
+
+from __future__ import annotations
+
+from sglcore.schedule.cache.request_pages import Memory
+from sglcore.schedule.request import Request, State
+from sglcore.schedule.waiting_queue import WaitingQueue
+
+
+class Arrivals:
+    """Requests that another engine prefills, by state.
+
+    `waiting`: no pages yet. `arriving`: the other engine writes their pages. `written`: prefilled,
+    waiting for a request slot. `lent`: ended, but the other engine may still access their pages.
+    """
+
+    def __init__(self, memory: Memory) -> None:
+        self.waiting = WaitingQueue()
+        self.arriving: list[Request] = []
+        self.written: list[Request] = []
+        self.lent: list[Request] = []
+        self._memory = memory
+
+    @property
+    def holders(self) -> list[Request]:
+        """Requests that hold pages but no request slot."""
+        return [*self.arriving, *self.written, *self.lent]
+
+    @property
+    def num_elsewhere(self) -> int:
+        """Number of requests that no step of this engine can advance."""
+        return len(self.waiting) + len(self.arriving)
+
+    @property
+    def num_waiting(self) -> int:
+        """Number of requests that are not in any step yet."""
+        return self.num_elsewhere + len(self.written)
+
+    def reserve(self, promised: int) -> Request | None:
+        """Allocate the prompt's pages for the first waiting request and return it; None if it must
+        wait.
+
+        Pages of a shared prefix are already written. It keeps `promised` pages for others, and one
+        page for each request that is arriving or written, this one included. Later requests wait
+        for the first one, even if they are smaller.
+        """
+        request = next(iter(self.waiting), None)
+        if request is None or not self._memory.admit(request, promised + len(self.arriving) + len(self.written) + 1):
+            return None
+        missing = self._memory.pages_for(len(request.prompt_ids)) - len(request.pages)
+        if not self._memory.grow(request, missing):
+            raise AssertionError(f"request {request.rid!r} was admitted, and {missing} pages are not there")
+        self.waiting.remove(request)
+        request.state, request.is_lent = State.ARRIVING, True
+        self.arriving.append(request)
+        return request
+
+    def take_written(self, request: Request) -> None:
+        """Mark the prompt of a request as prefilled. The other engine no longer writes its pages,
+        so other requests may share them.
+        """
+        self.arriving.remove(request)
+        self.written.append(request)
+        request.is_remote = request.is_lent = False
+        request.num_cells = len(request.prompt_ids)
+        self._memory.publish(request, request.num_cells)
+        request.prompt_published = True
+
+    def leave(self, request: Request) -> None:
+        """Remove a request that ends without a request slot. Its pages are freed, or lent until
+        `let_go`.
+        """
+        (self.arriving if request in self.arriving else self.written).remove(request)
+        self.give_back(request)
+
+    def give_back(self, request: Request) -> None:
+        """Release the pages of a request. A preempted request continues later, so it never lends
+        its pages.
+        """
+        if request.is_lent and request.finish_reason is not None:
+            self.lent.append(request)
+            return
+        has_failed = request.is_broken or request.finish_reason == "error"
+        self._memory.release(request, 0 if has_failed else request.num_cells)
+
+    def let_go(self, request: Request) -> None:
+        """Note that the other engine no longer reads or writes the pages of a request."""
+        request.is_lent = False
+        if request in self.lent:
+            self.lent.remove(request)
+            self.give_back(request)

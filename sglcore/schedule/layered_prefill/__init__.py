@@ -1,0 +1,1 @@
+"""Prefill in slices of layers between decode steps."""

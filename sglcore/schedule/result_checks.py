@@ -1,0 +1,189 @@
+"""Checks of what enters the scheduler (requests, results), and selection of each request's
+log-probabilities.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sglcore.device.errors import ConfigError
+from sglcore.device.worker import BatchResult, Limits, TokenLogprobs
+from sglcore.schedule.cache.window_pages import least_window_pages
+from sglcore.schedule.embeds_in_batch import check_embeds
+from sglcore.schedule.request import Request
+from sglcore.schedule.request_errors import ContextError, RequestError
+from sglcore.schedule.steps_in_flight import BatchRecord
+
+
+def check_limits(limits: Limits) -> None:
+    """Raise ConfigError if one request of full length does not fit, or if options exclude each
+    other.
+    """
+    if limits.generates and limits.capacity < limits.max_model_len:
+        raise ConfigError(
+            f"the KV pool holds {limits.capacity} tokens and the context is {limits.max_model_len}",
+            wanted="room for one request of full length",
+            remedy="lower max_model_len or raise kv_cache_memory",
+        )
+    if limits.sliced_layers and limits.draft_tokens:
+        raise ConfigError(
+            "a worker that proposes tokens takes prompts by slices", wanted="one of both", remedy="--prompt-slices off"
+        )
+    if limits.num_window_pages and limits.num_window_pages < (least := least_window_pages(limits)):
+        raise ConfigError(
+            f"the KV pool of layers with a window holds {limits.num_window_pages} pages; a window of {limits.window}"
+            f" tokens and a step of {limits.max_batch_tokens} take {least}",
+            wanted="room for the window of one request, and for a step's tokens",
+            remedy="lower max_batch_tokens or raise kv_cache_memory",
+        )
+
+
+def longest_prompt(limits: Limits, *, embeds: bool = False) -> int:
+    """Return the maximum number of prompt tokens: generation needs room for one output token, and
+    an embedding runs in one step.
+    """
+    return min(limits.max_model_len, limits.max_batch_tokens) if embeds else limits.max_model_len - 1
+
+
+def check_request(request: Request, limits: Limits) -> None:
+    """Raise RequestError if the request can never run on a worker with these limits."""
+    length = len(request.prompt_ids)
+    if request.prompt_ids.ndim != 1 or length == 0:
+        raise RequestError("the prompt of this request is empty; give at least one token")
+    if request.task == "embed":
+        _check_embedding(request, limits)
+    elif not limits.generates:
+        raise RequestError("this request wants to generate, but this model only embeds; ask for an embedding")
+    elif length > longest_prompt(limits):
+        raise ContextError(
+            f"the prompt of this request has {length} tokens and the context holds {limits.max_model_len}, one of"
+            f" them for the output; shorten the prompt by {length - limits.max_model_len + 1} or raise max_model_len, where the checkpoint allows it"
+        )
+    if request.embeds is not None:
+        check_embeds(request, request.embeds, limits)
+    if request.matcher is not None and not limits.takes_masks:
+        raise RequestError(
+            "this request has a grammar, and this device's sampler takes no masks; leave the grammar out or run it"
+            " on a device whose package does"
+        )
+    if request.change is not None and not limits.takes_changes:
+        raise RequestError(
+            "this request asks for DRY, and this device's sampler takes no additions to logits; leave dry_multiplier out or"
+            " run it on a device whose package does"
+        )
+    low, high = int(request.prompt_ids.min()), int(request.prompt_ids.max())
+    if low < 0 or high >= limits.vocab_size:
+        found = low if low < 0 else high
+        raise RequestError(
+            f"the prompt of this request has token id {found}, wanted 0..{limits.vocab_size - 1};"
+            " encode the prompt with this model's tokenizer"
+        )
+
+
+def _check_embedding(request: Request, limits: Limits) -> None:
+    most = longest_prompt(limits, embeds=True)
+    length = len(request.prompt_ids)
+    if length > most:
+        name = "max_model_len" if most == limits.max_model_len else "max_batch_tokens"
+        raise ContextError(
+            f"the prompt of this request has {length} tokens and an embedding runs in one step of at most {most};"
+            f" shorten the prompt by {length - most} or raise {name}"
+        )
+
+
+def check_result(record: BatchRecord, result: BatchResult, draft_tokens: int = 0) -> None:
+    """Raise ValueError if the result does not fit the step.
+
+    It must have this step's number and one token for each emitting row, or 1 to `draft_tokens` + 1
+    after a verification; embeddings if the step embeds; and nothing before the last slice of a
+    prompt.
+    """
+    rows, tokens = (0, 0) if record.is_partial else (len(record.requests), len(record.slots))
+    if result.proposed is not None:
+        counts = result.token_offsets[1:] - result.token_offsets[:-1]
+        tokens = int(result.token_offsets[-1])
+        if counts.min(initial=1) < 1 or counts.max(initial=1) > draft_tokens + 1:
+            raise ValueError(
+                f"rows of step {record.step} emitted {counts} tokens; wanted 1 to {draft_tokens + 1} of each"
+            )
+    found = (result.step, len(result.token_offsets) - 1, len(result.token_ids), len(result.bad_rows))
+    wanted = (record.step, rows, tokens, rows)
+    if found != wanted:
+        raise ValueError(f"the worker's result has (step, rows, tokens, bad rows) {found}; wanted {wanted}")
+    if result.embeddings is None and record.requests[0].task == "embed":
+        raise ValueError(f"the worker's result of step {record.step} has no embeddings; wanted float32[{rows}, hidden]")
+
+
+def cut_logprobs(logprobs: TokenLogprobs, start: int, end: int, alternatives: int) -> TokenLogprobs:
+    """Return copies of tokens start..end-1 with their first `alternatives` alternatives, so that
+    the arrays of the step can be freed.
+    """
+    return TokenLogprobs(
+        logprobs.chosen[start:end].copy(),
+        logprobs.ranks[start:end].copy(),
+        logprobs.top_ids[start:end, :alternatives].copy(),
+        logprobs.top_logprobs[start:end, :alternatives].copy(),
+    )
+
+
+def take_prompt_logprobs(request: Request, logprobs: TokenLogprobs | None, start: int, end: int) -> None:
+    """Keep the prompt log-probabilities that a chunk over tokens start..end-1 has for tokens
+    start+1..end of the prompt, if the request wants them.
+    """
+    wanted = request.params.prompt_logprobs
+    count = min(end, len(request.prompt_ids) - 1) - start
+    if wanted is None or logprobs is None or count <= 0 or request.scored_tokens != start:
+        return
+    request.prompt_logprobs.append(cut_logprobs(logprobs, 0, count, wanted))
+    request.scored_tokens += count
+
+
+def take_drafts(requests: list[Request], drafts: NDArray[np.int32]) -> None:
+    """Keep the next draft tokens int32[B, k] of the requests with a grammar."""
+    for request, own in zip(requests, drafts, strict=True):
+        if request.matcher is not None:
+            request.drafts = own.tolist()
+
+
+def up_to_end(request: Request, tokens: list[int]) -> tuple[list[int], int | None]:
+    """Return the emitted tokens up to the one that ends the request, and the first token that the
+    grammar forbids, or None.
+    """
+    if request.matcher is None and request.stop_ids.isdisjoint(tokens):
+        return tokens, None
+    kept: list[int] = []
+    for token in tokens:
+        if request.matcher is not None and not follows(request, token):
+            return kept, token
+        kept.append(token)
+        if token in request.stop_ids:
+            break
+    return kept, None
+
+
+def follows(request: Request, token: int) -> bool:
+    """Return whether a token may follow. A stop token is always valid: the mask allows it only
+    where the output may end, or the request named it as a stop token.
+    """
+    return token in request.stop_ids or (request.matcher is not None and request.matcher.accept(token))
+
+
+def why_bad(request: Request, step: int) -> str:
+    """Return the reason for logits that are not finite."""
+    if request.matcher is not None and request.matcher.error:
+        return f"the grammar can not go on: {request.matcher.error}"
+    return f"the logits of step {step} were not finite; check the weights and the dtype"
+
+
+def has_no_way(request: Request) -> bool:
+    """Return whether the request's own rules leave no token to sample: the error is the
+    caller's.
+    """
+    return request.matcher is not None and bool(request.matcher.error)
+
+
+def why_refused(request: Request, token: int) -> str:
+    """Return the reason why a sampled token is rejected."""
+    assert request.matcher is not None
+    return f"token {token} does not follow the grammar: {request.matcher.error or 'the device did not apply the mask'}"

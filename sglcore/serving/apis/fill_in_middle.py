@@ -1,0 +1,38 @@
+"""Prompts for models that are trained to fill in text between two texts."""
+
+from __future__ import annotations
+
+from sglcore.serving.replicas.engine_frontend import Frontend
+from sglcore.serving.replicas.server_errors import InvalidRequest
+
+FILL = (
+    ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),
+    ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),
+    ("<|fim_begin|>", "<|fim_hole|>", "<|fim_end|>"),
+    ("<PRE>", "<SUF>", "<MID>"),
+)
+"""Marks before the text, after it and in its place, with which models are trained to fill in
+(Bavarian et al. 2022)."""
+
+
+def fill_marks(frontend: Frontend) -> tuple[str, str, str] | None:
+    """Return the marks of this model's tokenizer; None if it has none."""
+    tokenizer = frontend.codec.tokenizer
+    return next((each for each in FILL if all(tokenizer.token_to_id(mark) is not None for mark in each)), None)
+
+
+def filled(frontend: Frontend, before: str, after: str, *, param: str, instead: str) -> str:
+    """Return the prompt for the text between two texts. Raises InvalidRequest if the model has no
+    tokens for it, and TextError if there is no text. `param`: the field that the error names;
+    `instead`: the remedy."""
+    frontend.codec.need_text("filling in between two texts", param)
+    marks = fill_marks(frontend)
+    if marks is None:
+        raise InvalidRequest(
+            "this model's tokenizer has no tokens to fill in between two texts",
+            wanted=f"such as {', '.join(FILL[0])}",
+            remedy=f"{instead}, or serve a model that was trained for it",
+            param=param,
+        )
+    begin, end, middle = marks
+    return f"{begin}{before}{end}{after}{middle}"

@@ -1,0 +1,85 @@
+"""Log-probabilities in OpenAI's forms: the records of completions and of chats."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from sglcore.schedule.request_output import TokenLogprob
+from sglcore.serving.apis.token_text import TokenTexts
+
+LEAST = -9999.0
+"""Stands for a probability of zero, because JSON has no infinity."""
+
+
+class CompletionLogprobs:
+    """The record of one choice, in parts if it streams: offsets continue from part to part."""
+
+    def __init__(self, texts: TokenTexts, *, offset: int = 0, shows_special: bool = False) -> None:
+        """`offset`: characters of the choice's text before the first token."""
+        self._texts = texts
+        self._offset = offset
+        self._shows_special = shows_special
+
+    def record(self, ids: Sequence[int], found: Sequence[TokenLogprob | None], wanted: int) -> dict[str, list[Any]]:
+        """Return tokens, token_logprobs, top_logprobs (the chosen token and the `wanted` most
+        likely) and text_offset.
+
+        None stands for the first token of a prompt, which nothing predicts.
+        """
+        return {
+            "tokens": [self._texts.text(token_id) for token_id in ids],
+            "token_logprobs": [None if item is None else finite(item.logprob) for item in found],
+            "top_logprobs": [None if item is None else self._top(item, wanted) for item in found],
+            "text_offset": [self._take(token_id) for token_id in ids],
+        }
+
+    def _top(self, item: TokenLogprob, wanted: int) -> dict[str, float]:
+        top = {self._texts.text(token_id): finite(value) for token_id, value in item.top[:wanted]}
+        top.setdefault(self._texts.text(item.token_id), finite(item.logprob))
+        return top
+
+    def _take(self, token_id: int) -> int:
+        before = self._offset
+        if self._shows_special or not self._texts.is_special(token_id):
+            # A character counts at its first byte; UTF-8 marks all other bytes.
+            self._offset += sum(byte & 0xC0 != 0x80 for byte in self._texts.data(token_id))
+        return before
+
+
+def chat_logprobs(texts: TokenTexts, found: Sequence[TokenLogprob], wanted: int) -> dict[str, Any]:
+    """Return the record of a chat's choice: each token with its bytes and the `wanted` most likely
+    tokens."""
+    return {
+        "content": [
+            {
+                **_one(texts, item.token_id, item.logprob),
+                "top_logprobs": [_one(texts, token_id, value) for token_id, value in item.top[:wanted]],
+            }
+            for item in found
+        ],
+        "refusal": None,
+    }
+
+
+def prompt_scores(texts: TokenTexts, found: Sequence[TokenLogprob | None], wanted: int) -> list[Any]:
+    """Return a prompt's log-probabilities: for each token a map from token ids to rank and text,
+    null for the first."""
+    return [None if item is None else _scores(texts, item, wanted) for item in found]
+
+
+def finite(value: float) -> float:
+    """Return a log-probability that JSON can represent."""
+    return value if value > LEAST else LEAST
+
+
+def _one(texts: TokenTexts, token_id: int, value: float) -> dict[str, Any]:
+    return {"token": texts.text(token_id), "logprob": finite(value), "bytes": list(texts.data(token_id))}
+
+
+def _scores(texts: TokenTexts, item: TokenLogprob, wanted: int) -> dict[str, Any]:
+    scores: dict[str, Any] = {}
+    for rank, (token_id, value) in enumerate(item.top[:wanted], 1):
+        scores[str(token_id)] = {"logprob": finite(value), "rank": rank, "decoded_token": texts.text(token_id)}
+    chosen = {"logprob": finite(item.logprob), "rank": item.rank, "decoded_token": texts.text(item.token_id)}
+    return {str(item.token_id): chosen, **scores}

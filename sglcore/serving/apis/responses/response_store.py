@@ -1,0 +1,66 @@
+"""Responses that a client may refer to later: the newest ones, in memory, bounded in number and in
+size."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+
+from sglcore.serving.replicas.server_errors import InvalidRequest
+
+MOST_BYTES = 64 << 20
+"""Bytes of JSON of all stored responses together."""
+
+
+class Stored(NamedTuple):
+    """A response with an `id` as its client has it, the items of its input, and the conversation up
+    to and including it."""
+
+    response: Mapping[str, Any]
+    items: Sequence[Mapping[str, Any]]
+    messages: Sequence[Mapping[str, Any]]
+
+
+class ResponseStore:
+    """The newest `most` responses, of at most `most_bytes` together; a new one evicts the oldest.
+
+    They are kept as JSON: the same values as objects may take twenty times the memory.
+    """
+
+    def __init__(self, most: int, most_bytes: int = MOST_BYTES) -> None:
+        self._most, self._most_bytes = most, most_bytes
+        self._kept: OrderedDict[str, bytes] = OrderedDict()
+        self._size = 0
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def put(self, stored: Stored) -> None:
+        """Store a response."""
+        data = self._kept[stored.response["id"]] = msgspec.json.encode(stored)
+        self._size += len(data)
+        while len(self._kept) > self._most or self._size > self._most_bytes:
+            _, gone = self._kept.popitem(last=False)
+            self._size -= len(gone)
+
+    def get(self, response_id: str, param: str) -> Stored:
+        """Return the response with this id. Raises InvalidRequest (404) about `param`."""
+        found = self._kept.get(response_id)
+        if found is None:
+            raise InvalidRequest(
+                f"there is no response {response_id[:80]!r}",
+                wanted=f"one of the newest {self._most} that were made with store=true since this server started",
+                remedy="send the whole conversation as input",
+                param=param,
+                code="not_found",
+                status=404,
+            )
+        return Stored(*msgspec.json.decode(found))
+
+    def drop(self, response_id: str, param: str) -> None:
+        """Delete a response. Raises InvalidRequest (404) if there is none."""
+        self.get(response_id, param)
+        self._size -= len(self._kept.pop(response_id))

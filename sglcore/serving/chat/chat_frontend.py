@@ -1,0 +1,22 @@
+"""A frontend for chat: it has the chat format of the checkpoint."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sglcore.config.engine_config import EngineConfig
+from sglcore.config.server_config import ServerConfig
+from sglcore.serving.chat.format import ChatFormat
+from sglcore.serving.replicas.engine_frontend import Frontend
+
+
+class ChatFrontend(Frontend):
+    """The frontend of every endpoint."""
+
+    def __init__(self, config: EngineConfig, server: ServerConfig, **others: Any) -> None:
+        """As `Frontend`; also chooses the parsers. Raises ConfigError for a named parser that does
+        not suit the model."""
+        super().__init__(config, server, **others)
+        self.format = ChatFormat.detect(
+            self.codec, tool_parser=server.tool_parser, reasoning_parser=server.reasoning_parser
+        )

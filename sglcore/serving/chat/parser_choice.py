@@ -1,0 +1,181 @@
+"""Chooses the parsers of a checkpoint: by evidence, then by their self-tests."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Generic, TypeVar
+
+from sglcore.device.errors import ConfigError
+from sglcore.engine.tokenizers.chat_template import ChatTemplate, TextError
+from sglcore.engine.tokenizers.skipped_tokenizer import SKIPPED
+from sglcore.engine.tokenizers.text_codec import TextCodec
+from sglcore.serving.chat.conversation import MessageForm
+from sglcore.serving.chat.parsers.families import OFF, REASONING, TOOLS, ToolFamily
+from sglcore.serving.chat.parsers.parser import ReasoningFamily
+from sglcore.serving.chat.self_test import Candidate, Failed, Sample, check_reasoning, check_tools
+
+F = TypeVar("F", ToolFamily, ReasoningFamily)
+
+
+@dataclass(frozen=True, slots=True)
+class Choice(Generic[F]):
+    """A family or None, and the reason."""
+
+    family: F | None
+    reason: str
+    sample: Sample | None = None
+    is_failure: bool = False
+    """Whether there was evidence of a format, but its parser failed its test."""
+
+
+def special_texts(codec: TextCodec) -> set[str]:
+    """Return the tokens that decoding may leave out."""
+    return {token.content for token in codec.tokenizer.get_added_tokens_decoder().values() if token.special}
+
+
+def content_form(template: ChatTemplate) -> MessageForm:
+    """Return whether content is a string for the template, or a list of parts."""
+    for parts in (False, True):
+        content = [{"type": "text", "text": "probe"}] if parts else "probe"
+        try:
+            if "probe" in template.render([{"role": "user", "content": content}]):
+                return MessageForm(parts=parts)
+        except TextError:
+            continue
+    return MessageForm()
+
+
+def choose_tools(
+    codec: TextCodec, name: str, reasoning: ReasoningFamily | None, form: MessageForm
+) -> Choice[ToolFamily]:
+    """Return the first tool parser with evidence that passes its test. Raises ConfigError if a
+    named one does not."""
+    if name in OFF:
+        return Choice(None, "turned off")
+    absent = _no_tools(codec.template) if codec.reads_text else SKIPPED
+    if name != "auto":
+        return _named_tools(codec, _known(name, TOOLS, "tool parser"), reasoning, form, absent)
+    if absent:
+        return Choice(None, absent)
+    failures: list[str] = []
+    for family in _candidates(codec):
+        try:
+            sample = _test(codec, family, reasoning, form)
+            writer = "this server" if sample.form.write else "the chat template"
+            return Choice(family, f"{writer} writes {family.evidence[0]}; its calls were read back", sample)
+        except Failed as error:
+            failures.append(f"{family.name} failed its test: {error}")
+    known = ", ".join(family.name for family in TOOLS)
+    nothing = f"the chat template writes calls in no format that is known ({known})"
+    if not _writes_calls(codec):
+        nothing = "this checkpoint's chat template writes no tool calls"
+    return Choice(None, "; ".join(failures) or nothing, is_failure=bool(failures))
+
+
+def choose_reasoning(codec: TextCodec, name: str) -> Choice[ReasoningFamily]:
+    """Return the reasoning parser with markers that the template or the tokenizer has.
+
+    Raises ConfigError if a named one fails.
+    """
+    if name in OFF:
+        return Choice(None, "turned off")
+    if name != "auto":
+        family = _known(name, REASONING, "reasoning parser")
+        if not codec.reads_text:
+            raise ConfigError(f"the reasoning parser {family.name} can not be used: {SKIPPED}")
+        try:
+            _test_reasoning(codec, family)
+        except Failed as error:
+            raise ConfigError(f"the reasoning parser {family.name} failed its test: {error}") from None
+        return Choice(family, "asked for; its test passed")
+    if not codec.reads_text:
+        return Choice(None, SKIPPED)
+    for family in REASONING:
+        source = _evidence(codec, family)
+        if not source:
+            continue
+        try:
+            _test_reasoning(codec, family)
+        except Failed as error:
+            return Choice(None, f"{family.name} failed its test: {error}", is_failure=True)
+        return Choice(family, f"{source} has {' and '.join(family.marks)}; its test passed")
+    return Choice(None, "neither the chat template nor the tokenizer has markers of reasoning")
+
+
+def _named_tools(
+    codec: TextCodec, family: ToolFamily, reasoning: ReasoningFamily | None, form: MessageForm, absent: str
+) -> Choice[ToolFamily]:
+    if not (absent or family.write or _writes_calls(codec)):
+        absent = "this checkpoint's chat template writes no tool calls"
+    if absent:
+        raise ConfigError(f"the tool parser {family.name} can not be used: {absent}")
+    try:
+        sample = _test(codec, family, reasoning, form)
+    except Failed as error:
+        raise ConfigError(f"the tool parser {family.name} failed its test: {error}") from None
+    return Choice(family, "asked for; the chat template's calls were read back", sample)
+
+
+def _test(codec: TextCodec, family: ToolFamily, reasoning: ReasoningFamily | None, form: MessageForm) -> Sample:
+    marks = (*family.marks, *(reasoning.marks if reasoning else ()))
+    write = None if _writes_calls(codec) else family.write
+    form = replace(form, numbered=family.has_numbered_ids, write=write)
+    return check_tools(Candidate(codec, family, reasoning, not special_texts(codec) & set(marks)), form)
+
+
+def _test_reasoning(codec: TextCodec, family: ReasoningFamily) -> None:
+    check_reasoning(codec, family, not special_texts(codec) & set(family.marks))
+
+
+def _no_tools(template: ChatTemplate) -> str:
+    """Return why a template cannot take tools; empty if it can."""
+    source = template.source(tools=True)
+    if source is None:
+        return "this checkpoint has no chat template"
+    try:
+        names = template.variables(tools=True)
+    except TextError as error:
+        return str(error)
+    if "tools" not in names:
+        return "this checkpoint's chat template has no place for tools"
+    return ""
+
+
+def _writes_calls(codec: TextCodec) -> bool:
+    """Return whether the template writes the calls of earlier turns."""
+    return "tool_calls" in (codec.template.source(tools=True) or "")
+
+
+def _candidates(codec: TextCodec) -> list[ToolFamily]:
+    """Return the families with evidence; if the template writes no calls, the families that write
+    calls themselves."""
+    found = codec.template.literals(tools=True)
+    if _writes_calls(codec):
+        return [family for family in TOOLS if all(mark in found for mark in family.evidence)]
+    found += "\n".join(_added(codec))
+    return [family for family in TOOLS if family.write and all(mark in found for mark in family.evidence)]
+
+
+def _evidence(codec: TextCodec, family: ReasoningFamily) -> str:
+    """Return what has the markers of a family; empty if nothing does."""
+    try:
+        literals = codec.template.literals()
+    except TextError:
+        literals = ""
+    # Marks around content count only if they are adjacent; apart they may be those of a tool's
+    # answer.
+    if all(mark in literals for mark in (*family.marks, "".join(family.hidden))):
+        return "the chat template"
+    return "the tokenizer" if _added(codec).issuperset(family.marks + family.hidden) else ""
+
+
+def _added(codec: TextCodec) -> set[str]:
+    return {token.content for token in codec.tokenizer.get_added_tokens_decoder().values()}
+
+
+def _known(name: str, families: tuple[F, ...], what: str) -> F:
+    for family in families:
+        if name in (family.name, *family.aliases):
+            return family
+    names = ", ".join(["auto", "off", *(family.name for family in families)])
+    raise ConfigError(f"there is no {what} {name!r}", wanted=f"one of {names}")

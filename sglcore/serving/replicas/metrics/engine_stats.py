@@ -1,0 +1,31 @@
+"""Sums of the counters of several engines, including engines that have ended."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+
+from sglcore.schedule.scheduler_stats import Levels
+from sglcore.serving.replicas.ipc import EngineStats
+
+
+def add_stats(parts: Iterable[EngineStats]) -> EngineStats:
+    """Return the sums of counters."""
+    known = list(parts)
+    total: dict[str, Any] = {
+        name: sum(getattr(part, name) for part in known)
+        for name in EngineStats.__struct_fields__
+        if name not in ("paths", "drafts")
+    }
+    paths: Counter[str] = sum((Counter(part.paths) for part in known), Counter())
+    drafts: Counter[tuple[int, int, int, int]] = sum((Counter(part.drafts) for part in known), Counter())
+    return EngineStats(**total, paths=dict(paths), drafts=dict(drafts))
+
+
+def past_only(stats: EngineStats) -> EngineStats:
+    """Return the totals of an engine that has ended, without its current values."""
+    nothing = dict.fromkeys((*Levels.__struct_fields__, "compiling"), 0)
+    return msgspec.structs.replace(stats, **nothing)

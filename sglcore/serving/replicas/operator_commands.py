@@ -1,0 +1,64 @@
+"""Orders of an operator to one engine, or to all that serve.
+
+A replica that does not answer is waited for only up to its own limit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Awaitable, Iterable
+from contextlib import suppress
+from typing import TypeVar, cast
+
+from sglcore.serving.replicas.ipc import Audit, Flush, Pause
+from sglcore.serving.replicas.replica import Replica
+from sglcore.serving.replicas.server_errors import EngineDied, NotAnswering
+
+Value = TypeVar("Value")
+
+
+async def audit_all(replicas: Iterable[Replica]) -> list[str]:
+    """Return the results of audits, and the replicas that did not answer; waits."""
+    return [each for found in await asyncio.gather(*map(_audit, replicas)) for each in found]
+
+
+async def flush_all(replicas: Iterable[Replica]) -> int:
+    """Return the number of dropped pages of cached prefixes; waits. Raises NotAnswering, after the
+    other replicas are done."""
+    found = await _all(replica.order(Flush(_name("flush"))) for replica in replicas)
+    return sum(done.pages for done in found)
+
+
+async def pause_all(replicas: Iterable[Replica], is_paused: bool) -> None:
+    """Pause all engines, or let them run again; waits. Raises NotAnswering, after the other
+    replicas are done."""
+    await _all(pause(replica, is_paused) for replica in replicas)
+
+
+async def pause(replica: Replica, is_paused: bool) -> None:
+    """Do the same for one replica. A replica that dies meanwhile runs no steps either."""
+    with suppress(EngineDied):
+        await replica.order(Pause(_name("pause"), is_paused))
+
+
+async def _audit(replica: Replica) -> list[str]:
+    """Return the result of one audit; a missing answer counts as a finding."""
+    try:
+        done = await replica.order(Audit(_name("audit")))
+    except (EngineDied, NotAnswering) as error:
+        return [f"replica {replica.number}: {error}"]
+    return [f"replica {replica.number}: {problem}" for problem in done.problems]
+
+
+async def _all(orders: Iterable[Awaitable[Value]]) -> list[Value]:
+    """Return all results; waits for each, then raises the first error."""
+    found = await asyncio.gather(*orders, return_exceptions=True)
+    for each in found:
+        if isinstance(each, BaseException):
+            raise each
+    return cast(list[Value], found)
+
+
+def _name(what: str) -> str:
+    return f"{what}-{secrets.token_hex(8)}"

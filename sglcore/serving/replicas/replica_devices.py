@@ -1,0 +1,34 @@
+"""The devices of each replica on this machine: `tp` consecutive ones, one replica after the other.
+On other machines Ray assigns devices."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from sglcore.config.engine_config import EngineConfig
+from sglcore.config.server_config import ServerConfig
+from sglcore.device.errors import ConfigError
+from sglcore.device.selection import Choice
+
+INDEX = "{index}"
+
+
+def devices_of(choice: Choice, config: EngineConfig, server: ServerConfig) -> tuple[str, ...]:
+    """Return the first device of each replica, as a value for its process. Replicas share the
+    processor. They also share one device if a variable of `replica_env` differs between them,
+    because it may select the visible device. Raises ConfigError if there are too few devices."""
+    first, count = choice.chosen.index, len(choice.report.devices)
+    chooses_itself = any(INDEX in each for each in server.replica_env)
+    if choice.package.is_host or chooses_itself or server.replicas == 1:
+        return (choice.chosen.encode(),) * server.replicas
+    needed = server.replicas * config.tp
+    if count and first + needed > count:
+        name = choice.package.name
+        of_them = f" with {config.tp} devices each" if config.tp > 1 else ""
+        raise ConfigError(
+            f"{server.replicas} replicas{of_them} need {needed} devices, and {count} of {name!r} are there, from number"
+            f" {first} on {count - first}",
+            remedy=f"--replicas {max((count - first) // config.tp, 1)}, or --replica-env 'NAME={INDEX}' with the variable"
+            " that chooses what each sees",
+        )
+    return tuple(replace(choice.chosen, index=first + number * config.tp).encode() for number in range(server.replicas))

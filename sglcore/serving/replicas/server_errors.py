@@ -1,0 +1,200 @@
+"""Errors of the server, and the answer to the client for every exception: a status, message, type,
+field and code.
+
+An error of the caller is reported in full. An error of the server is reported with an id, which the
+log has too.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import secrets
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+from sglcore.device.errors import SglcoreError
+from sglcore.engine.tokenizers.text_codec import TextError
+from sglcore.sampling.grammar_spec import GrammarError
+from sglcore.sampling.params import SamplingError
+from sglcore.schedule.request_errors import ContextError, RequestError
+
+INVALID = "invalid_request_error"
+GOES_ON = "the server goes on: send the request again when /readyz answers 200"
+RESTARTS = "another engine is started: send the request again when /readyz answers 200"
+ENDS = (
+    "this server ends, and does not come back by itself: send the request to another one, or after it was started again"
+)
+"""The server's future, and what a client can do without an answer or with a part of one."""
+NO_HEADERS: Mapping[str, str] = MappingProxyType({})
+
+
+class Overloaded(SglcoreError):
+    """The server accepts no requests for now; `retry_after` is in seconds."""
+
+    def __init__(self, found: str, *, retry_after: float, wanted: str = "") -> None:
+        """`retry_after`: seconds after which a retry makes sense."""
+        super().__init__(found, wanted=wanted, remedy="try again later")
+        self.retry_after = retry_after
+
+
+class NotReady(SglcoreError):
+    """The model cannot answer yet, or can answer no more."""
+
+    def __init__(self, found: str, remedy: str = "try again when /readyz answers 200") -> None:
+        """`found`: the state, as in /readyz."""
+        super().__init__(found, remedy=remedy)
+
+
+class ShuttingDown(NotReady):
+    """The server is ending: it was told to stop, or has no engine any more."""
+
+    def __init__(self, found: str) -> None:
+        """`found`: the reason."""
+        super().__init__(found, ENDS)
+
+
+class EngineDied(SglcoreError):
+    """The process that runs the model ended while it had this request."""
+
+    def __init__(self, found: str, remedy: str) -> None:
+        """`found` describes the end. `remedy`, from the server's health: what a client can do."""
+        super().__init__(found, remedy=remedy)
+
+
+class NotAnswering(SglcoreError):
+    """An engine process did not follow an order in time."""
+
+    def __init__(self, who: str, why: str) -> None:
+        """`who`: the replicas; `why`: the reason why no reply is expected."""
+        super().__init__(f"{who} does not answer: {why}", remedy="try again later; one that stays silent is killed")
+
+
+class Unserved(SglcoreError):
+    """A request that was not run because something is missing that may come back."""
+
+    def __init__(self, found: str) -> None:
+        """`found` names what is missing."""
+        super().__init__(found, remedy="try again; while /readyz does not answer 200, ask another server")
+
+
+class StorageError(SglcoreError):
+    """The server could not write data that it must keep."""
+
+    def __init__(self, found: str, *, is_full: bool) -> None:
+        """`found` names the object and the cause. `is_full`: there was no space."""
+        super().__init__(found, remedy=f"{'free space' if is_full else 'correct that'} there, and try again")
+        self.is_full = is_full
+
+
+class InvalidRequest(SglcoreError, ValueError):
+    """A refused request: the status, and the field and code of OpenAI's schema."""
+
+    def __init__(
+        self, found: str, *, wanted: str = "", remedy: str = "", param: str | None = None, code: str | None = None,
+        status: int = 400,
+    ) -> None:  # fmt: skip
+        """`param`: the request's field; `code`: a word for programs."""
+        super().__init__(found, wanted=wanted, remedy=remedy)
+        self.param, self.code, self.status = param, code, status
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """The report of an error to a client, for any protocol. `headers` are sent with it."""
+
+    status: int
+    message: str
+    type: str
+    param: str | None = None
+    code: str | None = None
+    headers: Mapping[str, str] = field(default_factory=lambda: NO_HEADERS)
+
+
+class Unanswered(SglcoreError):
+    """Every sample of a request failed; `failure` is the answer."""
+
+    def __init__(self, failure: Failure) -> None:
+        """`failure`: that of the first sample."""
+        super().__init__(failure.message)
+        self.failure = failure
+
+
+def failure(error: BaseException) -> Failure | None:
+    """Return the answer to an error that clients may see; None for a defect of ours, which only the
+    log may describe."""
+    if isinstance(error, Unanswered):
+        return error.failure
+    if isinstance(error, InvalidRequest):
+        return Failure(error.status, str(error), INVALID, error.param, error.code)
+    if isinstance(error, Overloaded):
+        return Failure(429, str(error), "rate_limit_error", code="overloaded", headers=_retry_after(error.retry_after))
+    if isinstance(error, ShuttingDown):
+        return Failure(503, str(error), "unavailable_error", code="shutting_down")
+    if isinstance(error, NotReady):
+        return Failure(503, str(error), "unavailable_error", code="not_ready", headers=_retry_after(1.0))
+    if isinstance(error, Unserved):
+        return Failure(503, str(error), "unavailable_error", code="unserved", headers=_retry_after(1.0))
+    if isinstance(error, NotAnswering):
+        return Failure(503, str(error), "unavailable_error", code="not_answering", headers=_retry_after(5.0))
+    if isinstance(error, EngineDied):
+        return Failure(503, str(error), "unavailable_error", code="engine_died")
+    if isinstance(error, StorageError):
+        status, code = (507, "insufficient_storage") if error.is_full else (500, "storage_failed")
+        return Failure(status, str(error), "server_error", code=code)
+    if isinstance(error, SamplingError):
+        return Failure(400, str(error), INVALID, parameter_of(error))
+    if isinstance(error, RequestError | TextError | GrammarError):
+        code = "context_length_exceeded" if isinstance(error, ContextError) else None
+        return Failure(400, str(error), INVALID, error.field if isinstance(error, TextError) else None, code)
+    return None
+
+
+def told(error: BaseException) -> Failure:
+    """Return the answer to any error. A defect of ours is logged under an id, and the answer has
+    only the id."""
+    found = failure(error)
+    if found is not None:
+        return found
+    error_id = f"err-{secrets.token_hex(8)}"
+    logging.getLogger("sglcore.serving").error("%s: %s: %s", error_id, type(error).__name__, error, exc_info=error)
+    message = f"an error inside the server; its log has it under {error_id}"
+    return Failure(500, message, "server_error", code="internal_error")
+
+
+def ended_badly(reason: str, text: str) -> Failure:
+    """Return the answer for a sample that ended by "error" or "abort"; `text` is the engine's
+    description."""
+    if reason == "abort":
+        return Failure(503, text or "the request was aborted before it ended", "unavailable_error", code="aborted")
+    return Failure(500, text or "the engine ended this request by an error", "server_error", code="engine_error")
+
+
+@contextmanager
+def blame(param: str, *kinds: type[Exception]) -> Iterator[None]:
+    """Name this field as the cause of errors raised in the block, unless the error names another
+    field.
+
+    `kinds`: the types of these errors; by default all errors that the caller's values can cause.
+    """
+    meant = kinds or (InvalidRequest, RequestError, TextError, GrammarError)
+    try:
+        yield
+    except meant as error:
+        found = failure(error)
+        assert found is not None
+        raise InvalidRequest(
+            found.message, param=found.param or param or None, code=found.code, status=found.status
+        ) from error
+
+
+def _retry_after(seconds: float) -> Mapping[str, str]:
+    return MappingProxyType({"retry-after": str(max(1, math.ceil(seconds)))})
+
+
+def parameter_of(error: SamplingError) -> str | None:
+    """Return the parameter that an error of SamplingParams is about: its message begins with it."""
+    name = str(error).partition(":")[0].partition("[")[0].partition(" ")[0]
+    return name if name.isidentifier() else None

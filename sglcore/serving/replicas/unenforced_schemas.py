@@ -1,0 +1,115 @@
+"""Parts of an answer's schemas that are not enforced, and the check whether the answer keeps to
+them, made when it has ended."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from sglcore.engine.outputs import Completion
+from sglcore.engine.structured_output.answer_check import REMEDY, AnswerChecks, Question
+from sglcore.engine.structured_output.guidance_schema import LeftOut, left_out_of
+from sglcore.engine.structured_output.killable_checks import Verdict
+from sglcore.sampling.grammar_spec import Grammar
+
+BROKEN = "the answer does not keep to it"
+LATE = "not checked in time"
+
+
+@dataclass(frozen=True, slots=True)
+class Unenforced:
+    """Parts of one schema of a request that are not enforced."""
+
+    field: str
+    """The field of the request with the schema."""
+    part: LeftOut
+
+    @property
+    def names(self) -> list[str]:
+        """Its parts, as they are reported to a client."""
+        return [self.field + name for name in self.part.names]
+
+
+def unenforced(field: str, grammar: Grammar | None) -> list[Unenforced]:
+    """Return the parts of a grammar's schemas that do not constrain the text; `field`: the
+    request's field with the grammar."""
+    return [Unenforced(field, part) for part in left_out_of(grammar)]
+
+
+class AnswerCheck:
+    """For one request: the parts that are not enforced, and the results of checking its samples."""
+
+    def __init__(self, checks: AnswerChecks, parts: Sequence[Unenforced]) -> None:
+        """`parts`: at least one."""
+        self._checks, self._parts = checks, parts
+        self._remarks = {name: "" for each in parts for name in each.names}
+        self._is_over = not checks.has_library
+        """Whether no further sample is checked: checks are impossible, or a sample has used up the
+        time."""
+        if self._is_over:
+            self._remarks |= {each.field: f"not checked: {REMEDY}" for each in parts}
+
+    @property
+    def names(self) -> list[str]:
+        """Return the parts that are not enforced, those with a finding first."""
+        said = [shown(name, remark) for name, remark in self._remarks.items() if remark]
+        return said + [name for name, remark in self._remarks.items() if not remark]
+
+    async def open(self) -> None:
+        """Start the checking process, so that it is ready when the answer is; does not wait for
+        it."""
+        if not self._is_over:
+            with suppress(OSError):  # the check reports it
+                await asyncio.to_thread(self._checks.open)
+
+    async def look(self, sample: Completion, field: str, text: str) -> None:
+        """Check whether a sample that has ended keeps to the parts that are not enforced: its
+        `text` against the schema of `field`. Findings go to its warnings. A truncated sample is not
+        checked. Waits as long as a check may take, including those before it; never raises."""
+        if sample.finish_reason != "stop" or isinstance(sample.stop_cause, str):
+            return
+        for each in self._parts:
+            if each.field == field and not self._is_over:
+                remarks = self._remarks_of(each, await self._verdict(each.part, text))
+                self._remarks |= remarks
+                said = (shown(name, remark) for name, remark in remarks.items())
+                sample.warnings += [each for each in said if each not in sample.warnings]
+
+    def _remarks_of(self, each: Unenforced, verdict: Verdict) -> dict[str, str]:
+        if verdict.ended:
+            self._is_over = True
+            return {each.field: LATE}
+        if verdict.busy or verdict.error is not None:
+            reason = verdict.busy if verdict.error is None else verdict.error[0]
+            return {each.field: f"not checked: {reason}"}
+        return {each.field + name: BROKEN for name in verdict.said}
+
+    async def _verdict(self, part: LeftOut, text: str) -> Verdict:
+        loop, seconds = asyncio.get_running_loop(), self._checks.limits.most_seconds
+        found: asyncio.Future[Verdict] = loop.create_future()
+
+        def told(verdict: Verdict) -> None:
+            with suppress(RuntimeError):  # the loop is closed, and no task waits
+                loop.call_soon_threadsafe(_fill, found, verdict)
+
+        try:
+            question = Question(part.schema, part.names, text, part.begin)
+            async with asyncio.timeout(seconds):
+                await asyncio.to_thread(self._checks.submit, question, told)
+                return await found
+        except TimeoutError:
+            return Verdict(0, ended=f"takes longer than {seconds:g} s")
+        except OSError as error:
+            return Verdict(0, busy=f"the process that checks answers can not start: {error}")
+
+
+def shown(name: str, remark: str) -> str:
+    """Return a part with a remark."""
+    return f"{name} ({remark})"
+
+
+def _fill(found: asyncio.Future[Verdict], verdict: Verdict) -> None:
+    if not found.done():
+        found.set_result(verdict)

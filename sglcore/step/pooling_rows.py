@@ -1,0 +1,23 @@
+"""Token indices of each request in an embedding step, as host arrays."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sglcore.device.batch import ScheduleBatch
+from sglcore.step.emitting_rows import owners, within
+
+
+def pooled_rows(batch: ScheduleBatch) -> dict[str, NDArray[np.int32]]:
+    """Return, for T tokens of B requests: `owners` int32[T], the request of each token; `weights`
+    int32[T], its index in the request counted from 1; `first`, `last` and `lengths` int32[B].
+    """
+    offsets = batch.token_offsets
+    return {
+        "owners": owners(offsets),
+        "weights": within(offsets) + np.int32(1),
+        "first": offsets[:-1],
+        "last": offsets[1:] - np.int32(1),
+        "lengths": np.diff(offsets),
+    }

@@ -1,0 +1,165 @@
+"""The sampling inputs of a host batch, as named arrays that a worker only has to copy to its
+device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sglcore.device.batch import Ints, ScheduleBatch
+from sglcore.sampling.noise import OFF
+from sglcore.sampling.params_batch import SamplingBatch, SamplingNeeds
+from sglcore.sampling.state import CHANGE_ARRAYS, Logprobs, penalty_arrays, state_arrays
+from sglcore.step.emitting_rows import RowPlan, last_tokens
+
+PROMPT_LOGITS_ELEMENTS = 1 << 24
+"""Prompt log-probabilities are computed for this many logits at a time, so that a long prompt does
+not need vocabulary-sized memory for each token.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class BatchSampling:
+    """Sampling inputs that stay valid for one composition: its `number`, the `needs` of the
+    emitting rows, and `penalised` int32[R], those with penalties.
+    """
+
+    number: int
+    needs: SamplingNeeds
+    penalised: Ints
+
+    def longest(self, batch: ScheduleBatch, rows: RowPlan) -> int:
+        """Return the tokens of the longest row with penalties. There must be at least one."""
+        return int(rows.select(batch.seq_lens)[self.penalised].max())
+
+
+NO_SAMPLING = BatchSampling(-1, SamplingNeeds(), np.zeros(0, np.int32))
+"""The value before the first step."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredRow:
+    """A row with prompt log-probabilities: its tokens [start, end) of the step, the index `first`
+    of its targets, and the number of alternatives.
+    """
+
+    row: int
+    start: int
+    end: int
+    first: int
+    top_n: int
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingInputs:
+    """Inputs that the device needs to sample one step, `arrays` by name.
+
+    - `positions` and `last` int32[N]: lengths of the emitting rows and indices of their last
+      tokens, unless each row emits for its only token.
+    - `mask_rows` int32[M] (index among the emitting rows) and `masks`.
+    - CHANGE_ARRAYS: logit additions of this step.
+    - `targets`: the tokens that the `scored` rows predict.
+    - For a composition that is `new`: `slots` int32[N], and the arrays of `state_arrays` and
+      `penalty_arrays`.
+    """
+
+    arrays: Mapping[str, NDArray]
+    new: BatchSampling | None = None
+    scored: Sequence[ScoredRow] = ()
+
+
+NO_INPUTS = SamplingInputs(MappingProxyType({}))
+
+
+def sampling_inputs(batch: ScheduleBatch, rows: RowPlan, known: int, all_rows: bool = False) -> SamplingInputs:
+    """Return the sampling inputs of a batch, for a worker that already has the state of composition
+    `known`. Host work only.
+
+    `all_rows`: include penalties of all emitting rows, not only of rows that have some.
+    """
+    is_known = batch.composition == known
+    if is_known and rows.emitting is None and batch.prompt_logprobs is None and batch.masks is None:
+        return NO_INPUTS
+    arrays: dict[str, NDArray] = {}
+    if rows.emitting is not None:
+        arrays["positions"], arrays["last"] = rows.select(batch.seq_lens), last_tokens(batch, rows)
+    new = None if is_known else _add_state(arrays, batch, rows, all_rows)
+    if batch.masks is not None and batch.mask_rows is not None:
+        arrays["mask_rows"], arrays["masks"] = rows.places(batch.mask_rows), batch.masks
+        arrays |= _changes(batch, rows)
+    return SamplingInputs(arrays, new, _add_targets(arrays, batch))
+
+
+def _changes(batch: ScheduleBatch, rows: RowPlan) -> dict[str, NDArray]:
+    """Return the logit additions of this step as entries of a bias."""
+    if batch.change_rows is None or batch.change_ids is None or batch.change_values is None:
+        return {}
+    always = np.full_like(batch.change_ids, OFF)
+    values = (rows.places(batch.change_rows), batch.change_ids, batch.change_values, always)
+    return dict(zip(CHANGE_ARRAYS, values, strict=True))
+
+
+def _add_state(arrays: dict[str, NDArray], batch: ScheduleBatch, rows: RowPlan, all_rows: bool) -> BatchSampling:
+    host = batch.sampling
+    assert isinstance(host, SamplingBatch)
+    host = host if rows.emitting is None else host.select(rows.emitting)
+    needs = host.needs
+    arrays |= state_arrays(host, needs)
+    arrays["slots"] = rows.select(batch.slots)
+    if needs.any_penalty:
+        arrays |= penalty_arrays(host, all_rows)
+    return BatchSampling(batch.composition, needs, host.penalty_rows())
+
+
+def _add_targets(arrays: dict[str, NDArray], batch: ScheduleBatch) -> Sequence[ScoredRow]:
+    """Add the prompt token that follows each token of the scored rows. Nothing is scored for the
+    last prompt token, which no prompt token follows.
+    """
+    if batch.prompt_logprobs is None or batch.next_ids is None:
+        return ()
+    scored: list[ScoredRow] = []
+    targets: list[Ints] = []
+    first = 0
+    for row in np.flatnonzero(batch.prompt_logprobs >= 0).tolist():
+        start, end = int(batch.token_offsets[row]), int(batch.token_offsets[row + 1])
+        wanted = np.append(batch.input_ids[start + 1 : end], batch.next_ids[row])
+        if wanted[-1] < 0:
+            wanted, end = wanted[:-1], end - 1
+        scored.append(ScoredRow(row, start, end, first, int(batch.prompt_logprobs[row])))
+        targets.append(wanted)
+        first += len(wanted)
+    if targets:
+        arrays["targets"] = np.concatenate(targets)
+    return scored
+
+
+def score_prompts(
+    inputs: SamplingInputs,
+    arrived: Mapping[str, Any],
+    hidden: Any,
+    vocab_size: int,
+    score: Callable[[Any, Any, int], Logprobs[Any]],
+    join: Callable[[list[Any]], Any],
+) -> dict[int, Logprobs[Any]]:
+    """Return prompt log-probabilities by row.
+
+    The library provides `score(hidden [n, H], targets int32[n], top_n)` and `join(arrays)`, which
+    concatenates. `arrived` are the arrays of `inputs` on the device; `hidden` [T, H] are the hidden
+    states of the step.
+    """
+    step = max(1, PROMPT_LOGITS_ELEMENTS // vocab_size)
+    found: dict[int, Logprobs[Any]] = {}
+    for part in inputs.scored:
+        count = part.end - part.start
+        pieces = [slice(at, min(at + step, count)) for at in range(0, max(count, 1), step)]
+        own, targets = hidden[part.start : part.end], arrived["targets"][part.first : part.first + count]
+        scores = [score(own[piece], targets[piece], part.top_n) for piece in pieces]
+        columns = ([getattr(each, item.name) for each in scores] for item in fields(Logprobs))
+        found[part.row] = scores[0] if len(scores) == 1 else Logprobs(*map(join, columns))
+    return found
