@@ -30,32 +30,38 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
     listed = commands.add_parser("lanes", help="list the lanes")
     listed.add_argument("--json", action="store_true")
-    ran = commands.add_parser("run", help="run lanes here; left out, all that need no hardware")
+    ran = commands.add_parser("run", help="run lanes here; default: all that need no hardware")
     ran.add_argument("lane", nargs="*")
     ran.add_argument("--tests", default="", help="files or folders, instead of all that the lane may run")
     ran.add_argument(
-        "--whole", action="store_true", help="slow tests and groups whole, and record what they cost and run"
+        "--whole", action="store_true", help="run slow tests and groups whole, and record their cost and coverage"
     )
     ran.add_argument(
-        "--unwatched", action="store_true", help="with --whole: record what tests cost, not which functions they run"
+        "--unwatched",
+        action="store_true",
+        help="with --whole: record the cost of tests, but not the functions that they run",
     )
     ran.add_argument(
-        "--every-lane", action="store_true", help="lanes share nothing out: each takes all that it can run"
+        "--every-lane", action="store_true", help="do not divide tests among lanes: each runs all that it can"
     )
-    ran.add_argument("--turn", type=int, help="of the rotation; left out, the number of commits")
-    ran.add_argument("--turns", type=int, default=1, help="so many parts of the slow tests at once; left out, one")
-    ran.add_argument("--workers", type=int, default=2, help="processes side by side; 0: in one process")
+    ran.add_argument("--turn", type=int, help="the number in the rotation; default: the number of commits")
+    ran.add_argument(
+        "--turns", type=int, default=1, help="number of parts of the slow tests to run at once; default: 1"
+    )
+    ran.add_argument("--workers", type=int, default=2, help="number of parallel processes; 0: in one process")
     narrow = commands.add_parser("near", help="run the tests nearest to what has changed, or to these files")
     narrow.add_argument("file", nargs="*")
-    narrow.add_argument("--seconds", type=float, default=near.LOOP, help="of tests; starting the lanes comes on top")
+    narrow.add_argument(
+        "--seconds", type=float, default=near.LOOP, help="the time for tests, without the start of the lanes"
+    )
     bisected = commands.add_parser("since", help="find the commit since which a test fails")
-    bisected.add_argument("test", help="pytest's name of it")
-    bisected.add_argument("--lane", default="", help="left out, the host's")
-    bisected.add_argument("--good", default="", help="a commit at which it passes; left out, one is looked for")
+    bisected.add_argument("test", help="its name in pytest")
+    bisected.add_argument("--lane", default="", help="default: the host's")
+    bisected.add_argument("--good", default="", help="a commit at which it passes; default: search for one")
     joined = commands.add_parser("table", help="write the table of the recorded runs; red for tests that ran nowhere")
     joined.add_argument("--records", type=Path, default=run.RECORDS, help="a folder; all records below it are joined")
-    written = commands.add_parser("workflows", help="say whether the stored workflows are what the packages declare")
-    written.add_argument("--write", action="store_true", help="write them anew")
+    written = commands.add_parser("workflows", help="check the stored workflows against the packages' declarations")
+    written.add_argument("--write", action="store_true", help="rewrite them")
     return parser
 
 

@@ -28,20 +28,18 @@ DEVICE = "LANE_DEVICE"
 def add_options(parser: pytest.Parser) -> None:
     """Add the options that name a lane and select its tests."""
     group = parser.getgroup("lanes")
-    group.addoption("--lane", default="", help="the lane of devices/*/ci.toml to run as; left out, the host's")
+    group.addoption("--lane", default="", help="the lane of devices/*/ci.toml to run as; default: the host's")
     group.addoption("--lane-record", default="", help="write what ran on the lane to this file")
-    group.addoption("--turn", type=int, help="the number of the rotation; left out, everything is taken")
-    group.addoption("--turns", type=int, default=1, help="of the slow tests, the parts that are taken at once")
+    group.addoption("--turn", type=int, help="the number in the rotation; default: run everything")
+    group.addoption("--turns", type=int, default=1, help="number of parts of the slow tests to run at once")
     group.addoption(
-        "--whole", action="store_true", help="slow tests and groups whole; lanes share tests out by the turn"
+        "--whole", action="store_true", help="run slow tests and groups whole; lanes divide tests by the turn"
     )
-    group.addoption("--fresh", help="the groups that cover what they did, with commas; left out, this is looked up")
-    group.addoption(
-        "--near", default="", help="a file: slow tests to take because they run what has changed, a line each"
-    )
+    group.addoption("--fresh", help="groups with unchanged files, separated by commas; default: compare the digests")
+    group.addoption("--near", default="", help="a file with the slow tests that run changed code, one per line")
     group.addoption("--group", default="", help="run only the tests of this group, all of them")
-    group.addoption("--impact", default="", help="a folder: record there which test runs which lines")
-    group.addoption("--impact-part", default="", help="record only those of this part of the tests")
+    group.addoption("--impact", default="", help="a folder for the record of the lines that each test runs")
+    group.addoption("--impact-part", default="", help="record only this part of the tests")
 
 
 EVERY = 60.0
@@ -185,7 +183,9 @@ class LaneRun:
         needs = sorted({name for missing in self._left_out.values() for name in missing})
         able = [lane.name for lane in lanes() if not lane.needs_hardware and lane.capabilities.issuperset(needs)]
         where = (
-            f"run them on {' or '.join(able)}: python -m ci run {able[0]} --tests FILE" if able else "no lane here does"
+            f"run them on {' or '.join(able)}: python -m ci run {able[0]} --tests FILE"
+            if able
+            else "no lane here offers it"
         )
         terminalreporter.write_line(
             f"{len(self._left_out)} tests need {', '.join(needs)}, which lane {self.lane.name} does not offer; {where}"

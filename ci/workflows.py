@@ -124,7 +124,9 @@ def _wanted(lane: Lane, version: str, root: Path) -> list[str]:
     device's package on others. Raises LaneError if the simulator does not support the torch."""
     fits = _simulator_takes(version, root)
     if lane.simulator and not fits:
-        raise LaneError(f"lane {lane.name} asks for torch {version}, which the simulator does not take; name another")
+        raise LaneError(
+            f"lane {lane.name} requests torch {version}, which the simulator does not support; name another"
+        )
     everything = lane.simulator or HOST in lane.capabilities
     words = ["--all"] if everything else [f"--device {lane.device}"]
     words += [] if lane.needs_hardware else ["--processor"]

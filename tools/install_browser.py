@@ -11,7 +11,7 @@ import subprocess
 import sys
 
 NAME = "chromium"
-REMEDY = f"the tests of the page need `{NAME}` on the path; install it by your system's packages"
+REMEDY = f"the tests of the page need `{NAME}` on the path; install it with your system's package manager"
 APT = (("apt-get", "update", "-qq"), ("apt-get", "install", "-y", "-qq", "--no-install-recommends", NAME))
 
 

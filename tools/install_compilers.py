@@ -21,7 +21,9 @@ def main() -> int:
     packages = [package for program, package in PROGRAMS.items() if shutil.which(program) is None]
     if not packages or sys.platform != "linux":
         return 0
-    remedy = f"the tests of Arm's kernels need {' and '.join(packages)}; install them by your system's packages"
+    remedy = (
+        f"the tests of Arm's kernels need {' and '.join(packages)}; install them with your system's package manager"
+    )
     if shutil.which("apt-get") is None or os.geteuid() != 0:
         print(remedy, file=sys.stderr)
         return 0

@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print(f"interrupted: what is installed stays, and {AGAIN} goes on from there", file=sys.stderr)
+        print(f"interrupted: installed packages stay, and {AGAIN} continues from there", file=sys.stderr)
         return 130
 
 

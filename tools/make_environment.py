@@ -37,9 +37,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Make the environment. Returns 0 if it is ready, 1 with one line about an error, 130 when
     interrupted."""
     parser = argparse.ArgumentParser(description="Make the environment that make installs into.")
-    parser.add_argument("--works", action="store_true", help="say yes where this interpreter is that of one that works")
-    parser.add_argument("--same", action="store_true", help="make one of another Python than this again")
-    parser.add_argument("what", nargs="?", default="", help="the folder; with --works, the Python that was asked for")
+    parser.add_argument("--works", action="store_true", help="print whether this interpreter's environment works")
+    parser.add_argument("--same", action="store_true", help="replace an environment of another Python version")
+    parser.add_argument("what", nargs="?", default="", help="the folder; with --works, the requested Python")
     asked = parser.parse_args(arguments)
     if asked.works:
         print("yes" if works(asked.what) else "no")
@@ -47,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return make(Path(asked.what or ".venv"), asked.same)
     except KeyboardInterrupt:
-        print(f"interrupted: {asked.what} is half made, and {AGAIN} makes it again", file=sys.stderr)
+        print(f"interrupted: {asked.what} is incomplete; {AGAIN} makes it again", file=sys.stderr)
         return 130
 
 
@@ -71,7 +71,7 @@ def make(folder: Path, same: bool = False) -> int:
     if has_pip(folder, same) or mend(folder, same):
         return 0
     if folder.exists():
-        print(f"{folder} is half made, or of another Python: it is made again", flush=True)
+        print(f"{folder} is incomplete, or of another Python: it is made again", flush=True)
         shutil.rmtree(folder)
     torch = vendors_torch()
     if torch:
@@ -92,10 +92,10 @@ def explain(said: str) -> str:
     if "No space left" in said or "Errno 28" in said:
         return f"no space is left on the disk of this folder: free some; then {AGAIN} again"
     if "ensurepip" in said:
-        package = f"apt-get install python{OWN}-venv, or your system's package of that kind"
-        return f"{sys.executable} can not make an environment with pip: {package}; then {AGAIN} again"
-    last = said.strip().splitlines()[-1:] or ["it says nothing"]
-    return f"{sys.executable} can not make an environment: {last[0]}; mend that, then {AGAIN} again"
+        package = f"apt-get install python{OWN}-venv, or your system's equivalent package"
+        return f"{sys.executable} cannot make an environment with pip: {package}; then {AGAIN} again"
+    last = said.strip().splitlines()[-1:] or ["it printed nothing"]
+    return f"{sys.executable} cannot make an environment: {last[0]}; fix that, then {AGAIN} again"
 
 
 def has_pip(folder: Path, same: bool = False) -> bool:

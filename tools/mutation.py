@@ -112,13 +112,13 @@ def main() -> int:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="mutation testing of the host's half of a step")
     parser.add_argument(
-        "--again", action="store_true", help="leave out what the last run has killed, and what is answered"
+        "--again", action="store_true", help="leave out mutants that the last run killed or that are answered"
     )
     parser.add_argument("--all", action="store_true", help="every mutant, no sample")
     parser.add_argument(
-        "--recorded", action="store_true", help="take the last run's record of which tests run which lines"
+        "--recorded", action="store_true", help="use the last run's record of the lines that each test runs"
     )
-    parser.add_argument("--minutes", type=float, default=inf, help="begin no mutant after so long")
+    parser.add_argument("--minutes", type=float, default=inf, help="start no mutant after this time")
     parser.add_argument("--file", action="append", help="only this file")
     return parser.parse_args()
 
@@ -293,7 +293,7 @@ def _report(
         if m.name not in answers
     ]
     stale = answers - {m.name for m in lives}
-    listed += [f"no such survivor, answered in mutation.toml: {name}" for name in sorted(stale) if not is_part]
+    listed += [f"mutation.toml answers a mutant that did not survive: {name}" for name in sorted(stale) if not is_part]
     return "\n".join([head, *rows, "", *listed, ""]), is_good
 
 

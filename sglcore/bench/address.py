@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 from sglcore.device.errors import ConfigError, SglcoreError
 
-NOT_SAID = "the server says no more"
+NOT_SAID = "the server gave no details"
 
 
 class ServerError(SglcoreError):
@@ -81,7 +81,7 @@ def get_json(where: Address, path: str) -> Any:
 def unreachable(where: Address, error: Exception) -> ServerError:
     """Return the error for a server that does not answer."""
     reason = error.strerror if isinstance(error, OSError) and error.strerror else error
-    return ServerError(f"{where} can not be reached: {reason}", remedy="start it with `sglcore serve`, or check --url")
+    return ServerError(f"{where} cannot be reached: {reason}", remedy="start it with `sglcore serve`, or check --url")
 
 
 def refusal(content: bytes) -> str:

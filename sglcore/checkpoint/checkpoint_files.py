@@ -25,7 +25,7 @@ def read_json(file: Path, remedy: str = "") -> dict[str, Any]:
     except FileNotFoundError:
         raise ConfigError(f"there is no {file.name} in {file.parent}", remedy=remedy) from None
     except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{file} can not be read: {error}", wanted="JSON", remedy="download it again") from None
+        raise ConfigError(f"{file} cannot be read: {error}", wanted="JSON", remedy="download it again") from None
     if not isinstance(value, dict):
         raise ConfigError(f"{file} holds a {type(value).__name__}", wanted="a JSON object", remedy="download it again")
     return value
@@ -36,7 +36,7 @@ def read_list(file: Path) -> list[dict[str, Any]]:
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{file} can not be read: {error}", wanted="JSON", remedy="download it again") from None
+        raise ConfigError(f"{file} cannot be read: {error}", wanted="JSON", remedy="download it again") from None
     if not isinstance(value, list) or not all(isinstance(each, dict) for each in value):
         raise ConfigError(f"{file} is not a list of objects", wanted="a JSON array", remedy="download it again")
     return value

@@ -20,12 +20,12 @@ def choose_dtype(asked: str, stored: str, facts: Facts) -> Row:
     conversion is a downgrade unless it is to float32.
     """
     if asked != "auto":
-        _check(asked, facts.dtypes, "leave --dtype out, and the checkpoint's is taken or converted")
-        return Row("dtype", asked, asked, "asked for", "--dtype")
+        _check(asked, facts.dtypes, "leave --dtype out to use the checkpoint's dtype, converted if necessary")
+        return Row("dtype", asked, asked, "requested", "--dtype")
     _check(stored, (WIDE, *HALF, "float64"), "convert the checkpoint")
     own, reason = stored, "the checkpoint's own"
     if stored == "float64":
-        own, reason = WIDE, "the checkpoint's float64 is wider than anything is computed in"
+        own, reason = WIDE, "auto does not compute in the checkpoint's float64"
     if own not in facts.dtypes:
         taken = facts.preferred_dtype or facts.dtypes[0]
         reason = f"the checkpoint's {stored} is converted: this device computes in {', '.join(facts.dtypes)}"
@@ -38,5 +38,5 @@ def choose_dtype(asked: str, stored: str, facts: Facts) -> Row:
 def _check(name: str, known: tuple[str, ...], remedy: str) -> None:
     if name not in known:
         raise ConfigError(
-            f"the dtype {name!r} can not be computed in", wanted=f"one of {', '.join(known)}", remedy=remedy
+            f"the dtype {name!r} cannot be used for computing", wanted=f"one of {', '.join(known)}", remedy=remedy
         )

@@ -147,9 +147,9 @@ def _mapped(path: Path) -> Iterator[mmap.mmap]:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             yield data
     except OSError as error:
-        raise CheckpointError(f"{path} can not be read: {error.strerror}", remedy="check its permissions") from None
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}", remedy="check its permissions") from None
     except RecursionError:
-        raise CheckpointError(f"{path} is damaged: it has lists in lists without end", remedy=REMEDY) from None
+        raise CheckpointError(f"{path} is damaged: its lists are nested without end", remedy=REMEDY) from None
     except (struct.error, ValueError, IndexError, OverflowError, MemoryError):
         raise CheckpointError(f"{path} is damaged: it ends inside its header", remedy=REMEDY) from None
 
@@ -188,7 +188,7 @@ class _Reader:
         base = -(-self._at // alignment) * alignment
         placed = {tensor.name: self._placed(tensor, base) for tensor in found}
         if len(placed) != len(found):
-            raise self._damaged("it has two tensors of one name")
+            raise self._damaged("it has two tensors with the same name")
         return GgufHeader(self._path, MappingProxyType(metadata), MappingProxyType(placed), MappingProxyType(left_out))
 
     def _tensor(self) -> GgufTensor:

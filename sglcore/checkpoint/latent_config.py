@@ -69,7 +69,7 @@ def latent_config(config: ModelConfig, wanted: Mapping[str, Any]) -> LatentConfi
     if config.rope.partial != 1:
         raise _unfit(config, "partial_rotary_factor", config.rope.partial, "1: all of qk_rope_head_dim is rotated")
     if any(config.sliding_windows):
-        raise _unfit(config, "sliding_window", words["sliding_window"], "none beside latent attention")
+        raise _unfit(config, "sliding_window", words["sliding_window"], "none with latent attention")
     return LatentConfig(
         q_rank=words.get("q_lora_rank", 0),
         kv_rank=words["kv_lora_rank"],
@@ -99,7 +99,7 @@ def with_indexer(config: ModelConfig, latent: LatentConfig, is_paired: bool) -> 
             config, "index_head_dim", words["index_head_dim"], f"qk_rope_head_dim, {latent.rope_dim}, at least"
         )
     if not latent.q_rank:
-        raise _unfit(config, "q_lora_rank", None, "a rank, of which the indexer makes its queries")
+        raise _unfit(config, "q_lora_rank", None, "a rank, from which the indexer computes its queries")
     kinds = words.get("indexer_types") or _pattern(words, layers)
     if len(kinds) != layers or kinds[0] != FULL or not {*kinds} <= {FULL, SHARED}:
         raise _unfit(config, "indexer_types", list(kinds), f"{layers}, each {FULL!r} or {SHARED!r}, the first {FULL!r}")

@@ -396,7 +396,7 @@ def _check(config: ModelConfig) -> None:
     if config.head_dim < 1:
         raise ConfigError(
             f"{config.path / 'config.json'} gives {config.hidden_size} elements to {config.num_attention_heads} heads",
-            wanted="one for each at least",
+            wanted="at least one element per head",
         )
     rotated = config.head_dim if config.rope.kind == PROPORTIONAL else int(config.head_dim * config.rope.partial)
     if rotated % 2:
@@ -435,7 +435,9 @@ def _check_experts(config: ModelConfig) -> None:
     grouped = moe.num_experts // moe.num_groups * moe.top_groups
     if moe.num_experts % moe.num_groups or moe.top_groups > moe.num_groups or not 0 < moe.experts_per_token <= grouped:
         raise ConfigError(
-            f"{config.path / 'config.json'} gives {moe.experts_per_token} experts for each token, of {moe.top_groups} of "
+            f"{config.path / 'config.json'} has {moe.experts_per_token} experts per token, from {moe.top_groups} of "
             f"{moe.num_groups} groups of {moe.num_experts} experts",
-            wanted="no more than there are: num_experts_per_tok, topk_group and n_group must fit, also where they are left out",
+            wanted=(
+                "no more than exist: num_experts_per_tok, topk_group and n_group must fit together, defaults included"
+            ),
         )

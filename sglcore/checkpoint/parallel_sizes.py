@@ -22,8 +22,8 @@ def check_topology(config: ModelConfig, topology: Topology) -> None:
             shards = f" in {topology.dp} shards of requests" if topology.dp > 1 else ""
             raise ConfigError(
                 f"tp is {topology.tp}{shards}, and this model has {rule.size} {rule.name}",
-                wanted=f"one of {legal}" if legal else "another dp or ep: no tp goes with these",
-                remedy="--tp with one" if legal else "",
+                wanted=f"one of {legal}" if legal else "another dp or ep: no tp fits these",
+                remedy="set --tp to one of them" if legal else "",
             )
 
 
@@ -46,12 +46,14 @@ def _check_experts(config: ModelConfig, topology: Topology) -> None:
         raise ConfigError(f"ep is {topology.ep}, and this model has no experts", remedy="--ep 1")
     if is_gguf(config.path):
         raise ConfigError(
-            f"ep is {topology.ep}, and this model is one GGUF file, of whose experts none is read by itself",
+            f"ep is {topology.ep}, and experts in a GGUF file cannot be read separately",
             remedy="--ep 1",
         )
     count = config.moe.num_experts
     if count % topology.ep:
         legal = ", ".join(str(width) for width in divisors(topology.tp) if not count % width)
         raise ConfigError(
-            f"ep is {topology.ep}, and this model has {count} experts", wanted=f"one of {legal}", remedy="--ep with one"
+            f"ep is {topology.ep}, and this model has {count} experts",
+            wanted=f"one of {legal}",
+            remedy="set --ep to one of them",
         )

@@ -124,7 +124,7 @@ def _classifier(architecture: str, raw: Mapping[str, Any]) -> Pooling:
     )
     activation = (named or ("Sigmoid" if labels == 1 else "Identity")).rpartition(".")[2]
     if activation not in ("Sigmoid", "Identity"):
-        raise ConfigError(f"config.json ends scores with {named!r}", wanted="Sigmoid or Identity")
+        raise ConfigError(f"config.json has the activation {named!r} for scores", wanted="Sigmoid or Identity")
     where = "config.json" if named else "usual for its number of labels"
     reason = f"the head of {architecture}; {activation}: {where}"
     return Pooling((mode,), labels=labels, is_sigmoid=activation == "Sigmoid", reason=reason)
@@ -140,14 +140,14 @@ def _of_modules(folder: Path) -> Pooling:
         raise ConfigError(
             f"{file} has the modules {', '.join(kinds)}",
             wanted="Transformer, Pooling and perhaps Normalize",
-            remedy="use another model; if its text is wanted, --task generate",
+            remedy="use another model, or --task generate for text",
         )
     if modules[0][1]:
-        raise ConfigError(f"{file} has its model in {modules[0][1]!r}", remedy="move those files beside modules.json")
+        raise ConfigError(f"{file} has its model in {modules[0][1]!r}", remedy="move those files next to modules.json")
     lowered = folder / "sentence_bert_config.json"
     if lowered.is_file() and read_json(lowered).get("do_lower_case"):
         raise ConfigError(
-            f"{lowered} has do_lower_case", wanted="a tokenizer that does that", remedy="use another model"
+            f"{lowered} has do_lower_case", wanted="a tokenizer that lowercases", remedy="use another model"
         )
     return Pooling(
         _modes(folder / modules[1][1]), len(modules) == 3, reason=f"{MODULES} and {modules[1][1]}/config.json"

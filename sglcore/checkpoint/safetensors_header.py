@@ -73,7 +73,7 @@ def open_file(path: Path) -> Any:
     try:
         return path.open("rb", buffering=0)
     except OSError as error:
-        raise CheckpointError(f"{path} can not be read: {error.strerror}", remedy="check its permissions") from None
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}", remedy="check its permissions") from None
 
 
 def damaged(path: Path, found: str) -> CheckpointError:
@@ -91,7 +91,7 @@ def _entries(path: Path, file: RawIOBase) -> tuple[Entry, ...]:
         header.pop("__metadata__", None)
         entries = [_entry(path, name, item, 8 + size) for name, item in header.items()]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise damaged(path, "its header is not that of a safetensors file") from None
+        raise damaged(path, "its header is not a safetensors header") from None
     for entry in entries:
         if entry.end > whole:
             raise damaged(path, f"it has {whole} bytes, and {entry.name!r} ends at {entry.end}")

@@ -50,29 +50,27 @@ def constraints(config: ModelConfig) -> tuple[Constraint, ...]:
     has none: it is padded."""
     found = [
         Constraint("attention heads", config.num_attention_heads, _divides, "attn_tp"),
-        Constraint("heads of keys and values", config.num_key_value_heads, _shares, "attn_tp"),
+        Constraint("key-value heads", config.num_key_value_heads, _shares, "attn_tp"),
     ]
     moe = config.moe
     if moe is None or not all(moe.layers):
-        found.append(
-            Constraint("numbers between the two halves of a feed-forward block", config.intermediate_size, _divides)
-        )
+        found.append(Constraint("intermediate features in a feed-forward block", config.intermediate_size, _divides))
     if moe is not None:
-        inside = "numbers between the two halves of an expert"
+        inside = "intermediate features in an expert"
         found.append(Constraint(inside, moe.intermediate_size, _divides, "expert"))
         if moe.shared_size:
-            found.append(Constraint("numbers inside the shared expert", moe.shared_size, _divides))
+            found.append(Constraint("intermediate features in the shared expert", moe.shared_size, _divides))
     return (*found, *_of_words(config), *_of_groups(config))
 
 
 _WORDS: Mapping[str, tuple[str, Fits]] = MappingProxyType(
     {
-        "linear_num_key_heads": ("heads of keys with a state", _divides),
-        "linear_num_value_heads": ("heads of values with a state", _divides),
-        "mamba_n_heads": ("heads with a state", _divides),
-        "mamba_n_groups": ("groups of heads with a state", _shares),
+        "linear_num_key_heads": ("key heads of linear attention", _divides),
+        "linear_num_value_heads": ("value heads of linear attention", _divides),
+        "mamba_n_heads": ("Mamba heads", _divides),
+        "mamba_n_groups": ("groups of Mamba heads", _shares),
         "o_groups": ("groups of attention heads", _divides),
-        "shared_intermediate_size": ("numbers between the two halves of the shared block", _divides),
+        "shared_intermediate_size": ("intermediate features in the shared block", _divides),
     }
 )
 """Other numbers of the configuration that are divided, with their names for a person."""
@@ -84,7 +82,7 @@ def _of_words(config: ModelConfig) -> Iterator[Constraint]:
             axis = "tp" if word == "shared_intermediate_size" else "attn_tp"
             yield Constraint(name, config.words[word], fits, axis)
     if "conv_L_cache" in config.words:
-        yield Constraint("channels of convolutions", config.hidden_size, _divides, "attn_tp")
+        yield Constraint("convolution channels", config.hidden_size, _divides, "attn_tp")
 
 
 def _of_groups(config: ModelConfig) -> Iterator[Constraint]:
@@ -114,7 +112,7 @@ def check_divisible(config: ModelConfig, width: int, is_ours: bool = True) -> No
     """Raise ConfigError for a checkpoint that can not be divided on any device; the error says what
     it has, and the remedy. `is_ours`: its layers are built here, not by a library's own class."""
     refused = {
-        "layers by transformers' own class, which are not divided": not is_ours,
+        "layers of transformers' own class, which are not divided": not is_ours,
     }
     for what, is_so in refused.items():
         if is_so:
@@ -134,9 +132,9 @@ class Shard:
         each, rest = divmod(count, self.size)
         if rest:
             raise ConfigError(
-                f"tp is {self.size}, and {count} of what a layer divides are no multiple of it",
+                f"tp is {self.size}, and a layer divides {count} elements, which is not a multiple of it",
                 wanted="a divisor",
-                remedy="--tp with one",
+                remedy="set --tp to a divisor",
             )
         return self.rank * each, (self.rank + 1) * each
 

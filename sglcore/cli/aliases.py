@@ -68,7 +68,7 @@ ALWAYS = (
 )
 """Flags for what is always on."""
 
-_MEMORY = "--kv-cache-memory SIZE says what the KV cache takes, and nothing is offloaded"
+_MEMORY = "--kv-cache-memory SIZE sets the size of the KV cache, and nothing is offloaded"
 _DEVICES = "--tp N divides each layer among N devices; --replicas N runs N whole models"
 _QUANTIZED = "the checkpoint says how it is quantised; --quantize int8 or int4 rounds one that is not"
 _LORA = "merge the adapter into the checkpoint"
@@ -85,21 +85,21 @@ REFUSED: Mapping[str, str] = MappingProxyType(
         "--quantization": _QUANTIZED,
         **dict.fromkeys(("--enable-lora", "--lora-modules", "--lora-paths", "--lora"), _LORA),
         **dict.fromkeys(("--tokenizer", "--tokenizer-path"), _IN_FOLDER),
-        **dict.fromkeys(("--download-dir", "--load-format"), "HF_HUB_CACHE names the folder of what is fetched"),
+        **dict.fromkeys(("--download-dir", "--load-format"), "HF_HUB_CACHE names the folder of downloaded files"),
         **dict.fromkeys(("--hf-file", "-hff"), "name the model as owner/name:QUANT"),
         **dict.fromkeys(("--ubatch-size", "-ub"), "--max-batch-tokens N is one for both"),
         **dict.fromkeys(
-            ("--flash-attn", "-fa"), "--attention-backend NAME; left out, the fastest that serves the model"
+            ("--flash-attn", "-fa"), "--attention-backend NAME; by default, the fastest one that can run the model"
         ),
         **dict.fromkeys(("--cache-type-k", "-ctk", "--cache-type-v", "-ctv"), "--kv-cache-dtype NAME is one for both"),
         **dict.fromkeys(
-            ("--n-predict", "-n"), "each request says max_tokens, and `generate` and `chat` have --max-tokens"
+            ("--n-predict", "-n"), "each request sets max_tokens, and `generate` and `chat` have --max-tokens"
         ),
         **dict.fromkeys(
             ("--kv-transfer-config", "--disaggregation-bootstrap-port", "--disaggregation-transfer-backend"),
             "--role prompt --pages-address HOST:PORT, and --role decode --peers HOST:PORT",
         ),
-        "--mmproj": "text alone is read",
+        "--mmproj": "sglcore reads only text",
     }
 )
 """A flag of another engine without an equal setting of ours -> what to do instead."""

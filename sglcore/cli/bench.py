@@ -205,7 +205,7 @@ def _limits(where: Address) -> tuple[int, int]:
     except ServerError as error:
         raise ServerError(error.found, remedy=remedy) from None
     if not isinstance(info, dict) or "limits" not in info:
-        raise ServerError(f"{where}/server_info does not say the limits", remedy=remedy)
+        raise ServerError(f"{where}/server_info does not report the limits", remedy=remedy)
     if info["limits"] is None:
         ends = info["phase"] in ("draining", "dead")
         remedy = "start it again" if ends else "wait until /readyz answers 200"
@@ -271,5 +271,5 @@ def _show(found: Figures, mixed: Beside | None) -> None:
     if mixed is not None:
         console.print(beside_table(mixed))
     for kind, failures in found.failures.items():
-        line = f"{failures.count} failed: {kind}; the first said: {failures.first}"
+        line = f"{failures.count} failed: {kind}; the first error: {failures.first}"
         console.print(Text(line, style="red"), soft_wrap=True)

@@ -19,11 +19,11 @@ def totals_table(found: Figures) -> Table:
         table.add_row("  from the prefix cache", f"{found.cached_tokens:,}", "")
     table.add_row("output tokens", f"{found.output_tokens:,}", f"{found.output_per_s:,.1f}")
     if found.acceptance_length is not None:
-        table.add_row("  proposed", f"{found.proposed_tokens:,}", "")
+        table.add_row("  draft tokens", f"{found.proposed_tokens:,}", "")
         right = (
             f"{found.accepted_tokens / found.proposed_tokens:.0%} of them, {found.acceptance_length:.2f} tokens a step"
         )
-        table.add_row(f"  proposed and right ({right})", f"{found.accepted_tokens:,}", "")
+        table.add_row(f"  accepted ({right})", f"{found.accepted_tokens:,}", "")
     if found.goodput is not None:
         goals = ", ".join(f"{name} at most {limit:g} ms" for name, limit in found.goals.items())
         table.add_row(f"goodput ({goals})", "", f"{found.goodput:.2f}")

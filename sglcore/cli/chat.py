@@ -28,7 +28,7 @@ HELP = """\
 /help          this text
 /quit          leave; so do Ctrl-D, and Ctrl-C twice
 //TEXT         send a message that begins with a /
-Ctrl-C stops an answer; what came of it stays in the conversation."""
+Ctrl-C stops an answer; its text so far stays in the conversation."""
 
 
 def chat(
@@ -230,7 +230,7 @@ def _answer(conversation: Conversation, text: str) -> None:
     except (SglcoreError, ValueError) as error:
         conversation.out.write("\n" if spoken else "")
         is_full = isinstance(error, ContextFull) and len(conversation.turns) > 1
-        _say(f"error: {error}{'; /clear forgets what was said before' if is_full else ''}")
+        _say(f"error: {error}{'; /clear forgets the conversation so far' if is_full else ''}")
         conversation.has_failed, figures = True, ""
     if spoken:
         conversation.turns.append({"role": "assistant", "content": "".join(spoken)})

@@ -183,7 +183,7 @@ def check_devices() -> Iterable[Check]:
     for candidate in candidates:
         yield from _check_device(candidate)
     for device in unclaimed_devices(claims_of(found), bus):
-        yield Check("accelerator", "note", f"no installed package answers for {device}", "install its vendor's package")
+        yield Check("accelerator", "note", f"no installed package supports {device}", "install its vendor's package")
     try:
         chosen = decide(candidates, requested, bus).chosen
         yield Check("choice", "ok", f"{chosen}, because {chosen.reason}")
@@ -254,7 +254,7 @@ def check_torch() -> Iterable[Check]:
     else:
         last = complaint[-1] if complaint else "no message"
         is_numpys = "numpy" in import_faults(["numpy"])
-        remedy = "mend numpy, which torch imports" if is_numpys else "reinstall torch==2.13.0"
+        remedy = "repair numpy, which torch imports" if is_numpys else "reinstall torch==2.13.0"
         yield Check("torch", "bad", f"import torch ended with {ran.returncode}: {last}", remedy)
 
 
@@ -291,7 +291,7 @@ def check_environment() -> Iterable[Check]:
         elif item is not None or name in _OTHER_VARIABLES:
             yield Check(name, "note", value)
         else:
-            yield Check(name, "note", "set, but nobody reads it", "unset it, or correct its name")
+            yield Check(name, "note", "set, but sglcore does not read it", "unset it, or correct its name")
 
 
 EXAMINATIONS: Mapping[str, Examination] = MappingProxyType(
@@ -322,7 +322,7 @@ def _gib(count: int) -> str:
 
 
 def _raised(topic: str, error: Exception) -> Check:
-    return Check(topic, "bad", _traceback(error), "report it to whoever made this part")
+    return Check(topic, "bad", _traceback(error), "report it to the maintainers of this part")
 
 
 def _traceback(error: Exception | None) -> str:
@@ -332,7 +332,7 @@ def _traceback(error: Exception | None) -> str:
 def _print(checks: Sequence[Check]) -> None:
     width = max(len(check.topic) for check in checks)
     counts = {verdict: sum(check.verdict == verdict for check in checks) for verdict in ("ok", "note", "bad")}
-    said = "something will not run" if counts["bad"] else "nothing stands in the way"
+    said = "something will not run" if counts["bad"] else "no problem was found"
     print(f"{said}: {', '.join(f'{count} {verdict}' for verdict, count in counts.items())}\n")
     for check in checks:
         found = check.found.replace("\n", "\n    ")

@@ -70,7 +70,7 @@ def _text(prompt: str | None, model: str | None) -> str:
     """Return the prompt. Raises ConfigError if there is none and nothing to read, or if it was
     given in place of the model."""
     if model is not None and len(model.split()) > 1 and not Path(model).exists():
-        raise ConfigError(f"there is no model {model!r}", remedy="a text to complete stands behind --prompt")
+        raise ConfigError(f"there is no model {model!r}", remedy="give the text to complete with --prompt")
     is_open = prompt is None and not sys.stdin.isatty()
     text = sys.stdin.read() if prompt == "-" or is_open else prompt
     if prompt is None and not text:

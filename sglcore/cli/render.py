@@ -69,7 +69,7 @@ def _survey_lines(seen: Survey) -> tuple[str, ...]:
         head = f"no device is chosen: {seen.refusal}"
     else:
         head = f"chosen: {seen.choice.chosen}, because {seen.choice.chosen.reason}"
-    others = tuple(f"unclaimed accelerator: {device}; no installed package answers for it" for device in seen.unclaimed)
+    others = tuple(f"unclaimed accelerator: {device}; no installed package supports it" for device in seen.unclaimed)
     return (head, *others)
 
 

@@ -74,7 +74,7 @@ def _placed(config: EngineConfig, server: ServerConfig) -> tuple[Placement, Engi
         name = "replicas" if server.replicas > 1 else "ray-resources"
         raise ConfigError(
             f"the model is held by {placement.nodes} nodes, and --{name} is given",
-            remedy=f"leave --{name} out; a server for each copy of the model",
+            remedy=f"leave --{name} out; start one server for each copy of the model",
         )
     if server.restart and placement.restarter:
         raise ConfigError(
@@ -153,7 +153,7 @@ async def _show(frontend: ChatFrontend, url: str, *, quiet: bool, verbose: bool 
     except OSError as error:
         drop_output()
         logging.getLogger("sglcore.serving").warning(
-            "serving at %s; standard output can not be written: %s", url, error.strerror
+            "serving at %s; standard output cannot be written: %s", url, error.strerror
         )
 
 

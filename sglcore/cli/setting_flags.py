@@ -152,7 +152,7 @@ def _read_config(text: str) -> list[tuple[str, Any]]:
     try:
         read = json.loads(text)
     except ValueError as error:
-        raise ConfigError(f"{SPECULATIVE_FLAG} is no JSON: {error}", wanted=wanted) from None
+        raise ConfigError(f"{SPECULATIVE_FLAG} is not JSON: {error}", wanted=wanted) from None
     if not isinstance(read, dict):
         raise ConfigError(f"{SPECULATIVE_FLAG} is {text}", wanted=wanted)
     unknown = next((key for key in read if key not in SPECULATIVE_KEYS), None)

@@ -171,7 +171,7 @@ def read_keys(path: str) -> tuple[str, ...]:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not text"
-        raise ConfigError(f"api_key_file {path} can not be read: {reason}", remedy="correct api_key_file") from None
+        raise ConfigError(f"api_key_file {path} cannot be read: {reason}", remedy="correct api_key_file") from None
     keys = {number: line.strip() for number, line in enumerate(lines, 1)}
     keys = {number: key for number, key in keys.items() if key and not key.startswith("#")}
     for number, key in keys.items():

@@ -24,12 +24,12 @@ SUFFIX = ".in"
 NAME = "NAME"
 MODULE = re.compile(r"torch[._]([a-z][a-z0-9_]*)")
 NEXT_STEPS = """
-The package passes C0 as it is, and says that there is no hardware. Next:
+The package passes C0 as it is and reports that there is no hardware. Next:
   1. pip install -e {folder} && sglcore devices {name}
-  2. sglcore conform {name} --level C0; where there is no hardware, docs/add-a-device.md makes a simulated machine of it
-  3. {folder}/sglcore_{name}/probe.py: what shows that the hardware and its driver are here
+  2. sglcore conform {name} --level C0; without hardware, docs/add-a-device.md shows how to simulate a machine
+  3. {folder}/sglcore_{name}/probe.py: how to detect the hardware and its driver
   4. {folder}/sglcore_{name}/facts.py: {facts}; then sglcore conform {name} --level C1
-  5. {rest}; docs/add-a-device.md goes on from here
+  5. {rest}; then continue with docs/add-a-device.md
 """
 PLAIN = MappingProxyType(
     {
@@ -39,8 +39,8 @@ PLAIN = MappingProxyType(
 )
 TORCH = MappingProxyType(
     {
-        "facts": "what it can not do; capability.py: what {module} calls the properties of a chip",
-        "rest": "kernels.py: launches for your compiler, when C3 passes",
+        "facts": "the features that it lacks; capability.py: the names of chip properties in {module}",
+        "rest": "kernels.py: launch configurations for your compiler, when C3 passes",
     }
 )
 PRINT_ORDER = "from {package}.bring_up import BRING_UP; print(BRING_UP.text(), end='')"
@@ -57,7 +57,7 @@ def write_package(name: str, folder: Path, module: str | None = None) -> tuple[P
     takes it. Raises ConfigError for a name that can not be a module's, for another module, or for a
     folder that has files already."""
     if not re.fullmatch(r"[a-z][a-z0-9]*", name) or keyword.iskeyword(name):
-        raise ConfigError(f"{name!r} can not name a device", wanted="a lower-case word, such as acme")
+        raise ConfigError(f"{name!r} cannot name a device", wanted="a lower-case word, such as acme")
     values = {"name": name, "api": str(API), **_torch_values(f"torch_{name}" if module is None else module)}
     if folder.is_dir() and any(folder.iterdir()):
         raise ConfigError(f"{folder} is not empty", remedy="give another --path")
@@ -76,8 +76,8 @@ def _torch_values(module: str) -> dict[str, str]:
     found = MODULE.fullmatch(module)
     if found is None:
         raise ConfigError(
-            f"{module!r} is no module of a device of torch",
-            wanted="torch.TYPE, for a type that torch itself is built for, or torch_TYPE, an extension that registers one",
+            f"{module!r} is not a device module of torch",
+            wanted="torch.TYPE for a device type of torch's own, or torch_TYPE for an extension that registers one",
         )
     return {"module": module, "type": found[1], "TYPE": found[1].upper()}
 

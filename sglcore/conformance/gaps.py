@@ -54,7 +54,7 @@ def read_tables(folder: Path | None, name: str, table: str) -> tuple[Path, dict[
     try:
         return file, tomllib.loads(file.read_text(encoding="utf-8"))
     except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{file} can not be read: {error}", wanted=f"TOML with [[{table}]] tables") from None
+        raise ConfigError(f"{file} cannot be read: {error}", wanted=f"TOML with [[{table}]] tables") from None
 
 
 def read_record(record: type[T], file: Path, entry: Any, wanted: str) -> T:
@@ -84,7 +84,7 @@ def stale_gaps(gaps: Sequence[Gap], known: Collection[str], today: datetime.date
         if not any(gap.covers(name) for name in known):
             wrong.append(f"the gap {gap.law!r} matches no law of this device")
         if gap.expiry < today:
-            wrong.append(f"the gap {gap.law!r} expired on {gap.expiry}: mend it, or give reasons anew ({gap.link})")
+            wrong.append(f"the gap {gap.law!r} expired on {gap.expiry}: fix it, or renew its reason ({gap.link})")
     names = [gap.law for gap in gaps]
     wrong += [f"there are two gaps {name!r}" for name in sorted({n for n in names if names.count(n) > 1})]
     return wrong
@@ -92,4 +92,4 @@ def stale_gaps(gaps: Sequence[Gap], known: Collection[str], today: datetime.date
 
 def closed_gap(gap: Gap, name: str) -> str:
     """Return the message for a stale gap: its law holds."""
-    return f"{name} holds, and there is a gap {gap.law!r} for it ({gap.reason}); take it out of {FILE}"
+    return f"{name} holds, but has a gap {gap.law!r} ({gap.reason}); remove the gap from {FILE}"

@@ -253,7 +253,7 @@ def catches(kit: Kit, law: Law, mutant: Mutant) -> tuple[bool | None, str]:
     it can not run."""
     missing = ", ".join(sorted(mutant.needs - kit.target.capabilities())) if mutant.needs else ""
     if missing:
-        return None, f"{mutant.name} can not be planted: the device has no {missing}"
+        return None, f"{mutant.name} cannot be planted: the device has no {missing}"
     broken = Kit(kit.target.broken_by(mutant), kit.folder, kit.settings)
     try:
         outcomes: list[Outcome] = []
@@ -263,7 +263,9 @@ def catches(kit: Kit, law: Law, mutant: Mutant) -> tuple[bool | None, str]:
                 return True, outcomes[-1].text
         ran = [outcome.name for outcome in outcomes if outcome.verdict == "passed"]
         skipped = "; ".join(sorted({outcome.text for outcome in outcomes if outcome.verdict == "skipped"}))
-        return (False, f"{mutant.name} passes {', '.join(ran)}") if ran else (None, skipped or "it has no case here")
+        return (
+            (False, f"{mutant.name} passes {', '.join(ran)}") if ran else (None, skipped or "the law has no case here")
+        )
     finally:
         broken.close()
 
@@ -294,7 +296,7 @@ def replay_run(kit: Kit, record: Record) -> Replayed:
     try:
         if harness.geometry.head_dim != about["head_dim"]:
             raise ConfigError(
-                f"the record is of heads of {about['head_dim']}, the device takes {harness.geometry.head_dim}"
+                f"the record has heads of {about['head_dim']}, the device takes {harness.geometry.head_dim}"
             )
         dtypes = (harness.geometry.dtype, about["dtype"])
         return replay(harness.recorder, record.steps, max(LOGPROBS[dtype] for dtype in dtypes))

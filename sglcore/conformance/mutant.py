@@ -78,7 +78,7 @@ def wrap_steps(order: BringUp, changes: Mapping[str, Change]) -> BringUp:
 
 def _wrapped(step: Step | Again, change: Change) -> Step:
     if isinstance(step, Again):
-        raise PlantingError(f"{step.provides!r} is made by other steps once more: change what they make")
+        raise PlantingError(f"{step.provides!r} is made again by other steps: change their results")
 
     def changed(**given: Any) -> object:
         built = step.function(**given)

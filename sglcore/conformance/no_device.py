@@ -51,7 +51,7 @@ def _asked(function: str, told: Callable[[str], None], owners: frozenset[str]) -
         asker = sys._getframe(1)
         module = asker.f_globals["__name__"]
         if module.partition(".")[0] in owners:
-            told(f"{module}, line {asker.f_lineno}, asks {function}")
+            told(f"{module}, line {asker.f_lineno}, calls {function}")
         raise RuntimeError(f"{function}: there is no device")
 
     return refuse

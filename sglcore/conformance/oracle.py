@@ -95,7 +95,7 @@ def _divergence(
     margin = float(row[order[0]] - row[order[1]])
     part = "prompt" if place < len(result.prompt) else "output"
     return (
-        f"{who}: the first divergent token is number {place} of its text ({part}, id {token}): log-probability "
+        f"{who}: the first divergent token is number {place} of the text ({part}, id {token}): log-probability "
         f"{float(found.chosen[0]):.5f}, the reference says {float(row[token]):.5f}; largest difference {error:.3g} where "
         f"{bound:g} is allowed; the reference's two best are {order.tolist()}, {margin:.3g} apart"
     )

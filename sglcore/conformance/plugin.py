@@ -73,7 +73,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
     group.addoption("--conform-result", type=Path, metavar="FILE", help="write the result as JSON")
     group.addoption(
-        "--conform-hardware", default="", metavar="TEXT", help='what the device is; "simulated" where it is none'
+        "--conform-hardware", default="", metavar="TEXT", help='name of the hardware; "simulated" if there is none'
     )
     group.addoption("--conform-record", type=Path, metavar="FILE", help="write the steps of a run, and nothing else")
     group.addoption("--conform-replay", type=Path, metavar="FILE", help="run recorded steps, and nothing else")
@@ -164,7 +164,7 @@ def _run_for(config: pytest.Config, file: Path) -> Run:
     named = _option(config, "--conform-device")
     name = named or _declared_device(file)
     if not name:
-        raise pytest.UsageError(f"{file} lies in no device package; give --conform-device NAME")
+        raise pytest.UsageError(f"{file} is in no device package; give --conform-device NAME")
     runs = config.stash[RUNS]
     if name not in runs:
         target = _target(name)

@@ -73,7 +73,7 @@ def read_record(file: Path) -> Record:
                 raise ConfigError(f"{file} has format {values['format']}", wanted=str(FORMAT), remedy="record it again")
             return Record(values["about"], tuple(_read_steps(found, values["steps"])))
     except (OSError, zipfile.BadZipFile, KeyError, json.JSONDecodeError) as error:
-        raise ConfigError(f"{file} is not a record: {error}", wanted="what --record wrote") from None
+        raise ConfigError(f"{file} is not a record: {error}", wanted="a file that --record wrote") from None
 
 
 def _read_steps(found: zipfile.ZipFile, steps: Sequence[Mapping[str, Any]]) -> Iterator[RecordedStep]:
@@ -91,7 +91,7 @@ def _batch_values(batch: ScheduleBatch, arrays: dict[str, NDArray[Any]]) -> dict
     for item in fields(batch):
         value = getattr(batch, item.name)
         if isinstance(value, OneShot) and value.is_set:
-            raise ConfigError(f"step {batch.step} asks for {item.name}, which a record does not hold")
+            raise ConfigError(f"step {batch.step} requests {item.name}, which a record cannot hold")
         if isinstance(value, np.ndarray):
             arrays[f"batch.{item.name}"] = value
         elif isinstance(value, SamplingBatch):

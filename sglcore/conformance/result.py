@@ -95,7 +95,7 @@ def read_result(file: Path) -> dict[str, Any]:
     values = json.loads(file.read_text(encoding="utf-8"))
     if values.get("digest") != digest(values):
         raise ValueError(
-            f"{file} was changed after it was written: its digest does not fit; run `sglcore conform` again"
+            f"{file} was changed after it was written: its digest does not match; run `sglcore conform` again"
         )
     return values
 

@@ -52,7 +52,7 @@ def test_law(law_case: LawCase, conformance_kits: Kits) -> None:
         if caught is None:
             pytest.skip(text)
         if not caught:
-            pytest.fail(f"the law lets it pass: {text}", pytrace=False)
+            pytest.fail(f"the law does not catch the mutant: {text}", pytrace=False)
         pytest.xfail(f"caught: {text.strip().splitlines()[-1]}")
     outcome = run_case(kit, law_case.law, law_case.case)
     law_case.run.outcomes.append(outcome)
@@ -70,7 +70,9 @@ def test_recorded_steps(run_to_record: Run, conformance_kits: Kits, pytestconfig
         write_record(target, record_run(kit))
     if source is not None:
         seen = replay_run(kit, read_record(source))
-        print(f"{seen.tokens} tokens compared, {seen.parted} requests parted, largest difference {seen.max_error:.3g}")
+        print(
+            f"{seen.tokens} tokens compared, {seen.parted} requests diverged, largest difference {seen.max_error:.3g}"
+        )
 
 
 def _need_device(run: Run, level: str) -> None:

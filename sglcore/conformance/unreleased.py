@@ -59,7 +59,7 @@ class Parts:
     """Distinct objects that bring-ups built and that are still alive: model, memory, worker, and
     any other that takes a weak reference."""
 
-    what = "parts of what was built"
+    what = "parts that bring-ups built"
 
     def __init__(self) -> None:
         self._parts: list[weakref.ref[object]] = []

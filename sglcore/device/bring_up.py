@@ -133,7 +133,7 @@ class BringUp:
         elif after is not None and before is None:
             place = self._index(after) + 1
         else:
-            raise BringUpError("insert needs its place", wanted="either before= or after=")
+            raise BringUpError("insert needs a place in the order", wanted="either before= or after=")
         return BringUp((*self.steps[:place], Step.of(step), *self.steps[place:]))
 
     def replace(self, old: StepFunction | str, new: StepFunction) -> BringUp:
@@ -156,7 +156,9 @@ class BringUp:
         known = set(given)
         for place, step in enumerate(self.steps):
             if step.provides in known:
-                raise BringUpError(f"step {step.provides!r} provides what is given already", wanted="a name of its own")
+                raise BringUpError(
+                    f"step {step.provides!r} provides a value that is already given", wanted="another name"
+                )
             later = {other.provides for other in self.steps[place:]}
             for need in (*step.needs, *(name for name in step.optional if name in later)):
                 if need not in known:

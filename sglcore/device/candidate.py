@@ -67,7 +67,7 @@ class Candidate:
             self.error.found if isinstance(self.error, SglcoreError) else f"{type(self.error).__name__}: {self.error}"
         )
         remedy = self.error.remedy if isinstance(self.error, SglcoreError) else ""
-        line = f"{self.installed.distribution} {self.installed.version} can not be {where}: {said.strip()}"
+        line = f"{self.installed.distribution} {self.installed.version} cannot be {where}: {said.strip()}"
         return line, remedy or pip("install --upgrade", self.installed.distribution)
 
 
@@ -83,7 +83,7 @@ def run_probe(package: DevicePackage, named: bool, system: System | None = None)
         error.add_note(f"in the probe {package.probe!r} of device {package.name!r}")
         raise
     if not isinstance(report, ProbeReport):
-        raise DeviceError(f"the probe of {package.name!r} gave a {type(report).__name__}", wanted="a ProbeReport")
+        raise DeviceError(f"the probe of {package.name!r} returned a {type(report).__name__}", wanted="a ProbeReport")
     return report
 
 

@@ -95,7 +95,7 @@ def _package(point: EntryPoint, distribution: str, same_name: list[EntryPoint]) 
     if (package.name, declared) != (point.name, number):
         raise DeviceError(
             f"{distribution} declares device {package.name!r} with API {declared}",
-            wanted=f"{point.name!r} with API {number}, as its entry point says",
+            wanted=f"{point.name!r} with API {number}, as its entry point states",
             remedy=pip("install --force-reinstall", distribution),
         )
     return package
@@ -105,7 +105,7 @@ def _api_number(point: EntryPoint, distribution: str) -> int:
     tag = _API_TAG.search(point.value)
     if tag is None:
         raise DeviceError(
-            f"the entry point {point.name} = {point.value!r} of {distribution} does not say its API number",
+            f"the entry point {point.name} = {point.value!r} of {distribution} does not state its API number",
             wanted=f"'module:name [api-{API}]'",
             remedy=pip("install --upgrade", distribution),
         )

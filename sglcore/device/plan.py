@@ -82,7 +82,7 @@ class StepPlan:
         for a step without cuts.
         """
         if self.cuts is None:
-            raise ValueError("found a step that some shard can not cut in two; wanted one with cuts")
+            raise ValueError("found a step that a shard cannot split into two micro-batches; wanted a step with cuts")
         rest = tuple(count - cut for count, cut in zip(self.global_num_tokens, self.cuts, strict=True))
         first, second = (replace(self, global_num_tokens=rows, cuts=None) for rows in (self.cuts, rest))
         return first, second

@@ -100,7 +100,7 @@ def _named(candidates: Sequence[Candidate], requested: Requested) -> Choice:
     item = find_installed([c.installed for c in candidates], requested)
     candidate = next(c for c in candidates if c.installed is item)
     if not candidate.probed().usable:
-        raise _unusable(candidate, f"it was asked for by {requested.source}")
+        raise _unusable(candidate, f"it was requested by {requested.source}")
     return _choice(candidate, requested, f"it was named by {requested.source}")
 
 
@@ -186,7 +186,7 @@ def _unusable_row(candidate: Candidate) -> Row:
 
 
 def _adapted_row(number: int, today: int, distribution: str) -> Row:
-    reason = f"it was written for the contract's number {number}, which sglcore takes until number {today + 1} comes"
+    reason = f"it was written for API {number}, which sglcore accepts until API {today + 1}"
     return Row("device package", f"API {today}", f"API {number}", reason, pip("install --upgrade", distribution))
 
 
@@ -208,8 +208,8 @@ def _unclaimed_row(device: PciDevice, host: str) -> Row:
         f"accelerator {device.address}",
         "its device package",
         host,
-        f"no installed package answers for {device}",
-        remedy=f"pip install the sglcore package of its vendor, or ask for {host} by --device or {VARIABLE}",
+        f"no installed package supports {device}",
+        remedy=f"pip install the sglcore package of its vendor, or select {host} with --device or {VARIABLE}",
         downgrade=True,
     )
 
@@ -219,7 +219,7 @@ def _unusable(candidate: Candidate, after: str) -> DeviceError:
     name, fact = report.first_failure or ("", report.hardware)
     state = "is present but not usable" if report.present else "is not present"
     remedy = f"{fact.remedy or 'see sglcore doctor'} ({after})"
-    hidden = "" if report.hiding in (None, fact) else f"; it is hidden, too: {report.hiding.evidence}"
+    hidden = "" if report.hiding in (None, fact) else f"; it is also hidden: {report.hiding.evidence}"
     return DeviceError(f"device {candidate.name!r} {state}: {name}: {fact.evidence}{hidden}", remedy=remedy)
 
 

@@ -82,7 +82,7 @@ class Topology:
         Raises ValueError for another name.
         """
         if name not in GROUPS:
-            raise ValueError(f"{name!r} is no group; wanted one of {', '.join(GROUPS)}")
+            raise ValueError(f"{name!r} is not a group; wanted one of {', '.join(GROUPS)}")
         every = range(self.world)
         if name == "attn_dp":
             key = [rank // self.tp * self.attn_tp + rank % self.attn_tp for rank in every]

@@ -84,7 +84,7 @@ class Engine:
         self.codec.check(params)
         ids = read_prompt(self.codec, prompt, most=longest_prompt(self.worker.limits))
         for missing in (each for part in left_out_of(params.grammar) for each in part.names):
-            warnings.warn(f"the output is not held to {missing} of its schema: check it for that", stacklevel=3)
+            warnings.warn(f"the output is not held to {missing} of its schema: check the output", stacklevel=3)
         seed = params.seed if params.seed is not None else fresh_seed()
         processor = OutputProcessor(self.codec, name, prompt if isinstance(prompt, str) else None, ids, params, seed)
         processor.output.max_tokens = cut_tokens(params, len(ids), self.worker.limits.max_model_len)
@@ -133,7 +133,7 @@ class Engine:
             raise TextError(
                 "this checkpoint has no classification head",
                 wanted="an architecture ...ForSequenceClassification",
-                remedy="of a language model that answers yes or no, ask generate for those tokens' log-probabilities",
+                remedy="with a language model that answers yes or no, use generate and both tokens' log-probabilities",
             )
         limit = longest_prompt(self.worker.limits, embeds=True)
         return self._answers(pairs, lambda pair: self.codec.encode_texts(*pair, limit=limit))
@@ -204,10 +204,10 @@ def read_prompt(codec: TextCodec, prompt: Prompt, *, special: bool = True, most:
     try:
         ids = list(prompt)
         if any(isinstance(token_id, (bool, np.bool_)) for token_id in ids):
-            raise TypeError("true and false are no token ids")
+            raise TypeError("true and false are not token ids")
         return [operator.index(token_id) for token_id in ids]
     except TypeError as error:
-        raise TextError(f"this prompt can not be read: {error}", wanted=wanted) from None
+        raise TextError(f"this prompt cannot be read: {error}", wanted=wanted) from None
 
 
 def prompted(codec: TextCodec, prompt: Prompt, name: str | None) -> Prompt:
@@ -223,7 +223,7 @@ def prompted(codec: TextCodec, prompt: Prompt, name: str | None) -> Prompt:
         raise TextError("found embeddings as a prompt to embed", wanted="text, or a list of token ids")
     if name is not None:
         raise TextError(
-            f"found token ids with the prompt name {name!r}", wanted="text, which a prompt can stand before"
+            f"found token ids with the prompt name {name!r}", wanted="text, which a named prompt can precede"
         )
     return prompt
 

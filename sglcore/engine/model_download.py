@@ -173,9 +173,9 @@ def _in_one_line(name: str, revision: str | None) -> Iterator[None]:
     try:
         yield
     except errors.GatedRepoError:
-        raise ConfigError(f"{at} is gated", wanted="a token of somebody who has access", remedy=login) from None
+        raise ConfigError(f"{at} is gated", wanted="a token of an account that has access", remedy=login) from None
     except errors.RepositoryNotFoundError:
-        found = f"there is neither a folder {name!r} nor a model {at}, or that is private"
+        found = f"there is no folder {name!r}, and no public model {at}"
         raise ConfigError(found, remedy=f"check the name; for a private one, {login}") from None
     except errors.RevisionNotFoundError:
         raise ConfigError(f"{at} has no revision {revision!r}", remedy="correct --revision") from None
@@ -197,25 +197,25 @@ def _answered(at: str, repository: str, error: HfHubHTTPError) -> ConfigError:
     """Return the error for a hub that was reached but refused."""
     status, wait = error.response.status_code, error.response.headers.get("retry-after", "")
     if status == 429:
-        remedy = f"try again {f'in {wait} s' if wait.isdigit() else 'later'}; those with HF_TOKEN may ask more often"
+        remedy = f"try again {f'in {wait} s' if wait.isdigit() else 'later'}; HF_TOKEN raises the limit of requests"
     elif status < 500:
         remedy = "check the name, and set HF_TOKEN or run `hf auth login`"
     else:
         remedy = "try again later"
     return ConfigError(
-        f"{at} was asked for, and the answer is {status} {error.response.reason_phrase}".rstrip(),
+        f"{at} was requested, and the answer is {status} {error.response.reason_phrase}".rstrip(),
         wanted="200, or its files in the cache",
-        remedy=f"{remedy}, or bring the cache of a machine that ran `hf download {repository}`",
+        remedy=f"{remedy}, or copy the cache of a machine that ran `hf download {repository}`",
     )
 
 
 def _absent(name: str, repository: str, *, offline: bool) -> ConfigError:
     from huggingface_hub import constants
 
-    why = "HF_HUB_OFFLINE forbids the network" if offline else f"{constants.ENDPOINT} can not be reached"
+    why = "HF_HUB_OFFLINE forbids the network" if offline else f"{constants.ENDPOINT} cannot be reached"
     online = "unset HF_HUB_OFFLINE" if offline else "check the network"
     return ConfigError(
-        f"{name} is not whole in the cache {constants.HF_HUB_CACHE}, and {why}",
+        f"{name} is not complete in the cache {constants.HF_HUB_CACHE}, and {why}",
         wanted="its files there, or a folder",
-        remedy=f"{online}, or bring the cache of a machine that ran `hf download {repository}`",
+        remedy=f"{online}, or copy the cache of a machine that ran `hf download {repository}`",
     )

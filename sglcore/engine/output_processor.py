@@ -64,7 +64,7 @@ class OutputProcessor:
         try:
             return self._grow(completion, self._texts[output.index], output)
         except Exception as error:
-            reason = f"its text can not be made: {type(error).__name__}: {error}"
+            reason = f"its tokens cannot be decoded to text: {type(error).__name__}: {error}"
             return self.fail(output.index, reason)
 
     def early_end(self, output: EngineOutput) -> EarlyEnd | None:

@@ -38,13 +38,13 @@ def keep_faster(trial: Trial, ledger: DecisionLedger) -> ModelWorker:
         if rates and time.perf_counter() - begin > SECONDS:
             break
     rate = median(rates)
-    measured = f"measured now, one request has {rate:.2f} times the tokens a second of one without"
+    measured = f"measured now, one request has {rate:.2f} times the tokens per second of one without"
     if rate >= MARGIN:
         ledger.record(Row("speculative", "auto", trial.summary, measured, "--speculative off"))
         return trial.bold
     trial.leave()
     kind = trial.summary.partition(",")[0]
-    reason = f"{measured} {kind}, and {MARGIN} times are wanted"
+    reason = f"{measured} {kind}, and at least {MARGIN} times is wanted"
     ledger.record(Row("speculative", "auto", "off", reason, f"--speculative {kind}"))
     return trial.plain
 

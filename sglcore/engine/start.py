@@ -210,10 +210,10 @@ def choose_overlap(config: EngineConfig, limits: Limits) -> tuple[bool, Row]:
     if config.overlap is not False and not limits.can_overlap:
         return False, Row("overlap", requested, "off", IN_TURN, downgrade=config.overlap is True)
     if config.overlap is not None:
-        return config.overlap, Row("overlap", requested, requested, "asked for", "SGLCORE_OVERLAP=0 or 1")
+        return config.overlap, Row("overlap", requested, requested, "requested", "SGLCORE_OVERLAP=0 or 1")
     if limits.runs_ahead:
         return True, Row("overlap", requested, "on", "steps are planned while the device runs", "SGLCORE_OVERLAP=0")
-    reason = "a step has run when it was submitted, so nothing is gained by planning ahead"
+    reason = "a step has completed when `submit` returns, so planning ahead gains nothing"
     return False, Row("overlap", requested, "off", reason, "SGLCORE_OVERLAP=1")
 
 
@@ -225,7 +225,7 @@ def choose_prefix_cache(config: EngineConfig, limits: Limits) -> Row:
         return Row("prefix cache", requested, "off", "every prompt is computed", "SGLCORE_PREFIX_CACHE=1")
     reason = "prompts share the pages of their common prefix"
     if limits.keeps_state and not limits.num_snapshots:
-        reason = "the model keeps a state for each request, and no copy of one fits"
+        reason = "the model keeps a state for each request, and no snapshot of one fits"
         return Row(
             "prefix cache",
             requested,
@@ -235,7 +235,7 @@ def choose_prefix_cache(config: EngineConfig, limits: Limits) -> Row:
             downgrade=requested == "on",
         )
     if limits.keeps_state:
-        reason += f", as far as one of {limits.num_snapshots} snapshots has the state"
+        reason += f", up to a position for which one of {limits.num_snapshots} snapshots has the state"
     return Row("prefix cache", requested, "on", reason, "SGLCORE_PREFIX_CACHE=0")
 
 
@@ -244,7 +244,7 @@ def choose_sampling(config: EngineConfig, folder: Path) -> tuple[Mapping[str, fl
     that is off. Raises ConfigError."""
     requested = config.generation_config
     if requested == "none":
-        return {}, Row("sampling", requested, "as requests say", "asked for")
+        return {}, Row("sampling", requested, "as requests say", "requested")
     found = read_sampling(folder)
     try:
         SamplingParams(**found)  # pyright: ignore[reportArgumentType]
@@ -266,4 +266,4 @@ def _model_row(config: EngineConfig, folder: Path) -> Row:
         return Row(
             "model", "none named", "embedded", "a small model ships with the package", "name a checkpoint folder"
         )
-    return Row("model", config.model, str(folder), "asked for")
+    return Row("model", config.model, str(folder), "requested")

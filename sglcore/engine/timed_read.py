@@ -45,7 +45,7 @@ def read_exactly(stream: socket.socket, size: int, until: float | None) -> bytea
         if until is not None:
             left = until - time.monotonic()
             if left <= 0:
-                raise TimeoutError("it has said too little for too long")
+                raise TimeoutError("it has sent too little data for too long")
             if not is_readable(stream, left):
                 continue
         got = stream.recv_into(rest)

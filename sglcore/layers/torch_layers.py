@@ -240,4 +240,6 @@ class Build(Scope):
         def __getattr__(self, kind: str) -> NoReturn:
             if kind.startswith("_"):
                 raise AttributeError(kind)
-            raise ConfigError(f"{self.config.architecture} asks for {kind!r}, a kind of layer that torch's do not have")
+            raise ConfigError(
+                f"{self.config.architecture} needs a layer of kind {kind!r}, which torch's layers do not have"
+            )

@@ -43,7 +43,9 @@ def choose_implementation(
     if asked == "native" or not has_torch or (asked == "auto" and _architecture(path) in {*ARCHITECTURES, ""}):
         config = read_config(path, ARCHITECTURES, task)
         module = ARCHITECTURES[config.architecture].partition(":")[0]
-        ledger.record(Row("model impl", asked, "native", f"{config.architecture} has a file here, {module}", REMEDY))
+        ledger.record(
+            Row("model impl", asked, "native", f"sglcore implements {config.architecture} in {module}", REMEDY)
+        )
     else:
         config = _by_transformers(asked, path, ledger, task, trusts_code)
     if config.pooling is not None:
@@ -70,7 +72,7 @@ def _by_transformers(asked: str, path: Path, ledger: DecisionLedger, task: str, 
     from sglcore.models.transformers_backend.transformers_config import transformers_config
 
     config = transformers_config(path, task, runs_code)
-    why = "asked for" if asked == "transformers" else f"{config.architecture} has no file here"
+    why = "requested" if asked == "transformers" else f"sglcore does not implement {config.architecture}"
     reason, downgrade = _proof(config, kind, is_proven=kind in PROVEN and not runs_code)
     ledger.record(Row("model impl", asked, "transformers", f"{why}; {reason}", REMEDY, downgrade))
     return config
@@ -95,9 +97,9 @@ def _proof(config: ModelConfig, kind: str, is_proven: bool) -> tuple[str, bool]:
         from sglcore.models.transformers_backend.equivalence_check import check
 
         error = check(config, TRANSFORMERS)
-        what = f"{config.architecture} was not compared before; checked at load, on a tiny model of the same options"
-        return f"{what}: log-probabilities differ by at most {error:.1g} from those of its own forward", True
-    reason = f"{kind!r} of transformers {VERSION} gives what its own forward gives"
+        what = f"{config.architecture} was not compared before; checked at load, with a tiny model of the same options"
+        return f"{what}: log-probabilities differ by at most {error:.1g} from its own forward", True
+    reason = f"{kind!r} of transformers {VERSION} gives the results of its own forward"
     return (reason, False) if found == VERSION else (f"{reason}, and {found} is installed", True)
 
 
@@ -105,19 +107,19 @@ def _check_asked(asked: str, path: Path, has_torch: bool) -> None:
     """Raise `ConfigError` for an implementation that is not available for this device or file."""
     if asked == "native" and (name := _architecture(path)) not in {*ARCHITECTURES, ""}:
         raise ConfigError(
-            f"sglcore has no file of the architecture {name!r}",
+            f"sglcore does not implement the architecture {name!r}",
             wanted=served(name, ARCHITECTURES),
             remedy="leave --model-impl out: transformers' class may run it",
         )
     if asked == "transformers" and not has_torch:
         raise ConfigError(
-            "transformers' own classes compute by torch, which this device has not",
+            "transformers' own classes need torch, which this device does not have",
             remedy="leave --model-impl out, or choose a device with torch, such as --device cpu",
         )
     if asked == "transformers" and is_gguf(path):
         raise ConfigError(
-            f"transformers' own classes take weights of safetensors, and {path} is a GGUF file",
-            remedy="leave --model-impl out, or use the checkpoint that it was made of",
+            f"transformers' own classes read safetensors weights, and {path} is a GGUF file",
+            remedy="leave --model-impl out, or use the checkpoint that it was made from",
         )
 
 
@@ -133,13 +135,14 @@ def _check_transformers(raw: Mapping[str, Any], name: str, kind: str, asked: str
     if transformers is not installed."""
     if kind not in PROVEN and not brings_code(raw) and asked != "transformers":
         raise ConfigError(
-            f"the architecture {name!r} is not supported: sglcore has no file of it, and transformers' type {kind!r} is not "
+            f"the architecture {name!r} is not supported: sglcore does not implement it, and transformers' type "
+            f"{kind!r} is not "
             "among those that were compared with transformers' own forward",
             wanted=served(name, ARCHITECTURES),
             remedy="use another model, or have this one compared at load with --model-impl transformers",
         )
     if find_spec("transformers") is None:
         raise ConfigError(
-            f"{name!r} runs by transformers' own class, and transformers is not installed",
+            f"{name!r} runs with transformers' own class, and transformers is not installed",
             remedy="pip install 'sglcore[transformers]'",
         )

@@ -82,7 +82,9 @@ def check_declarations(batch_type: type) -> None:
     for spec in leaves(batch_type):
         name = (spec.mirror or spec.name).rpartition(".")[2]
         if spec.split is Split.CLIP and name not in LENGTHS and name not in SIZES:
-            raise TypeError(f"{batch_type.__name__}.{spec.name} is clipped, and nothing says what a child has of it")
+            raise TypeError(
+                f"{batch_type.__name__}.{spec.name} is clipped, and no rule in LENGTHS or SIZES defines a child's part"
+            )
 
 
 check_declarations(ForwardBatch)
@@ -98,7 +100,7 @@ def clip(batch: ForwardBatch, first: int, last: int) -> Clip:
         raise ValueError(f"tokens [{first}, {last}) do not lie in a batch of {batch.num_tokens} tokens")
     width = batch.width or 1
     if first % width or last % width:
-        raise ValueError(f"tokens [{first}, {last}) part a request of {width} rows; wanted multiples of {width}")
+        raise ValueError(f"tokens [{first}, {last}) split a request of {width} rows; wanted multiples of {width}")
     lengths = batch.extend_seq_lens_cpu
     if lengths is None:
         return Clip(first, last, slice(first, last), 0, 0)
@@ -148,7 +150,7 @@ def _child_value(spec: FieldSpec, value: Any, part: Clip) -> Any:
     if value is None or spec.split is Split.COPY:
         return value
     if spec.split is Split.REFUSE:
-        raise SplitRefusedError(f"a batch with {spec.name} can not be split; run it whole")
+        raise SplitRefusedError(f"a batch with {spec.name} cannot be split; run it whole")
     if spec.split is Split.NESTED:
         return _child(value, part)
     if spec.split is Split.COUNT:

@@ -152,9 +152,9 @@ def kernels(
         if facts is not None and facts.reaches_pinned_memory and asks_for_hisparse(config.hisparse):
             own: KernelTable = resolve(package.kernels[next(iter(package.kernels))], package.name)()
             table = table.replace(**{entry: getattr(own, entry) for entry in REACHING if entry in own.replaced})
-            but = f", but for {' and '.join(REACHING)}, which reach host memory"
+            but = f", except {' and '.join(REACHING)}, which reach host memory"
         ledger.record(
-            Row("kernels", config.kernels, REFERENCE, f"asked for, to compare numbers{but}", "--kernels auto")
+            Row("kernels", config.kernels, REFERENCE, f"requested, to compare numbers{but}", "--kernels auto")
         )
         return table
     table = resolve(package.kernels[name], package.name)()

@@ -177,7 +177,9 @@ class BufferRegistry:
         if buffer.name in self._buffers:
             raise ValueError(f"input buffer {buffer.name!r} is registered twice; each batch field has one")
         if self._block is not None:
-            raise ValueError(f"input buffer {buffer.name!r} comes after the memory was made; register all before")
+            raise ValueError(
+                f"input buffer {buffer.name!r} is registered after the memory was allocated; register all before"
+            )
         self._buffers[buffer.name] = buffer
 
     def input_buffer(self, name: str) -> InputBuffer:

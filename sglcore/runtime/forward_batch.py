@@ -149,7 +149,7 @@ class ForwardBatch(ForwardInputs[Tensor]):
             return f"planned over generation {record.generation} of the KV pool, it is now {backend.generation}"
         epoch, step = (None, 0) if self.turn is None else self.turn
         if record.epoch != epoch:
-            return f"planned for the lengths of epoch {record.epoch}, the batch has those of {epoch}"
+            return f"planned for the lengths of epoch {record.epoch}, the batch has the lengths of {epoch}"
         if step >= record.steps:
             return f"planned for {record.steps} forwards, this is one more"
         return ""

@@ -51,7 +51,7 @@ class Grammar:
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
-            raise GrammarError(f"{self.kind!r} is no kind of grammar", wanted=f"one of {', '.join(KINDS)}")
+            raise GrammarError(f"{self.kind!r} is not a kind of grammar", wanted=f"one of {', '.join(KINDS)}")
         if not isinstance(self.text, str):
             raise GrammarError(f"the grammar is {type(self.text).__name__}", wanted="text")
         if len(self.text) > MAX_GRAMMAR_TEXT:

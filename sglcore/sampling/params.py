@@ -123,9 +123,9 @@ class SamplingParams:
             wanted = f"at most max_tokens ({self.max_tokens})"
             raise _refusal("min_tokens", self.min_tokens, wanted, "lower min_tokens or raise max_tokens")
         if self.grammar is not None and self.min_tokens:
-            raise _refusal("min_tokens", self.min_tokens, "0 beside a grammar", "ask for the length in the grammar")
+            raise _refusal("min_tokens", self.min_tokens, "0 with a grammar", "set the length in the grammar")
         if self.grammar is not None and self.ignore_eos:
-            raise _refusal("ignore_eos", True, "False beside a grammar", "leave it out: a grammar ends by that token")
+            raise _refusal("ignore_eos", True, "False with a grammar", "leave it out: a grammar ends with that token")
 
     def __reduce__(self) -> tuple[Any, ...]:
         values = {item.name: getattr(self, item.name) for item in fields(self)}

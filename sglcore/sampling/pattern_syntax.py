@@ -23,8 +23,8 @@ _REFUSED = (
     (re.compile(r"\(\?>"), "has an atomic group"),
     (re.compile(r"\(\?#"), "has a comment"),
     (re.compile(r"\(\?[aiLmsux-]"), "has flags for a part of it"),
-    (re.compile(r"\$|\\Z"), "asks for the end of a text that grows"),
-    (re.compile(r"\\[bB]"), "asks for the edge of a word, which the next character decides"),
+    (re.compile(r"\$|\\Z"), "matches the end of a text that is still growing"),
+    (re.compile(r"\\[bB]"), "matches the edge of a word, which depends on the next character"),
 )
 
 

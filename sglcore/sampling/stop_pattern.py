@@ -74,7 +74,7 @@ class StopPattern:
                 self._places, *automata = _build(root)
                 self._tests = {each: re.compile(each, flags) for each in set(self._places)}
         except (re.error, OverflowError) as error:
-            raise PatternError(f"{text!r:.60} is no regular expression: {error}") from None
+            raise PatternError(f"{text!r:.60} is not a regular expression: {error}") from None
         except RecursionError:
             raise PatternError(f"{text!r:.60} is nested too deeply") from None
         self._automata: Sequence[Automaton] = automata

@@ -70,12 +70,12 @@ def _of_format(given: Mapping[str, Any]) -> StructuralTag:
         raise TagError(
             f"the structural tag has the format {given.get('type')!r:.60}",
             wanted="triggered_tags",
-            remedy="write it so, or as a json_schema, a regex or a grammar",
+            remedy="use triggered_tags, or a json_schema, a regex or a grammar",
         )
     _only(given, "format", ("type", "triggers", "tags", "at_least_one", "stop_after_first", "excludes"))
     for name in ("at_least_one", "excludes"):
         if given.get(name):
-            raise TagError(f"format.{name} is not here", remedy="leave it out")
+            raise TagError(f"format.{name} is not supported", remedy="leave it out")
     tags = [_tag(each, f"format.tags[{place}]") for place, each in enumerate(_list(given, "tags"))]
     return StructuralTag(tuple(tags), tuple(_list(given, "triggers")), bool(given.get("stop_after_first")))
 
@@ -109,13 +109,16 @@ def _check(found: StructuralTag) -> None:
             (other for other in triggers if other != trigger and isinstance(other, str) and other in trigger), ""
         )
         if within:
-            raise TagError(f"the trigger {trigger!r:.60} holds another, {within!r:.60}", wanted="triggers apart")
+            raise TagError(
+                f"the trigger {trigger!r:.60} contains another, {within!r:.60}",
+                wanted="triggers that do not contain each other",
+            )
         if not found.of(trigger):
             raise TagError(f"no tag begins with the trigger {trigger!r:.60}", remedy="leave it out, or give its tag")
     for tag in found.tags:
         if not any(tag.begin.startswith(trigger) for trigger in triggers):
             raise TagError(
-                f"the tag that begins with {tag.begin!r:.60} has no trigger", wanted="a trigger that begins it"
+                f"the tag that begins with {tag.begin!r:.60} has no trigger", wanted="a trigger that it begins with"
             )
 
 

@@ -19,23 +19,27 @@ Ints = NDArray[np.int32]
 def check_embeds(request: Request, embeds: PromptEmbeds, limits: Limits) -> None:
     """Raise RequestError for embeddings that a worker with these limits does not accept."""
     if embeds.rows.shape[1] != limits.embed_size:
-        wanted = f"{limits.embed_size} numbers a token" if limits.embed_size else "text or token ids"
-        raise RequestError(f"the embeddings of this request have {embeds.rows.shape[1]} numbers a token; give {wanted}")
+        wanted = f"{limits.embed_size} numbers per token" if limits.embed_size else "text or token ids"
+        raise RequestError(
+            f"the embeddings of this request have {embeds.rows.shape[1]} numbers per token; give {wanted}"
+        )
     if embeds.positions is not None and not limits.takes_mrope:
         whose = (
-            "proposals are verified by one; start with --speculative off, or"
+            "draft tokens are verified with one axis; start with --speculative off, or"
             if limits.draft_tokens
-            else "this model has one;"
+            else "this model has one axis;"
         )
-        raise RequestError(f"this request has positions by three axes, and {whose} leave the positions out")
+        raise RequestError(f"this request has three-axis positions, and {whose} leave the positions out")
     if embeds.axes.min() < 0 or embeds.delta > 0:
         found = f"{embeds.axes.min()}..{embeds.axes.max()}"
         raise RequestError(f"the positions of this request are {found}, wanted 0..{len(embeds.rows) - 1}")
     if embeds.token_ids is None and (request.params.needs_history or request.scores_prompt or limits.reads_history):
         what = (
-            "is for a model that reads earlier ids" if limits.reads_history else "asks for penalties or prompt_logprobs"
+            "is for a model that reads earlier token ids"
+            if limits.reads_history
+            else "has penalties or prompt_logprobs"
         )
-        raise RequestError(f"this request {what}; give the token_ids beside its embeddings")
+        raise RequestError(f"this request {what}; give the token_ids with its embeddings")
 
 
 def add_embeds(batch: ScheduleBatch, requests: Sequence[Request]) -> None:

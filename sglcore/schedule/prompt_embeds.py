@@ -33,7 +33,7 @@ class PromptEmbeds:
             embeds = np.ascontiguousarray(self.embeds, np.float32)
             positions = None if self.positions is None else np.ascontiguousarray(self.positions, np.int32)
         except (TypeError, ValueError) as error:
-            raise RequestError(f"prompt embeddings can not be read: {error}; give numbers [tokens, hidden]") from None
+            raise RequestError(f"prompt embeddings cannot be read: {error}; give numbers [tokens, hidden]") from None
         object.__setattr__(self, "embeds", embeds)
         object.__setattr__(self, "positions", positions)
         if embeds.ndim != 2 or not len(embeds):

@@ -28,12 +28,12 @@ def check_limits(limits: Limits) -> None:
         )
     if limits.sliced_layers and limits.draft_tokens:
         raise ConfigError(
-            "a worker that proposes tokens takes prompts by slices", wanted="one of both", remedy="--prompt-slices off"
+            "a worker drafts tokens and takes prompts in slices", wanted="one of the two", remedy="--prompt-slices off"
         )
     if limits.num_window_pages and limits.num_window_pages < (least := least_window_pages(limits)):
         raise ConfigError(
-            f"the KV pool of layers with a window holds {limits.num_window_pages} pages; a window of {limits.window}"
-            f" tokens and a step of {limits.max_batch_tokens} take {least}",
+            f"the KV pool of sliding-window layers holds {limits.num_window_pages} pages; a window of {limits.window}"
+            f" tokens and a step of {limits.max_batch_tokens} need {least}",
             wanted="room for the window of one request, and for a step's tokens",
             remedy="lower max_batch_tokens or raise kv_cache_memory",
         )
@@ -54,23 +54,24 @@ def check_request(request: Request, limits: Limits) -> None:
     if request.task == "embed":
         _check_embedding(request, limits)
     elif not limits.generates:
-        raise RequestError("this request wants to generate, but this model only embeds; ask for an embedding")
+        raise RequestError("this request wants to generate, but this model only embeds; request an embedding")
     elif length > longest_prompt(limits):
         raise ContextError(
             f"the prompt of this request has {length} tokens and the context holds {limits.max_model_len}, one of"
-            f" them for the output; shorten the prompt by {length - limits.max_model_len + 1} or raise max_model_len, where the checkpoint allows it"
+            f" them for the output; shorten the prompt by {length - limits.max_model_len + 1} or raise "
+            "max_model_len, if the checkpoint allows it"
         )
     if request.embeds is not None:
         check_embeds(request, request.embeds, limits)
     if request.matcher is not None and not limits.takes_masks:
         raise RequestError(
             "this request has a grammar, and this device's sampler takes no masks; leave the grammar out or run it"
-            " on a device whose package does"
+            " on a device with a sampler that does"
         )
     if request.change is not None and not limits.takes_changes:
         raise RequestError(
-            "this request asks for DRY, and this device's sampler takes no additions to logits; leave dry_multiplier out or"
-            " run it on a device whose package does"
+            "this request has DRY, and this device's sampler takes no additions to logits; leave dry_multiplier out or"
+            " run it on a device with a sampler that does"
         )
     low, high = int(request.prompt_ids.min()), int(request.prompt_ids.max())
     if low < 0 or high >= limits.vocab_size:
@@ -172,7 +173,7 @@ def follows(request: Request, token: int) -> bool:
 def why_bad(request: Request, step: int) -> str:
     """Return the reason for logits that are not finite."""
     if request.matcher is not None and request.matcher.error:
-        return f"the grammar can not go on: {request.matcher.error}"
+        return f"the grammar cannot go on: {request.matcher.error}"
     return f"the logits of step {step} were not finite; check the weights and the dtype"
 
 

@@ -92,7 +92,7 @@ class Scheduler:
         """Queue a request. Raises RequestError if it can never run here."""
         check_request(request, self.limits)
         if request.rid in self._requests or request.arrival >= 0:
-            raise RequestError(f"request {request.rid!r} was added before; give every request a name of its own")
+            raise RequestError(f"request {request.rid!r} was added before; give every request its own id")
         if request.leader is not None and request.leader.arrival < 0:
             raise RequestError(f"request {request.rid!r} follows a leader that was not added; add the leader first")
         self._requests[request.rid] = request

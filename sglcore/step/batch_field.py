@@ -192,7 +192,7 @@ def batch_field(
     if read is None and not (mirror or owner or record):
         raise TypeError(
             "a batch field must declare read=..., where the host batch has it, or mirror=, record= or owner=...; "
-            "without any of them nobody carries it"
+            "without any of them no code fills it"
         )
     if split is None:
         if axis is Axis.NONE:

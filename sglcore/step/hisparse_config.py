@@ -135,11 +135,11 @@ def _object(asked: str) -> dict[str, Any]:
         try:
             text = Path(asked).expanduser().read_text()
         except (OSError, UnicodeDecodeError, ValueError) as error:
-            raise ConfigError(f"{where} can not be read: {error}", wanted=WANTED, remedy=REMEDY) from None
+            raise ConfigError(f"{where} cannot be read: {error}", wanted=WANTED, remedy=REMEDY) from None
     try:
         found = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{where} is no JSON: {error}", wanted=WANTED, remedy=REMEDY) from None
+        raise ConfigError(f"{where} is not JSON: {error}", wanted=WANTED, remedy=REMEDY) from None
     if not isinstance(found, dict):
         raise ConfigError(f"{where} is {json.dumps(found)[:80]}", wanted=WANTED, remedy=REMEDY)
     return found

@@ -126,7 +126,7 @@ def size_pools(
     if given is not None and given > budget.available:
         raise ConfigError(
             f"kv_cache_memory is {size_text(given)}, {size_text(budget.available)} are available",
-            remedy="ask for less, or leave it out",
+            remedy="lower it, or leave it out",
         )
     states = _no_states(config)
     if geometry.state or geometry.ring:
@@ -153,7 +153,7 @@ def size_pools(
     requests = states.max_requests
     if num_pages < requests:
         requests = num_pages
-        _tell_fewer(config, requests, f"each holds at least one of {num_pages} pages", "raise kv_cache_memory", ledger)
+        _tell_fewer(config, requests, f"each needs at least one of {num_pages} pages", "raise kv_cache_memory", ledger)
     window = geometry.window if window_pages else 0
     counts = page_size, num_pages, max_model_len, requests, states.num_snapshots, window, window_pages
     return MemorySizes(*counts, geometry)
@@ -199,17 +199,20 @@ def _size_states(config: EngineConfig, geometry: Geometry, room: int, ledger: De
     requests = min(config.max_requests, room // each - 1)
     if requests < 1:
         raise ConfigError(
-            f"the state of one request takes {size_text(each)}, and one more is for padding; {size_text(max(room, 0))} are "
-            "left for them",
+            f"the state of one request takes {size_text(each)}, and padding needs one more; "
+            f"{size_text(max(room, 0))} are "
+            "left for both",
             remedy="free memory, or lower kv_cache_memory",
         )
     if requests < config.max_requests:
         _tell_fewer(
-            config, requests, f"{size_text(room)} hold so many states beside one for padding", "free memory", ledger
+            config, requests, f"{size_text(room)} hold {requests} states and one for padding", "free memory", ledger
         )
     taken = (requests + 1) * each
-    what = f"{size_text(each)} a request, {size_text(taken)} for {requests}"
-    ledger.record(Row("states", "auto", what, "what layers keep of a request whatever its length", "set max_requests"))
+    what = f"{size_text(each)} per request, {size_text(taken)} for {requests}"
+    ledger.record(
+        Row("states", "auto", what, "memory per request that does not depend on its length", "set max_requests")
+    )
     if not geometry.state:
         return _States(requests, 0, taken)
     snapshots = _size_snapshots(config, geometry.state, requests, room - taken, ledger)
@@ -223,11 +226,12 @@ def _size_snapshots(config: EngineConfig, each: int, requests: int, left: int, l
     asked = config.snapshot_memory
     if asked is not None and asked > left:
         raise ConfigError(
-            f"snapshot_memory is {size_text(asked)}, {size_text(left)} are left beside the states of {requests} requests",
-            remedy="ask for less, lower max_requests, or leave it out",
+            f"snapshot_memory is {size_text(asked)}, {size_text(left)} are left after the states of {requests} "
+            "requests",
+            remedy="lower it, lower max_requests, or leave it out",
         )
     count = min(SNAPSHOTS * requests, left // 4 // each) if asked is None else asked // each
-    reason = "copies of states that hits of the prefix cache and retracted requests begin with"
+    reason = "copies of states from which prefix-cache hits and preempted requests continue"
     if not config.prefix_cache:
         count, reason = 0, "the prefix cache is off"
     what = f"{count} of {size_text(each)}, {size_text(count * each)}"
@@ -260,7 +264,7 @@ def _size_windows(
     in_one, left = allowed // (page_bytes + full_bytes), allowed - least * page_bytes
     in_two = left // full_bytes if full_bytes else longest * (left >= 0)
     if in_two < longest and in_two <= in_one:
-        what = f"{size_text(allowed)} hold a longer context without pages of their own for windows"
+        what = f"{size_text(allowed)} hold a longer context without separate window pages"
         ledger.record(Row("window cache", "auto", "none", what, "set kv_cache_memory, or lower max_batch_tokens"))
         return 0
     each = -(-(window - 1) // page_size) + 2
@@ -269,8 +273,8 @@ def _size_windows(
     half = allowed // (page_bytes + (max(page_bytes, full_bytes) if full_bytes else 0))
     beside_one = (allowed - longest * full_bytes) // page_bytes
     count = max(least, min(useful, half, beside_one))
-    cached = " and of as many texts in the prefix cache" if config.prefix_cache else ""
-    reason = f"the last {window} tokens of {requests} requests{cached}, and one step's, need {useful} pages"
+    cached = f" and of {CACHED_WINDOWS * requests} texts in the prefix cache" if config.prefix_cache else ""
+    reason = f"the last {window} tokens of {requests} requests{cached}, and the tokens of one step, need {useful} pages"
     what = f"{count} pages of {page_size} tokens, {size_text(count * page_bytes)}"
     ledger.record(Row("window cache", "auto", what, reason, "set kv_cache_memory, max_requests or max_batch_tokens"))
     return count

@@ -30,8 +30,8 @@ def slice_budget(asked: str) -> int | None:
 def slice_row(asked: str, budget: int, layers: int) -> Row:
     """Return the ledger row for a worker with prompt slices."""
     what = f"{budget} tokens x layers" if budget else "by the clock"
-    reason = f"{layers} layers, as many at a time as "
-    reason += "hold that" if budget else "take at most 0.7 of a decode step, of chunks of at least 64 tokens"
+    reason = f"{layers} layers; the number per slice "
+    reason += "keeps that limit" if budget else "takes at most 0.7 of a decode step, with chunks of at least 64 tokens"
     return Row(TOPIC, asked, what, reason, "--prompt-slices off")
 
 

@@ -48,4 +48,4 @@ def refuse_hidden_states(batch: ScheduleBatch) -> None:
     return them.
     """
     if batch.capture_hidden_mode.is_set or batch.return_hidden_states_before_norm.is_set:
-        raise ValueError(f"step {batch.step} asks for hidden states; this worker hands back tokens and scores only")
+        raise ValueError(f"step {batch.step} requests hidden states; this worker returns tokens and scores only")

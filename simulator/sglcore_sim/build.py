@@ -27,7 +27,7 @@ def sources() -> tuple[Path, ...]:
     here = Path(__file__).resolve().parent
     folder = next((f for f in (here / "csrc", here.parent / "csrc") if f.is_dir()), None)
     if folder is None:
-        raise RuntimeError(f"found no csrc folder beside {here}; reinstall sglcore-sim")
+        raise RuntimeError(f"found no csrc folder next to {here}; reinstall sglcore-sim")
     return tuple(sorted(folder.glob("*.cpp"))) + tuple(sorted(folder.glob("*.h")))
 
 
@@ -70,7 +70,7 @@ def run(command: list[str]) -> None:
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(
-            f"the native core of sglcore-sim does not compile: {' '.join(command[:1])} said\n{done.stderr[-8000:]}"
+            f"the native core of sglcore-sim does not compile: {' '.join(command[:1])} reported\n{done.stderr[-8000:]}"
         )
 
 

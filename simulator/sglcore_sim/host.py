@@ -29,7 +29,7 @@ def refuse(read: Callable[..., Any], device_type: str, core: ModuleType, log: Fa
     @wraps(read)
     def refused(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if type(tensor) is torch.Tensor and tensor.device.type == device_type and not kwargs.get("force"):
-            text = f"{core.site()} asks for a numpy array over memory of {tensor.device}; copy it to the host first"
+            text = f"{core.site()} requests a numpy array over memory of {tensor.device}; copy it to the host first"
             raise log.make("host_access", text)
         return read(tensor, *args, **kwargs)
 

@@ -32,8 +32,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--sim", default="", help="the simulated device of this run: KIND or KIND:CHIP, such as npu or hip:MI355X"
     )
-    group.addoption("--sim-devices", type=int, default=2, help="how many of them (2)")
-    group.addoption("--sim-memory", default="8g", help="memory of each, in bytes or with a unit k, m, g (8g)")
+    group.addoption("--sim-devices", type=int, default=2, help="number of devices (2)")
+    group.addoption("--sim-memory", default="8g", help="memory of each device, in bytes or with a unit k, m, g (8g)")
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -42,7 +42,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers", "sim(*capabilities): what the simulated device must offer, see sglcore_sim.plugin.capabilities"
     )
-    config.addinivalue_line("markers", "sim_faults(*kinds): faults of these kinds stay behind on purpose")
+    config.addinivalue_line("markers", "sim_faults(*kinds): the test leaves faults of these kinds on purpose")
     kind = str(config.getoption("--sim"))
     hands_out = bool(config.getoption("numprocesses", default=None))  # pytest-xdist's controller
     if kind and not hands_out and installed() is None:
@@ -112,7 +112,7 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
     swallowed = [str(fault) for fault in sim.faults if fault.kind not in meant]
     if swallowed:
         sim.reset()
-        pytest.fail("the device raised what something swallowed:\n" + "\n".join(swallowed), pytrace=False)
+        pytest.fail("the device raised faults that the code swallowed:\n" + "\n".join(swallowed), pytrace=False)
     return result
 
 

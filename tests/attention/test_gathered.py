@@ -186,5 +186,5 @@ def test_a_broken_backend_is_caught_at_replay(kind: type[GatheredAttention]) -> 
 
 def test_a_bucket_with_unequal_rows_is_refused() -> None:
     case = make_case([(3, 1)], decode=True, kind=GatheredAttention)
-    with pytest.raises(ValueError, match="not the same number each"):
+    with pytest.raises(ValueError, match="do not have the same number each"):
         case.backend.capture_plan(Bucket(2, 3))

@@ -88,7 +88,7 @@ def test_an_explicit_choice_is_taken_though_it_is_not_the_first() -> None:
     backend, rows = choose(refs("ReferenceAttention", "Wide"), "Wide")
     assert backend is Wide
     assert [(row.requested, row.effective, row.reason) for row in rows] == [
-        ("Wide", "Wide", "asked for; serves the model")
+        ("Wide", "Wide", "requested; serves the model")
     ]
 
 

@@ -168,7 +168,7 @@ def test_dtype_is_read_in_both_spellings(tmp_path) -> None:
         ({"final_logit_softcapping": 0}, "has final_logit_softcapping = 0; wanted a number above zero"),
         ({"mamba_d_head": "wide"}, "has mamba_d_head = 'wide'; wanted a whole number above zero, or auto"),
         ({"time_step_limit": [1]}, r"has time_step_limit = \[1\]; wanted a list of two limits"),
-        ({"hidden_size": 3}, "gives 3 elements to 4 heads; wanted one for each at least"),
+        ({"hidden_size": 3}, "gives 3 elements to 4 heads; wanted at least one element per head"),
         ({"rope_scaling": "linear"}, "has rope_scaling = 'linear'; wanted a JSON object"),
         ({"rope_scaling": {"rope_type": "linear", "factor": "8"}}, "has factor = '8'; wanted a number"),
         ({"mlp_only_layers": [0, "1"]}, "has mlp_only_layers = .*; wanted a list of whole numbers"),
@@ -176,13 +176,13 @@ def test_dtype_is_read_in_both_spellings(tmp_path) -> None:
             {"layer_types": ["full_attention", "chunked_attention"] * 2},
             "has layers of 'chunked_attention'; wanted one of att",
         ),
-        ({**MOE, "num_experts_per_tok": 5}, "gives 5 experts for each token, of 1 of 1 groups of 4 experts"),
-        ({**MOE, "num_experts_per_tok": 0}, "gives 0 experts for each token"),
-        ({**MOE, "num_experts_per_tok": 3, "n_group": 2}, "gives 3 experts for each token, of 1 of 2 groups"),
-        ({**MOE, "num_experts_per_tok": 1, "n_group": 3}, "of 1 of 3 groups of 4 experts"),
+        ({**MOE, "num_experts_per_tok": 5}, "has 5 experts per token, from 1 of 1 groups of 4 experts"),
+        ({**MOE, "num_experts_per_tok": 0}, "has 0 experts per token"),
+        ({**MOE, "num_experts_per_tok": 3, "n_group": 2}, "has 3 experts per token, from 1 of 2 groups"),
+        ({**MOE, "num_experts_per_tok": 1, "n_group": 3}, "from 1 of 3 groups of 4 experts"),
         (
             {**MOE, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 3},
-            "2 experts for each token, of 3 of 2 groups",
+            "2 experts per token, from 3 of 2 groups",
         ),
         (
             {"architectures": ["Lfm2ForCausalLM"], "norm_eps": "small"},
@@ -210,7 +210,7 @@ def test_a_folder_that_is_no_checkpoint_is_an_error(tmp_path) -> None:
     with pytest.raises(ConfigError, match="there is no config.json"):
         read_config(tmp_path)
     (tmp_path / "config.json").write_text("{")
-    with pytest.raises(ConfigError, match="can not be read"):
+    with pytest.raises(ConfigError, match="cannot be read"):
         read_config(tmp_path)
     (tmp_path / "config.json").write_text("[1]")
     with pytest.raises(ConfigError, match="holds a list"):

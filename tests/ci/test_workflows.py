@@ -267,5 +267,5 @@ def test_a_torch_that_the_simulator_does_not_take_is_refused_and_left_beside_it_
     first, second, _ = jobs(workflows.texts((host,), tmp_path)[workflows.FILE], PUSH)
     assert "--without-simulator" not in _bash(first) and "--without-simulator --torch 2.11.0" in _bash(second)
     simulated = replace(host, name="s", simulator="x", capabilities=frozenset())
-    with pytest.raises(LaneError, match="lane s asks for torch 2.11.0, which the simulator does not take"):
+    with pytest.raises(LaneError, match="lane s requests torch 2.11.0, which the simulator does not support"):
         workflows.texts((simulated,), tmp_path)

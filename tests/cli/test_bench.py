@@ -276,7 +276,7 @@ def test_without_matplotlib_a_plot_is_refused_before_the_load(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("--url", "http://127.0.0.1:9"), "can not be reached"),
+        (("--url", "http://127.0.0.1:9"), "cannot be reached"),
         (("--url", "{url}/phases/warm-up"), "not ready (phase: warm-up); wait until /readyz answers 200"),
         (("--url", "{url}/phases/dead"), "not ready (phase: dead); start it again"),
         (("--url", "{url}/other", "--model-name", "small"), "answered 404: Not Found; give --vocab-size"),

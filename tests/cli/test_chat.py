@@ -125,7 +125,7 @@ def test_a_conversation_that_is_too_long_names_the_way_out(
     assert main(words) == 2
     seen = capsys.readouterr()
     (refused,) = [line for line in seen.err.splitlines() if line.startswith("error")]
-    assert "the context holds 256" in refused and refused.endswith("; /clear forgets what was said before")
+    assert "the context holds 256" in refused and refused.endswith("; /clear forgets the conversation so far")
     first, second = seen.out.splitlines()
     assert first == second
     script.chunks = [chat("Hi"), ended("stop")]
@@ -256,7 +256,7 @@ def test_a_stopped_answer_leaves_nothing_in_the_engine() -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("--url", "http://127.0.0.1:9", "--model-name", "x"), "can not be reached"),
+        (("--url", "http://127.0.0.1:9", "--model-name", "x"), "cannot be reached"),
         (("--url", "ftp://here"), "wanted http:// or https://"),
         (("--url", "http://127.0.0.1:9", "--device", "acme", "--threads", "2"), "--device, --threads"),
         (("--temperature", "-1"), "temperature"),

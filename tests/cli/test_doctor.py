@@ -169,7 +169,7 @@ def test_variables_of_the_server_are_read_and_a_secret_is_not_shown(site: Site) 
         "80",
         "::1",
         *["set; its value is secret"] * 2,
-        "set, but nobody reads it",
+        "set, but sglcore does not read it",
     ]
     assert all(not checks[name]["remedy"] for name in list(given)[:4])
     assert not {"k3y", "t0k", "k3i"} & set(ran.stdout.replace('"', " ").split())
@@ -183,7 +183,7 @@ def test_a_broken_library_is_its_own_fault_and_not_torchs(site: Site, how: str) 
     assert (checks["numpy"]["verdict"], checks["torch"]["verdict"]) == ("bad", "bad")
     assert "import numpy fails" in checks["numpy"]["found"]
     assert checks["numpy"]["remedy"].startswith("pip install --force-reinstall numpy==")
-    assert checks["torch"]["remedy"] == "mend numpy, which torch imports"
+    assert checks["torch"]["remedy"] == "repair numpy, which torch imports"
     assert checks["tokenizers"]["found"].endswith("import tokenizers fails: OSError: undefined symbol")
     assert checks["safetensors"]["verdict"] == checks["pyzmq"]["verdict"] == "ok"
 

@@ -55,11 +55,11 @@ def test_an_error_a_person_can_act_on_is_one_line(capsys: pytest.CaptureFixture[
         (("generte",), "no such command 'generte'. Did you mean 'generate'?; sglcore --help"),
         (("serve", "--port"), "option '--port' requires an argument; sglcore serve --help"),
         (("conform", "foo"), "device 'foo', from the argument, is not installed"),
-        (("generate", "Once upon"), "there is no model 'Once upon'; a text to complete stands behind --prompt"),
+        (("generate", "Once upon"), "there is no model 'Once upon'; give the text to complete with --prompt"),
         (("serve", "--host", "1.2.3.4"), "choose another --host"),
         (
             ("chat", "--url", "http://127.0.0.1:1"),
-            "http://127.0.0.1:1 can not be reached: Connection refused; start it",
+            "http://127.0.0.1:1 cannot be reached: Connection refused; start it",
         ),
     ],
 )

@@ -175,7 +175,7 @@ def test_a_port_in_use_is_an_error_before_the_model_is_loaded() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        refused(run("serve", "--port", str(taken.getsockname()[1])), "can not be listened at", "--port")
+        refused(run("serve", "--port", str(taken.getsockname()[1])), "cannot listen at", "--port")
 
 
 def test_a_broken_checkpoint_ends_the_server_with_its_reason(tmp_path: Path) -> None:

@@ -44,7 +44,7 @@ def test_names_of_drafters_are_ours() -> None:
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        ({"speculative_config": "{"}, "--speculative-config is no JSON"),
+        ({"speculative_config": "{"}, "--speculative-config is not JSON"),
         ({"speculative_config": "[4]"}, "wanted an object of method, model, num_speculative_tokens"),
         ({"speculative_config": '{"method": "ngram", "prompt_lookup_max": 4}'}, "leave prompt_lookup_max out"),
         ({"speculative_config": '{"method": 3}'}, "wanted a name"),
@@ -67,7 +67,7 @@ def test_what_is_none_of_them_is_refused(given: dict[str, object], says: str) ->
             ("--speculative-algorithm", "MEDUSA"),
             "speculative is 'medusa'; wanted one of auto, off, ngram, suffix, eagle",
         ),
-        (("--speculative", "eagle"), "this checkpoint brings no such draft; --draft-model FOLDER"),
+        (("--speculative", "eagle"), "this checkpoint has no such draft; --draft-model FOLDER"),
         (("--speculative", "ngram", "--draft-model", "."), "leave one of --draft-model and --speculative out"),
         (("--speculative-draft-model-path", "nowhere"), "there is no folder 'nowhere'"),
         (("--speculative", "standalone", "--speculative-model", "."), "this is not a checkpoint folder"),

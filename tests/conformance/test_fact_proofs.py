@@ -53,7 +53,7 @@ def index_is_refused() -> bool:
         with Watch("cpu"):
             x[index]
     except LawBroken as error:
-        return "index is given torch.int64" in str(error)
+        return "index receives torch.int64" in str(error)
     return False
 
 

@@ -89,7 +89,7 @@ def test_the_law_catches_what_can_be_planted_in_it(name: str, kit: Kit) -> None:
 def test_a_defect_that_needs_another_runtime_is_not_planted(kit: Kit) -> None:
     law = law_named("two_runners")
     needy = next(mutant for mutant in law.mutants if mutant.needs)
-    assert catches(kit, law, needy) == (None, f"{needy.name} can not be planted: {WITHOUT}")
+    assert catches(kit, law, needy) == (None, f"{needy.name} cannot be planted: {WITHOUT}")
 
 
 def test_a_defect_needs_nothing_unless_it_says_so() -> None:
@@ -106,7 +106,9 @@ class Vague:
     facts = type("Facts", (), {"head_dims": 64, "page_sizes": None, "dtypes": ("float32",)})
 
 
-@pytest.mark.parametrize(("backend", "text"), [(Mute, "does not say what it takes"), (Vague, "wanted tuples, or None")])
+@pytest.mark.parametrize(
+    ("backend", "text"), [(Mute, "does not state the sizes that it takes"), (Vague, "wanted tuples, or None")]
+)
 def test_a_backend_must_say_which_sizes_it_takes(backend: type, text: str) -> None:
     with pytest.raises(LawBroken, match=text):
         _states_sizes("own", backend)

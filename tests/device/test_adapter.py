@@ -101,4 +101,4 @@ def test_a_start_on_a_package_of_an_older_number_says_so_with_the_remedy() -> No
     chosen = decide((Candidate(installed, ProbeReport(here, here, here, here)),), Requested("one", "--device"), ())
     row = next(row for row in chosen.rows if row.topic == "device package")
     assert (row.requested, row.effective, row.downgrade) == (f"API {API}", "API 2", False)
-    assert f"until number {API + 1} comes" in row.reason and row.remedy == "pip install --upgrade sglcore-one"
+    assert f"until API {API + 1}" in row.reason and row.remedy == "pip install --upgrade sglcore-one"

@@ -77,7 +77,7 @@ def test_a_step_that_needs_itself_is_told_so() -> None:
 
 
 def test_a_step_may_not_provide_what_is_given() -> None:
-    with pytest.raises(BringUpError, match="step 'pools' provides what is given already"):
+    with pytest.raises(BringUpError, match="step 'pools' provides a value that is already given"):
         STANDARD.check({"config", "pools"})
 
 
@@ -104,9 +104,9 @@ def test_inserting_gives_a_new_order_and_leaves_the_old_one() -> None:
 
 
 def test_inserting_needs_one_place() -> None:
-    with pytest.raises(BringUpError, match="insert needs its place; wanted either before= or after="):
+    with pytest.raises(BringUpError, match="insert needs a place in the order; wanted either before= or after="):
         STANDARD.insert(pools)
-    with pytest.raises(BringUpError, match="insert needs its place"):
+    with pytest.raises(BringUpError, match="insert needs a place in the order"):
         STANDARD.insert(pools, before=attention, after=attention)
 
 

@@ -43,7 +43,7 @@ def test_the_right_api_number_does_import_the_module(site: Site) -> None:
 
 def test_an_entry_point_without_a_number_is_refused_before_import(site: Site) -> None:
     planted = site.add("one", tag="")
-    with pytest.raises(DeviceError, match=r"does not say its API number; wanted 'module:name \[api-3\]'"):
+    with pytest.raises(DeviceError, match=r"does not state its API number; wanted 'module:name \[api-3\]'"):
         only(site).loaded()
     assert not site.was_imported(planted)
 

@@ -139,4 +139,4 @@ def test_without_its_adapter_it_is_not_taken(tmp_path: Path) -> None:
 def test_an_adapter_that_wraps_nothing_is_caught_by_the_kit(tmp_path: Path) -> None:
     site = install(tmp_path, *raised.WITHOUT_WRAPPERS)
     result = conform(site, "--level", "C0", "--law", "api_holds")
-    assert result["verdict"] == "failed" and "can not be called with 1 arguments" in json.dumps(result)
+    assert result["verdict"] == "failed" and "cannot be called with 1 arguments" in json.dumps(result)

@@ -85,7 +85,7 @@ def test_a_named_device_that_is_not_usable_is_an_error_and_not_another_device(si
         choose(site, "one")
     assert str(caught.value) == (
         "device 'one' is present but not usable: runtime: planted runtime; "
-        "mend the runtime (it was asked for by --device)"
+        "mend the runtime (it was requested by --device)"
     )
 
 
@@ -179,7 +179,7 @@ def test_a_device_that_somebody_hides_and_names_is_an_error_that_says_by_what(si
     site.add("two", driver=False, **HIDDEN)
     with pytest.raises(DeviceError, match="'one' is present but not usable: runtime: planted runtime; mend"):
         choose(site, "one")
-    with pytest.raises(DeviceError, match="driver: planted driver; it is hidden, too: planted runtime; mend the dri"):
+    with pytest.raises(DeviceError, match="driver: planted driver; it is also hidden: planted runtime; mend the dri"):
         choose(site, "two")
 
 
@@ -226,7 +226,7 @@ def test_a_package_that_raises_is_a_row_and_the_host_runs(site: Site, trouble: d
     assert choice.chosen.name == "host"
     (row,) = choice.rows[1:]
     assert (row.topic, row.effective, row.downgrade) == ("device one", "not used", True)
-    assert row.reason.startswith("sglcore-one 1.0 can not be ") and row.remedy.endswith(
+    assert row.reason.startswith("sglcore-one 1.0 cannot be ") and row.remedy.endswith(
         "; --device host starts without it"
     )
     with pytest.raises(StrictError, match="device one: found not used"):
@@ -376,7 +376,7 @@ def test_who_is_told_of_a_package_that_raised_is_told_what_failed_and_its_own_re
     site.add("host", is_host=True)
     site.add("one", **trouble)
     row = choose(site).rows[1]
-    assert row.reason.startswith(f"sglcore-one 1.0 can not be {what}: ") and row.remedy.startswith(remedy)
+    assert row.reason.startswith(f"sglcore-one 1.0 cannot be {what}: ") and row.remedy.startswith(remedy)
     if "tag" in trouble:
         with pytest.raises(DeviceError, match=f"{remedy}, or --device host starts without it"):
             choose(site, None, UNCLAIMED)
@@ -384,7 +384,7 @@ def test_who_is_told_of_a_package_that_raised_is_told_what_failed_and_its_own_re
 
 def test_a_probe_that_answers_something_else_is_refused(site: Site) -> None:
     site.add("one", probe_body="return True")
-    with pytest.raises(DeviceError, match="the probe of 'one' gave a bool; wanted a ProbeReport"):
+    with pytest.raises(DeviceError, match="the probe of 'one' returned a bool; wanted a ProbeReport"):
         choose(site, "one")
 
 

@@ -205,5 +205,5 @@ def test_what_is_no_tokenizer_is_refused_with_the_file_that_was_read(tmp_path: P
     ):
         TextCodec(tmp_path)
     (tmp_path / "tokenizer.model").write_bytes(b"\x0a\xffdamaged")
-    with pytest.raises(ConfigError, match=r"can not convert .*tokenizer\.model: .*download it again"):
+    with pytest.raises(ConfigError, match=r"cannot convert .*tokenizer\.model: .*download it again"):
         TextCodec(tmp_path)

@@ -312,7 +312,7 @@ def test_no_more_requests_run_than_fit() -> None:
 def test_where_nothing_fits_it_is_said_how_much_weights_need() -> None:
     config, given = read_config(CLUSTERS / "experts-671b"), read_cluster(CLUSTERS / "one-host.toml")
     told = text_of(advise(config, given, Load(1, 8, 8)), "M", given, 3)
-    assert told == "no form has room for a request: a device needs 85.0 GB for weights alone, and has 80\n"
+    assert told == "no layout has room for a request: a device needs 85.0 GB for weights alone, and has 80\n"
 
 
 def test_commands_say_widths_and_hosts() -> None:
@@ -378,10 +378,10 @@ def test_layers_whose_costs_are_not_known_are_refused(
 def test_encoders_and_files_of_mixed_types_are_refused(tmp_path: Path) -> None:
     config = read_config(CLUSTERS / "dense-8b")
     pooling: Any = object()
-    with pytest.raises(ConfigError, match="an encoder, which keeps no cells"):
+    with pytest.raises(ConfigError, match="an encoder, which has no KV cache"):
         model_shape.shape_of(replace(config, pooling=pooling))
     (tmp_path / "m.gguf").write_bytes(b"GGUF" + bytes(20))
-    with pytest.raises(ConfigError, match="each of whose tensors has a type of its own"):
+    with pytest.raises(ConfigError, match="in which each tensor has its own type"):
         model_shape.shape_of(replace(config, path=tmp_path / "m.gguf"))
 
 
@@ -391,7 +391,7 @@ GOOD = (CLUSTERS / "two-hosts.toml").read_text()
 @pytest.mark.parametrize(
     ("text", "found"),
     [
-        ("[device", "is no TOML"),
+        ("[device", "is not TOML"),
         (GOOD.replace("memory_gb", "memory"), r"\[device\] has no memory_gb"),
         (GOOD.replace("gb_s = 450", "gb_s = 0"), r"\[inside\] has gb_s = 0"),
         (GOOD.replace("count = 2", "count = 2.5"), r"\[hosts\] has count = 2.5"),

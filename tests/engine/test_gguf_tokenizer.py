@@ -188,7 +188,7 @@ PIECES = {"ggml.model": "llama", "ggml.tokens": ["a", "b", "ab"], "ggml.scores":
         ({**SMALL, "ggml.merges": [1, 2]}, "has a damaged tokenizer: AttributeError"),
         ({**SMALL, "ggml.token_type": 3}, "has a damaged tokenizer: TypeError"),
         ({**SMALL, "ggml.pre": [1]}, "has a damaged tokenizer: TypeError"),
-        ({**SMALL, "chat_template": 3}, "has a damaged tokenizer: TypeError a chat template that is no text"),
+        ({**SMALL, "chat_template": 3}, "has a damaged tokenizer: TypeError a chat template that is not text"),
         ({**PIECES, "ggml.scores": [0.0]}, "has a damaged tokenizer: IndexError"),
         ({**PIECES, "ggml.scores": ["a", "b", "c"]}, "has a damaged tokenizer: TypeError"),
     ],

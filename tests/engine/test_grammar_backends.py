@@ -165,8 +165,8 @@ SELF = '{"$ref": "#"}'
 @pytest.mark.parametrize(
     ("kind", "text", "said"),
     [
-        ("ebnf", 'root ::= root "a"', "no text ends it, because a rule or a $ref leads to itself alone"),
-        ("json_schema", SELF, "no text ends it, because a rule or a $ref leads to itself alone"),
+        ("ebnf", 'root ::= root "a"', "no text completes it, because a rule or a $ref only refers to itself"),
+        ("json_schema", SELF, "no text completes it, because a rule or a $ref only refers to itself"),
         ("ebnf", 'root ::= "a" root', "there are more than 50000 ways to read the text at one place"),
         (
             "json_schema",
@@ -177,7 +177,7 @@ SELF = '{"$ref": "#"}'
         (
             "json_schema",
             '{"minimum": 5, "maximum": 2, "type": "integer"}',
-            "no value fulfils the schema: minimum (5) is",
+            "no value satisfies the schema: minimum (5) is",
         ),
         (
             "json_schema",
@@ -393,7 +393,7 @@ def test_what_waits_too_long_is_refused_for_now_and_says_how_long_and_others_go_
         return Startable()
 
     grammars = Grammars(Fake(compile), seconds=0.05)
-    with pytest.raises(GrammarBusy, match=r"waited 0.05 s for those that are compiled before it; try again later"):
+    with pytest.raises(GrammarBusy, match=r"waited 0.05 s for other grammars to compile; try again later"):
         grammars.compile(Grammar("regex", "slow")).start()
     grammars = Grammars(grammars.backend)
     assert grammars.compile(Grammar("regex", "quick")).start() == "started"

@@ -110,7 +110,7 @@ def test_only_what_the_engine_reads_is_fetched_and_then_the_cache_answers_withou
 
 def test_what_can_not_be_fetched_is_one_line_with_the_remedy(hub: HubServer, tmp_path: Path) -> None:
     cases = {
-        ("owner/none", None): ("neither a folder 'owner/none' nor a model", "HF_TOKEN"),
+        ("owner/none", None): ("no folder 'owner/none', and no public model", "HF_TOKEN"),
         ("owner/one", "v9"): ("has no revision 'v9'", "--revision"),
         ("owner/gated", None): ("is gated", "hf auth login"),
         ("owner/torch", None): ("has no model.safetensors", "wanted model.safetensors"),
@@ -125,7 +125,7 @@ def test_what_can_not_be_fetched_is_one_line_with_the_remedy(hub: HubServer, tmp
     empty = tmp_path / "empty"
     for offline, parts in (
         ({"HF_HUB_OFFLINE": "1"}, ("HF_HUB_OFFLINE forbids the network", "unset HF_HUB_OFFLINE")),
-        ({}, ("http://127.0.0.1:9 can not be reached", "check the network")),
+        ({}, ("http://127.0.0.1:9 cannot be reached", "check the network")),
     ):
         ((said,),) = fetch([("owner/one", {})], empty, "http://127.0.0.1:9", **offline)
         assert all(part in said for part in (*parts, str(empty), "hf download owner/one")) and "\n" not in said, said

@@ -198,7 +198,7 @@ def test_embeddings_in_place_of_tokens_give_what_the_tokens_give(llm: LLM, oracl
     np.testing.assert_allclose(scores[0], scores[1], atol=2e-4)
     good, refused = llm.generate([PromptEmbeds(rows), PromptEmbeds(rows[:, 1:])], plain)
     assert good.outputs[0].finish_reason == "length"
-    assert refused.outputs[0].finish_reason == "error" and "numbers a token" in str(refused.outputs[0].error)
+    assert refused.outputs[0].finish_reason == "error" and "numbers per token" in str(refused.outputs[0].error)
 
 
 def test_generation_ends_at_the_context(llm: LLM) -> None:

@@ -107,7 +107,7 @@ def test_a_file_of_ranks_reads_and_writes_as_by_tiktoken(name: str, how: str, tm
 def test_ranks_without_one_stated_pattern_are_refused(code: str | None, count: int, tmp_path: Path) -> None:
     write_ranks(tmp_path, code)
     with pytest.raises(
-        ConfigError, match=rf"ranks alone, and {count} patterns.*tokenization_\*\.py, which is read and not"
+        ConfigError, match=rf"only ranks, and {count} patterns.*tokenization_\*\.py, which is read and not"
     ):
         TextCodec(tmp_path)
 
@@ -179,7 +179,7 @@ def test_a_token_that_the_settings_list_goes_before_what_the_code_beside_the_ran
     [
         (
             marked(LISTS["numbered"], first=300),
-            r"ranks, and .* special token '<\|endoftext\|>' the id 300; wanted ids behind",
+            r"ranks, and .* special token '<\|endoftext\|>' the id 300; wanted ids after",
         ),
         (
             marked(LISTS["numbered"], more="unicodedata.normalize('NFD', '')"),
@@ -198,7 +198,7 @@ def test_code_beside_ranks_that_states_no_tokenizer_is_refused_with_the_remedy(
 ) -> None:
     write_marked(tmp_path, "qwen.tiktoken", code)
     with pytest.raises(
-        ConfigError, match=f"{found}.*tokenizer.json beside the weights, or start with --skip-tokenizer"
+        ConfigError, match=f"{found}.*tokenizer.json next to the weights, or start with --skip-tokenizer"
     ):
         TextCodec(tmp_path)
 
@@ -340,5 +340,5 @@ def test_a_damaged_tekken_file_is_refused_with_the_reason(tmp_path: Path) -> Non
     missing = {**content, "vocab": [entry for entry in content["vocab"] if entry["rank"] != 7]}
     for damaged in ({**content, "vocab": content["vocab"][:300]}, missing, {**content, "config": {}}, []):
         (tmp_path / "tekken.json").write_text(json.dumps(damaged))
-        with pytest.raises(ConfigError, match=r"can not convert .*tekken\.json: .*download it again"):
+        with pytest.raises(ConfigError, match=r"cannot convert .*tekken\.json: .*download it again"):
             TextCodec(tmp_path)

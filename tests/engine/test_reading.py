@@ -84,7 +84,7 @@ def test_what_drips_is_waited_for_no_longer_than_the_limit_for_all_of_it(monkeyp
     assert read_exactly(stream, 8, 2.0) == b"abcdefgh"
     for until in (1.875, 1.75, 0.125):
         stream = Drips(b"abcdefgh", monkeypatch)
-        with pytest.raises(TimeoutError, match="it has said too little for too long"):
+        with pytest.raises(TimeoutError, match="it has sent too little data for too long"):
             read_exactly(stream, 8, until)
         assert stream.now == until
 

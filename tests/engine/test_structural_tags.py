@@ -133,7 +133,7 @@ def _changed(**more: Any) -> dict[str, Any]:
         (_changed(triggers=[]), "triggers"),
         (_changed(triggers=["<f="]), "has no trigger"),
         (_changed(triggers=["<f=", "[[", "{"]), "no tag begins with"),
-        (_changed(triggers=["<f=", "[[", "<"]), "holds another"),
+        (_changed(triggers=["<f=", "[[", "<"]), "contains another"),
         (_changed(more=1), "'more'"),
         (_changed(structures=[{"begin": "<f=", "schema": False, "end": ""}]), "false"),
         (_changed(structures=[{"begin": "", "schema": {}, "end": ""}]), "begin"),

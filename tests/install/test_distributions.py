@@ -51,14 +51,14 @@ def test_a_version_that_differs_is_found_with_the_remedy(file: str, checkout: Pa
     path = checkout / file
     path.write_text(path.read_text().replace(now, "9.9.9"))
     with pytest.raises(
-        ReleaseError, match=f"{file} says 9.9.9, and sglcore/__init__.py {now}; python -m tools.wheels "
+        ReleaseError, match=f"{file} has 9.9.9, but sglcore/__init__.py has {now}; python -m tools.wheels "
     ):
         version(checkout)
 
 
 def test_one_command_writes_the_version_everywhere_but_in_the_changes(checkout: Path) -> None:
     write_version("4.5.6rc1", checkout)
-    with pytest.raises(ReleaseError, match=f"{CHANGES} says {sglcore.__version__}, and "):
+    with pytest.raises(ReleaseError, match=f"{CHANGES} has {sglcore.__version__}, but "):
         version(checkout)
     changes = checkout / CHANGES
     changes.write_text(changes.read_text().replace("\n## ", "\n## 4.5.6rc1 (unreleased)\n\n- A change.\n\n## ", 1))
@@ -74,7 +74,7 @@ def test_a_tag_is_of_the_version_and_of_an_entry_that_has_its_day(checkout: Path
     changes = checkout / CHANGES
     first = f"## {now} (unreleased)\n\n- A change.\n\n## 0.0.1 (2026-01-02)\n"
     changes.write_text(f"# Changes\n\n{first}")
-    with pytest.raises(ReleaseError, match=r"says \S+ \(unreleased\); wanted the day of its release"):
+    with pytest.raises(ReleaseError, match=r"has \S+ \(unreleased\); wanted the day of its release"):
         check_tag(f"v{now}", checkout)
     changes.write_text(changes.read_text().replace("unreleased", "2026-03-04"))
     assert check_tag(f"v{now}", checkout) == now

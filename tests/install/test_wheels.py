@@ -181,8 +181,8 @@ DEFECTS = {
     "package data is left out": (without("bring_up.txt"), "", "", "sglcore_xpu/bring_up.txt is missing"),
     "a test is in it": (other(b"", b""), "", "tests/test_x.py", "tests/test_x.py is stray"),
     "a note lies about": (other(b"", b""), "", NOTES, f"{NOTES} is stray"),
-    "a file was changed": (other(b"Intel", b"Other"), "", "", "is not what RECORD says"),
-    "a listed file is gone": (without("facts.py"), "", "", "RECORD lists sglcore_xpu/facts.py, which is not there"),
+    "a file was changed": (other(b"Intel", b"Other"), "", "", "differs from RECORD"),
+    "a listed file is gone": (without("facts.py"), "", "", "RECORD lists sglcore_xpu/facts.py, which is missing"),
     "no licence": (without("LICENSE"), "", "", "the text of the licence is missing"),
     "another licence": (
         other(b"License-Expression: Apache-2.0", b"License-Expression: MIT"),
@@ -260,8 +260,8 @@ def test_what_can_not_be_built_is_one_line_with_the_remedy(tmp_path: Path, monke
     with pytest.raises(ReleaseError, match="found no distribution sglcore-tpu; wanted some of sglcore, sglcore-sim, "):
         building.build(tmp_path / "out", ["sglcore-tpu"])
     monkeypatch.delenv("SOURCE_DATE_EPOCH", raising=False)
-    with pytest.raises(ReleaseError, match="wheels are built of the files that git knows: .*; build in a clone"):
+    with pytest.raises(ReleaseError, match="wheels are built from the files that git tracks: .*; build in a clone"):
         building._epoch(tmp_path)
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(ReleaseError, match="git can not be run"):
+    with pytest.raises(ReleaseError, match="git cannot be run"):
         building._epoch(tmp_path)

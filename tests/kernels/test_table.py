@@ -109,7 +109,7 @@ def test_an_entry_that_does_not_exist_is_an_error() -> None:
 
 
 def test_a_table_is_not_changed() -> None:
-    with pytest.raises(AttributeError, match="gelu of a kernel table can not be set"):
+    with pytest.raises(AttributeError, match="gelu of a kernel table cannot be set"):
         KernelTable().gelu = fast_gelu  # pyright: ignore[reportAttributeAccessIssue]
 
 

@@ -89,7 +89,7 @@ def test_kernels_that_refuse_for_one_reason_are_one_row() -> None:
     assert list(rows) == ["kernels greedy, gelu", "kernels silu_and_mul, gelu", "kernel rotary"]
     row = rows["kernels greedy, gelu"]
     assert row.requested == f"{__name__}, sglcore.runtime.kernels.reference_kernels" and row.downgrade
-    assert row.effective == f"the parts it stands for, {__name__}"
+    assert row.effective == f"the entries that it combines, {__name__}"
     assert row.reason == "not of this size; found logits float32[1, 64]"
 
 
@@ -98,7 +98,7 @@ def test_an_optional_entry_that_refuses_goes_and_its_parts_are_called() -> None:
     assert table.greedy is reference_kernels.greedy
     assert choose(table, KernelTable.greedy, (HEADS,), refusals=refusals) is None
     assert choose(KernelTable(), KernelTable.greedy, (HEADS,), refusals=refusals) is None
-    assert [row.effective for row in refusals.rows()] == ["the parts it stands for"]
+    assert [row.effective for row in refusals.rows()] == ["the entries that it combines"]
 
 
 def test_a_fitted_table_has_what_takes_the_calls_and_all_else_as_it_was() -> None:
@@ -253,14 +253,14 @@ def test_the_kit_runs_a_candidate_over_what_it_says_it_takes_and_the_next_over_t
     ("entry", "defect", "text"),
     [
         ("silu_and_mul", broken.whole_blocks, "silu_and_mul, .*: result 0 differs by"),
-        ("rms_norm", broken.hands_on, "says that it takes 3 rows of float32, and hands it to .*reference:rms_norm"),
+        ("rms_norm", broken.hands_on, "declares that it takes 3 rows of float32, but hands it to .*reference:rms_norm"),
         (
             "rms_norm",
             broken.keeps_wide_products,
             "rms_norm, .*: result 0 is .* torch.float32, wanted .* torch.bfloat16",
         ),
-        ("gelu", broken.takes_nothing, "takes nothing: not in this size"),
-        ("gelu", broken.takes_even_rows, "refuses .*an odd number of rows.*neither rows nor strides may decide"),
+        ("gelu", broken.takes_nothing, "takes no case: not in this size"),
+        ("gelu", broken.takes_even_rows, "refuses .*an odd number of rows.*it must not depend on rows or strides"),
     ],
 )
 def test_a_kernel_that_does_not_keep_to_what_it_says_is_caught(entry: str, defect: Any, text: str) -> None:
@@ -288,7 +288,7 @@ def test_a_weight_stays_plain_where_the_product_that_would_read_it_packed_refuse
     hold(table.replace(pack_linear=lambda weight: weight if weight.shape[0] % 16 else weight.flip(0)), "pack_linear")
     with pytest.raises(LawBroken, match="pack_linear, .*: result 0 differs"):
         hold(broken.packs_what_linear_refuses(KernelTable()), "pack_linear")
-    with pytest.raises(LawBroken, match="packs a weight that .*turned_product refuses, and .*:linear can not read it"):
+    with pytest.raises(LawBroken, match="packs a weight that .*turned_product refuses, and .*:linear cannot read it"):
         hold(
             table.replace(pack_linear=lambda weight: weight.double() if weight.shape[0] % 16 else weight.flip(0)),
             "pack_linear",

@@ -254,7 +254,7 @@ def test_a_draft_that_would_write_is_stopped_and_leaves_the_targets_context(
     engine = make(made)
     worker: Any = engine.worker
     worker.drafter = inside = Inside(worker)
-    with pytest.raises(ReadOnlyPoolError, match="in cells of layer 5 of another"):
+    with pytest.raises(ReadOnlyPoolError, match="in KV slots of layer 5 of another"):
         engine.run(random_prompts(5, [7]), 4)
     assert inside.seen == [True]
     engine.worker.close()
@@ -314,7 +314,7 @@ def defective(monkeypatch: Patch, part: str, defect: Callable[..., Any]) -> None
 @pytest.mark.parametrize(
     ("defect", "told"),
     [
-        (keeps_its_plan, "planned for the lengths of epoch 1, the batch has those of 2"),
+        (keeps_its_plan, "planned for the lengths of epoch 1, the batch has the lengths of 2"),
         (plans_for_fewer, "planned for 2 forwards, this is one more"),
     ],
 )

@@ -27,20 +27,24 @@ pytestmark = pytest.mark.needs("device")
 CONTEXT = 128
 MODELS: MappingProxyType[str, tuple[Callable[..., Any], str, dict[str, Any]]] = MappingProxyType(
     {
-        "llama": (llama, "inside a request where its neighbours leave the halves too uneven", {}),
+        "llama": (llama, "inside a request if its boundaries would make the micro-batches too uneven", {}),
         "mistral": (
             mistral,
-            "inside a request where its neighbours leave the halves too uneven",
+            "inside a request if its boundaries would make the micro-batches too uneven",
             {"sliding_window": 6},
         ),
         "qwen3_moe": (
             qwen3_moe,
-            "inside a request where its neighbours leave the halves too uneven",
+            "inside a request if its boundaries would make the micro-batches too uneven",
             {"num_experts": 8},
         ),
-        "qwen3_next": (qwen3_next, "between requests, each of which keeps a state", {}),
-        "deepseek_v32": (deepseek_v32, "inside a request where its neighbours leave the halves too uneven", {}),
-        "deepseek_v4": (deepseek_v4, "between requests, whose blocks of rows are not parted", {}),
+        "qwen3_next": (qwen3_next, "between requests, because each keeps a state", {}),
+        "deepseek_v32": (
+            deepseek_v32,
+            "inside a request if its boundaries would make the micro-batches too uneven",
+            {},
+        ),
+        "deepseek_v4": (deepseek_v4, "between requests, because blocks of rows cannot be split", {}),
     }
 )
 
@@ -121,7 +125,7 @@ def test_a_recorded_step_runs_whole_and_says_so(tmp_path: Path, told: Told) -> N
     assert any(path.startswith("native:") for path in engine.paths) and "eager:halves" in engine.paths
     row = told.of("two-batch overlap of graphs")
     assert (row.effective, row.downgrade) == ("off", True)
-    assert row.reason.endswith("what they hold replays whole")
+    assert row.reason.endswith("batches in graphs replay whole")
 
 
 @pytest.mark.needs("host_rows")
@@ -141,7 +145,7 @@ def test_rows_in_host_memory_are_refused_by_name(tmp_path: Path, told: Told) -> 
 def test_one_rank_does_not_try_whether_halves_are_faster(tmp_path: Path, told: Told) -> None:
     TokenEngine(save(llama(max_position_embeddings=CONTEXT), tmp_path), two_batch_overlap="auto")
     row = told.of("two-batch overlap")
-    assert (row.effective, row.reason, row.downgrade) == ("off", "one rank waits for no other", False)
+    assert (row.effective, row.reason, row.downgrade) == ("off", "a single rank waits for no other", False)
 
 
 def test_another_word_is_an_error(tmp_path: Path) -> None:

@@ -169,7 +169,7 @@ def test_what_does_not_go_together_is_refused_by_name_before_loading(case: Case,
     given = {"page_size": PAGE, "max_model_len": CONTEXT, "attention_backend": case.backend}
     for config, asked, words in (
         (case.folder, {"hisparse": FEW}, f"device_buffer_size of hisparse is 1; wanted at least {case.top_k}"),
-        (case.folder, {"speculative": "ngram"}, "hisparse and speculative decoding are both asked for"),
+        (case.folder, {"speculative": "ngram"}, "hisparse and speculative decoding are both requested"),
         (
             save(llama(max_position_embeddings=CONTEXT), tmp_path / "dense"),
             {},

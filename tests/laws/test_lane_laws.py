@@ -55,7 +55,7 @@ def test_slices_between_decode_steps_have_no_stream(plain: Case) -> None:
     assert engine.worker.runner.streams.lane is None and slices_of(engine)._lane is None
     plain.check(engine)
     assert (
-        ledger_row(plain.folder, prompt_slices="9", prompt_lane=INTERLEAVE, topic="prompt lane").reason == "asked for"
+        ledger_row(plain.folder, prompt_slices="9", prompt_lane=INTERLEAVE, topic="prompt lane").reason == "requested"
     )
 
 
@@ -216,7 +216,7 @@ def test_prompts_keep_to_a_part_of_the_device_by_the_rows_that_decode_beside(
     row = ledger_row(plain.folder, prompt_slices="auto", prompt_lane=PARTITION, topic="prompt lane")
     units = [part.units for part in streams.parts]
     assert (row.effective, row.remedy, row.downgrade) == (PARTITION, "--prompt-lane priority", False)
-    assert row.reason.startswith(f"streams that keep to {units[0]}, {units[1]}, {units[2]} of ")
+    assert row.reason.startswith(f"streams that use {units[0]}, {units[1]}, {units[2]} of ")
     assert units == sorted(units, reverse=True) and units[-1] > 0
 
 
@@ -252,7 +252,7 @@ def test_a_device_that_nobody_divides_says_so(plain: Case, monkeypatch: pytest.M
     monkeypatch.setattr("sglcore.runtime.overlap.slices_bring_up.make_parts", refused)
     row = ledger_row(plain.folder, prompt_slices="auto", prompt_lane=PARTITION, topic="prompt lane")
     assert (row.effective, row.downgrade) == (PRIORITY, True)
-    assert row.reason.startswith("the package of 'acme' divides no compute units: a stream of its own")
+    assert row.reason.startswith("the package of 'acme' divides no compute units: a separate stream")
     row = ledger_row(plain.folder, prompt_slices="auto", topic="prompt lane")
     assert (row.effective, row.downgrade) == (PRIORITY, False)
 

@@ -272,7 +272,7 @@ class PlansEachForward(FrozenDrafter):
 FROZEN_DEFECTS = [
     (PlansElsewhere, StalePlanError, "planned by"),
     (PlansForOneMore, StalePlanError, "planned for .* requests and .* tokens, the batch now has"),
-    (PlansOfTheStepBefore, StalePlanError, "planned for the lengths of epoch 1, the batch has those of 2"),
+    (PlansOfTheStepBefore, StalePlanError, "planned for the lengths of epoch 1, the batch has the lengths of 2"),
     (PlansEachForward, AssertionError, None),
 ]
 
@@ -347,7 +347,7 @@ def test_a_wrong_plan_of_the_next_step_is_caught(
 
 OWN = "self._context.attn_backend.capture_plan(Bucket(size, size))"
 CAPTURE_DEFECTS = [
-    ("        batch.mark_forward_metadata_ready(plan)\n", "", StalePlanError, "of a batch that is not planned"),
+    ("        batch.mark_forward_metadata_ready(plan)\n", "", StalePlanError, "found a batch without a plan"),
     (OWN, OWN.replace("(size, size)", "(1, 1)"), AssertionError, "a plan of another size"),
     (OWN, f"__import__('copy').copy({OWN[:26]}){OWN[26:]}", StalePlanError, "planned by"),
 ]

@@ -304,7 +304,7 @@ DEFECTS: MappingProxyType[str, Defect] = MappingProxyType(
         "stale plan": Defect(error=StalePlanError, says="planned for", after=stale_plan),
         "pool replaced under graphs": Defect(error=StalePlanError, says="generation", after=pool_replaced),
         "pool freed early": Defect("stale_graph", after=pool_freed_early),
-        "wrong slot dtype": Defect(error=ConfigError, says="cell indices of", before=wrong_slot_dtype),
+        "wrong slot dtype": Defect(error=ConfigError, says="KV slot indices of", before=wrong_slot_dtype),
         "mask off by one": Defect(error=AssertionError, says="Mismatched elements", before=mask_off_by_one),
         "dirty padding": Defect(error=AssertionError, says="Mismatched elements", before=dirty_padding),
         "token count of zero": Defect(error=AssertionError, says="Mismatched elements", before=token_count_of_zero),

@@ -152,7 +152,7 @@ def test_slices_plan_by_a_backend_of_their_own_over_the_same_pools(plain: Case) 
 def test_a_slice_that_is_not_the_next_is_refused(plain: Case) -> None:
     slices = plain.engine().worker._slices
     assert slices is not None
-    with pytest.raises(ValueError, match="wants the layers from 1 to 2 of a prompt; none is open"):
+    with pytest.raises(ValueError, match="requests layers 1 to 2 of a prompt; no prompt is open"):
         slices.run(1, 2)
 
 

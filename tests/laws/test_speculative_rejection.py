@@ -241,7 +241,9 @@ def test_what_proposals_are_drawn_from_is_kept_free(engines: Callable[..., Token
     speculation = Speculation("standalone", (3,), model, rule="block")
     assert beside_laws(config, model, speculation, budget, ledger).available == 5
     assert [(row.topic, row.effective) for row in ledger.rows] == [("draft laws", size_text(taken))]
-    with pytest.raises(ConfigError, match="drawn from takes .* are available; lower max_requests or draft_tokens"):
+    with pytest.raises(
+        ConfigError, match="distributions of draft tokens take .* are available; lower max_requests or draft_tokens"
+    ):
         beside_laws(config, model, speculation, replace(budget, available=taken - 1), ledger)
     for other_way in (replace(speculation, rule="coupled"), replace(speculation, draft=None)):
         assert beside_laws(config, model, other_way, budget, ledger) == budget

@@ -193,8 +193,8 @@ def test_snapshots_by_steps_whose_end_only_the_device_knows_show(tmp_path: Path)
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
-        ({"speculative": "ngram", "model_impl": "transformers"}, "by transformers' classes, which can not go back"),
-        ({"speculative": "mtp", "draft_width": 2}, "keeps a state of each request, which goes on along one branch"),
+        ({"speculative": "ngram", "model_impl": "transformers"}, "in transformers' classes, which cannot undo"),
+        ({"speculative": "mtp", "draft_width": 2}, "keeps a state of each request, which can follow only one branch"),
     ],
 )
 def test_what_states_do_not_go_with_is_refused(settings: dict[str, Any], reason: str, hybrid: tuple[Path, Ran]) -> None:

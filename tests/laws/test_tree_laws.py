@@ -371,13 +371,16 @@ def test_a_defect_where_trees_are_verified_shows(engines: Engines, folder: Path,
 @pytest.mark.parametrize(
     ("settings", "told"),
     [
-        ({"draft_width": 2, "draft_depth": 3, "draft_tokens": 2}, "2 tokens is to be 3 deep; .*--draft-tokens or"),
-        ({"draft_width": 2, "draft_depth": 2, "draft_tokens": 7}, "record 6 tokens, and 7 are to be kept"),
-        ({"draft_width": 16, "draft_depth": 4}, "write 48 cells, and 32"),
-        ({"draft_width": 2, "speculative_verify": "block"}, "the rule is 'block', and these accept chains alone"),
-        ({"draft_width": 2, "speculative": "ngram"}, "proposals of 'ngram' are chains"),
-        ({"draft_width": 2, "speculative": None}, "speculative is 'not asked', of which nothing is proposed"),
-        ({"draft_depth": 3}, "draft_depth is that of trees"),
+        (
+            {"draft_width": 2, "draft_depth": 3, "draft_tokens": 2},
+            "3 deep has 3 to 31 tokens, and 2 are requested; .*--draft-tokens or",
+        ),
+        ({"draft_width": 2, "draft_depth": 2, "draft_tokens": 7}, "record 6 tokens, and 7 are requested"),
+        ({"draft_width": 16, "draft_depth": 4}, "write 48 KV slots, and at most 32"),
+        ({"draft_width": 2, "speculative_verify": "block"}, "the rule is 'block', and these accept only chains"),
+        ({"draft_width": 2, "speculative": "ngram"}, "drafts of 'ngram' are chains"),
+        ({"draft_width": 2, "speculative": None}, "speculative is 'not asked', which drafts no tokens"),
+        ({"draft_depth": 3}, "draft_depth applies to trees"),
     ],
 )
 def test_what_can_not_be_a_tree_is_refused_by_name(folder: Path, settings: dict[str, Any], told: str) -> None:

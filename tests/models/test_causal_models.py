@@ -210,7 +210,7 @@ def test_what_an_architecture_does_not_heed_is_refused(tmp_path, name: str) -> N
     folder = save(llama(), tmp_path)
     file = folder / "config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), name: 7.0}))
-    with pytest.raises(ConfigError, match=f"has {name} = 7.0, which LlamaForCausalLM does not heed here"):
+    with pytest.raises(ConfigError, match=f"has {name} = 7.0, which is not supported for LlamaForCausalLM"):
         load(folder)
 
 

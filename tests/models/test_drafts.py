@@ -250,7 +250,10 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "a word": ({"norm_before_residual": "yes"}, "norm_before_residual = 'yes'; wanted true or false"),
     "no layers": ({"ids": []}, r"eagle_aux_hidden_state_layer_ids = \[\]; wanted ascending numbers"),
     "layers": ({"ids": [0, 2, 6]}, r"eagle_aux_hidden_state_layer_ids = \[0, 2, 6\]; wanted .* 6 layers"),
-    "fewer layers": ({"ids": [0, 2]}, "eagle_aux_hidden_state_layer_ids = .*wanted 3 of them, as fc.weight has 144"),
+    "fewer layers": (
+        {"ids": [0, 2]},
+        "eagle_aux_hidden_state_layer_ids = .*wanted 3 layers, because fc.weight has 144",
+    ),
     "other library": ({"speculators_model_type": "dflash"}, "speculators_model_type = 'dflash'; wanted 'eagle3'"),
     "other layer": (
         {"speculators_model_type": "eagle3", "transformer_layer_config": {"model_type": "qwen3"}},
@@ -292,5 +295,5 @@ def test_a_draft_of_other_tokens_is_refused(target, tmp_path: Path) -> None:
     for name, vocab in (("target", {"a": 0, "b": 1}), ("draft", {"b": 0, "a": 1})):
         save(oracle, tmp_path / name)
         (tmp_path / name / "tokenizer.json").write_text(json.dumps({"model": {"vocab": vocab}}))
-    with pytest.raises(ConfigError, match="other tokens than the model's; wanted the same ids"):
+    with pytest.raises(ConfigError, match="other token ids than the model; wanted the same ids"):
         loaded(load(tmp_path / "target"), tmp_path / "draft", "standalone")

@@ -166,7 +166,7 @@ def test_a_mix_of_types_is_joined_and_groups_of_16_are_rounded_and_said(tmp_path
     assert difference(load(file, kernels=device.table, ledger=ledger), oracle) < 0.05
     assert sorted(weight.bits for weight in device.packed) == [4] * 5 + [8] * 4
     assert "4 weights rounded from groups of 16 to 8 bits in groups of 32" in ledger.rows[0].reason
-    assert "1 weights dequantised, being no linear layers" in ledger.rows[0].reason
+    assert "1 weights dequantised, being outside linear layers" in ledger.rows[0].reason
 
 
 def test_the_metadata_is_the_configuration_of_the_same_checkpoint(tmp_path: Path) -> None:
@@ -249,7 +249,7 @@ def test_a_file_is_computed_in_the_type_of_its_matrices(
 def test_two_tensors_of_one_name_are_damage(tmp_path: Path) -> None:
     file = write(llama(**SIZES), tmp_path / "m.gguf", "llama", lambda name: None)
     file.write_bytes(file.read_bytes().replace(b"blk.1.attn_k.weight", b"blk.1.attn_v.weight"))
-    with pytest.raises(CheckpointError, match="is damaged: it has two tensors of one name"):
+    with pytest.raises(CheckpointError, match="is damaged: it has two tensors with the same name"):
         load(file)
 
 
@@ -335,7 +335,7 @@ def test_lists_in_lists_without_end_are_an_error(tmp_path: Path) -> None:
     lists = struct.pack("<I", 9) + struct.pack("<IQ", 9, 1) * 5000 + struct.pack("<IQ", 4, 0)
     head = b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + struct.pack("<Q", 1) + b"a"
     (tmp_path / "m.gguf").write_bytes(head + lists + bytes(64))
-    with pytest.raises(CheckpointError, match="is damaged: it has lists in lists without end"):
+    with pytest.raises(CheckpointError, match="is damaged: its lists are nested without end"):
         read_header(tmp_path / "m.gguf")
 
 
@@ -344,7 +344,7 @@ def test_experts_that_are_dequantised_are_said_where_all_else_is_plain(tmp_path:
     file = write(oracle, tmp_path / "m.gguf", "qwen3moe", lambda name: "Q8_0" if ".experts." in name else None)
     load(file, ledger=ledger)
     (row,) = ledger.rows
-    assert row.effective == "plain" and re.search(r"\d+ weights dequantised, being no linear layers", row.reason)
+    assert row.effective == "plain" and re.search(r"\d+ weights dequantised, being outside linear layers", row.reason)
 
 
 @pytest.mark.parametrize(

@@ -210,12 +210,12 @@ def test_the_dtype_is_the_checkpoints_own_unless_asked_or_not_computed_in(
 
 
 def test_a_dtype_that_is_not_computed_in_is_an_error() -> None:
-    with pytest.raises(ConfigError, match="'int7' can not be computed in; wanted one of float32"):
+    with pytest.raises(ConfigError, match="'int7' cannot be used for computing; wanted one of float32"):
         choose_dtype("int7", "float32", Facts("cpu"))
-    with pytest.raises(ConfigError, match="'int7' can not be computed in; .*; convert the checkpoint"):
+    with pytest.raises(ConfigError, match="'int7' cannot be used for computing; .*; convert the checkpoint"):
         choose_dtype("auto", "int7", Facts("cpu"))
     with pytest.raises(
-        ConfigError, match="'float16' can not be computed in; wanted one of bfloat16; leave --dtype out"
+        ConfigError, match="'float16' cannot be used for computing; wanted one of bfloat16; leave --dtype out"
     ):
         choose_dtype("float16", "float32", Facts("cpu", dtypes=BRAIN))
 

@@ -34,7 +34,7 @@ def test_published_experts_are_read_exactly_and_the_ledger_says_what_they_take(p
     found = Steps(load(folder, ledger=ledger)).logprobs({1: IDS})
     assert (found - oracle_logprobs(oracle, IDS)).abs().max() < 1e-4
     (row,) = [row for row in ledger.rows if row.topic == "weights"]
-    assert "4 weights dequantised, being no linear layers" in row.reason
+    assert "4 weights dequantised, being outside linear layers" in row.reason
     assert "MiB more than in the files" in row.reason
 
 
@@ -99,7 +99,7 @@ def test_half_of_a_weight_is_named_by_what_is_missing(published, part: str) -> N
     name = "model.layers.1.mlp.experts.down_proj"
     del weights[f"{name}_{part}"]
     save_file(weights, folder / "model.safetensors")
-    with pytest.raises(CheckpointError, match=f"'{name}_{part}' not in the checkpoint, which has the other one"):
+    with pytest.raises(CheckpointError, match=f"'{name}_{part}' is not in the checkpoint, which has the other part"):
         load(folder)
 
 

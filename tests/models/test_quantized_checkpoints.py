@@ -227,7 +227,7 @@ def test_scales_that_the_kernels_refuse_are_an_error_that_names_the_layer(tmp_pa
     tensors = load_file(tmp_path / FILE)
     tensors[f"{PROJECTION}scales"][1, 3] = math.inf
     save_file(tensors, tmp_path / FILE)
-    with pytest.raises(CheckpointError, match=f"'{PROJECTION}weight' can not be packed: scales that are not finite; d"):
+    with pytest.raises(CheckpointError, match=f"'{PROJECTION}weight' cannot be packed: scales that are not finite; d"):
         load(tmp_path, kernels=Refuses().table)
 
 

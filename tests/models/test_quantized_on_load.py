@@ -164,7 +164,7 @@ def test_the_chosen_value_says_that_activations_are_rounded_and_none_makes_plain
     is_told = "activations in 8 bits" in row.effective and "--quantize none does not" in row.reason
     assert is_told == (quantize != "none") and bool(packs.packed) == (quantize != "none")
     assert quantize != "none" or (
-        row.effective == "dequantised to float32" and "dequantised, as was asked" in row.reason
+        row.effective == "dequantised to float32" and "dequantised, as requested" in row.reason
     )
 
 

@@ -116,7 +116,7 @@ def test_a_type_that_was_not_compared_is_compared_at_load_where_it_is_asked_for(
 
 def test_strict_refuses_it(unproven: Path) -> None:
     with pytest.raises(
-        StrictError, match=r"model impl: found transformers \(asked for; LlamaForCausalLM was not compared"
+        StrictError, match=r"model impl: found transformers \(requested; LlamaForCausalLM was not compared"
     ):
         chosen(unproven, strict=True)
 
@@ -132,8 +132,8 @@ def test_random_numbers_of_the_process_go_on_as_if_nothing_was_compared(unproven
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        (transformers.RobertaConfig(**SIZES, is_decoder=True), "'roberta' can not be served: .* differ by [1-9]"),
-        (transformers.BertConfig(**{**SIZES, "max_position_embeddings": 300}), "'bert' can not be served: a mask"),
+        (transformers.RobertaConfig(**SIZES, is_decoder=True), "'roberta' cannot be served: .* differ by [1-9]"),
+        (transformers.BertConfig(**{**SIZES, "max_position_embeddings": 300}), "'bert' cannot be served: a mask"),
         (
             transformers.XLMConfig(emb_dim=48, n_layers=2, n_heads=4, vocab_size=97),
             "'xlm' .* does not run on shapes alone",
@@ -152,7 +152,7 @@ def test_a_class_that_fails_is_refused_with_what_it_says(unproven: Path, monkeyp
         raise IndexError("no place\nfor it")
 
     monkeypatch.setattr(equivalence_check, "difference", fails)
-    with pytest.raises(ConfigError, match=r"'llama' can not be served: .*\(IndexError: no place for it\)"):
+    with pytest.raises(ConfigError, match=r"'llama' cannot be served: .*\(IndexError: no place for it\)"):
         chosen(unproven)
 
 
@@ -164,7 +164,7 @@ def test_what_is_no_number_in_either_request_is_refused(
         return whole(model, tokens) * (float("nan") if len(tokens) == length else 1)
 
     monkeypatch.setattr(equivalence_check, "whole", spoiled)
-    with pytest.raises(ConfigError, match="'llama' can not be served: .* differ by nan"):
+    with pytest.raises(ConfigError, match="'llama' cannot be served: .* differ by nan"):
         chosen(unproven)
 
 
@@ -176,7 +176,7 @@ def test_a_thousandth_of_a_log_probability_is_not_equal(
     if is_served:
         assert chosen(unproven)["model impl"].downgrade
         return
-    with pytest.raises(ConfigError, match="'llama' can not be served: .* differ by 0.001"):
+    with pytest.raises(ConfigError, match="'llama' cannot be served: .* differ by 0.001"):
         chosen(unproven)
 
 
@@ -305,7 +305,7 @@ def test_strict_refuses_code_before_it_runs(tmp_path: Path) -> None:
 @pytest.mark.parametrize("first", [2, None], ids=["from elsewhere", "in each step from 0"])
 def test_positions_that_count_otherwise_are_found(first: int | None, tmp_path: Path) -> None:
     """As with RoBERTa's positions: log-probabilities are far off without any error."""
-    with pytest.raises(ConfigError, match=r"'own' can not be served: .* differ by [0-9.]+ "):
+    with pytest.raises(ConfigError, match=r"'own' cannot be served: .* differ by [0-9.]+ "):
         chosen(own_model(tmp_path / "model", first), trusts_code=True)
 
 

@@ -119,7 +119,7 @@ def test_the_context_is_what_the_type_calls_its_positions(kind: str) -> None:
 def test_an_architecture_without_a_file_runs_by_transformers_class(foreign: Path) -> None:
     config, added, row = chosen(foreign)
     assert list(added) == ["Exaone4ForCausalLM"] and config.context_length == 80 and config.vocab_size == 97
-    assert row.startswith("transformers: Exaone4ForCausalLM has no file here")
+    assert row.startswith("transformers: sglcore does not implement Exaone4ForCausalLM")
 
 
 def test_code_that_a_checkpoint_of_a_compared_type_brings_is_passed_by(foreign: Path) -> None:
@@ -138,13 +138,17 @@ def test_the_dtype_is_the_checkpoints(foreign: Path, stored: dict[str, str], dty
 
 def test_one_with_a_file_runs_by_it_unless_the_other_is_asked_for(tmp_path: Path) -> None:
     folder = save(llama(), tmp_path)
-    assert chosen(folder)[2].startswith("native: LlamaForCausalLM has a file here, sglcore.models.architectures.llama")
+    assert chosen(folder)[2].startswith(
+        "native: sglcore implements LlamaForCausalLM in sglcore.models.architectures.llama"
+    )
     assert not chosen(folder, "native")[1]
-    assert chosen(folder, "transformers")[2].startswith("transformers: asked for")
+    assert chosen(folder, "transformers")[2].startswith("transformers: requested")
 
 
 def test_what_can_not_be_served_is_one_line_that_says_why(foreign: Path) -> None:
-    with pytest.raises(ConfigError, match="no file of the architecture 'Exaone4ForCausalLM'; .*leave --model-impl out"):
+    with pytest.raises(
+        ConfigError, match="does not implement the architecture 'Exaone4ForCausalLM'; .*leave --model-impl out"
+    ):
         chosen(foreign, "native")
     rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
     by_length = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
@@ -155,7 +159,7 @@ def test_what_can_not_be_served_is_one_line_that_says_why(foreign: Path) -> None
         ({"architectures": ["Exaone4ForSequenceClassification"]}, "of type 'exaone4' is Exaone4ForCausalLM"),
         ({"rope_parameters": rope}, "the rope type 'dynamic'"),
         ({"rope_parameters": by_length}, "the rope type 'longrope'"),
-        ({"attn_temperature_tuning": True}, "counts the tokens of a step instead of those of a request"),
+        ({"attn_temperature_tuning": True}, "counts the tokens of a step instead of a request's"),
         ({"num_attention_heads": "four"}, "transformers refuses"),
         ({"architectures": "Exaone4ForCausalLM"}, "wanted a list of texts"),
     ):
@@ -186,7 +190,7 @@ def test_rope_types_of_one_kind_of_layers_are_refused_too(tmp_path: Path) -> Non
 
 
 def test_a_device_without_torch_has_files_of_ours_alone(foreign: Path) -> None:
-    with pytest.raises(ConfigError, match="which this device has not"):
+    with pytest.raises(ConfigError, match="which this device does not have"):
         choose_implementation("transformers", foreign, DecisionLedger(), has_torch=False)
     with pytest.raises(ConfigError, match="'Exaone4ForCausalLM' is not supported"):
         choose_implementation("auto", foreign, DecisionLedger(), has_torch=False)
@@ -271,7 +275,9 @@ def test_a_conversion_of_weights_that_is_not_done_here_is_refused(
     monkeypatch.setattr(
         "sglcore.models.transformers_backend.weight_names.get_model_conversion_mapping", lambda model: [converter]
     )
-    with pytest.raises(ConfigError, match=r"query.weight' becomes .*q_proj.weight' by a conversion that is not done"):
+    with pytest.raises(
+        ConfigError, match=r"query.weight' becomes .*q_proj.weight' by a conversion that is not supported"
+    ):
         load(Saved(tmp_path / "whole", renamed), tmp_path / "more")  # pyright: ignore[reportArgumentType]
 
 
@@ -487,7 +493,7 @@ def empty(kind: str) -> PreTrainedModel:
 
 
 def test_a_model_that_never_attends_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="never calls attention by transformers' interface"):
+    with pytest.raises(ConfigError, match="never calls attention through transformers' interface"):
         load(tiny_model("rwkv", sizes_of("rwkv")), tmp_path)
 
 
@@ -522,9 +528,9 @@ def test_without_a_scale_it_is_that_of_the_heads() -> None:
     ("change", "words"),
     [
         (lambda q: {"position_bias": q}, "calls attention with position_bias"),
-        (lambda q: {"attention_mask": None}, "makes its masks itself"),
-        (lambda q: {"key": torch.cat((q, q), dim=2)}, "other tokens than those of the step"),
-        (lambda q: {"scaling": 1 / q.shape[2]}, "otherwise with 256 tokens than with 3"),
+        (lambda q: {"attention_mask": None}, "makes its own masks"),
+        (lambda q: {"key": torch.cat((q, q), dim=2)}, "to tokens outside the step"),
+        (lambda q: {"scaling": 1 / q.shape[2]}, "differently with 256 tokens than with 3"),
     ],
 )
 def test_a_call_of_attention_of_another_kind_is_refused(change: Any, words: str) -> None:

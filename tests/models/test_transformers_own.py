@@ -78,10 +78,10 @@ def test_a_list_of_one_place_takes_that_place(index: int) -> None:
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
-        (lambda scores, mask: scores, "makes its masks itself"),
-        (lambda scores, mask: scores + mask + scores.new_ones(scores.shape).cumsum(-1), "attends otherwise, by"),
-        (lambda scores, mask: scores * torch.tensor(2.0, device=scores.device) + mask, "attends otherwise, by"),
-        (lambda scores, mask: (scores / 8).tanh() * 8 + mask, "attends otherwise, by"),
+        (lambda scores, mask: scores, "makes its own masks"),
+        (lambda scores, mask: scores + mask + scores.new_ones(scores.shape).cumsum(-1), "attention differs, by"),
+        (lambda scores, mask: scores * torch.tensor(2.0, device=scores.device) + mask, "attention differs, by"),
+        (lambda scores, mask: (scores / 8).tanh() * 8 + mask, "attention differs, by"),
     ],
     ids=["both ways", "a bias of places", "a scale that is a tensor", "a cap"],
 )
@@ -102,11 +102,11 @@ def test_scores_that_become_something_else_are_refused(changed: Any, words: str)
     ids=["a cap", "a far cap", "a limit", "a mask that large scores pass", "a power near one"],
 )
 def test_scores_that_differ_only_where_queries_and_keys_are_large_are_refused(changed: Any) -> None:
-    with pytest.raises(ConfigError, match="attends otherwise, by"):
+    with pytest.raises(ConfigError, match="attention differs, by"):
         tried(changed)
 
 
 def test_a_window_that_is_lost_is_seen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("sglcore.models.transformers_backend.eager_attention._window", lambda mask: None)
-    with pytest.raises(ConfigError, match="GPTNeoSelfAttention .* attends otherwise"):
+    with pytest.raises(ConfigError, match="GPTNeoSelfAttention .* attention differs"):
         load(tiny_model("gpt_neo", sizes_of("gpt_neo")), tmp_path)

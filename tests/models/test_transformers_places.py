@@ -70,7 +70,7 @@ def test_slopes_of_other_heads_are_seen(monkeypatch: pytest.MonkeyPatch, tmp_pat
         return (slopes_of(bias, heads, times) or ())[::-1]
 
     monkeypatch.setattr("sglcore.models.transformers_backend.eager_attention.slopes_of", turned)
-    with pytest.raises(ConfigError, match="BloomAttention .* attends otherwise"):
+    with pytest.raises(ConfigError, match="BloomAttention .* attention differs"):
         load(tiny_model("bloom", sizes_of("bloom")), tmp_path)
 
 
@@ -96,7 +96,9 @@ def test_slopes_that_are_others_with_many_tokens_are_refused(
         return own(self, hidden_states, bias, *given, **named)
 
     monkeypatch.setattr(BloomBlock, "forward", forward)
-    with pytest.raises(ConfigError, match=f"BloomAttention .* its bias has {found} with 4096 keys, and with 260 0.25"):
+    with pytest.raises(
+        ConfigError, match=f"BloomAttention .* its bias has {found} with 4096 keys, and a first slope of 0.25 with 260"
+    ):
         load(tiny_model("bloom", {**sizes_of("bloom"), "max_position_embeddings": 8192}), tmp_path)
 
 
@@ -131,7 +133,7 @@ def test_other_places_are_seen(planted: Any, monkeypatch: pytest.MonkeyPatch, tm
 
 def test_a_context_whose_places_are_not_exact_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("sglcore.models.transformers_backend.transformers_model.FARTHEST", 128)
-    with pytest.raises(ConfigError, match="a context of 131072, and places .* exact up to 128"):
+    with pytest.raises(ConfigError, match="the context is 131072, and positions .* exact up to 128"):
         load(tiny_model("bloom", {**sizes_of("bloom"), "max_position_embeddings": 131072}), tmp_path)
 
 
@@ -150,5 +152,5 @@ def test_the_longest_context_whose_places_are_exact_is_served(
 def test_cells_that_round_are_refused(tmp_path: Path) -> None:
     model, none = load(tiny_model("bloom", sizes_of("bloom")), tmp_path), cast("Any", None)
     rounding = replace(PER_HEAD, kv_cache_dtype="int8")
-    with pytest.raises(ConfigError, match="'int8', and keys of this model hold their places"):
+    with pytest.raises(ConfigError, match="'int8', and keys of this model contain positions"):
         sizes(EngineConfig(kv_cache_dtype="int8"), FACTS, model, none, none, rounding)

@@ -83,7 +83,10 @@ def test_a_class_that_does_not_run_with_them_keeps_its_own_parts(monkeypatch: Pa
     model = tiny_model("llama", sizes_of("llama"))
     parts, _, why = load(model, tmp_path).parts.partition("; ")
     assert parts == "21 linear layers in 21 products, 0 gated blocks, 0 norms, 0 sums before a norm, 0 turned"
-    assert why.startswith("linear layers alone, because with others: LlamaForCausalLM") and "of another kind" in why
+    assert (
+        why.startswith("only linear layers are replaced, because with others: LlamaForCausalLM")
+        and "of another kind" in why
+    )
     assert compare(model, tmp_path) < 2e-4
 
 
@@ -359,7 +362,7 @@ BY_STEP: dict[str, Callable[[Tensor], Tensor]] = {
 def test_angles_that_depend_on_other_positions_of_a_step_are_refused(what: str) -> None:
     call = (torch.zeros(1, 5, 4), torch.arange(5)[None]), {}
     check_angles(AnglesOfAStep(lambda places: places / 2), call, 100)
-    with pytest.raises(ConfigError, match="AnglesOfAStep gives a position other angles beside other positions"):
+    with pytest.raises(ConfigError, match="AnglesOfAStep gives a position other angles if the other positions differ"):
         check_angles(AnglesOfAStep(BY_STEP[what]), call, 100)
 
 
@@ -374,7 +377,7 @@ def test_a_model_whose_angles_depend_on_a_step_is_refused(kind: str, monkeypatch
         return own(self, x, position_ids * scale)
 
     monkeypatch.setattr(rotary, "forward", by_longest)
-    with pytest.raises(ConfigError, match="other angles beside other positions"):
+    with pytest.raises(ConfigError, match="other angles if the other positions differ"):
         load(model, tmp_path)
 
 
@@ -643,7 +646,7 @@ def scales_otherwise(model: Any, least: int) -> None:
 @pytest.mark.parametrize("plant", [reads_a_weight, scales_otherwise])
 def test_what_is_otherwise_with_more_tokens_is_refused(plant: Callable[[Any, int], None]) -> None:
     replaced("llama", lambda model: plant(model, 1000))
-    with pytest.raises(ConfigError, match="otherwise with 256 tokens than with 3"):
+    with pytest.raises(ConfigError, match="differently with 256 tokens than with 3"):
         replaced("llama", lambda model: plant(model, 100))
 
 
@@ -737,9 +740,9 @@ def test_a_class_that_is_refused_for_itself_is_walked_once(tmp_path: Path, monke
 
     def refused(*_: Any, is_whole: bool) -> Replaced:
         calls.append(is_whole)
-        raise ConfigError("it makes its masks itself")
+        raise ConfigError("it makes its own masks")
 
     monkeypatch.setattr("sglcore.models.transformers_backend.transformers_model.replace", refused)
-    with pytest.raises(ConfigError, match="its masks itself"):
+    with pytest.raises(ConfigError, match="its own masks"):
         load(tiny_model("llama", sizes_of("llama")), tmp_path)
     assert calls == [True]

@@ -63,7 +63,7 @@ def test_who_forgets_between_chunks_gets_later_tokens_one_by_one(
     model = tiny("jamba")
     layers = load(model, tmp_path).state_layers
     assert all(layer.forgets for layer in layers)
-    assert layers[0].remark.startswith("with several tokens JambaMambaMixer begins anew")
+    assert layers[0].remark.startswith("JambaMambaMixer ignores its state with several tokens")
     monkeypatch.setattr(
         "sglcore.models.transformers_backend.transformers_model.check_mixers", lambda mixers: None
     )  # skip the check that finds the forgetting
@@ -122,16 +122,16 @@ def mixer(what: str) -> Mixer:
 @pytest.mark.parametrize(
     ("what", "words"),
     [
-        ("begins", "begins with another state than zeros"),
-        ("limit", "token by token it does not give"),
-        ("nearly", "token by token it does not give"),
+        ("begins", "initial state is not zero"),
+        ("limit", "results token by token differ"),
+        ("nearly", "results token by token differ"),
         ("rows", "depends on other requests of the step"),
-        ("fixed", "of 70 tokens it gives something else in parts"),
-        ("told", "of 70 tokens it gives something else in parts"),
+        ("fixed", "for 70 tokens in parts differ"),
+        ("told", "for 70 tokens in parts differ"),
     ],
 )
 def test_one_that_agrees_on_a_few_small_tokens_and_differs_elsewhere_is_refused(what: str, words: str) -> None:
-    with pytest.raises(ConfigError, match=f"Keeper can not be served .* {words}"):
+    with pytest.raises(ConfigError, match=f"Keeper cannot be served .* {words}"):
         check_mixers((mixer("sum"), mixer(what)))
 
 
@@ -189,7 +189,7 @@ def test_layers_of_one_class_are_tried_each_by_what_it_is() -> None:
 
 def test_one_that_token_by_token_gives_something_else_is_refused() -> None:
     check_mixers((mixer("sum"),))
-    with pytest.raises(ConfigError, match="Keeper can not be served .* token by token it does not give"):
+    with pytest.raises(ConfigError, match="Keeper cannot be served .* results token by token differ"):
         check_mixers((mixer("alone"),))
 
 

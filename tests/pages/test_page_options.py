@@ -82,15 +82,15 @@ def test_engines_with_other_weights_of_the_same_shapes_do_not_meet(folder: Path,
     data[-2] ^= 1
     weights.write_bytes(data)
     prompt = Single(folder, PageOptions("prompt", address=HERE))
-    with pytest.raises(ConfigError, match="model [0-9a-f]{12}; .* those there .*model [0-9a-f]{12}; "):
+    with pytest.raises(ConfigError, match="model [0-9a-f]{12}; .* there .*model [0-9a-f]{12}; "):
         Single(other, PageOptions("decode", (prompt.transfer.address,)))
     prompt.engine.close()
 
 
 KEPT = {
-    "rows of their own": latent.deepseek_v2,
+    "other data than KV pages": latent.deepseek_v2,
     "a state of each request": qwen3_next,
-    "a window keep pages of their own": lambda: mistral(max_position_embeddings=512, sliding_window=20),
+    "sliding-window layers keep separate pages": lambda: mistral(max_position_embeddings=512, sliding_window=20),
 }
 
 
@@ -100,5 +100,5 @@ def test_models_that_keep_more_than_keys_and_values_are_refused(
     what: str, options: PageOptions, tmp_path: Path
 ) -> None:
     folder = save(KEPT[what](), tmp_path)
-    with pytest.raises(ConfigError, match=f"pages of this model can not go to another engine: its layers .*{what}"):
+    with pytest.raises(ConfigError, match=f"pages of this model cannot be sent to another engine: its .*{what}"):
         Single(folder, options)

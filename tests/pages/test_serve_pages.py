@@ -55,7 +55,7 @@ def figure(url: str, name: str) -> float:
 
 def test_a_server_that_decodes_answers_by_prompts_of_another(tmp_path: Path) -> None:
     with server(tmp_path / "prompt", "--role", "prompt", "--pages-address", "127.0.0.1:0") as (prompts, first):
-        address = ledger(first)["role"]["reason"].split(" ask at ")[1].split(" ")[0]
+        address = ledger(first)["role"]["reason"].split(" send prompts to ")[1].split(" ")[0]
         with server(tmp_path / "decode", "--disaggregation-mode", "decode", "--peers", address) as (_, second):
             assert ledger(second)["role"]["effective"] == "decode"
             assert ledger(second)["page layout"] == ledger(first)["page layout"]

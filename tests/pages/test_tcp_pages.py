@@ -158,7 +158,7 @@ def test_a_peer_that_says_nothing_is_lost_and_one_that_has_nothing_to_say_is_not
     assert ends.target.receive() == []
     connection = ends.source._connections[ends.at_source]
     connection._silence = 1e6
-    assert heard(ends.target)[0].lost.endswith("nothing has come from it for 0.4 s")
+    assert heard(ends.target)[0].lost.endswith("it has sent nothing for 0.4 s")
 
 
 def test_other_layouts_are_refused_with_both(ends: Ends, stack: ExitStack) -> None:
@@ -173,7 +173,7 @@ def test_other_layouts_are_refused_with_both(ends: Ends, stack: ExitStack) -> No
 def test_who_does_not_know_the_secret_is_refused(ends: Ends, stack: ExitStack) -> None:
     other = tcp_transfer.TcpPages(Memory(), layout_of(Memory(), "m"), secret="another")
     stack.callback(other.close)
-    with pytest.raises(ConfigError, match="the secret is another"):
+    with pytest.raises(ConfigError, match="the secret differs"):
         other.connect(ends.source.address)
 
 
@@ -256,7 +256,7 @@ def test_a_frame_that_comes_byte_by_byte_is_waited_for_no_longer_than_its_limit(
         if comes:
             assert receive_frame(stream, seconds=seconds).body == b"it is me"
             continue
-        with pytest.raises(TimeoutError, match="it has said too little for too long"):
+        with pytest.raises(TimeoutError, match="it has sent too little data for too long"):
             receive_frame(stream, seconds=seconds)
         assert stream.now == seconds
 
@@ -282,7 +282,7 @@ def test_a_prompt_engine_that_does_not_answer_in_time_is_none_and_is_hung_up_on(
     end = tcp_transfer.TcpPages(Memory(), layout_of(Memory(), "m"))
     stack.callback(end.close)
     listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
-    with pytest.raises(PeerLost, match="there is no prompt engine at 127.0.0.1:.*said too little for too long"):
+    with pytest.raises(PeerLost, match="there is no prompt engine at 127.0.0.1:.*sent too little data for too long"):
         end.connect(f"127.0.0.1:{listener.getsockname()[1]}")
     with listener.accept()[0] as stream:
         stream.settimeout(30)

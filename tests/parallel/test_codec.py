@@ -139,7 +139,7 @@ def test_the_end_of_a_peer_and_noise_are_told_at_once() -> None:
     assert channel.fileno() == -1
     left, right = pair()
     left.sendall(b"GET / HTTP/1.1\r\nhost: x\r\n")
-    with pytest.raises(Gone, match="no frame"):
+    with pytest.raises(Gone, match="not a frame"):
         Channel(right, 1).receive()
 
 

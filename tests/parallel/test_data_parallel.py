@@ -175,7 +175,7 @@ def test_what_does_not_go_together_is_refused_before_any_process(
 def test_the_ledger_says_what_is_shared_and_how(saved: tuple[Any, Path]) -> None:
     with RankedEngine(saved[1], tp=2, dp=2, ep=2) as engine:
         rows = {row.topic: row.effective for row in engine.started.ledger.rows}
-    assert rows["shards of requests"] == "2" and rows["expert ranks"] == "dealt out among 2"
+    assert rows["shards of requests"] == "2" and rows["expert ranks"] == "distributed among 2"
     assert rows["expert dispatch"] == "ragged" and rows["graph"] == "eager"
 
 

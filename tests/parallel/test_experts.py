@@ -164,10 +164,14 @@ def test_a_placement_loses_no_expert_and_sends_to_the_nearest_place() -> None:
 @pytest.mark.parametrize(
     ("make", "topology", "said"),
     [
-        (oracle, Topology(3, 1, 3), "ep is 3, and this model has 8 experts; wanted one of 1; --ep with one"),
+        (oracle, Topology(3, 1, 3), "ep is 3, and this model has 8 experts; wanted one of 1; set --ep to one of them"),
         (oracle, Topology(8, 8, 8), ""),
         (oracle, Topology(8, 4, 4), ""),
-        (oracle, Topology(8, 1, 2), "tp is 8, and this model has 4 attention heads; wanted one of 2, 4; --tp with one"),
+        (
+            oracle,
+            Topology(8, 1, 2),
+            "tp is 8, and this model has 4 attention heads; wanted one of 2, 4; set --tp to one of them",
+        ),
         (llama, Topology(2, 1, 2), "ep is 2, and this model has no experts; --ep 1"),
         (
             llama,

@@ -58,5 +58,5 @@ def test_a_gguf_file_is_shared_too(tmp_path: Path) -> None:
     file = write(oracle, tmp_path / "model.gguf", arch, lambda name: None if "mlp.gate.weight" in name else kind)
     with RankedEngine(file, **PLAIN, dp=2) as engine:
         check_logprobs(engine.run(random_prompts(5, (5, 17)), 6, score_prompts=True), oracle, 2e-4)
-    with pytest.raises(ConfigError, match="one GGUF file, of whose experts none is read by itself; --ep 1"):
+    with pytest.raises(ConfigError, match="experts in a GGUF file cannot be read separately; --ep 1"):
         RankedEngine(file, ep=2)

@@ -130,7 +130,7 @@ def test_a_rank_keeps_the_rows_of_its_own_heads_and_states_and_of_what_all_share
     ("make", "said"),
     [
         (deepseek_v4.deepseek_v4, "tp is 4, and this model has 2 groups of attention heads; wanted one of 1, 2"),
-        (checkpoints.qwen35, "tp is 4, and this model has 2 heads of keys with a state; wanted one of 1, 2"),
+        (checkpoints.qwen35, "tp is 4, and this model has 2 key heads of linear attention; wanted one of 1, 2"),
     ],
 )
 def test_a_width_that_does_not_divide_is_refused_with_those_that_do(make: Make, said: str, tmp_path: Path) -> None:

@@ -49,7 +49,7 @@ def test_halves_give_the_logprobs_of_transformers(name: str, tmp_path: Path) -> 
         check(engine, oracle)
         row = next(row for row in engine.started.ledger.rows if row.topic == "two-batch overlap")
         assert (row.requested, row.effective) == ("on", "on")
-        assert ("cut, in multiples of 2, and" in row.reason) == (name == "tp, experts on 2"), row.reason
+        assert ("split, in multiples of 2, and" in row.reason) == (name == "tp, experts on 2"), row.reason
 
 
 def test_in_float64_nothing_is_left_of_the_difference(tmp_path: Path) -> None:
@@ -76,7 +76,7 @@ def test_requests_that_keep_a_state_are_not_cut(tmp_path: Path) -> None:
         check_logprobs(engine.run(random_prompts(SEED, (6, 5, 3)), 6), oracle, 1e-3)
         assert "eager:halves" in engine.paths
         row = next(row for row in engine.started.ledger.rows if row.topic == "two-batch overlap")
-        assert row.reason.endswith("between requests, each of which keeps a state")
+        assert row.reason.endswith("between requests, because each keeps a state")
 
 
 def test_a_start_measures_whether_halves_are_faster(tmp_path: Path) -> None:

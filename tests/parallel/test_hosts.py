@@ -192,7 +192,7 @@ def test_a_host_that_does_not_come_is_named_after_the_time(led: Callable[..., Ra
 def test_a_port_that_is_taken_is_an_error_before_anybody_is_waited_for(led: Callable[..., RankedEngine]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(ConfigError, match=rf"can not listen at 127\.0\.0\.1, port {port}: .*another port"):
+        with pytest.raises(ConfigError, match=rf"cannot listen at 127\.0\.0\.1, port {port}: .*another port"):
             led(port)
 
 

@@ -81,7 +81,7 @@ def test_ray_is_taken_where_it_is_asked_for_or_nothing_else_says_who_starts_the_
     found = placed(nodes=2)
     assert (found.launcher, found.cluster) == ("Ray", "auto") and "Ray is installed" in found.reason
     monkeypatch.setattr("sglcore.engine.ranks.rank_launch.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match="nothing says which of them this is.*--node-rank R --leader HOST:PORT.*ray"):
+    with pytest.raises(ConfigError, match="the rank of this node is not known.*--node-rank R --leader HOST:PORT.*ray"):
         placed(nodes=2)
 
 

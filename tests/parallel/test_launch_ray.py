@@ -60,7 +60,7 @@ def test_a_cluster_in_which_the_program_was_before_is_not_left(ray: FakeRay) -> 
 
 def test_a_cluster_without_so_many_hosts_is_refused_with_what_it_has(ray: FakeRay, folder: Path) -> None:
     ray.has_room = False
-    message = r"no place for 2 nodes on as many hosts, one of them 127\.0\.0\.1, in 3 s; it has \{'CPU': 1\.0\}"
+    message = r"did not place 2 nodes on 2 hosts, one of them 127\.0\.0\.1, in 3 s; it has \{'CPU': 1\.0\}"
     with pytest.raises(ConfigError, match=message):
         start(folder, join_timeout=3.0)
     assert ray.events == ["removed", "left"] and not ray.actors

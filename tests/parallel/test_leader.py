@@ -247,7 +247,7 @@ def test_ranks_here_have_a_device_each(placement: Placement, index: int, devices
     if fits:
         ranks_start.check_devices(EngineConfig(tp=4), choice, placement)
         return
-    with pytest.raises(ConfigError, match=f"tp is 4, and {devices} devices of 'x' are there"):
+    with pytest.raises(ConfigError, match=f"tp is 4, and 'x' has {devices} devices"):
         ranks_start.check_devices(EngineConfig(tp=4), choice, placement)
 
 
@@ -258,7 +258,7 @@ def test_a_node_that_follows_starts_no_ranks_for_requests() -> None:
     )
     config = EngineConfig(tp=2, nodes=2, node_rank=1, leader="127.0.0.1:1", join_timeout=1.0)
     ledger, told = DecisionLedger(), []
-    with pytest.raises(ConfigError, match="this is node 1 by hand, which takes no requests; start it as"):
+    with pytest.raises(ConfigError, match="this is node 1 by hand, which takes no requests; start it with"):
         ranks_start.start_ranks(config, embedded_model(), choice, ledger, lambda *word: told.append(word))
     assert not told and not ledger.rows
 
@@ -278,7 +278,9 @@ def test_a_model_that_runs_by_transformers_class_is_refused_by_that_reason(name:
     choice: Any = SimpleNamespace(
         package=package, chosen=ChosenDevice("x", "", "", 1, ""), report=SimpleNamespace(devices=[])
     )
-    with pytest.raises(ConfigError, match=f"no file of the architecture '{name}'.*is not divided.*--tp 1") as told:
+    with pytest.raises(
+        ConfigError, match=f"no model file for the architecture '{name}'.*cannot be divided.*--tp 1"
+    ) as told:
         ranks_start.check_ranks(EngineConfig(model=str(tmp_path), tp=2), tmp_path, choice)
     assert "download" not in str(told.value)
 

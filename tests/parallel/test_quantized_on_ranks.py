@@ -102,7 +102,9 @@ def test_groups_of_experts_that_would_lie_on_two_ranks_are_refused_where_codes_a
     oracle = gpt_oss(hidden_size=64, intermediate_size=96)
     folder = with_mxfp4_experts(oracle, tmp_path)
     check(folder, oracle)
-    with pytest.raises(ConfigError, match=r"96 numbers inside an expert have scales in groups of 32; wanted one of 1"):
+    with pytest.raises(
+        ConfigError, match=r"96 intermediate features of an expert have scales in groups of 32; wanted one of 1"
+    ):
         check(folder, oracle, defects.reads_codes)
 
 
@@ -144,7 +146,7 @@ def test_a_part_has_the_values_of_its_place(cut: Cut, shape: tuple[int, int], ze
     assert torch.equal(part.values(slice(None)), wanted)
     assert torch.equal(torch.cat([part.values(slice(0, 2)), part.values(slice(2, None))]), wanted)
     crosses = cut.dim == 1 and cut.ranges[0][0] % 4
-    assert ("lie on two ranks" in part.form) == bool(crosses)
+    assert ("divided between two ranks" in part.form) == bool(crosses)
     kept = part.as_codes()
     assert (kept is None) == bool(crosses)
     if kept is not None:

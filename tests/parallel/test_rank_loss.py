@@ -123,7 +123,7 @@ def test_a_rank_that_stops_is_lost_when_it_has_been_silent_for_long(started: Cal
     engine.run(random_prompts(1, (5,)), 2)
     os.kill(engine.worker.pids[1], signal.SIGSTOP)
     said = run_to_its_end(engine)
-    assert "rank 1" in said and "has said nothing for 3." in said
+    assert "rank 1" in said and "has sent nothing for 3." in said
 
 
 def test_a_death_while_nothing_runs_is_noticed_before_the_next_request(started: Callable[..., RankedEngine]) -> None:

@@ -163,7 +163,7 @@ def test_a_server_of_two_shards_answers_many_at_once(serve: Callable[..., Server
     with ThreadPoolExecutor(5) as pool:
         assert list(pool.map(lambda _: server.answer(), range(5))) == ["2 + 3 = 5."] * 5
     info = json.load(urllib.request.urlopen(f"{server.url}/server_info"))
-    assert "each request's cache is on 1 of 2 ranks" in json.dumps(info)
+    assert "each request's KV cache is on 1 of 2 ranks" in json.dumps(info)
     assert json.load(urllib.request.urlopen(f"{server.url}/props"))["total_slots"] == 14
 
 

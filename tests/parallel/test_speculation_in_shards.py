@@ -316,9 +316,9 @@ def test_grammars_and_penalties_of_one_shard_do_not_show_in_another(tmp_path: Pa
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
-        ({"speculative": "dflash"}, "dp is 2 and speculative is 'dflash': shards of requests agree on no plan"),
-        ({"speculative": "frozen-mtp"}, "shards of requests agree on no plan of its draft's forwards"),
-        ({"speculative": "mtp", "draft_width": 2}, "shards of requests agree on chains alone"),
+        ({"speculative": "dflash"}, "dp is 2 and speculative is 'dflash': data-parallel shards do not agree on a plan"),
+        ({"speculative": "frozen-mtp"}, "data-parallel shards do not agree on a plan of its draft's forwards"),
+        ({"speculative": "mtp", "draft_width": 2}, "data-parallel shards agree only on chains"),
     ],
 )
 def test_what_shards_do_not_agree_on_is_refused_before_any_process(

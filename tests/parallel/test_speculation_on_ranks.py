@@ -188,5 +188,5 @@ def test_a_trial_of_proposals_is_left_out_and_said(tmp_path: Path) -> None:
     settings: dict[str, Any] = of_eagle(tmp_path) | {"speculative": "auto"}
     with RankedEngine(tmp_path, **settings) as engine:
         row = next(row for row in engine.started.ledger.rows if row.topic == "speculative")
-        assert row.effective == "off" and "do not try whether" in row.reason
+        assert row.effective == "off" and "do not measure whether" in row.reason
         assert engine.worker.limits.draft_tokens == 0

@@ -51,7 +51,7 @@ def test_ranks_count_heads_first_then_shards_then_stages() -> None:
 def test_a_place_outside_and_a_group_that_is_none_are_refused() -> None:
     with pytest.raises(ValueError, match="tr is 2"):
         Topology(2).rank_of(tr=2)
-    with pytest.raises(ValueError, match="'heads' is no group"):
+    with pytest.raises(ValueError, match="'heads' is not a group"):
         Topology(2).groups("heads")
 
 
@@ -111,7 +111,9 @@ def test_what_is_inside_of_shared_experts_is_divided_too() -> None:
     config = dataclasses.replace(config_with(num_attention_heads=16, num_key_value_heads=8), moe=moe)
     check_topology(config, Topology(4, 1, 4))
     for ep in (1, 8):
-        with pytest.raises(ConfigError, match="tp is 8, and this model has 36 numbers inside the shared expert"):
+        with pytest.raises(
+            ConfigError, match="tp is 8, and this model has 36 intermediate features in the shared expert"
+        ):
             check_topology(config, Topology(8, 1, ep))
 
 
@@ -119,7 +121,7 @@ def test_experts_that_are_whole_need_not_be_divided() -> None:
     moe = MoeConfig((True, True), 8, 2, 36, True)
     config = dataclasses.replace(config_with(num_attention_heads=16, num_key_value_heads=8), moe=moe)
     check_topology(config, Topology(8, 1, 8))
-    with pytest.raises(ConfigError, match="this model has 36 numbers between the two halves of an expert"):
+    with pytest.raises(ConfigError, match="this model has 36 intermediate features in an expert"):
         check_topology(config, Topology(8))
 
 

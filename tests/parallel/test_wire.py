@@ -69,7 +69,7 @@ def test_a_first_word_that_is_too_long_is_refused_before_there_is_memory_for_it(
 ) -> None:
     channel, there = ends
     there.sendall(HEAD.pack(MAGIC, Kind.HELLO, 7, LONGEST_HELLO + 1))
-    with pytest.raises(Gone, match="no frame"):
+    with pytest.raises(Gone, match="not a frame"):
         channel.receive(LONGEST_HELLO)
 
 

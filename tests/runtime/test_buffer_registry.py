@@ -103,7 +103,7 @@ def test_a_second_buffer_of_the_same_name_is_an_error() -> None:
 
 
 def test_a_buffer_after_the_buffers_were_made_is_an_error() -> None:
-    with pytest.raises(ValueError, match="comes after the memory was made; register all before"):
+    with pytest.raises(ValueError, match="is registered after the memory was allocated; register all before"):
         toy_registry().register(InputBuffer(replace(spec_of(Toy, "lens"), name="late")))
 
 

@@ -230,7 +230,7 @@ ONE = np.ones(1, np.float32)
 
 
 def test_a_field_that_nobody_carries_is_an_error_at_import() -> None:
-    with pytest.raises(TypeError, match=r"must declare read=.*without any of them nobody carries it"):
+    with pytest.raises(TypeError, match=r"must declare read=.*without any of them no code fills it"):
         batch_field(axis=Axis.REQUESTS, dtype="int32", padding=zero())
 
 

@@ -86,5 +86,5 @@ def test_a_defect_shows(sound: str, defect: str, has_residual: bool) -> None:
 def test_a_model_that_runs_as_a_whole_gives_none() -> None:
     model: Any = object()
     assert with_features(model, ()) is model
-    with pytest.raises(ConfigError, match="before its layers \\(1,\\), and object runs as a whole"):
+    with pytest.raises(ConfigError, match="the inputs of the model's layers \\(1,\\), and object runs as a whole"):
         with_features(model, (1,))

@@ -101,7 +101,7 @@ def test_attention_that_can_not_be_captured_leaves_decode_eager_and_says_why() -
     backend, rows = choose("auto", site=make_site(attention=ReferenceAttention))
     assert backend is None
     assert rows == (Row("graph", "auto", "eager", rows[0].reason, "--graph off"),)
-    assert "ReferenceAttention can not run inside a captured stream" in rows[0].reason
+    assert "ReferenceAttention cannot run inside a captured stream" in rows[0].reason
 
 
 def test_an_explicit_kind_that_can_not_be_had_is_a_downgrade_and_strict_refuses_it() -> None:
@@ -151,7 +151,7 @@ def test_the_ledger_says_what_replays_and_what_stays_eager() -> None:
 def test_a_model_that_asks_for_no_segments_is_refused_with_the_way_out() -> None:
     site = make_site(attention=GatheredAttention)
     site.runner.model = Silent(site.model)  # pyright: ignore[reportAttributeAccessIssue]
-    with pytest.raises(ConfigError, match=r"can not be captured in pieces.*--graph full"):
+    with pytest.raises(ConfigError, match=r"cannot be captured in pieces.*--graph full"):
         capture_all("breakable", site)
 
 

@@ -135,5 +135,5 @@ def test_a_backend_that_updates_graphs_is_refused() -> None:
     found = CapturedHalves.of(Halves(pair, CutTerms()), 4)
     assert found is not None
     view = made.site.runner.decode_registry.view(4, 4, extend=False)
-    with pytest.raises(TypeError, match="Updating updates captured graphs, which can not hold two halves"):
+    with pytest.raises(TypeError, match="Updating updates captured graphs, which cannot hold two micro-batches"):
         found.refresh(view)

@@ -34,8 +34,8 @@ def test_what_is_asked_for_alone_is_had(facts: Facts, kernels: KernelTable, spec
 @pytest.mark.parametrize(
     ("given", "facts", "missing", "reason"),
     [
-        ({"speculative": "mtp"}, SHARING, (), "hisparse and speculative decoding are both asked for"),
-        ({"draft_model": "a/draft"}, SHARING, (), "hisparse and speculative decoding are both asked for"),
+        ({"speculative": "mtp"}, SHARING, (), "hisparse and speculative decoding are both requested"),
+        ({"draft_model": "a/draft"}, SHARING, (), "hisparse and speculative decoding are both requested"),
         ({"speculative": "auto", "draft_model": "a/draft"}, SHARING, (), "hisparse and speculative decoding are both"),
         ({}, APART, (), "kernels on acme:0 do not reach host memory; wanted a device whose facts say reaches_pinned"),
         (

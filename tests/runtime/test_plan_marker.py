@@ -98,7 +98,7 @@ def test_a_plan_for_the_lengths_of_another_epoch_is_refused(turn: Turn | None) -
     batch.turn = Turn(7, 0)
     batch.mark_forward_metadata_ready(site.attention.plan(batch), steps=3)
     of = "None" if turn is None else "8"
-    with pytest.raises(StalePlanError, match=f"planned for the lengths of epoch 7, the batch has those of {of}"):
+    with pytest.raises(StalePlanError, match=f"planned for the lengths of epoch 7, the batch has the lengths of {of}"):
         replace(batch, turn=turn).needs_forward_metadata_init(site.attention)
 
 
@@ -231,7 +231,7 @@ def test_attention_itself_refuses_a_batch_without_a_plan() -> None:
     site, batch = ready()
     batch.plan_record = None
     for given in (batch, None):
-        with pytest.raises(StalePlanError, match="of a batch that is not planned"):
+        with pytest.raises(StalePlanError, match="found a batch without a plan"):
             site.attention.forward(torch.zeros(8, 4), None, None, site.model.attention_layers[0], given)
 
 

@@ -204,7 +204,7 @@ def test_the_ledger_has_rows_beside_keys_and_values_by_head() -> None:
     layers = [Kept(net, each, 1) for each in net.compressions]
     kept = Geometry(2048 * page, 1024 * page, 6, ring=1 << 20)
     row = rows_row(kept, layers, page, torch.float32)
-    assert row.effective == "2.0 MiB for 1,000 tokens, 1.0 MiB for 1,000 that windows see, 1.0 MiB a request"
+    assert row.effective == "2.0 MiB for 1,000 tokens, 1.0 MiB for 1,000 in sliding windows, 1.0 MiB per request"
     assert row.reason == f"keys and values by head would be {size_text(1000 * 2 * 2 * 4 * 8 * 4)} for 1,000 tokens"
     small, other = (
         rows_row(kept, [Kept(net, None, 1, "fp8", False, float8)], page, torch.float32, "fp8")
@@ -229,6 +229,6 @@ def test_a_type_that_rows_have_not_or_the_device_can_not_compute_is_refused(monk
     monkeypatch.setattr(RowCodec, "encode", unknown)
     check_row_dtype("auto", "cpu")
     with pytest.raises(
-        ConfigError, match=r"this device knows no 8-bit floats \(e4m3fn\): Float8_e4m3fn is not supported"
+        ConfigError, match=r"this device does not support 8-bit floats \(e4m3fn\): Float8_e4m3fn is not supported"
     ):
         check_row_dtype("fp8", "cpu")

@@ -225,7 +225,7 @@ def test_a_plan_of_before_the_pool_moved_is_refused() -> None:
 def test_a_batch_that_is_not_planned_is_refused() -> None:
     site = make_sparse()
     batch = site.runner.init_batch(SparseDesk(site, WINDOW).extend({3: random_tokens(1, 9)}))
-    with pytest.raises(StalePlanError, match="not planned"):
+    with pytest.raises(StalePlanError, match="without a plan"):
         site.attention.planned(batch)
 
 

@@ -284,7 +284,7 @@ def test_a_nested_record_splits_its_own_fields() -> None:
 def test_a_field_that_refuses_makes_the_batch_unsplittable_only_while_it_is_there() -> None:
     _, batch = parent([(0, 2), (1, 2)])
     batch.spec_info = Draft(torch.tensor([1.0, 2.0]), tree=torch.zeros(2))
-    with pytest.raises(SplitRefusedError, match="a batch with tree can not be split; run it whole"):
+    with pytest.raises(SplitRefusedError, match="a batch with tree cannot be split; run it whole"):
         filter_batch(batch, 0, 2)
     batch.spec_info.tree = None
     assert filter_batch(batch, 0, 2).spec_info.scores.tolist() == [1.0]
@@ -366,7 +366,9 @@ def test_a_clipped_field_that_nobody_knows_to_clip_fails_when_it_is_declared() -
     class New(ForwardBatch):
         fresh_lens: Tensor | None = batch_field(axis=Axis.REQUESTS, split=Split.CLIP, owner="test")
 
-    with pytest.raises(TypeError, match=r"New\.fresh_lens is clipped, and nothing says what a child has of it"):
+    with pytest.raises(
+        TypeError, match=r"New\.fresh_lens is clipped, and no rule in LENGTHS or SIZES defines a child's part"
+    ):
         check_declarations(New)
     check_declarations(ForwardBatch)
 
@@ -379,7 +381,7 @@ def test_rows_of_a_request_that_verifies_proposals_stay_together() -> None:
     assert (child.width, child.batch_size, child.num_tokens) == (2, 4, 4)
     assert child.seq_lens.tolist() == batch.seq_lens.tolist()[2:6]
     for first, last in ((1, 4), (0, 3)):
-        with pytest.raises(ValueError, match="part a request of 2 rows; wanted multiples of 2"):
+        with pytest.raises(ValueError, match="split a request of 2 rows; wanted multiples of 2"):
             filter_batch(batch, first, last)
 
 

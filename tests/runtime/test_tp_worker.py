@@ -433,7 +433,7 @@ def test_hidden_states_are_refused_before_anything_is_touched_or_taken() -> None
     batch = desk.extend({1: PROMPTS[1]}, composition=0)
     batch.capture_hidden_mode.put(CaptureHiddenMode.LAST)
     before = site.worker.runner.attn_backend.req_to_token_pool.page_table.clone()
-    with pytest.raises(ValueError, match="asks for hidden states"):
+    with pytest.raises(ValueError, match="requests hidden states"):
         site.worker.submit(batch)
     assert batch.capture_hidden_mode.is_set
     assert torch.equal(site.worker.runner.attn_backend.req_to_token_pool.page_table, before)

@@ -400,7 +400,7 @@ def test_attention_that_hides_no_cells_is_named() -> None:
     package: Any = SimpleNamespace(name="odd", attention={"plain": "tests.runtime.test_trees:Plain"})
     assert (
         reason_against_trees(package, EngineConfig())
-        == "plain: none of the attention of odd hides single cells from a row (tree_mask)"
+        == "plain: no attention backend of odd masks single KV slots of a row (tree_mask)"
     )
 
 

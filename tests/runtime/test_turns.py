@@ -118,7 +118,7 @@ def test_what_fails_while_it_is_ended_is_a_note_on_the_first_error() -> None:
 
     with pytest.raises(ValueError, match="first") as caught:
         take_turns(failing(1), other)
-    assert caught.value.__notes__ == ["the other half failed too, while it was ended: KeyError('second')"]
+    assert caught.value.__notes__ == ["the other micro-batch failed too, while it was stopped: KeyError('second')"]
 
 
 def test_an_error_that_is_swallowed_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:

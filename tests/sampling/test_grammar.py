@@ -46,7 +46,7 @@ def test_a_schema_is_an_object_or_a_flag(schema: str) -> None:
 @pytest.mark.parametrize("other", [{"min_tokens": 1}, {"ignore_eos": True}])
 def test_what_keeps_an_output_from_ending_does_not_go_with_a_grammar(other: dict) -> None:
     (name,) = other
-    with pytest.raises(SamplingError, match=f"{name}.*beside a grammar"):
+    with pytest.raises(SamplingError, match=f"{name}.*with a grammar"):
         SamplingParams(grammar=Grammar("regex", "a"), **other)
     with pytest.raises(SamplingError, match=r"grammar: found .*wanted a Grammar"):
         SamplingParams(grammar="a+")  # pyright: ignore[reportArgumentType]

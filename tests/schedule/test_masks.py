@@ -162,7 +162,7 @@ def test_a_mask_that_can_not_be_made_is_the_reason_that_its_request_is_told() ->
     drive.worker.bad_requests = {"bound"}
     drive.scheduler.add(bound)
     drive.run()
-    assert (bound.finish_reason, bound.error) == ("error", "the grammar can not go on: its parser gave up")
+    assert (bound.finish_reason, bound.error) == ("error", "the grammar cannot go on: its parser gave up")
 
 
 def test_the_stop_token_ends_a_request_without_asking_its_grammar() -> None:

@@ -127,7 +127,7 @@ def test_a_prompt_that_runs_while_others_decode_waits_for_one_of_their_steps_at_
 
 
 def test_a_worker_that_proposes_takes_no_slices() -> None:
-    with pytest.raises(ConfigError, match="proposes tokens takes prompts by slices"):
+    with pytest.raises(ConfigError, match="drafts tokens and takes prompts in slices"):
         check_limits(make_limits(sliced_layers=2, draft_tokens=1))
 
 

@@ -395,7 +395,7 @@ UNENFORCED: Any = {
     [
         ({"tool_choice": {"type": "function", "function": {"name": "cook"}}}, "tool_choice", "cook"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name", "text that matches"),
-        (UNENFORCED, "tools", 'the parameters of "cook" can not be enforced'),
+        (UNENFORCED, "tools", 'the parameters of "cook" cannot be enforced'),
     ],
 )
 def test_tools_that_can_not_be_offered_are_refused_by_name(

@@ -197,7 +197,7 @@ def test_rules_that_contradict_each_other_in_mid_text_are_the_callers_fault_and_
     assert len(first) == 2, "one that is begun before it may not go on"
     dead = {**GREEDY, "guided_choice": ["fox"], "bad_words": ["fox"]}
     refused = server.refusal(PATH, dead)
-    assert "leave no token that may come" in refused["message"] and refused["type"] == "invalid_request_error"
+    assert "leave no token to sample" in refused["message"] and refused["type"] == "invalid_request_error"
     told = next(event for event in server.events(PATH, dead) if "error" in event)
     assert '"invalid_request_error"' in told and "leave no token" in told
     likely = {"n": 8, "temperature": 2.0, "seed": 1, "logit_bias": {str(first[0]): 5}}
@@ -377,7 +377,7 @@ def test_a_form_that_can_not_be_kept_to_is_refused_with_the_compilers_reason(
     [
         ({"structured_outputs": {"schema": {}}}, "structured_outputs", "wanted one of json, json_object, regex"),
         ({"structured_outputs": {}}, "structured_outputs", "no kind"),
-        ({"response_format": {"type": "text", "schema": {}}}, "response_format.schema", "nothing beside the type"),
+        ({"response_format": {"type": "text", "schema": {}}}, "response_format.schema", "no field but type"),
         (
             {"response_format": {"type": "json_object", "json_schema": {"schema": {}}}},
             "response_format.json_schema",
@@ -389,7 +389,7 @@ def test_a_form_that_can_not_be_kept_to_is_refused_with_the_compilers_reason(
             "json_schema and schema",
         ),
         ({"response_format": {"type": "json_object", "triggers": ["a"]}}, "response_format.triggers", "triggers"),
-        ({"regex": "a", "grammar": 'root ::= "a"'}, "regex", "one form of the answer"),
+        ({"regex": "a", "grammar": 'root ::= "a"'}, "regex", "one response format"),
     ],
 )
 def test_a_form_that_would_bind_nothing_or_two_ways_is_refused(
@@ -458,7 +458,7 @@ def test_ignored_fields_are_named_in_a_header(server: Server) -> None:
             "begin",
         ),
         ({"min_tokens": 30}, "min_tokens", "at most max_tokens"),
-        ({"guided_regex": "a", "guided_choice": ["b"]}, "guided_regex", "one form"),
+        ({"guided_regex": "a", "guided_choice": ["b"]}, "guided_regex", "one response format"),
         ({"guided_regex": "("}, None, "("),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema.schema", "no schema"),
     ],

@@ -169,7 +169,7 @@ def test_each_sample_of_a_request_counts_as_one_that_waits() -> None:
     async def play() -> None:
         async with staged_frontend(max_queued_requests=2) as (frontend, stage):
             await stage.ready_engine()
-            with pytest.raises(Overloaded, match=f"among the {PLACES} that run"):
+            with pytest.raises(Overloaded, match=f"at most {PLACES} can run"):
                 await frontend.generate([5, 6, 7], SamplingParams(n=PLACES + 3))
             fits = await frontend.generate([5, 6, 7], SamplingParams(n=PLACES + 2))
             with pytest.raises(Overloaded):

@@ -321,7 +321,7 @@ def test_an_order_is_followed_by_the_others_and_says_who_did_not(
                 said, told = str(error), failure(error)
                 assert told is not None
                 assert (told.status, told.code, "retry-after" in told.headers) == (503, "not_answering", True)
-            why = "no sign of life for 5 s" if is_silent else "not followed an order"
+            why = "no sign of life for 5 s" if is_silent else "not answered a command"
             assert f"replica {hung.spec.replica}" in said and why in said
             assert f"replica {other.spec.replica}" not in said
 

@@ -138,7 +138,7 @@ def test_a_writer_that_hangs_holds_up_nobody_and_lines_beyond_the_queue_are_coun
 
 
 def test_a_log_that_can_not_be_opened_is_an_error_before_anything_starts(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="log_file .* can not be opened: Is a directory"):
+    with pytest.raises(ConfigError, match="log_file .* cannot be opened: Is a directory"):
         Logs(ServerConfig(log_file=str(tmp_path)))
 
 

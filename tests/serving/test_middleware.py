@@ -158,7 +158,9 @@ class TestBodies:
     def test_a_length_over_the_limit_is_413_with_the_number_and_the_remedy(self) -> None:
         answer = answer_of(self.config, headers={"content-length": "101"}, chunks=[b"x" * 101])
         assert (answer.status, answer.error["code"]) == (413, "request_too_large")
-        assert "101 bytes, where 100" in answer.error["message"] and "--max-request-bytes" in answer.error["message"]
+        assert (
+            "101 bytes, and at most 100" in answer.error["message"] and "--max-request-bytes" in answer.error["message"]
+        )
 
     def test_chunks_over_the_limit_are_413_without_a_length(self) -> None:
         answer = answer_of(self.config, chunks=[b"x" * 60, b"x" * 60], ends=True)

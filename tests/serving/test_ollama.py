@@ -289,7 +289,7 @@ def test_options_that_change_nothing_are_let_through(stage: Stage) -> None:
 @pytest.mark.parametrize(
     ("path", "change", "said"),
     [
-        ("chat", {"messages": [{**USER, "images": ["aGk="]}]}, "messages[0].images: this server reads text alone"),
+        ("chat", {"messages": [{**USER, "images": ["aGk="]}]}, "messages[0].images: this server reads only text"),
         ("chat", {"messages": [{"role": "user"}]}, "content, which a message of role user has"),
         ("chat", {"messages": [{"role": "judge", "content": "a"}]}, 'found "judge"; wanted "system"'),
         ("chat", {"format": "xml"}, 'format: found "xml"'),
@@ -297,7 +297,7 @@ def test_options_that_change_nothing_are_let_through(stage: Stage) -> None:
         ("chat", {"options": {"num_predict": 0}}, "options.num_predict: found 0"),
         ("chat", {"options": {"min_tokens": 5, "num_predict": 3}}, "or raise options.num_predict"),
         ("chat", {"options": {"mirostat": 2}}, "would change the text"),
-        ("chat", {"options": {"repeat_penalty": 1.2, "repeat_last_n": 64}}, "repeat_last_n is 64 beside"),
+        ("chat", {"options": {"repeat_penalty": 1.2, "repeat_last_n": 64}}, "repeat_last_n is 64 with"),
         ("chat", {"options": {"n_predict": 2}}, "use num_predict"),
         ("chat", {"temperature": 0.5}, "would change the text"),
         ("chat", {"response_format": {"type": "json_object"}}, "use format"),
@@ -306,7 +306,7 @@ def test_options_that_change_nothing_are_let_through(stage: Stage) -> None:
         ("chat", {"logprobs": True, "top_logprobs": 2000}, "at most"),
         ("chat", {"stream": "yes"}, "true or false"),
         ("chat", {"model": "other"}, "model 'other' not found; wanted one of scripted:latest"),
-        ("generate", {"images": ["aGk="]}, "images: this server reads text alone"),
+        ("generate", {"images": ["aGk="]}, "images: this server reads only text"),
         ("generate", {"template": "{{ .Prompt }}"}, "template: "),
         ("generate", {"context": [1, 2]}, "by /api/chat"),
         ("generate", {"raw": True, "system": "a"}, "found raw and system"),

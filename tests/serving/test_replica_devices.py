@@ -50,9 +50,9 @@ def test_replicas_have_devices_in_a_row_of_which_none_has_two(
 @pytest.mark.parametrize(
     ("count", "index", "tp", "message"),
     [
-        (1, 0, 1, "2 replicas need 2 devices, and 1 of 'acme' are there, from number 0 on 1.*--replicas 1"),
-        (7, 0, 4, "2 replicas with 4 devices each need 8 devices, and 7 of 'acme'.*--replicas 1"),
-        (3, 2, 1, "need 2 devices, and 3 of 'acme' are there, from number 2 on 1"),
+        (1, 0, 1, "2 replicas need 2 devices, and 'acme' has 1, 1 of them from number 0 on.*--replicas 1"),
+        (7, 0, 4, "2 replicas with 4 devices each need 8 devices, and 'acme' has 7.*--replicas 1"),
+        (3, 2, 1, "need 2 devices, and 'acme' has 3, 1 of them from number 2 on"),
     ],
 )
 def test_too_few_devices_are_refused_with_their_number(count: int, index: int, tp: int, message: str) -> None:

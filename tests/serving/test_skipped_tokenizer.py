@@ -247,6 +247,6 @@ def test_a_template_or_a_parser_beside_it_is_refused(tmp_path: Path) -> None:
         lambda: choose_reasoning(codec, "qwen3"),
         lambda: choose_tools(codec, "hermes", None, MessageForm()),
     ):
-        with pytest.raises(ConfigError, match="can not be used: no tokenizer"):
+        with pytest.raises(ConfigError, match="cannot be used: no tokenizer"):
             choose()
     assert EngineConfig().skip_tokenizer is False

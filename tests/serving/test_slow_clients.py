@@ -565,7 +565,7 @@ def test_a_port_that_is_taken_is_an_error_that_names_it() -> None:
     taken = http.bind(ServerConfig(port=0))
     port = taken[0].getsockname()[1]
     taken[0].listen()
-    with pytest.raises(http.ConfigError, match=f"127.0.0.1 port {port} can not be listened at: .*--port"):
+    with pytest.raises(http.ConfigError, match=f"cannot listen at 127.0.0.1 port {port}: .*--port"):
         http.bind(ServerConfig(port=port))
     taken[0].close()
 

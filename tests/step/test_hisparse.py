@@ -41,8 +41,8 @@ def test_a_file_says_the_same_as_its_text(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("asked", "words"),
     [
-        ("{", "is no JSON"),
-        ("nowhere.json", "can not be read"),
+        ("{", "is not JSON"),
+        ("nowhere.json", "cannot be read"),
         ("[]", r"hisparse is \[\]"),
         ('"on"', 'hisparse is "on"; wanted on, a JSON object'),
         ('{"device_buffer_size": 7, "top_k": 8}', "device_buffer_size of hisparse is 7; wanted at least 8: top_k is 8"),

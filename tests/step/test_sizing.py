@@ -127,7 +127,7 @@ def test_a_fraction_is_of_all_memory_and_counts_what_is_taken() -> None:
 
 
 def test_an_explicit_cache_beyond_what_is_free_is_an_error() -> None:
-    with pytest.raises(ConfigError, match=r"kv_cache_memory is .* MiB, .* MiB are available; ask for less"):
+    with pytest.raises(ConfigError, match=r"kv_cache_memory is .* MiB, .* MiB are available; lower it"):
         sizes(10, kv_cache_memory=11 * PAGE_BYTES)
 
 
@@ -358,10 +358,10 @@ def test_states_leave_half_of_the_memory_to_pages_and_fewer_requests_run_where_t
     found, rows = with_states(70)
     assert found == MemorySizes(PAGE, 20, CONTEXT, 2, num_snapshots=0)
     assert (rows["requests"].effective, rows["requests"].downgrade) == ("2", False)
-    assert "beside one for padding" in rows["requests"].reason
-    with pytest.raises(StrictError, match="hold so many states"):
+    assert "states and one for padding" in rows["requests"].reason
+    with pytest.raises(StrictError, match="hold 2 states and one for padding"):
         with_states(70, strict=True, max_requests=4)
-    with pytest.raises(ConfigError, match="the state of one request takes 0.2 MiB, and one more is for padding"):
+    with pytest.raises(ConfigError, match="the state of one request takes 0.2 MiB, and padding needs one more"):
         with_states(38)
 
 
@@ -376,7 +376,7 @@ def test_snapshots_take_what_was_asked_for_them_or_none_without_a_prefix_cache()
     assert with_states(500, snapshot_memory=0)[0].num_snapshots == 0
     found, rows = with_states(500, prefix_cache=False)
     assert found.num_snapshots == 0 and rows["snapshots"].reason == "the prefix cache is off"
-    with pytest.raises(ConfigError, match="snapshot_memory is 30.5 MiB, .* left beside the states of 4 requests"):
+    with pytest.raises(ConfigError, match="snapshot_memory is 30.5 MiB, .* left after the states of 4 requests"):
         with_states(500, snapshot_memory=200 * STATE)
 
 
@@ -417,7 +417,8 @@ def test_windows_of_all_requests_and_as_many_cached_ones_come_before_pages() -> 
     assert (found.num_pages, found.window, found.num_window_pages) == (40, WINDOW, 4 * 2 * 4 + 2)
     assert rows["window cache"].effective == f"34 pages of 16 tokens, {size_text(34 * PAGE_BYTES)}"
     assert (
-        "of 4 requests and of as many texts in the prefix cache, and one step's, need 34" in rows["window cache"].reason
+        "of 4 requests and of 4 texts in the prefix cache, and the tokens of one step, need 34"
+        in rows["window cache"].reason
     )
     assert with_windows(1000, prefix_cache=False)[0].num_window_pages == 4 * 4 + 2
     assert with_windows(1000, max_batch_tokens=130)[0].num_window_pages == 40, "there are no more pages than that"

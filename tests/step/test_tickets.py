@@ -38,6 +38,6 @@ def test_hidden_states_are_refused_and_what_was_asked_stays(asked: str, value: o
     batch = make_batch({1: [2]})
     refuse_hidden_states(batch)
     getattr(batch, asked).put(value)
-    with pytest.raises(ValueError, match="asks for hidden states"):
+    with pytest.raises(ValueError, match="requests hidden states"):
         refuse_hidden_states(batch)
     assert getattr(batch, asked).is_set

@@ -99,7 +99,7 @@ def test_one_that_was_left_half_made_is_made_again(
     (folder / "left").touch()
     monkeypatch.setattr(sys, "executable", python)
     assert make_environment.make(folder) == 0
-    assert capsys.readouterr().out == f"{folder} is half made, or of another Python: it is made again\n"
+    assert capsys.readouterr().out == f"{folder} is incomplete, or of another Python: it is made again\n"
     assert not (folder / "left").exists() and make_environment.has_pip(folder)
 
 
@@ -136,8 +136,8 @@ def test_a_python_that_cannot_make_one_is_told_what_it_lacks(
     monkeypatch.setattr(sys, "executable", str(python))
     assert make_environment.make(tmp_path / "venv") == 1
     assert capsys.readouterr().err == (
-        f"{python} can not make an environment with pip: apt-get install python{OWN}-venv, or your system's package of that"
-        " kind; then make demo again\n"
+        f"{python} cannot make an environment with pip: apt-get install python{OWN}-venv, or your system's equivalent"
+        " package; then make demo again\n"
     )
     assert not (tmp_path / "venv").exists()
     assert make_environment.explain("OSError: [Errno 28] No space left on device").startswith(

@@ -36,13 +36,14 @@ LINES = {
         "no space is left on a disk: free some, or set TMPDIR and PIP_CACHE_DIR to another disk" + AGAIN
     ),
     "SSLError(SSLCertVerificationError(1, '[SSL: CERTIFICATE_VERIFY_FAILED] certificate verify failed'))": (
-        "the certificate of https://pypi.org/simple is not trusted: set PIP_CERT to the file of its signer" + AGAIN
+        "the certificate of https://pypi.org/simple is not trusted: set PIP_CERT to its issuer's certificate file"
+        + AGAIN
     ),
     "ProxyError('Cannot connect to proxy.', OSError('Tunnel connection failed: 407 Proxy Authentication Required'))": (
         "the proxy lets no connection to https://pypi.org/simple through: correct HTTPS_PROXY" + AGAIN
     ),
-    HASHES: f"what https://pypi.org/simple gave is not the package: a proxy stands between; {MIRROR}",
-    RETRYING: f"https://pypi.org/simple can not be reached: connect this machine, {MIRROR}",
+    HASHES: f"https://pypi.org/simple did not return the package: a proxy stands between; {MIRROR}",
+    RETRYING: f"https://pypi.org/simple cannot be reached: connect this machine, {MIRROR}",
     "ERROR: HTTP error 403 while getting https://files/x.whl": (
         f"https://files/x.whl answers with HTTP status 403: name a mirror by PIP_INDEX_URL{AGAIN}"
     ),
@@ -78,7 +79,7 @@ def test_a_package_that_is_not_found_is_looked_for_to_say_why() -> None:
 def test_what_is_not_known_is_shown_in_pips_last_words() -> None:
     said = explain("\n".join(f"line {i}" for i in range(30)), HERE, LINUX, Path("build/install.log"))
     assert said.splitlines()[0] == "line 10"
-    assert said.splitlines()[-1] == f"pip failed; all that it said is in build/install.log: mend that{AGAIN}"
+    assert said.splitlines()[-1] == f"pip failed; its whole output is in build/install.log: fix the cause{AGAIN}"
 
 
 def test_a_disk_is_asked_for_all_that_goes_there_before_anything_is_fetched(tmp_path: Path) -> None:
@@ -145,7 +146,7 @@ def test_a_file_that_a_proxy_has_spoiled_is_fetched_again_past_the_cache(planted
     assert ["--no-cache-dir" in words for words in planted.ran[:3]] == [False, True, False]
     planted.answers = [("torch==", 1, HASHES, "")]
     ran = planted.install()
-    assert ran.returncode == 1 and "gave is not the package: a proxy stands between" in ran.stderr
+    assert ran.returncode == 1 and "did not return the package: a proxy stands between" in ran.stderr
 
 
 def test_a_compiler_that_is_missing_is_said_with_what_serves_and_what_to_do(planted: Environment) -> None:
@@ -191,7 +192,7 @@ def test_an_interrupt_leaves_nothing_running_and_the_second_try_installs_what_wa
     child.send_signal(number)
     _, err = child.communicate(timeout=20)
     assert child.returncode == 130
-    assert lines(err) == ["interrupted: what is installed stays, and make demo goes on from there"]
+    assert lines(err) == ["interrupted: installed packages stay, and make demo continues from there"]
     wait_until(lambda: not any(is_alive(int(pid)) for pid in running.read_text().split()))
     assert not list((planted.root / "build").glob("pip-*"))
     planted.answers = []
@@ -267,4 +268,4 @@ def test_the_real_pip_that_gets_another_file_gives_the_line_about_it(tmp_path: P
     name = "torch-2.13.0-py3-none-any.whl"
     with index(f'<a href="{name}#sha256={"0" * 64}">{name}</a>'.encode()) as address:
         said = explain(real_pip(address, tmp_path), Sources(index=address), LINUX, tmp_path)
-    assert said.startswith(f"what {address} gave is not the package: a proxy stands between; ")
+    assert said.startswith(f"{address} did not return the package: a proxy stands between; ")

@@ -37,7 +37,7 @@ def test_an_accelerators_only_build_must_be_had_unless_nothing_is_installed_yet(
     with pytest.raises(InstallError) as caught:
         plan(tmp_path, found, ask=refuse)
     assert str(caught.value) == (
-        "torch 1.1.0+one9, the build for one, can not be had: http://127.0.0.1:9/whl does not answer (planted);"
+        "torch 1.1.0+one9, the build for one, is not available: http://127.0.0.1:9/whl does not answer (planted);"
         " try again, name another index by --torch-index URL, or take the processor by --processor"
     )
     made = plan(tmp_path, found, ask=refuse, may_fail=False)
@@ -104,7 +104,7 @@ def test_a_build_that_serves_some_versions_is_no_way_out_for_the_others(tmp_path
     table = BOTH.replace("megabytes = [3, 4]", 'megabytes = [3, 4]\nversions = ["1.2.3"]')
     host = seen(tmp_path, "host", is_host=True, torch=table)
     assert plan(tmp_path, [host], ask=refuse).commands[0] == "torch==1.2.3"
-    with pytest.raises(InstallError, match=r"torch 1\.1\.0\+host9, the build for host, can not be had"):
+    with pytest.raises(InstallError, match=r"torch 1\.1\.0\+host9, the build for host, is not available"):
         plan(tmp_path, [host], "--torch", "1.1.0", ask=refuse)
 
 

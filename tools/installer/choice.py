@@ -92,7 +92,7 @@ def choose(wanted: Wanted, present: Installed | None, sources: Sources, ask: Ask
     number = version_for(needs, wanted.version)
     beside = tuple(text.format(torch=number) for each in needs for text in each.beside)
     if wanted.index:
-        why = f"torch {number} from {wanted.index}, which was named"
+        why = f"torch {number} from {wanted.index}, the named index"
         words = ("--index-url", wanted.index)
         return Choice(number=number, requirements=(f"torch=={number}", *beside), why=why, index_words=words)
     leading = needs[-1]
@@ -208,7 +208,7 @@ def _build(
         refused.append(f"{build.index} {wrong}")
     first = builds[0]
     if may_fail:
-        what = f"torch {first.version(number)}, {first.name}, can not be had: {'; '.join(refused)}"
+        what = f"torch {first.version(number)}, {first.name}, is not available: {'; '.join(refused)}"
         remedy = "try again, name another index by --torch-index URL, or take the processor by --processor"
         raise InstallError(f"{what}; {remedy}")
     return first, _words(first), _line(number, first, wanted.reason, refused)

@@ -46,9 +46,12 @@ def explain(said: str, sources: Sources, machine: Machine, log: Path, pages: Pag
     proxy = sources.proxy or os.environ.get("HTTPS_PROXY") or os.environ.get("https_proxy") or "the proxy"
     known = (
         (NO_SPACE, f"no space is left on a disk: {SPACE}"),
-        (NO_TRUST, f"the certificate of {sources.index} is not trusted: set PIP_CERT to the file of its signer{THEN}"),
+        (
+            NO_TRUST,
+            f"the certificate of {sources.index} is not trusted: set PIP_CERT to its issuer's certificate file{THEN}",
+        ),
         (NO_PROXY, f"{proxy} lets no connection to {sources.index} through: correct HTTPS_PROXY{THEN}"),
-        (SPOILED, f"what {sources.index} gave is not the package: a proxy stands between; {MIRROR}"),
+        (SPOILED, f"{sources.index} did not return the package: a proxy stands between; {MIRROR}"),
     )
     for pattern, line in known:
         if pattern.search(said):
@@ -56,11 +59,11 @@ def explain(said: str, sources: Sources, machine: Machine, log: Path, pages: Pag
     if missing := NOT_FOUND.search(said):
         return _missing(missing.group(1), sources, machine, pages)
     if NO_NETWORK.search(said):
-        return f"{sources.index} can not be reached: {CONNECT}"
+        return f"{sources.index} cannot be reached: {CONNECT}"
     if status := STATUS.search(said):
         return f"{status.group(2)} answers with HTTP status {status.group(1)}: name a mirror by PIP_INDEX_URL{THEN}"
     last = "\n".join(said.strip().splitlines()[-LAST:])
-    return f"{last}\npip failed; all that it said is in {log}: mend that{THEN}"
+    return f"{last}\npip failed; its whole output is in {log}: fix the cause{THEN}"
 
 
 def is_spoiled(said: str) -> bool:

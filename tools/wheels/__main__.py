@@ -33,13 +33,13 @@ def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     checked = commands.add_parser("check", help="check what is in a folder")
     for command, call in ((built, _build), (checked, _check)):
         command.add_argument("--dist", type=Path, default=DIST, help="the folder of wheels")
-        command.add_argument("names", nargs="*", help="distributions; left out, all")
+        command.add_argument("names", nargs="*", help="distributions; default: all")
         command.set_defaults(call=call)
     tried = commands.add_parser("try", help="install into an empty environment away from the checkout, and use it")
     tried.add_argument("--dist", type=Path, default=DIST, help="the folder of wheels")
-    tried.add_argument("--folder", type=Path, help="where to, instead of a folder that is removed afterwards")
+    tried.add_argument("--folder", type=Path, help="the folder to install into; default: a temporary one")
     tried.add_argument("--python", default=sys.executable, help="the interpreter")
-    tried.add_argument("--torch", default="torch==2.13.0", help="pip's words for torch, which is installed first")
+    tried.add_argument("--torch", default="torch==2.13.0", help="pip arguments for torch, which is installed first")
     tried.set_defaults(call=_try)
     told = commands.add_parser("version", help="print the version, write it everywhere, or compare it with a tag")
     told.add_argument("new", nargs="?", help="the version to write")
@@ -73,7 +73,7 @@ def _try(asked: argparse.Namespace) -> int:
 def _version(asked: argparse.Namespace) -> int:
     if asked.new:
         write_version(asked.new)
-        print(f"{asked.new} is written; give CHANGELOG.md an entry of that name")
+        print(f"{asked.new} is written; add an entry of that name to CHANGELOG.md")
         return 0
     print(check_tag(asked.tag) if asked.tag else version())
     return 0

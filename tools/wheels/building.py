@@ -85,9 +85,9 @@ def _git(root: Path, *words: str) -> str:
         command = ("git", "-c", "safe.directory=*", *words)
         ran = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
     except OSError as error:
-        raise ReleaseError(f"wheels are built of the files that git knows, and git can not be run: {error}") from None
+        raise ReleaseError(f"wheels are built from the files that git tracks, but git cannot be run: {error}") from None
     if ran.returncode:
-        raise ReleaseError(f"wheels are built of the files that git knows: {ran.stderr.strip()}; build in a clone")
+        raise ReleaseError(f"wheels are built from the files that git tracks: {ran.stderr.strip()}; build in a clone")
     return ran.stdout
 
 

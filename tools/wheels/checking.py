@@ -118,7 +118,7 @@ def git_files(folder: Path, *below: str) -> list[str]:
     try:
         listed = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError) as error:
-        raise ReleaseError(f"what belongs into wheels is what git knows: {error}; check in a clone") from None
+        raise ReleaseError(f"wheels contain the files that git tracks: {error}; check in a clone") from None
     return [name for name in listed.split("\0") if name and (folder / name).is_file()]
 
 
@@ -149,8 +149,8 @@ def _record(wheel: Wheel) -> list[str]:
     for name in sorted(wheel.names - {wheel.info("RECORD")}):
         digest = base64.urlsafe_b64encode(hashlib.sha256(wheel.files.read(name)).digest()).rstrip(b"=").decode()
         if told.pop(name, "") != f"sha256={digest}":
-            found.append(f"{name} is not what RECORD says")
-    return found + [f"RECORD lists {name}, which is not there" for name in told]
+            found.append(f"{name} differs from RECORD")
+    return found + [f"RECORD lists {name}, which is missing" for name in told]
 
 
 def _metadata(wheel: Wheel, each: Distribution) -> list[str]:
@@ -167,7 +167,7 @@ def _metadata(wheel: Wheel, each: Distribution) -> list[str]:
     if told.get_all("License-File") != ["LICENSE"] or wheel.info("licenses/LICENSE") not in wheel.names:
         found.append("the text of the licence is missing")
     if wheel.message("WHEEL")["Root-Is-Purelib"] != ("false" if wheel.machine else "true"):
-        found.append("Root-Is-Purelib does not fit the machine that its name says")
+        found.append("Root-Is-Purelib does not match the machine in the wheel's name")
     return found
 
 
@@ -181,7 +181,7 @@ def _native(wheel: Wheel) -> list[str]:
         return []
     number = int.from_bytes(wheel.files.read(LIBRARY)[18:20], "little")
     wanted = ELF_MACHINES.get(wheel.machine)
-    return [] if number == wanted else [f"{LIBRARY} is for the machine {number}, wanted {wanted} of {wheel.machine}"]
+    return [] if number == wanted else [f"{LIBRARY} is for the machine {number}, wanted {wanted} for {wheel.machine}"]
 
 
 def _size(path: Path, each: Distribution) -> list[str]:

@@ -60,7 +60,7 @@ def version(root: Path = ROOT) -> str:
     for file, found in others.items():
         if found != wanted:
             name = file.relative_to(root)
-            raise ReleaseError(f"{name} says {found}, and {WHERE} {wanted}; python -m tools.wheels version {wanted}")
+            raise ReleaseError(f"{name} has {found}, but {WHERE} has {wanted}; python -m tools.wheels version {wanted}")
     return wanted
 
 
@@ -71,7 +71,7 @@ def check_tag(tag: str, root: Path = ROOT) -> str:
     if tag != f"v{found}":
         raise ReleaseError(f"found the tag {tag} at version {found}; wanted v{found}")
     if not DAY.fullmatch(day := _newest_entry(root)[1]):
-        raise ReleaseError(f"{CHANGES} says {found} {day}; wanted the day of its release: ## {found} (YYYY-MM-DD)")
+        raise ReleaseError(f"{CHANGES} has {found} {day}; wanted the day of its release: ## {found} (YYYY-MM-DD)")
     return found
 
 

@@ -149,7 +149,7 @@ def serving(place: Place) -> Iterator[tuple[str, Callable[[str, float], None]]]:
         line = server.stdout.readline().decode()
         if not line.startswith("serving "):
             server.kill()
-            raise ReleaseError(f"serve: found {line!r}, wanted the address; it said:\n{log.read_text()[-4000:]}")
+            raise ReleaseError(f"serve: found {line!r}, wanted the address; its output:\n{log.read_text()[-4000:]}")
         place.seconds["serve"] = time.monotonic() - began
         yield line.split()[-1].rstrip("/"), place.seconds.__setitem__
         server.terminate()
@@ -180,7 +180,7 @@ def ask(url: str, text: str) -> None:
     )
     found = json.loads(_get(request))["choices"][0]["text"]
     if PROMPT + found != text:
-        raise ReleaseError(f"serve: found the completion {found!r}, wanted that of generate: {text!r}")
+        raise ReleaseError(f"serve: found the completion {found!r}, wanted the text of generate: {text!r}")
 
 
 def conform(place: Place) -> None:

@@ -29,7 +29,7 @@ def huge_empty(num_bytes: int) -> Tensor:
     try:
         mapped = mmap.mmap(-1, num_bytes + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
-        raise MemoryError(f"{num_bytes} bytes for weights: {error.strerror}") from None
+        raise MemoryError(f"the system refused {num_bytes} bytes for weights: {error.strerror}") from None
     whole = torch.frombuffer(mapped, dtype=torch.uint8)
     start = -whole.data_ptr() % HUGE_PAGE
     huge = num_bytes // HUGE_PAGE * HUGE_PAGE
@@ -50,9 +50,9 @@ def huge_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 def huge_pages(root: Path = Path("/")) -> tuple[bool, str]:
     """Return whether the system gives huge pages on request, and the text of its setting."""
     if sys.platform != "linux":
-        return False, "this system has no way to ask for huge pages"
+        return False, "this system has no way to request huge pages"
     try:
         text = (root / SETTING).read_text(encoding="utf-8").strip()
     except OSError:
         return False, f"/{SETTING} is not there"
-    return "[never]" not in text, f"/{SETTING} says {text}"
+    return "[never]" not in text, f"/{SETTING} contains {text}"

@@ -85,7 +85,7 @@ def sums_of_ranks(
         return None, backend, str(error)
     return (
         make,
-        f"shared memory; what else is larger than {MOST >> 20} MiB by {backend}",
+        f"shared memory; all else above {MOST >> 20} MiB by {backend}",
         "all ranks are on this machine",
     )
 
@@ -117,7 +117,7 @@ def room(config: EngineConfig, model_path: Path) -> int:
     available, evidence = available_memory()
     if needed > available:
         raise ConfigError(
-            f"the weights need about {needed / 2**30:.1f} GiB, and there is {evidence}",
+            f"the weights need about {needed / 2**30:.1f} GiB, but this process has {evidence}",
             remedy="--quantize int4, a smaller model, or a larger limit",
         )
     return needed
@@ -141,7 +141,7 @@ def processor_kernels(
     if asked != "reference" and is_traced:
         is_other = config.kernels not in ("auto", TORCH)
         remedy = "--graph native" if asked in (NATIVE, *NAMES) else "--graph off"
-        ledger.record(Row("kernels", config.kernels, TORCH, "a compiler traces torch's own", remedy, is_other))
+        ledger.record(Row("kernels", config.kernels, TORCH, "a compiler traces only torch's kernels", remedy, is_other))
         return torch_kernels().replace(pack_linear=KernelTable().pack_linear)
     if asked not in (NATIVE, *NAMES):
         return kernels(config, package, ledger, device)
@@ -173,7 +173,7 @@ def pool_kind(config: EngineConfig, model: LoadedModel, kernels: KernelTable, le
             f"found {model.dtype} and the kernels {kernels.origin['linear']}",
             remedy="leave --kv-cache-dtype out; sglcore explain without it says why other kernels serve",
         )
-    told = "a scale for each cell and head; half the memory and half of what a step reads of it"
+    told = "a scale for each KV slot and head; half the memory and half the bytes that a step reads"
     ledger.record(Row("kv cells", config.kv_cache_dtype, config.kv_cache_dtype, told, "--kv-cache-dtype auto"))
     return INT8_POOL
 
@@ -185,8 +185,8 @@ def library_threads(model: LoadedModel, kernels: KernelTable, threads: Placement
     if not model.calls_library or not is_native(kernels) or threads.threads == 1:
         return threads.threads
     torch.set_num_threads(1)
-    reason = "torch's own operations of this model stand between native kernels, whose threads wait by spinning"
-    ledger.record(Row("torch threads", "auto", "1", reason, "--model-impl native, where there is a file"))
+    reason = "this model runs torch operations between native kernels, and idle native threads spin"
+    ledger.record(Row("torch threads", "auto", "1", reason, "--model-impl native, if the architecture has a file"))
     return 1
 
 
@@ -244,7 +244,7 @@ def processor_runner(
     if facts.graph_kind(config.graph) == "native":
         reason = reason_against_recording(kernels, attention) or reason_of_ranks(groups, "native")
         if reason and config.graph != "auto":
-            raise ConfigError(f"graph 'native' can not serve: {reason}", remedy="--graph auto or off")
+            raise ConfigError(f"graph 'native' cannot serve: {reason}", remedy="--graph auto or off")
         if reason:
             ledger.record(Row("native graph", "auto", "off", reason, "--graph compiled"))
             facts = replace(facts, default_graph="off")
@@ -253,7 +253,7 @@ def processor_runner(
         return runner(config, package, facts, *parts)
     except NotCapturable as error:
         if config.graph != "auto":
-            raise ConfigError(f"graph {config.graph!r} can not serve: {error}", remedy="--graph off") from None
+            raise ConfigError(f"graph {config.graph!r} cannot serve: {error}", remedy="--graph off") from None
         ledger.record(Row("native graph", "auto", "off", str(error), "--graph compiled"))
         return runner(config, package, replace(facts, default_graph="off"), *parts)
 
@@ -267,9 +267,9 @@ def reason_against_recording(kernels: KernelTable, attention: AttentionBackend) 
         return "the native kernels do not serve"
     for part in attention.parts:
         if part.hisparse is not None:
-            return "rows of which few are kept at hand are brought by plain torch"
+            return "hisparse loads its entries with torch operations, which are not recorded"
         if "capture" not in part.facts.features:
-            return f"{type(part).__name__} works on lengths that a recorded call would not see"
+            return f"{type(part).__name__} reads lengths that a recorded call would not see"
     return ""
 
 

@@ -53,10 +53,10 @@ def choose_kernels(
         engine = library.engine(chosen, threads, cores)
     except NativeUnavailable as error:
         if asked != "auto":
-            raise ConfigError(f"kernels {asked!r} can not serve: {error}", wanted="the native library") from None
+            raise ConfigError(f"kernels {asked!r} cannot serve: {error}", wanted="the native library") from None
         return torch_kernels(), Row("kernels", "auto", TORCH, str(error), downgrade=True)
     lacks = "" if asked in NAMES else _lacks(chosen, library)
-    reason = lacks or ("asked for" if asked in NAMES else "the highest that this processor announces")
+    reason = lacks or ("requested" if asked in NAMES else "the highest that this processor announces")
     table, others = native_table(engine), torch_kernels().origin
     by_torch = ", ".join(name for name, origin in table.origin.items() if origin == others.get(name))
     remedy = BUILD_ALL if lacks else f"--kernels {TORCH}"
@@ -82,9 +82,9 @@ def _instruction_set(asked: str, library: Library) -> str:
     wanted = f"one of {', '.join(usable)}"
     if asked in _announced(library):
         raise ConfigError(
-            f"kernels is {asked!r}, and the library was built without it", wanted=wanted, remedy=BUILD_ALL
+            f"kernels is {asked!r}, but the library was built without it", wanted=wanted, remedy=BUILD_ALL
         )
-    raise ConfigError(f"kernels is {asked!r}, and this processor does not announce it", wanted=wanted)
+    raise ConfigError(f"kernels is {asked!r}, but this processor does not announce it", wanted=wanted)
 
 
 def _announced(library: Library) -> tuple[str, ...]:
@@ -98,4 +98,4 @@ def _lacks(chosen: str, library: Library) -> str:
     announced = _announced(library)
     if not announced or chosen not in announced[:-1] or announced[-1] in library.levels:
         return ""
-    return f"the highest that the library was built for, and this processor announces {announced[-1]}"
+    return f"the highest in the library, but this processor announces {announced[-1]}"

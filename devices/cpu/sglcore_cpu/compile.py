@@ -143,7 +143,7 @@ def build(target: Path, variant: Variant = Variant(), cache: Path | None = None,
                 _link(kept, variant, _objects(variant, kept.parent, Path(scratch), sources))
             _place(kept, target)
     except OSError as error:
-        raise BuildError(f"the native library can not be written: {error}") from None
+        raise BuildError(f"the native library cannot be written: {error}") from None
     return target
 
 
@@ -315,12 +315,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=SOURCES.parent / LIBRARY)
     parser.add_argument("--compiler", default=os.environ.get("CXX", "c++"))
     parser.add_argument("--machine", default=platform.machine(), help="x86_64 or aarch64, for a cross compiler")
-    parser.add_argument("--emulate", action="store_true", help="build what is above avx512 from its instructions")
+    parser.add_argument("--emulate", action="store_true", help="build the sets above avx512 from avx512 instructions")
     parser.add_argument("--sanitize", action="store_true", help="with the address and undefined-behaviour sanitizers")
     parser.add_argument("--topics", nargs="*", default=(), help="some folders of kernels only")
-    words = (
-        f"{HERE} (the lowest and the highest that this processor has), {ALL}, {NONE}, or names with commas between them"
-    )
+    words = f"{HERE} (the lowest and the highest that this processor has), {ALL}, {NONE}, or names separated by commas"
     parser.add_argument("--sets", help=f"instruction sets: {words}; else {SETTING}, else {HERE}, or {ALL} if emulated")
     parser.add_argument("--cache", type=Path, default=None, help="a folder for compiled files")
     asked = parser.parse_args(arguments)

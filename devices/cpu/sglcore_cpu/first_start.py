@@ -52,7 +52,7 @@ def find_library(
         try:
             _compile(library, Variant(compiler or os.environ.get("CXX", "c++")), sources)
         except OSError as error:
-            raise NativeUnavailable(f"the native kernels can not be kept: {error}; set XDG_CACHE_HOME") from None
+            raise NativeUnavailable(f"the native kernels cannot be stored: {error}; set XDG_CACHE_HOME") from None
     return Library(library, sources)
 
 

@@ -67,10 +67,12 @@ class Library:
             self._c = ctypes.CDLL(str(path))
             declare(self._c)
         except (OSError, AttributeError) as error:
-            raise NativeUnavailable(f"{path.name} can not be loaded: {error}; {REBUILD}") from None
+            raise NativeUnavailable(f"{path.name} cannot be loaded: {error}; {REBUILD}") from None
         built = self._c.sgl_source_digest().decode()
         if sources.is_dir() and built != source_digest(sources):
-            raise NativeUnavailable(f"{path.name} was built from other sources than those beside it; {REBUILD}")
+            raise NativeUnavailable(
+                f"{path.name} was built from sources that differ from the installed ones; {REBUILD}"
+            )
         count = self._c.sgl_num_instruction_sets()
         self.levels = {
             self._c.sgl_instruction_set_name(place).decode(): self._c.sgl_instruction_set_level(place)
@@ -101,7 +103,7 @@ class Library:
         array = (ctypes.c_int * len(flat))(*flat)
         handle = self._c.sgl_engine_new(place, threads, array, len(flat))
         if not handle:
-            raise NativeUnavailable(f"{threads} threads can not be made; ask for fewer with --threads")
+            raise NativeUnavailable(f"{threads} threads cannot be created; request fewer with --threads")
         return Engine(self._c, handle, instruction_set, threads)
 
 
@@ -226,7 +228,7 @@ REBUILD = "build it with `python -m sglcore_cpu.compile`"
 def check(outcome: int) -> None:
     """Raise MemoryError or RuntimeError if the library reports that a call did not run."""
     if outcome == 1:
-        raise MemoryError("a native kernel found no memory for its own use")
+        raise MemoryError("a native kernel could not allocate its work memory")
     if outcome:
         raise RuntimeError("two threads called one engine at once; an engine belongs to one thread: start one for each")
 

@@ -61,7 +61,7 @@ def plan_placement(topology: Topology, asked_threads: int | None, weight_bytes: 
     every = sum(len(node) for node in topology.nodes)
     if asked_threads is not None and asked_threads > every:
         raise ConfigError(
-            f"threads is {asked_threads}, this process may use {every} cores", remedy=f"ask for at most {every}"
+            f"threads is {asked_threads}, but this process may use {every} cores", remedy=f"request at most {every}"
         )
     order = sorted(range(len(topology.nodes)), key=lambda node: (-len(topology.nodes[node]), node))
     count, why = _nodes_wanted(topology, order, asked_threads, weight_bytes)
@@ -108,16 +108,16 @@ def _nodes_wanted(topology: Topology, order: list[int], asked: int | None, weigh
     """Return how many nodes of `order` (largest first) to use, and why."""
     if asked is not None:
         count = next(n for n in range(1, len(order) + 1) if _room(topology, order[:n]) >= asked)
-        return count, f"as few as hold {asked} threads"
+        return count, f"the fewest with cores for {asked} threads"
     fits = _that_hold(topology, order, weight_bytes)
     if fits > 1:
-        return fits, f"{weight_bytes / 2**30:.1f} GiB of weights do not fit the memory of one less"
+        return fits, f"{weight_bytes / 2**30:.1f} GiB of weights do not fit into fewer"
     allowed = topology.quota
     if allowed is not None and allowed <= len(topology.physical(order[0])):
-        return 1, "the control group allows no more than one's cores"
+        return 1, "the control group allows no more cores than one node has"
     if weight_bytes >= WORTH_SPREADING * len(order):
         return len(order), "each reads its own share of the weights"
-    return 1, "the weights are too few to be worth the waits between nodes"
+    return 1, "the weights are too small to gain from more nodes"
 
 
 def _that_hold(topology: Topology, order: list[int], weight_bytes: int) -> int:
@@ -137,7 +137,7 @@ def _room(topology: Topology, nodes: list[int]) -> int:
 
 def _threads(topology: Topology, chosen: list[int], asked: int | None) -> tuple[int, str]:
     if asked is not None:
-        return asked, f"asked for {asked}"
+        return asked, f"{asked} requested"
     threads = sum(len(topology.physical(node)) for node in chosen)
     if topology.quota is not None and topology.quota < threads:
         return max(1, int(topology.quota)), f"the control group allows {topology.quota:g} cores"

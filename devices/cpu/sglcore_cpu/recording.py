@@ -221,7 +221,7 @@ class Recording:
         name, results = func._schema.name, _tensors(result)
         if name in READS or not (results or func._schema.is_mutable):
             raise NotCapturable(
-                f"{name} gives the host a value in the middle of a step; run it eagerly with --graph off"
+                f"{name} copies a value to the host in the middle of a step; run eagerly with --graph off"
             )
         if name.startswith("aten::empty"):
             self.parts.append(Kept(results))

@@ -42,7 +42,7 @@ def test_the_systems_own_words_say_whether_pages_are_huge(tmp_path: Path, text: 
     file = tmp_path / SETTING
     file.parent.mkdir(parents=True)
     file.write_text(f"{text}\n")
-    assert huge_pages(tmp_path) == (granted, f"/{SETTING} says {text}")
+    assert huge_pages(tmp_path) == (granted, f"/{SETTING} contains {text}")
     row = pages_row(tmp_path)
     assert not row.downgrade
     assert row.effective == ("huge" if granted else "4 KiB")

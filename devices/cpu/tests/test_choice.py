@@ -51,7 +51,7 @@ def test_the_highest_announced_instruction_set_serves() -> None:
 
 def test_native_ones_asked_for_are_the_highest_or_none() -> None:
     assert choose_kernels("native", 1)[1].effective == choose_kernels("auto", 1)[1].effective
-    with pytest.raises(ConfigError, match="kernels 'native' can not serve: this processor has none"):
+    with pytest.raises(ConfigError, match="kernels 'native' cannot serve: this processor has none"):
         choose_kernels("native", 1, load=lambda: Announced(()))  # pyright: ignore[reportArgumentType]
 
 
@@ -64,7 +64,7 @@ def test_one_can_be_asked_for_by_name() -> None:
 
 def test_what_the_processor_does_not_announce_is_refused_by_name() -> None:
     library = Announced(("avx2",))
-    with pytest.raises(ConfigError, match="'amx', and this processor does not announce it.*one of avx2"):
+    with pytest.raises(ConfigError, match="'amx', but this processor does not announce it.*one of avx2"):
         choose_kernels("amx", 1, load=lambda: library)  # pyright: ignore[reportArgumentType]
 
 
@@ -73,12 +73,12 @@ def test_a_library_without_the_processors_best_is_a_downgrade_with_the_remedy() 
     library = Announced(("avx2",), built=("avx2",), processor_level=4)
     _, row = choose_kernels("auto", 1, load=lambda: library)  # pyright: ignore[reportArgumentType]
     assert row.effective == "native, avx2" and row.downgrade
-    assert "highest that the library was built for, and this processor announces avx512_vnni;" in row.reason
+    assert "the highest in the library, but this processor announces avx512_vnni;" in row.reason
     assert row.remedy == "python -m sglcore_cpu.compile --sets all"
     assert not choose_kernels("avx2", 1, load=lambda: library)[1].downgrade  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ConfigError, match="'avx512', and the library was built without it.*--sets all"):
+    with pytest.raises(ConfigError, match="'avx512', but the library was built without it.*--sets all"):
         choose_kernels("avx512", 1, load=lambda: library)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ConfigError, match="'amx', and this processor does not announce it"):
+    with pytest.raises(ConfigError, match="'amx', but this processor does not announce it"):
         choose_kernels("amx", 1, load=lambda: library)  # pyright: ignore[reportArgumentType]
 
 
@@ -99,17 +99,17 @@ def test_a_library_that_was_not_built_gives_what_the_compiler_said(tmp_path: Pat
     table, row = choose_kernels("auto", 1, load=load)
     assert not is_native(table)
     assert "lib.so is not there; c++ failed: fatal error: out of ideas" in row.reason
-    with pytest.raises(ConfigError, match="kernels 'avx2' can not serve: lib.so is not there"):
+    with pytest.raises(ConfigError, match="kernels 'avx2' cannot serve: lib.so is not there"):
         choose_kernels("avx2", 1, load=load)
 
 
 def test_a_damaged_library_is_named(tmp_path: Path) -> None:
     (tmp_path / "lib.so").write_bytes(b"no library")
-    with pytest.raises(NativeUnavailable, match=r"lib.so can not be loaded: .*python -m sglcore_cpu.compile"):
+    with pytest.raises(NativeUnavailable, match=r"lib.so cannot be loaded: .*python -m sglcore_cpu.compile"):
         Library(tmp_path / "lib.so")
 
 
 def test_a_library_of_other_sources_is_refused(tmp_path: Path) -> None:
     (tmp_path / "new.cpp").write_text("int x;")
-    with pytest.raises(NativeUnavailable, match="built from other sources"):
+    with pytest.raises(NativeUnavailable, match="built from sources that differ"):
         Library(load_library().path, tmp_path)

@@ -85,7 +85,7 @@ def test_without_a_compiler_torchs_kernels_serve_and_one_line_says_what_is_missi
 
 def test_a_folder_that_can_not_be_written_is_named_with_the_remedy(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("no folder")
-    with pytest.raises(NativeUnavailable, match=r"can not be kept: .*Not a directory.*file.*; set XDG_CACHE_HOME"):
+    with pytest.raises(NativeUnavailable, match=r"cannot be stored: .*Not a directory.*file.*; set XDG_CACHE_HOME"):
         find_library(tmp_path / "none.so", tmp_path / "file", "no-such-compiler")
 
 
@@ -101,7 +101,7 @@ def test_a_disk_without_room_is_told_with_the_remedy(
     ):
         find_library(tmp_path / "none.so", tmp_path / "cache", fake(tmp_path, "nothing"), sources)
     monkeypatch.setattr(Path, "mkdir", refuse)
-    with pytest.raises(NativeUnavailable, match=r"can not be kept: .*No space left on device; set XDG_CACHE_HOME"):
+    with pytest.raises(NativeUnavailable, match=r"cannot be stored: .*No space left on device; set XDG_CACHE_HOME"):
         find_library(tmp_path / "none.so", tmp_path / "other", fake(tmp_path, "nothing"), sources)
 
 
@@ -112,7 +112,7 @@ def test_a_start_after_one_that_failed_goes_on_from_where_it_was(sources: Path, 
             find_library(tmp_path / "none.so", tmp_path / "cache", compiler, sources)
         if broken != "nothing":
             assert re.search("not compiled: .*fake-compiler failed: cloudy.cpp:1: error: no memory$", str(caught.value))
-    assert "can not be loaded" in str(caught.value), "all was compiled, though by a compiler that makes no libraries"
+    assert "cannot be loaded" in str(caught.value), "all was compiled, though by a compiler that makes no libraries"
     assert [count(tmp_path, f"-c {sources / name}") for name in ("api.cpp", "pool.cpp")] == [1, 2]
 
 
@@ -126,5 +126,5 @@ def test_of_two_processes_that_start_together_one_compiles(sources: Path, tmp_pa
 
     with ThreadPoolExecutor(2) as threads:
         texts = list(threads.map(start, range(2)))
-    assert all("can not be loaded" in text for text in texts)
+    assert all("cannot be loaded" in text for text in texts)
     assert count(tmp_path, "-shared") == 1

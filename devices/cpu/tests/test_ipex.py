@@ -190,7 +190,7 @@ def test_where_it_is_not_installed_nothing_is_said_and_asking_for_it_is_refused(
     assert DISTRIBUTION not in probe(True, host_system()).details
     with pytest.raises(
         ConfigError,
-        match=r"'ipex', and intel-\S+ is not installed; wanted .* torch 2\.\d+; --kernels auto, .* ended in March",
+        match=r"'ipex', but intel-\S+ is not installed; wanted .* torch 2\.\d+; --kernels auto, .* ended in March",
     ):
         start("ipex")
 
@@ -199,7 +199,7 @@ def test_one_for_another_torch_is_told_everywhere_refused_by_name_and_never_impo
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     install(tmp_path, "2.8.0+cpu", monkeypatch, source="raise RuntimeError('imported')")
-    why = f"is built for torch 2.8, and torch here is {torch.__version__}"
+    why = f"is built for torch 2.8, but torch here is {torch.__version__}"
     table, (row,) = start("auto")
     assert (row.effective, row.downgrade) == ("not used", False) and why in row.reason and "2.8.0+cpu" in row.reason
     assert (
@@ -210,7 +210,7 @@ def test_one_for_another_torch_is_told_everywhere_refused_by_name_and_never_impo
     (note,) = (check for check in check_devices() if check.topic.endswith(DISTRIBUTION))
     assert note.verdict == "note" and why in note.found
     with pytest.raises(
-        ConfigError, match=f"'ipex', and {DISTRIBUTION} 2.8.0.* {re.escape(why)}; wanted .*--kernels auto"
+        ConfigError, match=f"'ipex', but {DISTRIBUTION} 2.8.0.* {re.escape(why)}; wanted .*--kernels auto"
     ):
         start("ipex")
     assert MODULE not in sys.modules and table.origin["linear"] != "sglcore_cpu.kernels.ipex:linear"
@@ -230,7 +230,7 @@ def test_one_that_fits_and_is_broken_is_an_error_with_its_cause(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     install(tmp_path, FITS, monkeypatch, source="raise OSError('libiomp5.so: no such file')")
-    with pytest.raises(DeviceError, match="can not be imported: libiomp5.so: no such file; --kernels auto"):
+    with pytest.raises(DeviceError, match="cannot be imported: libiomp5.so: no such file; --kernels auto"):
         start("ipex")
 
 

@@ -37,7 +37,7 @@ def test_a_small_model_stays_on_one_node() -> None:
     assert (found.threads, found.cores, found.nodes) == (2, (0, 1), (0,))
     assert found.of_threads == ((0, 1),) * 2
     assert found.reason == (
-        "one thread per physical core; 1 of 2 memory nodes: the weights are too few to be worth the waits between nodes"
+        "one thread per physical core; 1 of 2 memory nodes: the weights are too small to gain from more nodes"
     )
 
 

@@ -43,7 +43,7 @@ def test_weights_are_counted_in_the_dtype_and_the_bits_that_are_asked_for(tmp_pa
 
 def test_weights_larger_than_the_memory_are_refused_in_one_line(tmp_path: Path) -> None:
     sparse(tmp_path / "model.safetensors", 1 << 43)
-    with pytest.raises(ConfigError, match=r"the weights need about 8192.0 GiB, and there is .*--quantize int4"):
+    with pytest.raises(ConfigError, match=r"the weights need about 8192.0 GiB, but this process has .*--quantize int4"):
         room(EngineConfig(), tmp_path)
 
 

@@ -34,7 +34,7 @@ class FlashAttention(PageRowsAttention):
     def unavailable(cls) -> str:
         """Check the compute capability of the current GPU."""
         found = torch.cuda.get_device_capability()
-        return "" if found == CAPABILITY else f"it is for GPUs of compute capability 9.0, this one has {found}"
+        return "" if found == CAPABILITY else f"it needs a GPU of compute capability 9.0, this one has {found}"
 
     def attend_pages(self, q: Tensor, k_pages: Tensor, v_pages: Tensor, plan: RowsPlan, layer: Attention) -> Tensor:
         """Attend with one launch; its split depends only on sizes that are fixed in a captured

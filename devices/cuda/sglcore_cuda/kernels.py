@@ -36,8 +36,8 @@ def kernels() -> KernelTable:
     try:
         from sglcore.runtime.kernels.triton import triton_kernels
     except ImportError as error:
-        remedy = "pip install triton, or SGLCORE_KERNELS=reference for the slow kernels that define correct"
-        raise DeviceError(f"the kernels of this device can not be used: {error}", remedy=remedy) from error
+        remedy = "pip install triton, or SGLCORE_KERNELS=reference for the slow reference kernels"
+        raise DeviceError(f"the kernels of this device cannot be used: {error}", remedy=remedy) from error
     capability = read_capability()
     return with_libraries(triton_kernels(tuning(capability)), capability)
 

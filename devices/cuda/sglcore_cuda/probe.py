@@ -133,5 +133,5 @@ def _runtime(system: System) -> Fact:
     oldest = OLDEST_DRIVER.get(int(cuda.partition(".")[0]), 0)
     if version is not None and int(version.partition(".")[0]) < oldest:
         remedy = f"update the driver to {oldest} or newer, or install a torch built for an older CUDA"
-        return Fact(False, f"{torch} with CUDA {cuda} wants driver {oldest}, found {version}", remedy)
+        return Fact(False, f"{torch} with CUDA {cuda} needs driver {oldest}, found {version}", remedy)
     return Fact(True, f"{torch} with CUDA {cuda}")

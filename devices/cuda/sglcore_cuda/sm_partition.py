@@ -29,7 +29,7 @@ def partition(device: torch.device) -> Partition:
         try:
             made = _context(device.index or 0, units).Stream()
         except RuntimeError as error:
-            raise ConfigError(f"the driver makes no green context: {str(error).splitlines()[0]}") from error
+            raise ConfigError(f"the driver cannot create a green context: {str(error).splitlines()[0]}") from error
         # In torch 2.11 the returned stream does not equal the current stream when it is current.
         return torch.Stream(stream_id=made.stream_id, device_index=made.device_index, device_type=made.device_type)
 

@@ -34,7 +34,7 @@ def entry(capability: Capability) -> Limited:
     for a library that is too old."""
     major, minor = capability.version
     if major not in MAJORS or (major == MAJORS[0] and minor):
-        raise Unavailable(f"it is for GPUs of compute capability 8.0, 9.0 and 10, this one is {capability}")
+        raise Unavailable(f"it needs a GPU of compute capability 8.0, 9.0 or 10, this one is {capability}")
     known = vars(flashinfer).get("top_k_page_table_transform")
     missing = sorted(NEEDED - (inspect.signature(known).parameters.keys() if known is not None else set()))
     if missing:

@@ -39,7 +39,7 @@ def entry(capability: Capability) -> Limited:
     kernels for it."""
     major = capability.version[0]
     if major not in (HOPPER, BLACKWELL):
-        raise Unavailable(f"it is for GPUs of compute capability 9.0 and 10, this one is {capability}")
+        raise Unavailable(f"it needs a GPU of compute capability 9.0 or 10, this one is {capability}")
     if not flash_mla.has_legacy():
         raise Unavailable("it was built without its kernels for rows of 576: pip install --no-deps sgl-flash-mla")
     return Limited(partial(sparse_mqa, is_newer=major == BLACKWELL), takes)

@@ -44,7 +44,7 @@ def test_its_kernels_keep_to_as_many_multiprocessors_as_were_asked_for(sim: Any)
 
 def test_more_than_there_are_is_refused_in_words() -> None:
     found = partition(DEVICE)
-    with pytest.raises(ConfigError, match="the driver makes no green context: Invalid number of SMs"):
+    with pytest.raises(ConfigError, match="the driver cannot create a green context: Invalid number of SMs"):
         found.stream(found.units + 1)
 
 

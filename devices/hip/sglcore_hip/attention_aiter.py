@@ -93,7 +93,7 @@ class AiterAttention(AttentionBackend[AiterPlan]):
     def unavailable(cls) -> str:
         """Check the wave size of the current GPU."""
         found = read_capability().wave_size
-        return "" if found == WIDE_WAVE else f"its kernels are for waves of {WIDE_WAVE}, this GPU has waves of {found}"
+        return "" if found == WIDE_WAVE else f"its kernels need waves of {WIDE_WAVE}, this GPU has waves of {found}"
 
     def __init__(self, *given: Any, **named: Any) -> None:
         super().__init__(*given, **named)

@@ -21,7 +21,7 @@ def kernels() -> KernelTable:
         remedy = (
             "install the Triton that belongs to this torch (pip install --force-reinstall torch from its ROCm index)"
         )
-        raise DeviceError(f"the kernels of this device can not be used: {error}", remedy=remedy) from error
+        raise DeviceError(f"the kernels of this device cannot be used: {error}", remedy=remedy) from error
     capability = read_capability()
     table = triton_kernels(tuning(capability))
     return table if capability.float8 is None else table.storing(capability.float8)

@@ -131,8 +131,8 @@ def _listed(gpus: tuple[Gpu, ...], named: bool) -> Fact:
     large = tuple(gpu for gpu in gpus if gpu.compute_units >= FEWEST_UNITS)
     if large or named:
         return Fact(True, f"{TOPOLOGY}: {', '.join(map(str, large or gpus))}")
-    evidence = f"only {', '.join(map(str, gpus))}: the graphics of a processor, not an accelerator"
-    return Fact(False, evidence, "name it with --device hip to use it all the same")
+    evidence = f"only {', '.join(map(str, gpus))}: integrated graphics of a processor, not an accelerator"
+    return Fact(False, evidence, "select it with --device hip to use it anyway")
 
 
 def _driver(system: System) -> Fact:

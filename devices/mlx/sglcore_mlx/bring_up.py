@@ -80,12 +80,12 @@ def kernels(config: EngineConfig, package: DevicePackage, ledger: DecisionLedger
     for name, value in (("quantize", config.quantize), ("kv_cache_dtype", config.kv_cache_dtype)):
         if value != "auto":
             raise ConfigError(
-                f"{name} is {value!r}, and this device takes weights and cells as the checkpoint has them",
+                f"{name} is {value!r}, but this device keeps weights and KV entries as the checkpoint has them",
                 remedy=f"leave --{name.replace('_', '-')} out, or use a checkpoint that is quantised",
             )
     if parse_hisparse_config(config.hisparse) is not None:
         raise ConfigError(
-            "hisparse is asked for, and this device has one memory for host and accelerator: there is nowhere to keep rows apart",
+            "hisparse is requested, but host and accelerator share one memory: nothing can be offloaded",
             remedy="leave --hisparse out",
         )
     what = ", ".join(sorted({origin.partition(":")[0].partition(".")[0] for origin in table.origin.values()}))
@@ -104,14 +104,14 @@ def computing(config: EngineConfig, hardware: Hardware, ledger: DecisionLedger) 
             remedy="its steps are lazy graphs already; leave --graph out",
         )
     compiles = hardware.compiles if config.graph == "auto" else config.graph == "compiled"
-    reason = hardware.compile_reason if config.graph == "auto" else "asked for"
+    reason = hardware.compile_reason if config.graph == "auto" else "requested"
     ledger.record(Row("graph", config.graph, "compiled" if compiles else "off", reason, "--graph compiled or off"))
     if config.shadow:
         why = "nothing is captured, so there is no replay to compare"
         ledger.record(Row("shadow", str(config.shadow), "off", why, "leave shadow out", downgrade=True))
     asked = config.two_batch_overlap
     if asked != "off":
-        why = "one rank waits for no other"
+        why = "a single rank waits for no other"
         ledger.record(Row("two-batch overlap", asked, "off", why, "--two-batch-overlap off", downgrade=asked == "on"))
     # On the CPU, compiling the sampler takes the C++ compiler seconds at the first request of each
     # kind of sampling.
@@ -143,7 +143,7 @@ def model(
 
     def told(done: int, total: int) -> None:
         if stopped.is_set():
-            raise InterruptedError("the start was given up")
+            raise InterruptedError("the start was cancelled")
         progress("loading weights", done, total)
 
     def load() -> Model:
@@ -231,7 +231,7 @@ def slices(config: EngineConfig, model: Model, speculation: Speculation | None, 
     if budget is None:
         return None
     if speculation is not None:
-        why = "a worker that proposes tokens takes whole prompts"
+        why = "a worker with speculation prefills whole prompts"
         ledger.record(whole_row(asked, budget, why, "--speculative off"))
         return None
     if model.config.is_encoder or not model.sliced_layers:
@@ -239,7 +239,7 @@ def slices(config: EngineConfig, model: Model, speculation: Speculation | None, 
         ledger.record(whole_row(asked, budget, why, "--prompt-slices off"))
         return None
     ledger.record(slice_row(asked, budget, model.sliced_layers))
-    ledger.record(lane_row(config.prompt_lane, INTERLEAVE, "this device runs one thing after the other"))
+    ledger.record(lane_row(config.prompt_lane, INTERLEAVE, "this device runs one stream"))
     return budget
 
 

@@ -42,7 +42,9 @@ def open_hardware(threads: int | None) -> Hardware:
     if kind == "gpu" and mx.metal.is_available():
         kind = "metal"
     name = str(mx.device_info().get("device_name", platform.machine()))
-    row = Row("compute", "auto", f"{kind}: {name}", f"what MLX {version('mlx')} has here", "another build of MLX")
+    row = Row(
+        "compute", "auto", f"{kind}: {name}", f"the default device of MLX {version('mlx')} here", "another build of MLX"
+    )
     if kind != "cpu":
         rows = (row,) if threads is None else (row, _unused_threads(threads))
         return Hardware(kind, (), True, "one graph for each size of a decode step", rows)
@@ -65,5 +67,5 @@ def _can_compile() -> tuple[bool, str]:
     with g++ when they first run."""
     compiler = shutil.which("g++")
     if compiler is None:
-        return False, "there is no g++, with which MLX compiles for a processor"
+        return False, "there is no g++, which MLX needs to compile for a processor"
     return True, "one graph for each size of a decode step"

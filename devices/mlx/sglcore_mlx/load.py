@@ -88,7 +88,8 @@ def load_model(
     model = model_type(cast("models.Build", Build(config, weights, parts, max_positions)))
     if config.is_encoder and model.state_layers:
         raise ConfigError(
-            f"{config.architecture} keeps states, and an embedding runs without", remedy="use another model"
+            f"{config.architecture} keeps recurrent states, and an embedding runs without them",
+            remedy="use another model",
         )
     check(model)
     weights.check(re.compile("|".join(f"(?:{pattern})" for pattern in _harmless(model))).fullmatch)
@@ -114,7 +115,7 @@ def _tensors(files: tuple[Path, ...], own_name: Callable[[str], str]) -> tuple[d
             if name in entries:
                 raise CheckpointError(
                     f"{entry.name!r} is in both {entries[name].file.name} and {file.name}",
-                    wanted="it once",
+                    wanted="each tensor in one file",
                     remedy="download the checkpoint again",
                 )
             entries[name], arrays[name] = entry, mapped[entry.name]

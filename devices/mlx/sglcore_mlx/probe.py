@@ -119,7 +119,7 @@ def _distribution(system: System, name: str) -> str | None:
 def _apple_silicon(system: System) -> Fact:
     chip = sysctl.text(system, "machdep.cpu.brand_string") or "a processor without a name"
     if sysctl.number(system, "hw.optional.arm64") == 1:
-        return Fact(True, f"{chip}, whose GPU runs Metal")
+        return Fact(True, f"{chip} with a Metal GPU")
     return Fact(False, f"{chip} under macOS, not Apple silicon", APPLE)
 
 
@@ -136,16 +136,18 @@ def _cuda(named: bool, system: System) -> tuple[Fact, Fact]:
     if not named:
         return _not_named("MLX is built for CUDA here"), driver
     if not nodes:
-        return Fact(False, f"no node {CUDA_NODES}, for which MLX is built", "pip install 'mlx[cpu]'"), driver
-    return Fact(True, f"{', '.join(nodes)}, asked for by name"), driver
+        return Fact(
+            False, f"MLX is built for CUDA, but there is no node {CUDA_NODES}", "pip install 'mlx[cpu]'"
+        ), driver
+    return Fact(True, f"{', '.join(nodes)}, requested by name"), driver
 
 
 def _processor(named: bool, system: System) -> tuple[Fact, Fact]:
     name = processor_name(system)
     if name is None:
-        return Fact(False, f"neither macOS nor a processor that {CPUINFO} names", APPLE), Fact(False, "no Metal", APPLE)
+        return Fact(False, f"no macOS, and {CPUINFO} names no processor", APPLE), Fact(False, "no Metal", APPLE)
     driver = Fact(True, "a processor needs no driver")
-    return (Fact(True, f"{name}, asked for by name") if named else _not_named("no macOS, so no Metal")), driver
+    return (Fact(True, f"{name}, requested by name") if named else _not_named("no macOS, so no Metal")), driver
 
 
 def _name(system: System, build: Build | None) -> str:
@@ -157,7 +159,7 @@ def _name(system: System, build: Build | None) -> str:
 
 
 def _not_named(why: str) -> Fact:
-    return Fact(False, f"{why}; on other systems MLX runs when it is asked for by name", f"--device mlx, or {APPLE}")
+    return Fact(False, f"{why}; on other systems MLX must be requested by name", f"--device mlx, or {APPLE}")
 
 
 def processor_name(system: System) -> str | None:
@@ -170,7 +172,7 @@ def processor_name(system: System) -> str | None:
 
 
 def _runtime(system: System, build: Build | None, is_mac: bool) -> Fact:
-    command = "pip install mlx" if is_mac else "pip install 'mlx[cpu]' (or 'mlx[cuda13]' where there is an NVIDIA GPU)"
+    command = "pip install mlx" if is_mac else "pip install 'mlx[cpu]' (or 'mlx[cuda13]' with an NVIDIA GPU)"
     if sysctl.number(system, "sysctl.proc_translated") == 1:
         return Fact(False, "this Python is built for x86_64 and runs translated", "use a Python built for arm64")
     if build is None:

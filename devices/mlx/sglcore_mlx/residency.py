@@ -39,7 +39,7 @@ class Residency:
             if wired != recommended:
                 self._undo = [lambda: set_wired(wired), lambda: set_cache(cached)]
             what = f"up to {size_text(recommended)} wired, {size_text(recommended // CACHE_SHARE)} cached"
-            self.row = Row("residency", "auto", what, "the system pages out what is not wired")
+            self.row = Row("residency", "auto", what, "the system pages out memory that is not wired")
 
     def close(self) -> None:
         """Restore the limits. Idempotent."""

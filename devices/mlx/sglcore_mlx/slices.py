@@ -30,7 +30,7 @@ class OpenPrompt:
         layer, otherwise None. Raises ValueError if these are not the next layers. Queues only."""
         if first != self.done or not first < last <= model.sliced_layers:
             ran = f"{self.done} of {model.sliced_layers} have run"
-            raise ValueError(f"a slice wants the layers from {first} to {last} of a prompt; {ran}")
+            raise ValueError(f"a slice requests layers {first} to {last} of a prompt; {ran}")
         self.extend.continue_on(state)
         self.carried, self.done = model.run_layers(self.carried, first, last), last
         if last < model.sliced_layers:

@@ -150,7 +150,7 @@ class Stepper:
         if first == 0:
             self._open = self._begin(batch)
         if (prompt := self._open) is None:
-            raise ValueError(f"a slice wants the layers from {first} to {last} of a prompt; none is open")
+            raise ValueError(f"a slice requests layers {first} to {last} of a prompt; no prompt is open")
         hidden, path = prompt.run(self._model.sliced, self._state, first, last), f"layers {first} to {last}"
         if hidden is None:
             nothing = SampledTokens(mx.zeros((0,), mx.int32), mx.zeros((0,), mx.bool_))

@@ -263,7 +263,9 @@ def test_a_tensor_in_two_files_is_an_error(tmp_path: Path) -> None:
     folder = write_shards(tmp_path / "model", random_tensors())
     first, last = (sorted(folder.glob("model-*.safetensors"))[i] for i in (0, -1))
     last.write_bytes(first.read_bytes())
-    with pytest.raises(CheckpointError, match=f"is in both {first.name} and {last.name}; wanted it once"):
+    with pytest.raises(
+        CheckpointError, match=f"is in both {first.name} and {last.name}; wanted each tensor in one file"
+    ):
         load(folder)
 
 
@@ -275,7 +277,7 @@ def test_an_architecture_that_is_not_known_is_an_error(tmp_path: Path) -> None:
 
 def test_a_sparse_model_needs_its_experts_sizes(tmp_path: Path) -> None:
     folder = write(tmp_path / "model", random_tensors(), architectures=["Qwen3MoeForCausalLM"], num_local_experts=0)
-    with pytest.raises(ConfigError, match="has no number of experts with their intermediate size; wanted both"):
+    with pytest.raises(ConfigError, match="lacks the number of experts or their intermediate size; wanted both"):
         load(folder)
 
 
@@ -288,13 +290,13 @@ def test_kernels_that_this_device_does_not_have_are_refused(asked: str) -> None:
 @pytest.mark.parametrize(
     ("asked", "reason"),
     [
-        ({"hisparse": "on"}, "hisparse is asked for, and this device has one memory for host and accelerator"),
+        ({"hisparse": "on"}, "hisparse is requested, but host and accelerator share one memory"),
         ({"hisparse": '{"top_k": 0}'}, "top_k of hisparse is 0"),
         (
             {"quantize": "int8"},
-            "quantize is 'int8', and this device takes weights and cells as the checkpoint has them",
+            "quantize is 'int8', but this device keeps weights and KV entries as the checkpoint has them",
         ),
-        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype is 'fp8', and this device takes weights and cells"),
+        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype is 'fp8', but this device keeps weights and KV entries"),
     ],
 )
 def test_what_this_device_does_not_do_is_refused_by_name_before_a_model_is_read(

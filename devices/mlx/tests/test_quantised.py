@@ -271,7 +271,7 @@ def test_packed_tensors_that_differ_from_the_configuration_are_errors(
         ({"quantization": {"bits": 4}}, "the mode 'affine' with 4 bits and groups of None"),
         ({"quantization": {**FOUR, Q: {**FOUR, "mode": "mxfp8"}}}, f"quantization of '{Q}' the mode 'mxfp8' with 4 b"),
         ({"quantization": {**FOUR, Q: {**FOUR, "global_scale": True}}}, f"quantization of '{Q}' global_scale; wanted"),
-        ({"quantization": {**FOUR, "rotated": "yes"}}, "gives the quantization rotated; wanted none of it"),
+        ({"quantization": {**FOUR, "rotated": "yes"}}, "gives the quantization rotated; wanted none of these"),
         ({"quantization": FOUR, "quantize_activations": True}, "is for quantised activations"),
     ],
 )

@@ -49,30 +49,30 @@ def test_nothing_is_proposed_where_no_kind_is_asked_for(asked: str | None) -> No
 
 @pytest.mark.parametrize("kind", GAPS)
 def test_a_gap_is_refused_by_its_name(kind: str) -> None:
-    with pytest.raises(ConfigError, match=f"speculative is '{kind}', and {GAPS[kind]}; wanted one of ngram, suffix"):
+    with pytest.raises(ConfigError, match=f"speculative is '{kind}', but {GAPS[kind]}; wanted one of ngram, suffix"):
         chosen(speculative=kind)
 
 
 @pytest.mark.parametrize("rule", RULE_GAPS)
 def test_a_rule_that_is_a_gap_is_refused_by_its_name(rule: str) -> None:
-    with pytest.raises(ConfigError, match=f"speculative_verify is '{rule}', and {RULE_GAPS[rule]}; wanted coupled"):
+    with pytest.raises(ConfigError, match=f"speculative_verify is '{rule}', but {RULE_GAPS[rule]}; wanted coupled"):
         chosen(speculative="ngram", speculative_verify=rule)
 
 
 @pytest.mark.parametrize(
     ("asked", "reason"),
     [
-        ({"draft_model": "somewhere"}, "a draft model is given, and a model that proposes has no worker"),
+        ({"draft_model": "somewhere"}, "a draft model is given, but this device has no worker for draft models"),
         ({"speculative": "ngram", "draft_model": "somewhere"}, "a draft model is given"),
         (
             {"speculative": "ngram", "draft_width": 2},
-            "draft_width is 2 and draft_depth None, and this device verifies one",
+            "draft_width is 2 and draft_depth None, but this device verifies one",
         ),
         (
             {"speculative": "ngram", "draft_depth": 3},
-            "draft_width is 1 and draft_depth 3, and this device verifies one",
+            "draft_width is 1 and draft_depth 3, but this device verifies one",
         ),
-        ({"speculative": "suffix", "prefix_cache": False}, "the prefix cache is off, which has what is proposed"),
+        ({"speculative": "suffix", "prefix_cache": False}, "the prefix cache is off, and draft tokens come from it"),
     ],
 )
 def test_what_can_not_be_is_refused_before_a_model_is_read(asked: dict[str, Any], reason: str) -> None:
@@ -85,7 +85,7 @@ def test_what_can_not_be_is_refused_before_a_model_is_read(asked: dict[str, Any]
 def test_a_model_that_keeps_states_is_refused_by_name_before_its_weights_are_read(tmp_path: Path) -> None:
     folder = write_tiny(tmp_path / "hybrid", hybrid=True)
     told: list[tuple[Any, ...]] = []
-    wanted = "speculative is 'ngram', and GraniteMoeHybridForCausalLM keeps a state of each request"
+    wanted = "speculative is 'ngram', but GraniteMoeHybridForCausalLM keeps a state of each request"
     from devices.mlx.tests import running as module
 
     with pytest.MonkeyPatch.context() as patch:
@@ -102,7 +102,7 @@ def test_a_model_that_embeds_is_refused(tmp_path: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     config |= {"architectures": ["LlamaModel"], "pooling": "last"}
     (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ConfigError, match="speculative is 'ngram', and this model embeds"):
+    with pytest.raises(ConfigError, match="speculative is 'ngram', but this model embeds"):
         bring_up(folder, speculative="ngram", task="embed")
 
 
@@ -113,4 +113,4 @@ def test_prompts_come_whole_beside_proposals() -> None:
         assert (limits.sliced_layers, limits.draft_tokens, limits.keeps_history) == (0, 4, True)
         assert not limits.allows_mixed_batches and limits.can_overlap
     row = next(row for row in ledger.rows if row.topic == "prompt slices")
-    assert row.effective == "off" and "proposes tokens" in row.reason
+    assert row.effective == "off" and "with speculation" in row.reason

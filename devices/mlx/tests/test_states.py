@@ -283,5 +283,7 @@ def test_limits_and_ledger_tell_of_states(folder: Path) -> None:
 
 
 def test_a_model_with_states_that_is_to_embed_is_refused(folder: Path) -> None:
-    with pytest.raises(ConfigError, match="GraniteMoeHybridForCausalLM keeps states, and an embedding runs without"):
+    with pytest.raises(
+        ConfigError, match="GraniteMoeHybridForCausalLM keeps recurrent states, and an embedding runs without them"
+    ):
         opened(folder, task="embed")

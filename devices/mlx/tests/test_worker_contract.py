@@ -164,7 +164,7 @@ def test_a_ticket_that_nobody_collects_harms_no_other_step(worker: MlxWorker) ->
 def test_hidden_states_are_refused_before_anything_runs(worker: MlxWorker) -> None:
     batch = prefill(1)
     batch.capture_hidden_mode.put(CaptureHiddenMode.FULL)
-    with pytest.raises(ValueError, match="step 1 asks for hidden states"):
+    with pytest.raises(ValueError, match="step 1 requests hidden states"):
         worker.submit(batch)
     assert two_tokens(worker)
 

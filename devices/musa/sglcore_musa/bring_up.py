@@ -27,8 +27,8 @@ def extension(ledger: DecisionLedger) -> str:
     found = str(torch_musa.__version__)
     if not same_release(torch.__version__, found):
         raise DeviceError(
-            f"torch_musa {found} is loaded into torch {torch.__version__}",
-            wanted="both of one version",
+            f"found torch_musa {found} with torch {torch.__version__}",
+            wanted="both of the same version",
             remedy=EXTENSION,
         )
     ledger.record(Row("extension", "auto", f"torch_musa {found}", f"it fits torch {torch.__version__}", EXTENSION))

@@ -25,8 +25,8 @@ def extension(ledger: DecisionLedger) -> str:
     found, wanted = str(torch_npu.__version__), torch.__version__.partition("+")[0]
     if not same_release(torch.__version__, found):
         raise DeviceError(
-            f"torch_npu {found} is loaded into torch {torch.__version__}",
-            wanted="both of one version",
+            f"found torch_npu {found} with torch {torch.__version__}",
+            wanted="both of the same version",
             remedy=f"pip install torch_npu=={wanted}, or the torch that fits",
         )
     torch_npu.npu.config.allow_internal_format = True  # foreign: the extension's own switch, off by default
@@ -39,10 +39,10 @@ def kernel_choices(model: LoadedModel, ledger: DecisionLedger) -> tuple[Row, ...
     layers = model.weights.linears
     packed = sum(takes_nz(layer.weight) for layer in layers) if offers("npu_format_cast") else 0
     what = f"{packed} of {len(layers)} weights in blocks"
-    reason = f"weights of 16 bits in whole blocks and of at least {LARGE} elements are laid out for the matrix units"
+    reason = f"16-bit weights of whole blocks and at least {LARGE} elements get the layout of the matrix units"
     rows = [Row("linear", "auto", what, reason, "--dtype bfloat16")]
     if model.config.moe is not None:
-        reason = "every expert runs on every token: the vendor's routed product takes no token without an expert"
+        reason = "every expert runs on every token: the vendor's grouped product requires an expert for each token"
         rows.append(Row("experts", "auto", "reference", reason, "none on this device"))
     ledger.record(*rows)
     return tuple(rows)

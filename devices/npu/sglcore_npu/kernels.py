@@ -60,7 +60,7 @@ def takes_store(key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, ou
     """Check for a KV cache of 16 bits."""
     if k_cache.dtype in STORED:
         return ""
-    return f"it stores cells of float16 and bfloat16, not of {str(k_cache.dtype).removeprefix('torch.')}"
+    return f"it stores float16 and bfloat16, not {str(k_cache.dtype).removeprefix('torch.')}"
 
 
 def takes_nz(weight: Tensor) -> bool:

@@ -95,11 +95,11 @@ def takes_sparse_mqa(
     heads, size = q.shape[1:]
     if rows.dtype not in HALF or q.dtype != rows.dtype:
         asked, kept = (str(each.dtype).removeprefix("torch.") for each in (q, rows))
-        return f"it reads rows of float16 and bfloat16 by queries of that type, not rows of {kept} by {asked}"
+        return f"it takes float16 or bfloat16 for both queries and rows, not rows of {kept} with queries of {asked}"
     if more_rows is not None or sinks is not None:
         return "rows of two pools, or sinks; it takes one pool without sinks"
     if (size, value_size) != (LATENT + ROTATED, LATENT):
-        return f"rows of {size}, values of {value_size}; it takes {LATENT + ROTATED}, the first {LATENT} of which are values"
+        return f"rows of {size}, values of {value_size}; it takes {LATENT + ROTATED}, with values in the first {LATENT}"
     if heads & (heads - 1) or heads > MOST_HEADS:
         return f"{heads} heads; it takes a power of two up to {MOST_HEADS}"
     return ""

@@ -36,5 +36,5 @@ def test_the_extension_may_keep_weights_in_blocks_and_is_named_in_the_ledger(mon
 
 def test_an_extension_of_another_version_ends_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch, "2.1.0")
-    with pytest.raises(DeviceError, match=r"torch_npu 2\.1\.0 is loaded into torch .* pip install torch_npu=="):
+    with pytest.raises(DeviceError, match=r"found torch_npu 2\.1\.0 with torch .* pip install torch_npu=="):
         extension(DecisionLedger())

@@ -94,13 +94,13 @@ def attention(
         (attention(heads=1), ""),
         (attention(heads=24), "24 heads; it takes a power of two up to 128"),
         (attention(heads=256), "256 heads; it takes a power of two up to 128"),
-        (attention(size=512), "rows of 512, values of 512; it takes 576, the first 512 of which are values"),
+        (attention(size=512), "rows of 512, values of 512; it takes 576, with values in the first 512"),
         (attention(sinks=True), "rows of two pools, or sinks; it takes one pool without sinks"),
         (
             attention(dtype=torch.float32),
-            "it reads rows of float16 and bfloat16 by queries of that type, not rows of float32",
+            "it takes float16 or bfloat16 for both queries and rows, not rows of float32",
         ),
-        (attention(bits=8), "it reads rows of float16 and bfloat16 by queries of that type, not rows of uint8"),
+        (attention(bits=8), "it takes float16 or bfloat16 for both queries and rows, not rows of uint8"),
     ],
 )
 def test_what_the_operator_does_not_take_is_refused_by_its_reason(call: Any, reason: str) -> None:
@@ -194,5 +194,5 @@ def test_a_broken_operator_is_not_transformers(case: Case) -> None:
 
 def test_rows_in_host_memory_are_refused_by_name_before_loading(case: Case, tmp_path: Path) -> None:
     shutil.copy(case.folder / "config.json", tmp_path)
-    with pytest.raises(ConfigError, match="hisparse is asked for, and kernels on npu:0 do not reach host memory"):
+    with pytest.raises(ConfigError, match="hisparse is requested, and kernels on npu:0 do not reach host memory"):
         TokenEngine(tmp_path, graph="off", hisparse="on")

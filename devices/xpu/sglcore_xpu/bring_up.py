@@ -29,7 +29,9 @@ def device_memory(facts: Facts, model: object) -> MemoryBudget:
     except RuntimeError:
         total = torch.xpu.get_device_properties(facts.tensor_device).total_memory
         free = total - torch.accelerator.memory_reserved(torch.device(facts.tensor_device))
-        evidence = f"{size_text(free)} of {size_text(total)} on {facts.tensor_device}; its driver does not tell what others use"
+        evidence = (
+            f"{size_text(free)} of {size_text(total)} on {facts.tensor_device}; its driver does not report other use"
+        )
         return MemoryBudget(total, free, evidence, accelerator.DEFAULT_SHARE)
 
 

@@ -19,7 +19,7 @@ LIBRARIES = ("libze_loader.so.1", "libze_intel_gpu.so.1")
 """Level Zero's loader, and the GPU driver that it loads; torch's wheels do not contain them."""
 MASK, SELECTOR, HIERARCHY = "ZE_AFFINITY_MASK", "ONEAPI_DEVICE_SELECTOR", "ZE_FLAT_DEVICE_HIERARCHY"
 TORCH = "pip install torch==2.13.0 --index-url https://download.pytorch.org/whl/xpu, with --force-reinstall over another build"
-DESELECTED = f"unset {SELECTOR}, or say level_zero:gpu there"
+DESELECTED = f"unset {SELECTOR}, or set it to level_zero:gpu"
 LEVEL_ZERO = "apt install libze1 libze-intel-gpu1 (level-zero intel-level-zero-gpu in older repositories of Intel's)"
 MOUNTS = "a container takes --device /dev/dri"
 
@@ -114,8 +114,8 @@ def _hardware(system: System, gpus: tuple[Gpu, ...], named: bool) -> Fact:
     if on_bus:
         return Fact(True, f"{on_bus[0]} on the bus, without a node {NODES}")
     if gpus or system.pci(package.pci):
-        evidence = "only a processor's own graphics, not an accelerator"
-        return Fact(False, evidence, "name it with --device xpu to use it all the same")
+        evidence = "only integrated graphics of a processor, not an accelerator"
+        return Fact(False, evidence, "select it with --device xpu to use it anyway")
     return Fact(False, f"neither a node {NODES} of an Intel GPU nor one on the PCI bus", f"attach one; {MOUNTS}")
 
 

@@ -31,5 +31,5 @@ def test_memory_is_what_the_driver_says_or_else_what_this_process_has_not_taken(
     taken = torch.empty(1 << 20, dtype=torch.uint8, device=facts().tensor_device)
     guessed = device_memory(facts(), None)
     assert isinstance(guessed, MemoryBudget) and guessed.total == told.total
-    assert told.total - guessed.available >= taken.nbytes and "does not tell" in guessed.evidence
+    assert told.total - guessed.available >= taken.nbytes and "does not report" in guessed.evidence
     assert guessed.default_share == accelerator.DEFAULT_SHARE

@@ -76,13 +76,15 @@ class Taking:
         finally:
             sys.setprofile(before)
         if entered:
-            raise LawBroken(f"{origin_of(own.function)} says that it takes {case.text}, and hands it to {entered[0]}")
+            raise LawBroken(
+                f"{origin_of(own.function)} declares that it takes {case.text}, but hands it to {entered[0]}"
+            )
 
     def check(self) -> None:
         """Raise LawBroken if a candidate refused every case."""
         for place, reason in self._reasons.items():
             if self._taken[place] <= 0:
-                raise LawBroken(f"{origin_of(self._held[place].function)} takes nothing: {reason}")
+                raise LawBroken(f"{origin_of(self._held[place].function)} takes no case: {reason}")
 
     def _takes(self, place: int, case: KernelCase, call: Sequence[Any] | None) -> bool:
         """Return whether a candidate says that it takes a case. Raises LawBroken if it said
@@ -92,8 +94,8 @@ class Taking:
         said, text = self._says.setdefault((place, case.kind), (reason, case.text))
         if bool(said) != bool(reason):
             raise LawBroken(
-                f"{origin_of(candidate.function)} refuses {case.text if reason else text} ({said or reason}), and takes"
-                f" {text if reason else case.text}; neither rows nor strides may decide"
+                f"{origin_of(candidate.function)} refuses {case.text if reason else text} ({said or reason}), but takes"
+                f" {text if reason else case.text}; it must not depend on rows or strides"
             )
         self._taken[place] += not reason
         if reason:

@@ -131,7 +131,9 @@ def attention_takes_what_it_says(trial: Trial) -> None:
                 text = f"{trial.case}, heads of {head_dim}, {dtype}, pages of {size}, {name}"
                 _check_output(trial, harness, found.out, wanted.out, text)
         except ConfigError as refusal:
-            raise LawBroken(f"{trial.case} says that it takes heads of {head_dim}, {dtype}: {refusal}") from refusal
+            raise LawBroken(
+                f"{trial.case} declares heads of {head_dim}, {dtype}, but refuses them: {refusal}"
+            ) from refusal
 
 
 def claims(facts: AttentionFacts, own: Facts, layouts: Sequence[str]) -> Sequence[tuple[int, str, int, str]]:
@@ -149,7 +151,7 @@ def claims(facts: AttentionFacts, own: Facts, layouts: Sequence[str]) -> Sequenc
 def _facts_of(trial: Trial, backend: str) -> AttentionFacts:
     classes = trial.target.usable_attention()
     if backend not in classes:
-        raise NotApplicable(f"attention {backend!r} has not its library or its hardware here")
+        raise NotApplicable(f"attention {backend!r} lacks its library or its hardware here")
     return classes[backend].facts
 
 
@@ -169,7 +171,7 @@ def _check_pool(harness: Harness, contents: Contents, found: Seen, text: str) ->
         if wrong.any():
             cell = int(wrong.nonzero()[0, 0])
             raise LawBroken(
-                f"{text}: the {what} in cell {cell} (page {cell // size}) is wrong, or not this step's to write"
+                f"{text}: the {what} in cell {cell} (page {cell // size}) is wrong, or not for this step to write"
             )
 
 

@@ -55,10 +55,10 @@ class Watch(TorchDispatchMode):
         """Run one operation. Raises LawBroken."""
         name = func.overloadpacket.__name__
         if name not in CONVERTS:
-            self._check(f"{name} is given", (*args, *(kwargs or {}).values()))
+            self._check(f"{name} receives", (*args, *(kwargs or {}).values()))
         found = func(*args, **(kwargs or {}))
         if name not in GIVES_WIDE:
-            self._check(f"{name} gives", (found,))
+            self._check(f"{name} returns", (found,))
         return found
 
     def _check(self, text: str, values: Sequence[Any]) -> None:
@@ -109,7 +109,7 @@ def copies_are_ordered(trial: Trial) -> None:
 def _check_arrived(sent: int, readback: Any) -> None:
     found = np.unique(readback.read()[0]).tolist()
     if found != [sent + 1]:
-        raise LawBroken(f"of {sent} everywhere, one more came back as {found}: a copy was not ordered with its stream")
+        raise LawBroken(f"{sent} + 1 came back as {found}, wanted {sent + 1}: a copy was not ordered with its stream")
 
 
 def kernels_reach_the_host(trial: Trial) -> None:
@@ -131,7 +131,7 @@ def kernels_reach_the_host(trial: Trial) -> None:
         torch.accelerator.synchronize(device)
     if not torch.equal(back[1:], given[1:] + 1):
         raise LawBroken(
-            "rows of pinned memory were copied to the device and back, and are others: kernels do not reach it"
+            "rows of pinned memory differ after a copy to the device and back: kernels do not reach this memory"
         )
 
 

@@ -60,7 +60,7 @@ def replays_keep_order(trial: Trial) -> None:
         total.zero_()
         for place in (0, 1, 0):
             steps[place].replay(None)
-        _check("one more, ten times and one more", total, 11.0)
+        _check("adding 1, multiplying by 10 and adding 1", total, 11.0)
 
 
 def errors_leave_graphs_usable(trial: Trial) -> None:
@@ -94,7 +94,7 @@ def _check_told(error: Exception, is_recorded: bool) -> None:
     """Check that a failed capture raises the step's own error. A compiler may raise its own error
     if that quotes the step's."""
     if SAID not in "".join(traceback.format_exception(error)) or (is_recorded and not isinstance(error, LookupError)):
-        raise LawBroken(f"the step raised a LookupError, and its capture {error!r}") from error
+        raise LawBroken(f"the step raised a LookupError, but its capture raised {error!r}") from error
 
 
 def _kinds(target: Target) -> tuple[str, ...]:

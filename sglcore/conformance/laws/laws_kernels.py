@@ -141,7 +141,7 @@ def _check_call(
         if names[place] not in entry.writes + entry.spoils and not guard.is_unchanged():
             raise LawBroken(f"{trial.case}, {case.text}: argument {place} was written")
         if not guard.guards_hold():
-            raise LawBroken(f"{trial.case}, {case.text}: memory beside argument {place} was written")
+            raise LawBroken(f"{trial.case}, {case.text}: memory next to argument {place} was written")
     found, wanted = (
         (*result, *(arg for name, arg in _named(entry, arguments) if name in entry.writes))
         for result, arguments in ((found, given), (wanted, wanted_args))
@@ -175,7 +175,7 @@ def _through_packing(table: KernelTable, entry: str, args: Sequence[Any]) -> tup
     assert packed is not None
     wanted = weight.codes.shape if entry == "pack_quantized" else weight.shape
     if packed.shape != wanted:
-        raise LawBroken(f"{entry} made {tuple(packed.shape)} of {tuple(wanted)}")
+        raise LawBroken(f"{entry} made the shape {tuple(packed.shape)}, wanted {tuple(wanted)}")
     bias = rest[0] if entry == "pack_linear" else None
     product = _product(table, entry, x, packed, bias)
     return (product, table.embedding(rest[0], packed)) if entry == "pack_head" else (product,)
@@ -194,7 +194,7 @@ def _product(table: KernelTable, entry: str, x: Tensor, packed: Tensor, bias: Te
             raise
         refuses = origin_of(table.linear)
         raise LawBroken(
-            f"{entry} packs a weight that {refuses} refuses, and {origin_of(linear)} can not read it: {error}"
+            f"{entry} packs a weight that {refuses} refuses, and {origin_of(linear)} cannot read it: {error}"
         ) from error
 
 
@@ -223,13 +223,13 @@ def _compare(trial: Trial, case: KernelCase, found: tuple[Tensor, ...], wanted: 
 
 def _not_finite(found: Tensor, wanted: Tensor) -> str:
     """Describe where one of the two is finite and the other is not."""
-    apart = [(found, wanted, "the device's"), (wanted, found, "the reference's")]
+    apart = [(found, wanted, "the device's value"), (wanted, found, "the reference's value")]
     texts = []
-    for one, other, whose in apart:
+    for one, other, what in apart:
         places = (other.isfinite() & ~one.isfinite()).nonzero().tolist()
         if places:
             texts.append(
-                f"; {whose} is {one[tuple(places[0])].item()} at {places[0]} and {len(places) - 1} places more"
+                f"; {what} is {one[tuple(places[0])].item()} at {places[0]} and not finite at {len(places) - 1} more"
             )
     return "".join(texts)
 

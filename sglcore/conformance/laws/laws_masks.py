@@ -31,7 +31,7 @@ def masks_hold(trial: Trial) -> None:
         found = harness.run(prompts, 8, chunk=12, stagger=1, sampling={**draw, "grammars": GRAMMARS})
         for seed, result in zip(GRAMMARS, found, strict=True):
             if seed is not None and not follows(seed, VOCAB, result.tokens):
-                raise LawBroken(f"the tokens {result.tokens} are not those of their masks")
+                raise LawBroken(f"the tokens {result.tokens} are not allowed by their masks")
         # The best token under a mask is not the reference's best.
         constrained = [seed is not None for seed in GRAMMARS]
         trial.compare(
@@ -48,12 +48,12 @@ def changes_hold(trial: Trial) -> None:
     log-probabilities of all rows are the reference's."""
     harness = trial.kit.harness("dense")
     if not harness.limits.takes_changes:
-        raise NotApplicable("this worker adds nothing to single logits")
+        raise NotApplicable("this worker does not change single logits")
     prompts, sampling = random_prompts(42, LENGTHS), {"grammars": GRAMMARS, "changes": True}
     found = harness.run(prompts, 8, chunk=12, stagger=1, sampling={**sampling, "temperature": 1.0, "seed": 9})
     for seed, result in zip(GRAMMARS, found, strict=True):
         if seed is not None and not wins(seed, VOCAB, result.tokens):
-            raise LawBroken(f"the tokens {result.tokens} are not those to whose logits so much was added")
+            raise LawBroken(f"the tokens {result.tokens} are not the tokens with the raised logits")
     trial.compare(harness, found)
 
 

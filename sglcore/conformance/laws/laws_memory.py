@@ -27,10 +27,10 @@ def aborts_leak_no_page(trial: Trial) -> None:
         results = session.run(random_prompts(5, (9, 12, 3, 20, 7, 15, 2, 11)), 10)
         stats = session.scheduler.stats()
         if stats.free_pages != stats.num_pages:
-            raise LawBroken(f"{stats.num_pages - stats.free_pages} pages did not come back: {stats}")
+            raise LawBroken(f"{stats.num_pages - stats.free_pages} pages were not returned: {stats}")
         ended = {result.finish for result in results}
         if ended != {"abort", "length"}:
-            raise LawBroken(f"requests ended by {sorted(ended)}")
+            raise LawBroken(f"requests ended by {sorted(ended)}, wanted abort and length")
         trial.compare(harness, results)
 
 
@@ -55,7 +55,7 @@ def prefix_hits(trial: Trial) -> None:
         results = session.run([base, *(base[: length - 4] + tail for tail in tails)], 6)
         trial.compare(harness, results)
     if not all(result.cached for result in results):
-        raise LawBroken(f"cached tokens were {[result.cached for result in results]}")
+        raise LawBroken(f"found cached tokens {[result.cached for result in results]}, wanted some for each request")
 
 
 def retraction(trial: Trial) -> None:
@@ -67,7 +67,7 @@ def retraction(trial: Trial) -> None:
     session = harness.session(pages=CONTEXT // size + 2, stagger=1)
     trial.compare(harness, session.run(random_prompts(10, (20, 24, 28, 22, 25, 30, 26)), 40))
     if not session.scheduler.stats().retractions:
-        raise LawBroken("no request was retracted")
+        raise LawBroken("no request was preempted")
 
 
 class Spoiler:
@@ -109,7 +109,7 @@ def freed_windows_are_free(trial: Trial) -> None:
     session = harness.session(stagger=2, after_step=spoiler)
     trial.compare(harness, session.run(random_prompts(11, lengths), OUTPUTS))
     if not session.freed_windows:
-        raise LawBroken(f"no request of up to {max(lengths) + OUTPUTS} tokens gave a window page back")
+        raise LawBroken(f"no request of up to {max(lengths) + OUTPUTS} tokens returned a window page")
 
 
 LAWS: tuple[Law, ...] = (

@@ -65,7 +65,7 @@ def refs_resolve(trial: Trial) -> None:
             raise LawBroken(str(error)) from error
         except ImportError as error:
             if ref not in package.attention.values():
-                raise LawBroken(f"{ref!r} can not be imported: {error}") from error
+                raise LawBroken(f"{ref!r} cannot be imported: {error}") from error
 
 
 def probe_is_light(trial: Trial) -> None:
@@ -88,9 +88,11 @@ def four_facts(trial: Trial) -> None:
             if not fact["evidence"]:
                 raise LawBroken(f"{where}: the fact {name!r} has no evidence")
             if not fact["holds"] and not fact["remedy"]:
-                raise LawBroken(f"{where}: the fact {name!r} does not hold, and has no remedy")
+                raise LawBroken(f"{where}: the fact {name!r} does not hold and has no remedy")
     if seen["reports"]["empty"]["hardware"]["holds"] and not trial.target.package.is_host:
-        raise LawBroken(f"on an empty machine: {seen['reports']['empty']['hardware']['evidence']}")
+        raise LawBroken(
+            f"hardware was reported on an empty machine: {seen['reports']['empty']['hardware']['evidence']}"
+        )
 
 
 def devices_are_listed(trial: Trial) -> None:
@@ -99,7 +101,7 @@ def devices_are_listed(trial: Trial) -> None:
     seen = _run_probe(trial.target)
     for where, devices in seen["devices"].items():
         if devices and not seen["reports"][where]["hardware"]["holds"]:
-            raise LawBroken(f"{where}: {len(devices)} devices are listed, and no hardware is seen")
+            raise LawBroken(f"{where}: {len(devices)} devices are listed, but no hardware was found")
         numbers = [device["index"] for device in devices]
         if numbers != list(range(len(devices))):
             raise LawBroken(
@@ -107,7 +109,7 @@ def devices_are_listed(trial: Trial) -> None:
             )
         for device in devices:
             if not device["name"] or device["memory"] == 0:
-                raise LawBroken(f"{where}: {device} has no name, or no memory; what is not known is None")
+                raise LawBroken(f"{where}: {device} has no name or no memory; an unknown memory size must be None")
 
 
 def facts_of_the_number(trial: Trial) -> None:
@@ -117,7 +119,7 @@ def facts_of_the_number(trial: Trial) -> None:
         name = resolve(package.facts, package.name)(index).tensor_device
         number = name.partition(":")[2]
         if number not in ("", str(index)):
-            raise LawBroken(f"the facts of device {index} say that its tensors are on {name!r}")
+            raise LawBroken(f"the facts of device {index} place its tensors on {name!r}")
 
 
 def _run_probe(target: Target) -> Mapping[str, Any]:
@@ -149,9 +151,9 @@ def imports_touch_no_device(trial: Trial) -> None:
         cwd=tempfile.gettempdir(),
     )
     if ran.returncode:
-        raise LawBroken(f"without a device it can not be imported:\n{ran.stderr.strip()}")
+        raise LawBroken(f"the package cannot be imported without a device:\n{ran.stderr.strip()}")
     if asked := json.loads(ran.stdout.strip().splitlines()[-1]):
-        raise LawBroken(f"while it is imported, or asked for its facts: {'; '.join(asked)}")
+        raise LawBroken(f"the package queries the device while it is imported or makes its facts: {'; '.join(asked)}")
 
 
 def order_checks(trial: Trial) -> None:
@@ -172,7 +174,7 @@ def reversed_order_fails(trial: Trial) -> None:
     here = {step.provides for step in order.steps}
     for need, name in pairwise(MADE_WITH):
         if not {need, name} <= here:
-            raise LawBroken(f"no step provides {need!r}, or none {name!r}")
+            raise LawBroken(f"no step provides {need!r}, or no step provides {name!r}")
         wanted = f"step {name!r} needs {need!r}, which a later step provides"
         try:
             _ahead(order, name, need).check(GIVEN)
@@ -203,7 +205,7 @@ def order_is_written_down(trial: Trial) -> None:
     written = file.read_text(encoding="utf-8").splitlines()
     for number, (old, new) in enumerate(_pairs(written, order.text().splitlines()), 1):
         if old != new:
-            raise LawBroken(f"{file.name}:{number} says {old!r}, the order is {new!r}; {remedy}")
+            raise LawBroken(f"{file.name}:{number} has {old!r}, the order has {new!r}; {remedy}")
 
 
 def _pairs(old: list[str], new: list[str]) -> Iterator[tuple[str, str]]:
@@ -234,7 +236,7 @@ def _values(target: Target, facts: Facts) -> Iterator[tuple[str, bool, str]]:
     wanted = f"the name of a device that torch knows, or {target.name!r} if an extension brings it"
     yield "tensor_device", _is_device(target, facts.tensor_device), wanted
     yield "index_dtype", facts.index_dtype in INDEX_DTYPES, f"one of {INDEX_DTYPES}"
-    yield "dtypes", known, f"a tuple of some of {DTYPES}, each once"
+    yield "dtypes", known, f"a tuple of one or more of {DTYPES}, each once"
     yield "preferred_dtype", facts.preferred_dtype in halves, f"one of {halves}: None, or a 16-bit type of its dtypes"
     yield "page_size", facts.page_size >= 1, "at least 1"
     yield "default_graph", facts.default_graph in graphs, f"one of {graphs}"
@@ -258,12 +260,15 @@ def _is_device(target: Target, name: str) -> bool:
 
 def _contradictions(target: Target, facts: Facts) -> Iterator[tuple[bool, str]]:
     own = facts.tensor_device.partition(":")[0]
-    yield facts.has_streams and own == "cpu", "the host's tensors have no streams"
+    yield facts.has_streams and own == "cpu", "has_streams is True, but the host's tensors have no streams"
     yield (
         facts.has_pinned_memory and facts.shares_host_memory,
-        "pinned memory is for copies that shared memory needs not",
+        "has_pinned_memory and shares_host_memory are both True; shared memory needs no pinned copies",
     )
-    yield own == "cpu" and not facts.shares_host_memory, "the host's tensors lie in host memory"
+    yield (
+        own == "cpu" and not facts.shares_host_memory,
+        "shares_host_memory is False, but the host's tensors are in host memory",
+    )
     taken = [cls.facts for cls in target.importable_attention().values()]
     if "torch_runtime" in target.capabilities():
         takes = any(f.index_dtype in (None, facts.index_dtype) for f in taken)
@@ -271,7 +276,7 @@ def _contradictions(target: Target, facts: Facts) -> Iterator[tuple[bool, str]]:
     fits = any(f.page_sizes is None or facts.page_size in f.page_sizes for f in taken)
     yield bool(taken) and not fits, f"no attention backend takes pages of {facts.page_size} tokens"
     idle = sorted(set(facts.dtypes) - set(target.computed_dtypes()))
-    yield bool(idle), f"no attention backend takes {', '.join(idle)}, which are among dtypes"
+    yield bool(idle), f"no attention backend takes {', '.join(idle)}, but the fact dtypes names them"
 
 
 def api_holds(trial: Trial) -> None:
@@ -279,7 +284,7 @@ def api_holds(trial: Trial) -> None:
     functions can be called as that API says."""
     package = trial.target.package
     if package.api != API:
-        raise LawBroken(f"the package says API {package.api}, this core understands {API}")
+        raise LawBroken(f"the package states API {package.api}, this core understands {API}")
     _callable_with(package.probe, 2)
     _callable_with(package.facts, 1)
     for ref in package.kernels.values():
@@ -299,7 +304,7 @@ def _binds(what: str, function: Callable[..., object], count: int) -> None:
     try:
         inspect.signature(function).bind(*range(count))
     except TypeError as error:
-        raise LawBroken(f"{what} can not be called with {count} arguments: {error}") from error
+        raise LawBroken(f"{what} cannot be called with {count} arguments: {error}") from error
 
 
 def _implements_attention(name: str, backend: Any) -> None:
@@ -332,12 +337,12 @@ def _states_sizes(name: str, backend: Any) -> None:
     try:
         sizes = (backend.facts.head_dims, backend.facts.page_sizes, backend.facts.dtypes)
     except AttributeError as error:
-        raise LawBroken(f"attention {name!r} does not say what it takes: {error}") from error
+        raise LawBroken(f"attention {name!r} does not state the sizes that it takes: {error}") from error
     if not all(values is None or isinstance(values, tuple) for values in sizes):
-        raise LawBroken(f"attention {name!r} says that it takes {sizes}; wanted tuples, or None for any")
+        raise LawBroken(f"attention {name!r} states that it takes {sizes}; wanted tuples, or None for any")
     heads, pages, dtypes = (() if values is None else values for values in sizes)
     if not set(dtypes) <= set(DTYPES) or not all(isinstance(size, int) and size > 0 for size in (*heads, *pages)):
-        raise LawBroken(f"attention {name!r} says that it takes {sizes}; wanted sizes above 0 and types of {DTYPES}")
+        raise LawBroken(f"attention {name!r} states that it takes {sizes}; wanted sizes above 0 and types of {DTYPES}")
 
 
 def _c0(name: str, says: str, check: Callable[[Trial], None], *mutants: object) -> Law:

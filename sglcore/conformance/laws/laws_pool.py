@@ -29,7 +29,9 @@ def pool_keeps_cells(trial: Trial) -> None:
     pool = harness.pool
     cells, generator = every_cell(harness), torch.Generator(device="cpu").manual_seed(3)
     if pool.num_cells != (harness.limits.num_pages + 1) * harness.limits.page_size:
-        raise LawBroken(f"{pool.num_cells} cells; the limits tell of {harness.limits.num_pages} pages beside page 0")
+        raise LawBroken(
+            f"the pool has {pool.num_cells} KV slots; the limits have {harness.limits.num_pages} pages after page 0"
+        )
     order = torch.randperm(pool.num_cells, generator=generator, device="cpu")
     wanted: list[tuple[Tensor, Tensor]] = []
     for layer in range(pool.num_layers):

@@ -158,7 +158,7 @@ def sampling_repeats(trial: Trial) -> None:
         wanted = reference.run(prompts, 12, sampling=sampling)
         found = harness.run(prompts, 12, stagger=stagger, sampling=sampling)
         if [result.tokens for result in found] != [result.tokens for result in wanted]:
-            raise LawBroken(f"equal logits gave {found[0].tokens}..., on the reference {wanted[0].tokens}...")
+            raise LawBroken(f"equal logits gave {found[0].tokens}..., wanted {wanted[0].tokens}... of the reference")
     sampling = {"temperature": 1.0, "seed": 3, "top_k": 20, "top_p": 0.9}
     together = harness.run(prompts, 10, sampling=sampling)
     trial.compare(harness, together)
@@ -179,7 +179,7 @@ def opens_and_closes(trial: Trial) -> None:
         gc.collect()
         held.append(count.held())
     if held[-1] > held[2]:
-        raise LawBroken(f"after each of ten closes so many {count.what} were held: {held}")
+        raise LawBroken(f"held {count.what} after each of ten closes: {held}; wanted no growth after the third")
 
 
 def two_runners(trial: Trial) -> None:
@@ -234,7 +234,9 @@ def check_computes(target: Target, *models: str) -> None:
     """Raise NotApplicable if a model needs a dtype that the device does not compute in."""
     for dtype in (SETTINGS[model]["dtype"] for model in models if "dtype" in SETTINGS.get(model, ())):
         if dtype not in target.facts().dtypes:
-            raise NotApplicable(f"this device does not compute in {dtype}, in which roundings change no choice of rows")
+            raise NotApplicable(
+                f"this device does not compute in {dtype}; other roundings change which rows are chosen"
+            )
 
 
 def _check_keeps(harness: Harness) -> None:
@@ -243,7 +245,7 @@ def _check_keeps(harness: Harness) -> None:
     if harness.model == "hybrid" and not harness.limits.keeps_state:
         raise NotApplicable("this worker keeps no states of requests")
     if harness.model == "alternating" and not harness.limits.num_window_pages:
-        raise NotApplicable("this worker keeps windows in the pages of all tokens")
+        raise NotApplicable("this worker has no window pages")
 
 
 def tiny_cases(target: Target) -> tuple[str, ...]:

@@ -53,7 +53,7 @@ def text_streams(trial: Trial) -> None:
     for output, other in zip(outputs, wanted, strict=True):
         found = output.outputs[0]
         if texts[output.request_id] != found.text:
-            raise LawBroken(f"the pieces make {texts[output.request_id]!r}, the text is {found.text!r}")
+            raise LawBroken(f"the pieces give {texts[output.request_id]!r}, the text is {found.text!r}")
         if not found.text or len(found.token_ids) != PARAMS.max_tokens:
             raise LawBroken(f"{len(found.token_ids)} tokens, {found.text!r}, ended by {found.finish_reason}")
         compare_completions(trial, harness, found, other.outputs[0])
@@ -122,7 +122,7 @@ def _refused(engine: Engine, prompt: Prompt) -> None:
         engine.add(prompt, PARAMS)
     except (SglcoreError, ValueError):
         return
-    raise LawBroken(f"the prompt {prompt!r:.60} was taken")
+    raise LawBroken(f"the prompt {prompt!r:.60} was accepted, wanted an error")
 
 
 def stats_are_true(trial: Trial) -> None:
@@ -138,7 +138,7 @@ def stats_are_true(trial: Trial) -> None:
         name: getattr(stats, name) for name in ("waiting", "running", "decoding", "in_flight") if getattr(stats, name)
     }
     if busy:
-        raise LawBroken(f"after the last request: {busy}")
+        raise LawBroken(f"the engine is not idle after the last request: {busy}")
     if stats.free_pages + stats.cached_pages != stats.num_pages:
         raise LawBroken(f"pages do not add up: {stats}")
     if "torch_runtime" in trial.target.capabilities():
@@ -150,7 +150,7 @@ def _check_cells(harness: Harness) -> None:
     """Check that the pool has the KV slots that the limits promise."""
     cells = harness.started.built["pools"].token_to_kv.num_cells
     if harness.limits.capacity > cells - harness.limits.page_size:
-        raise LawBroken(f"the limits say {harness.limits.capacity} tokens, the pool has {cells} cells")
+        raise LawBroken(f"the limits promise {harness.limits.capacity} tokens, the pool has {cells} KV slots")
 
 
 def _check_promise(trial: Trial, page_size: int) -> None:
@@ -160,7 +160,9 @@ def _check_promise(trial: Trial, page_size: int) -> None:
     pages = CONTEXT // page_size + 2
     with trial.opened("text", page_size=page_size, kv_cache_memory=pages * page_size * cell) as harness:
         if harness.limits.num_pages > pages:
-            raise LawBroken(f"given memory for {pages} pages of {page_size}, the limits say {harness.limits.num_pages}")
+            raise LawBroken(
+                f"memory for {pages} pages of {page_size}, but the limits promise {harness.limits.num_pages}"
+            )
 
 
 def _c4(name: str, says: str, check: Callable[[Trial], None], *mutants: object) -> Law:

@@ -23,13 +23,13 @@ def prompts_by_slices(trial: Trial) -> None:
     harness = trial.kit.harness("dense", prompt_slices="1", prompt_lane=trial.case)
     found = harness.started.built["lane"]
     if found.kind != trial.case:
-        raise LawBroken(f"slices run by {found.kind}, {trial.case} was asked for: {found.why}")
+        raise LawBroken(f"slices run in the lane {found.kind}, wanted {trial.case}: {found.why}")
     prompts = random_prompts(11, (6, 25, 18, 3))
     prompts.append(prompts[1][:20] + prompts[3])
     how = {"chunk": 16, "stagger": 3, "overlap": harness.limits.can_overlap, "prefix_cache": True}
     trial.compare(harness, harness.run(prompts, 12, score_prompts=True, **how))
     if not any(path.startswith("layers") for path in harness.recorder.paths):
-        raise LawBroken("no prompt came by slices")
+        raise LawBroken("no prompt ran in slices")
 
 
 LAWS: tuple[Law, ...] = (

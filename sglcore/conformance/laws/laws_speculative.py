@@ -60,7 +60,7 @@ def _check_verified(harness: Harness) -> None:
     proposed = sum(int(each.sum()) for _, each in verified)
     right = sum(int((np.diff(result.token_offsets) - 1).sum()) for result, _ in verified)
     if not 0 < right < proposed:
-        raise LawBroken(f"{right} of {proposed} proposals were right; wanted some, and not all")
+        raise LawBroken(f"{right} of {proposed} draft tokens were accepted; wanted some, and not all")
 
 
 def _kinds(target: Target) -> tuple[str, ...]:

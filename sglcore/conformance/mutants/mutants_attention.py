@@ -59,7 +59,7 @@ def another_scale(base: Any) -> type:
 
 
 def sees_every_branch(base: Any) -> type:
-    """What a row of a tree does not see is not used."""
+    """The visibility mask of draft trees is not used."""
 
     class SeesEveryBranch(base):
         __slots__ = ()
@@ -102,7 +102,7 @@ def values_of_the_row_before(base: Any) -> type:
 
 
 def writes_another_page(base: Any) -> type:
-    """The last row is also stored one page further, which is another request's."""
+    """The last row is also stored one page further, in a page of another request."""
 
     class WritesAnotherPage(base):
         __slots__ = ()
@@ -118,7 +118,7 @@ def writes_another_page(base: Any) -> type:
 
 
 def reads_page_zero(base: Any) -> type:
-    """What stands in page 0 is multiplied by nothing and added."""
+    """The contents of page 0 are multiplied by 0 and added."""
 
     class ReadsPageZero(base):
         __slots__ = ()
@@ -154,18 +154,18 @@ class HalfScores(ReferenceAttention):
 
 
 def half_scores(backend: Any) -> Any:
-    """It computes scores in half precision, where a layer asks for a softcap or sinks."""
+    """Scores are computed in half precision if a layer has a softcap or sinks."""
     return HalfScores(backend.shape, backend.req_to_token_pool, backend.token_to_kv_pool, backend.kernels)
 
 
 class Boasts(ReferenceAttention):
-    """Says that it takes a type that is none."""
+    """Declares a dtype that does not exist."""
 
     facts = replace(ReferenceAttention.facts, dtypes=("float32", "banana"))
 
 
 def powers_of_two(base: Any) -> type:
-    """It says that it takes heads of any size, and computes those of powers of two."""
+    """It declares every head size, but computes only powers of two correctly."""
 
     class PowersOfTwo(base):
         __slots__ = ()
@@ -194,7 +194,7 @@ def taken_for_cells(base: Any) -> type:
 
 
 def takes_all_for_cells(backend: Any) -> Any:
-    """It says that it takes any layout, and reads cells."""
+    """It declares every layout, but reads all as cell-major."""
     backend.token_to_kv_pool = become(copy(backend.token_to_kv_pool), taken_for_cells)
     return backend
 

@@ -133,41 +133,43 @@ class RefusesMixed(Changed):
             raise RuntimeError("this device runs prompts alone")
 
 
-COARSE = in_runtime("coarse", "It says that it computes in 16-bit types, and keeps three bits of them.", kernels=coarse)
+COARSE = in_runtime("coarse", "It declares 16-bit dtypes, but keeps three bits of their values.", kernels=coarse)
 WIDENS_IDS = in_runtime(
-    "wide ids", "Its indices have 32 bits, and a kernel is given 64.", says_narrow, kernels=widens_ids
+    "wide ids", "Its indices have 32 bits, but a kernel gets 64-bit ids.", says_narrow, kernels=widens_ids
 )
-SUMS_WIDE = in_runtime("wide sums", "Its integers have 32 bits, and top-p adds in 64.", says_narrow, runner=sums_wide)
+SUMS_WIDE = in_runtime(
+    "wide sums", "Its integers have 32 bits, but top-p adds in 64 bits.", says_narrow, runner=sums_wide
+)
 LATE_COPIES = in_runtime(
-    "late copies", "Copies are said to be ordered with the work of a stream, and come late.", runner=late_copies
+    "late copies", "Copies are declared to be ordered with the work of a stream, but arrive late.", runner=late_copies
 )
 LOSES_LENGTHS = in_runtime(
     "loses lengths",
-    "Lengths must be on the host, and batches come without.",
+    "Lengths must be on the host, but batches have none there.",
     lambda facts: replace(facts, needs_host_lengths=True),
     runner=_batches(lambda staged: None),
 )
 OLD_LENGTHS = in_runtime(
     "old lengths",
-    "Lengths must be on the host, and those of the step before are.",
+    "Lengths must be on the host, but the lengths there are from the previous step.",
     lambda facts: replace(facts, needs_host_lengths=True),
     runner=_batches(lambda staged: staged.seq_lens_cpu - 1),
 )
 READS_A_COPY = in_runtime(
     "reads a copy",
-    "Kernels are said to reach pinned memory, and what they read of it is old.",
+    "Kernels are declared to reach pinned memory, but read old values from it.",
     lambda facts: replace(facts, reaches_pinned_memory=True),
     kernels=reads_a_copy,
 )
 READS_LENGTHS = in_runtime(
     "reads lengths",
-    "Lengths need not be on the host, and its attention looks for them there.",
+    "Lengths need not be on the host, but attention reads them there.",
     lambda facts: replace(facts, needs_host_lengths=False),
     attention=reads_lengths,
 )
 REFUSES_MIXED = Mutant(
     name="refuses mixed",
-    says="Mixed batches are allowed, and not served.",
+    says="Mixed batches are allowed, but fail.",
     steps=MappingProxyType({"worker": RefusesMixed}),
     needs=frozenset({"mixed_batches"}),
 )

@@ -15,7 +15,7 @@ HERE = "sglcore.conformance.mutants.mutants_graphs"
 
 
 class FirstOutputs(ReplayedGraphs):
-    """Replays give what the capture gave."""
+    """Replays return the results of the capture."""
 
     def capture(self, step: Callable[[], Tensor]) -> ReplayedStep:
         """Run it for the last time."""
@@ -40,7 +40,7 @@ class OnceEach(ReplayedGraphs):
 
 
 class HidesErrors(ReplayedGraphs):
-    """A capture that failed does not say why."""
+    """A failed capture does not report the reason."""
 
     def capture(self, step: Callable[[], Tensor]) -> ReplayedStep:
         """Run it."""

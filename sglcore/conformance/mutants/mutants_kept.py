@@ -18,7 +18,7 @@ from sglcore.runtime.forward_batch import ForwardBatch
 
 
 class KeepsOldStates(Changed):
-    """A request begins with the state that its slot's last one left."""
+    """A request begins with the state of the previous request in its slot."""
 
     def change(self, batch: ScheduleBatch) -> None:
         if batch.state_from is not None:
@@ -40,7 +40,7 @@ class LateSnapshots(Changed):
 
 
 class KeepsOldWindows(Changed):
-    """A row's window pages are taken to begin where they did when it entered its slot."""
+    """The first window position of a row stays as it was when the row entered its slot."""
 
     def __init__(self, worker: ModelWorker) -> None:
         super().__init__(worker)
@@ -56,8 +56,8 @@ class KeepsOldWindows(Changed):
 
 
 class ShortWindow(Changed):
-    """The limits say a window that is a page too short, so that a page is free while it is still
-    seen."""
+    """The limits state a window that is one page too short, so a page is freed while tokens still
+    attend to it."""
 
     @property
     def limits(self) -> Limits:

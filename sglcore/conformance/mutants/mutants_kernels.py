@@ -35,17 +35,17 @@ def scaled(real: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def swapped(real: Callable[..., Any]) -> Callable[..., Any]:
-    """The last part is upside down."""
+    """The rows of the last part are reversed."""
     return lambda parts, done: real([*parts[:-1], parts[-1].flip(0)], done)
 
 
 def forgets_zeros(real: Callable[..., Any]) -> Callable[..., Any]:
-    """Every zero is taken to be in the middle."""
+    """Every zero point is taken to be the middle value."""
     return lambda quantized: real(replace(quantized, zeros=None))
 
 
 def one_cell_more(real: Callable[..., Any]) -> Callable[..., Any]:
-    """The cell after each is written too."""
+    """The KV slot after each one is written too."""
 
     def broken(key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, cells: Tensor) -> None:
         real(key, value, k_cache, v_cache, cells + 1)
@@ -55,7 +55,7 @@ def one_cell_more(real: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def next_cell(real: Callable[..., Any]) -> Callable[..., Any]:
-    """Every cell is one too far."""
+    """Every value of the output is one too high."""
 
     def broken(*args: Any) -> None:
         real(*args)
@@ -75,7 +75,7 @@ def one_row_more(real: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def keeps_order(real: Callable[..., Any]) -> Callable[..., Any]:
-    """What was used longest ago stays what it was."""
+    """The order of least recent use is not updated."""
 
     def broken(*args: Any) -> None:
         before = args[5].clone()
@@ -91,7 +91,7 @@ def loses_last_copy(real: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def reads_what_it_wrote(real: Callable[..., Any]) -> Callable[..., Any]:
-    """The state goes on before its rows are read."""
+    """The state is updated before its rows are read."""
 
     def broken(kv_gate: Tensor, state: Tensor, *args: Any) -> Tensor:
         state[args[-1]] = kv_gate.to(state.dtype)
@@ -101,7 +101,7 @@ def reads_what_it_wrote(real: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def reads_nobodys_row(real: Callable[..., Any]) -> Callable[..., Any]:
-    """What a list does not fill is taken for row 0."""
+    """Unused entries of a list are taken for row 0."""
     return lambda q, rows, chosen, *args: real(q, rows, chosen.clamp(min=0), *args)
 
 
@@ -118,7 +118,7 @@ def stores_plain_keys(real: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def ignores_strides(real: Callable[..., Any]) -> Callable[..., Any]:
-    """Strided rows are read as if they lay together."""
+    """Strided rows are read as if they were contiguous."""
 
     def broken(x: Tensor, *args: Any) -> Any:
         width = x.shape[-1]
@@ -139,7 +139,7 @@ def refuses_zero_rows(real: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def writes_input(real: Callable[..., Any]) -> Callable[..., Any]:
-    """Works in place where it may not."""
+    """The result is also written over an input that must not change."""
 
     def broken(x: Tensor, *args: Any) -> Any:
         result = real(x, *args)
@@ -173,7 +173,7 @@ def keeps_wide_products(real: Callable[..., Any]) -> Limited:
 
 
 def sums_every_expert(real: Callable[..., Any]) -> Callable[..., Any]:
-    """No expert is taken for the last one."""
+    """Ids that name no expert are taken for expert 0."""
 
     def broken(hidden: Tensor, weights: Tensor, ids: Tensor, w13: Tensor, w2: Tensor) -> Tensor:
         return real(hidden, weights, ids.clamp(min=0), w13, w2)
@@ -182,7 +182,7 @@ def sums_every_expert(real: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def loses_tail(real: Callable[..., Any]) -> Callable[..., Any]:
-    """Every step begins as if nothing had been before it."""
+    """Every step begins with an empty state."""
 
     def broken(*args: Any) -> Tensor:
         args[4].zero_()
@@ -216,7 +216,7 @@ def decays_afterwards(real: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def writes_in_place(real: Callable[..., Any]) -> Callable[..., Any]:
-    """States are written where they were, wherever they are to be."""
+    """States are written to their old slots instead of their target slots."""
     return lambda *args: real(*args[:-1], None)
 
 
@@ -232,7 +232,7 @@ def whole_blocks(real: Callable[..., Any]) -> Limited:
 
 
 def hands_on(real: Callable[..., Any]) -> Limited:
-    """Heads go to the reference, though it says that it takes them."""
+    """Heads go to the reference, although it declares that it takes them."""
 
     def broken(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return rms_norm(x, weight, eps) if x.dim() == 3 else real(x, weight, eps)
@@ -241,18 +241,18 @@ def hands_on(real: Callable[..., Any]) -> Limited:
 
 
 def takes_nothing(real: Callable[..., Any]) -> Limited:
-    """Every size is another one's business."""
+    """Every size is refused."""
     return Limited(real, lambda *call: "not in this size")
 
 
 def takes_even_rows(real: Callable[..., Any]) -> Limited:
-    """What it takes depends on the step."""
+    """The sizes that it takes depend on the number of rows."""
     return Limited(lambda x: real(x), lambda x: "an odd number of rows" if x.shape[0] % 2 else "")
 
 
 def packs_what_linear_refuses(table: KernelTable) -> KernelTable:
-    """Every weight is packed, upside down, for a product that takes whole blocks of 16 rows
-    only."""
+    """Every weight is packed, with reversed rows, for a product that takes only whole blocks of 16
+    rows."""
 
     def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return linear(x, weight.flip(0), bias)

@@ -18,7 +18,7 @@ HERE = "sglcore.conformance.mutants.mutants_package"
 
 
 def heavy_probe(named: bool, system: System) -> ProbeReport:
-    """Asks a tensor library."""
+    """Uses a tensor library."""
     import torch
 
     fact = Fact(True, f"torch {torch.__version__}")
@@ -33,7 +33,7 @@ def opening_probe(named: bool, system: System) -> ProbeReport:
 
 
 def raising_probe(named: bool, system: System) -> ProbeReport:
-    """Takes a file for granted."""
+    """Assumes that a file is there."""
     text = system.read("/no/such/file")
     assert text is not None, "the driver's file is missing"
     fact = Fact(True, text)
@@ -41,13 +41,13 @@ def raising_probe(named: bool, system: System) -> ProbeReport:
 
 
 def silent_probe(named: bool, system: System) -> ProbeReport:
-    """Says no, and not why."""
+    """Reports no hardware without a remedy."""
     fact = Fact(False, "nothing is there", "")
     return ProbeReport(fact, fact, fact, fact)
 
 
 def lying_probe(named: bool, system: System) -> ProbeReport:
-    """Sees hardware wherever a module can be found."""
+    """Reports hardware wherever a module can be found."""
     fact = Fact(True, "a module of that name can be found")
     return ProbeReport(fact, fact, fact, fact)
 
@@ -59,32 +59,32 @@ def misnumbered_probe(named: bool, system: System) -> ProbeReport:
 
 
 def listing_probe(named: bool, system: System) -> ProbeReport:
-    """Lists what may not be there."""
+    """Lists a device that may not be there."""
     fact = Fact(False, "no node", "plug it in")
     return ProbeReport(fact, fact, fact, fact, devices=(DeviceInfo(0, "perhaps"),))
 
 
 def unknown_as_nothing(named: bool, system: System) -> ProbeReport:
-    """Says 0 where it does not know."""
+    """Reports 0 for an unknown memory size."""
     fact = Fact(True, "here")
     return ProbeReport(fact, fact, fact, fact, devices=(DeviceInfo(0, "here", 0),))
 
 
 def blind_probe(named: bool) -> ProbeReport:
-    """Looks at the machine it runs on, whichever it is given."""
+    """Takes no system, so it examines the machine that it runs on."""
     fact = Fact(True, "here")
     return ProbeReport(fact, fact, fact, fact)
 
 
 def asking_facts(index: int = 0) -> Facts:
-    """Takes a device for granted."""
+    """Returns facts that need a device."""
     import torch
 
     return Facts(tensor_device=f"{torch.accelerator.current_device_index()}")
 
 
 def first_facts(index: int = 0) -> Facts:
-    """Those of the first device, whichever is asked for."""
+    """Returns the facts of the first device for every index."""
     return Facts(tensor_device="meta:0")
 
 
@@ -140,43 +140,48 @@ def _forgets(name: str, need: str) -> Callable[[BringUp], BringUp]:
 
 
 NAMES_NOTHING = _declares(
-    "names nothing", "A reference to what is not there.", kernels={"none": f"{HERE}:no_such_name"}
+    "names nothing", "A reference to a name that does not exist.", kernels={"none": f"{HERE}:no_such_name"}
 )
-HEAVY_PROBE = _probe("heavy probe", "A probe that asks a tensor library.", heavy_probe)
+HEAVY_PROBE = _probe("heavy probe", "A probe that uses a tensor library.", heavy_probe)
 OPENS_NODE = _probe("opens a node", "A probe that opens a device node.", opening_probe)
-RAISING_PROBE = _probe("raising probe", "A probe that takes a file for granted.", raising_probe)
+RAISING_PROBE = _probe("raising probe", "A probe that assumes that a file is there.", raising_probe)
 SILENT_PROBE = _probe("silent probe", "A fact without a remedy.", silent_probe)
-LYING_PROBE = _probe("lying probe", "Hardware is seen where there is none.", lying_probe, is_host=False)
-MISNUMBERED = _probe("misnumbered", "A device under the system's number.", misnumbered_probe, is_host=True)
-LISTS_ABSENT = _probe("lists what is absent", "Devices are listed where none is seen.", listing_probe)
-NO_MEMORY = _probe("no memory", "Memory that is not known is said to be none.", unknown_as_nothing, is_host=True)
+LYING_PROBE = _probe("lying probe", "Hardware is reported where there is none.", lying_probe, is_host=False)
+MISNUMBERED = _probe(
+    "misnumbered", "A device with the number of the system instead of the process.", misnumbered_probe, is_host=True
+)
+LISTS_ABSENT = _probe("lists what is absent", "Devices are listed although no hardware was found.", listing_probe)
+NO_MEMORY = _probe("no memory", "An unknown memory size is reported as 0.", unknown_as_nothing, is_host=True)
 ALWAYS_THE_FIRST = _declares(
     "always the first", "Facts of the first device for every number.", facts=f"{HERE}:first_facts"
 )
-WRONG_ORDER = Mutant(name="wrong order", says="The worker is made before what it needs.", order=worker_first)
+WRONG_ORDER = Mutant(name="wrong order", says="The worker is made before the parts that it needs.", order=worker_first)
 FINDS_POOLS_LATER = Mutant(
     name="finds pools later",
-    says="What is swapped in does not say that it is made with pools.",
+    says="The hisparse step does not declare that it needs the pools.",
     order=_forgets("hisparse", "pools"),
     needs=TORCH,
 )
 FINDS_ROWS_LATER = Mutant(
     name="finds rows later",
-    says="Attention that looks for what is swapped in when it runs.",
+    says="The attention step does not declare that it needs hisparse.",
     order=_forgets("attention", "hisparse"),
     needs=TORCH,
 )
 UNWRITTEN_STEP = Mutant(name="unwritten step", says="A step that the text lacks.", order=_unwritten)
 UNKNOWN_DEVICE = _facts("unknown device", "Tensors on a device that no tensor library knows.", tensor_device="banana")
-UNKNOWN_INDEX = _facts("unknown index", "Indices of a type that is none.", index_dtype="banana")
-UNKNOWN_DTYPE = _facts("unknown dtype", "Computes in a type that is none.", dtypes=("float32", "banana"))
+UNKNOWN_INDEX = _facts("unknown index", "Indices of a dtype that does not exist.", index_dtype="banana")
+UNKNOWN_DTYPE = _facts("unknown dtype", "Computes in a dtype that does not exist.", dtypes=("float32", "banana"))
 PREFERS_OTHER = _facts(
-    "prefers another", "Prefers a type that it lacks.", dtypes=("float32",), preferred_dtype="bfloat16"
+    "prefers another", "Prefers a dtype that it lacks.", dtypes=("float32",), preferred_dtype="bfloat16"
 )
-NO_PAGES = _facts("pages of nothing", "Pages without cells.", page_size=0)
+NO_PAGES = _facts("pages of nothing", "Pages without KV slots.", page_size=0)
 HOST_STREAMS = _facts("host streams", "Streams of the host's tensors.", tensor_device="cpu", has_streams=True)
 PINNED_AND_SHARED = _facts(
-    "pinned and shared", "Pinned memory for copies that are none.", has_pinned_memory=True, shares_host_memory=True
+    "pinned and shared",
+    "Pinned memory for copies, although memory is shared and nothing is copied.",
+    has_pinned_memory=True,
+    shares_host_memory=True,
 )
 HOST_APART = _facts(
     "host apart",
@@ -211,7 +216,7 @@ ASKS_FOR_FACTS = _declares(
 BLIND_PROBE = _probe("blind probe", "A probe that takes no system.", blind_probe)
 BOASTS = _declares(
     "boasts",
-    "A backend that takes a type that is none.",
+    "A backend that takes a dtype that does not exist.",
     TORCH,
     attention={"boasts": "sglcore.conformance.mutants.mutants_attention:Boasts"},
 )

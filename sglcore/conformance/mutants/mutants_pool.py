@@ -11,7 +11,7 @@ from sglcore.conformance.mutant import Mutant, become, in_runtime, words_of
 
 
 def writes_the_next_page(base: Any) -> type:
-    """`write_cells` goes one page too far, and only it."""
+    """`write_cells`, and nothing else, goes one page too far."""
 
     class WritesTheNextPage(base):
         def write_cells(self, layer_id: int, cells: Tensor, keys: Tensor, values: Tensor) -> None:
@@ -21,7 +21,7 @@ def writes_the_next_page(base: Any) -> type:
 
 
 def stores_in_another_layout(base: Any) -> type:
-    """Keys and values are stored as if the heads of a cell lay in another order."""
+    """Keys and values are stored as if the heads of a KV slot had another order."""
 
     class StoresInAnotherLayout(base):
         def store(self, layer_id: int, key: Tensor, value: Tensor, out_cache_loc: Tensor) -> None:
@@ -32,7 +32,7 @@ def stores_in_another_layout(base: Any) -> type:
 
 
 def stores_beside(base: Any) -> type:
-    """The cell after the last is stored to as well."""
+    """The KV slot after the last one is written too."""
 
     class StoresBeside(base):
         def store(self, layer_id: int, key: Tensor, value: Tensor, out_cache_loc: Tensor) -> None:
@@ -43,7 +43,7 @@ def stores_beside(base: Any) -> type:
 
 
 def one_layer_for_all(base: Any) -> type:
-    """Every layer is kept in the first one's cells."""
+    """Every layer is stored in the KV slots of the first."""
 
     class OneLayerForAll(base):
         def store(self, layer_id: int, key: Tensor, value: Tensor, out_cache_loc: Tensor) -> None:
@@ -59,7 +59,7 @@ def one_layer_for_all(base: Any) -> type:
 
 
 def loses_values(base: Any) -> type:
-    """Keys are kept, and values are not."""
+    """Keys are stored in place of values."""
 
     class LosesValues(base):
         def store(self, layer_id: int, key: Tensor, value: Tensor, out_cache_loc: Tensor) -> None:

@@ -45,8 +45,7 @@ def stages_once(base: Any) -> type:
 
 
 def rows_mix(table: KernelTable) -> KernelTable:
-    """A norm that adds nothing times the mean of all rows: garbage in one row reaches the
-    others."""
+    """A norm that adds 0 times the mean of all rows: garbage in one row reaches the others."""
 
     def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         normed = table.rms_norm(x, weight, eps)
@@ -98,7 +97,7 @@ PADS_NOTHING = in_runtime(
 )
 STAGES_ONCE = in_runtime(
     "inputs staged once",
-    "A field of the first batch is taken for that of every batch.",
+    "A field of the first batch is used for every batch.",
     runner=broken_registries(stages_once),
 )
 ROWS_MIX = in_runtime("rows mix", "Garbage in a padding row reaches the others.", kernels=rows_mix)

@@ -12,7 +12,7 @@ from sglcore.device.errors import ConfigError
 
 
 def hands_on_half(slices: Any) -> Any:
-    """What a layer adds arrives halved in the next slice."""
+    """The hidden states arrive halved in the next slice."""
 
     def subclass(base: Any) -> type:
         class HandsOnHalf(base):
@@ -31,13 +31,13 @@ def hands_on_half(slices: Any) -> Any:
 
 def refuses_all(device: torch.device) -> Any:
     """A partition that gives no stream."""
-    raise ConfigError(f"{device} can not be divided")
+    raise ConfigError(f"{device} cannot be divided")
 
 
 HANDS_ON_HALF = in_runtime("hands on half", hands_on_half.__doc__ or "", slices=hands_on_half)
 NO_SUCH_PARTS = Mutant(
     name="no such parts",
-    says="It says that its compute units can be divided, and refuses each stream.",
+    says="It declares that its compute units can be divided, but refuses each stream.",
     package=lambda declared: replace(declared, partition=f"{__name__}:refuses_all"),
     needs=TORCH,
     case="partition",

@@ -15,7 +15,7 @@ Entry = Callable[..., Any]
 
 
 def forgets_blocks(real: Entry) -> Entry:
-    """Tokens of a block that is not complete are forgotten after their step."""
+    """Tokens of an incomplete block are lost after their step."""
 
     def plan(*args: Any) -> None:
         real(*args)
@@ -25,7 +25,7 @@ def forgets_blocks(real: Entry) -> Entry:
 
 
 def keeps_the_last_page(real: Entry) -> Entry:
-    """Of what a step brings only the last page keeps the tokens of its last blocks."""
+    """Only the last page of a step keeps the tokens of its last blocks."""
 
     def plan(*args: Any) -> None:
         real(*args)
@@ -39,7 +39,7 @@ def keeps_the_last_page(real: Entry) -> Entry:
 
 
 def reads_before_the_first(real: Entry) -> Entry:
-    """A request's first block takes the rows that its slot or page has from before."""
+    """A request's first block reads old rows of its slot or page."""
 
     def plan(*args: Any) -> None:
         real(*args)
@@ -59,7 +59,7 @@ def chooses_first(real: Entry) -> Entry:
 
 
 def loses_oldest(real: Entry) -> Entry:
-    """A window is a token too short."""
+    """A window is one token too short."""
 
     def rows(table: Tensor, token_slots: Tensor, positions: Tensor, window: int, page_size: int, out: Tensor) -> None:
         real(table, token_slots, positions, window, page_size, out)
@@ -70,7 +70,7 @@ def loses_oldest(real: Entry) -> Entry:
 
 
 def sees_open_blocks(real: Entry) -> Entry:
-    """A block is seen a token before it is complete."""
+    """A block is visible one token before it is complete."""
 
     def rows(table: Tensor, token_slots: Tensor, positions: Tensor, *args: Any) -> None:
         real(table, token_slots, positions + 1, *args)
@@ -88,7 +88,7 @@ def rows_of_neighbours(real: Entry) -> Entry:
 
 
 def forgets_to_load(real: Entry) -> Entry:
-    """The last row that is missing on the device is not brought."""
+    """The last row that is missing on the device is not loaded."""
 
     def copy_rows(source: Tensor, target: Tensor, loads: Tensor, counts: Tensor) -> None:
         real(source, target, loads, (counts - 1).clamp(min=0))
@@ -97,7 +97,7 @@ def forgets_to_load(real: Entry) -> Entry:
 
 
 def keeps_what_others_left(base: Any) -> type:
-    """Rows that a slot had before are taken for those of the next request."""
+    """The rows of a slot's previous request are used for the next one."""
 
     class KeepsWhatOthersLeft(base):
         __slots__ = ()
@@ -109,7 +109,7 @@ def keeps_what_others_left(base: Any) -> type:
 
 
 def plans_once(base: Any) -> type:
-    """What was planned first is replayed for all."""
+    """The first plan is replayed for all steps."""
 
     class PlansOnce(base):
         __slots__ = ()

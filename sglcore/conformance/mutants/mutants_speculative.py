@@ -39,7 +39,7 @@ def sees_ahead(base: Any) -> type:
 
 
 def row_by_row(base: Any) -> type:
-    """A token goes on from what was kept before its step, whatever stands before it there."""
+    """A token reads only entries from before its step, not those of earlier tokens in it."""
 
     class RowByRow(base):
         __slots__ = ()
@@ -54,7 +54,7 @@ def row_by_row(base: Any) -> type:
 
 
 def keeps_wrong_ones(base: Any) -> type:
-    """One proposal more than was right is kept."""
+    """One draft token more than was accepted is kept."""
 
     class KeepsWrongOnes(base):
         def _accept(self, staged: Any, rows: Any, sampled: Any) -> Tensor:
@@ -66,7 +66,7 @@ def keeps_wrong_ones(base: Any) -> type:
 
 
 def stands_still(base: Any) -> type:
-    """After a right proposal the next step begins a cell too early."""
+    """After an accepted draft token, the next step begins one KV slot too early."""
 
     class StandsStill(base):
         def _accept(self, staged: Any, rows: Any, sampled: Any) -> Tensor:
@@ -78,7 +78,7 @@ def stands_still(base: Any) -> type:
 
 
 def takes_in_all(base: Any) -> type:
-    """A request's state has taken in what was proposed, right or wrong."""
+    """A request's state includes all draft tokens, accepted or rejected."""
 
     class TakesInAll(base):
         def take_in(self, slots: Tensor, counts: Tensor, width: int) -> None:
@@ -88,7 +88,7 @@ def takes_in_all(base: Any) -> type:
 
 
 def goes_on_at_once(base: Any) -> type:
-    """A verification's rows are taken in before it is known which are right."""
+    """The state includes the verified tokens before it is known which are accepted."""
 
     class GoesOnAtOnce(base):
         def runs(self, slots: Tensor, width: int) -> Any:

@@ -48,7 +48,7 @@ class Changed:
 
 
 class OnePositionLate(Changed):
-    """A decoding row is taken to be one token shorter than it is."""
+    """The length of a decoding row is taken as one token too short."""
 
     def change(self, batch: ScheduleBatch) -> None:
         if batch.forward_mode.is_decode:
@@ -57,7 +57,7 @@ class OnePositionLate(Changed):
 
 
 class RestartsChunks(Changed):
-    """Every chunk is taken for the beginning of its prompt."""
+    """Every chunk is taken as the beginning of its prompt."""
 
     def change(self, batch: ScheduleBatch) -> None:
         if not batch.forward_mode.is_decode:
@@ -75,7 +75,7 @@ class OneLengthForAll(Changed):
 
 
 class NeighbouringPages(Changed):
-    """A row's pages are taken to follow one another."""
+    """The pages of a row are taken to be consecutive."""
 
     def __init__(self, worker: ModelWorker) -> None:
         super().__init__(worker)
@@ -115,7 +115,7 @@ class KeepsRowOrder(Changed):
 
 
 class ReusesResults(Changed):
-    """The buffer of a step's tokens is used again while its ticket is still out."""
+    """The token buffer of a step is reused before its ticket is collected."""
 
     def __init__(self, worker: ModelWorker) -> None:
         super().__init__(worker)
@@ -154,7 +154,7 @@ class SeedsByRow(Changed):
 
 
 class LeavesExclusionOut(Changed):
-    """What XTC leaves out is drawn."""
+    """Tokens that XTC excludes can be drawn."""
 
     def change(self, batch: ScheduleBatch) -> None:
         sampling: Any = batch.sampling
@@ -162,7 +162,7 @@ class LeavesExclusionOut(Changed):
 
 
 class KeepsOldPages(Changed):
-    """A request that takes over a slot runs on the pages that the slot had before."""
+    """A request runs on the pages of the previous request in its slot."""
 
     def __init__(self, worker: ModelWorker) -> None:
         super().__init__(worker)
@@ -182,8 +182,8 @@ class KeepsOldPages(Changed):
 
 
 class ForgetsOutputs(Changed):
-    """A request that is computed again begins with its prompt (of at most 30 tokens, as the laws
-    have them) and then what it had emitted is lost."""
+    """A preempted request keeps its prompt (at most 30 tokens, as in the laws), but its output
+    tokens are lost."""
 
     def change(self, batch: ScheduleBatch) -> None:
         ids = batch.input_ids.copy()
@@ -229,7 +229,7 @@ class LeavesMasksOut(Changed):
 
 
 class LeavesChangesOut(Changed):
-    """What was added to logits in one step is added in the next one too."""
+    """Additions to logits in one step are made in the next one too."""
 
     def __init__(self, worker: ModelWorker) -> None:
         super().__init__(worker)

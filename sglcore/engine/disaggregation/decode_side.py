@@ -69,7 +69,9 @@ class DecodeSide:
         finds common prefixes. Raises RequestError for a prompt of embeddings."""
         for request in requests:
             if request.embeds is not None:
-                raise RequestError("a prompt of embeddings can not be computed by another engine; send it to that one")
+                raise RequestError(
+                    "a prompt of embeddings cannot be prefilled by another engine; send it to a prompt engine"
+                )
             request.is_remote, request.leader = True, None
 
     def begin(self, seconds: float) -> list[EngineOutput]:

@@ -90,7 +90,7 @@ def _check_options(options: PageOptions) -> None:
             raise ConfigError(f"found {each!r}", wanted="HOST:PORT", remedy="correct --peers or --pages-address")
     if address and not options.secret and not is_loopback(address.rpartition(":")[0].strip("[]")):
         raise ConfigError(
-            f"pages_address is {address}, which others can reach, and there is no pages_secret",
+            f"pages_address is {address}, which other machines can reach, and there is no pages_secret",
             remedy="give all engines the same --pages-secret, or listen on 127.0.0.1",
         )
 
@@ -101,15 +101,15 @@ def check_worker(started: Started) -> PageMemory:
     what = {
         "it generates no text": not limits.generates,
         "its layers keep a state of each request": limits.keeps_state,
-        "its layers with a window keep pages of their own": limits.num_window_pages > 0,
-        "its pages depend on tokens behind them": limits.lookahead > 0,
-        "its embeddings read the tokens before": limits.reads_history,
+        "its sliding-window layers keep separate pages": limits.num_window_pages > 0,
+        "its pages depend on later tokens": limits.lookahead > 0,
+        "its embeddings depend on earlier tokens": limits.reads_history,
     }
     why = next((each for each, is_so in what.items() if is_so), "")
     memory = worker.page_memory() if isinstance(worker, PageHolder) and not why else None
     if memory is None:
-        why = why or "its layers keep rows of their own, or its device gives no pages"
-        raise ConfigError(f"pages of this model can not go to another engine: {why}", remedy="leave --role out")
+        why = why or "its layers keep other data than KV pages, or its device cannot export pages"
+        raise ConfigError(f"KV pages of this model cannot be sent to another engine: {why}", remedy="leave --role out")
     return memory
 
 
@@ -143,9 +143,9 @@ def meet(options: PageOptions, started: Started) -> TcpPages:
 
 def _rows(options: PageOptions, transfer: TcpPages, layout: str) -> list[Row]:
     if options.role == "prompt":
-        how = f"other engines ask at {transfer.address} for prompts, and get their pages by TCP; nothing is proposed"
+        how = f"other engines send prompts to {transfer.address} and receive KV pages over TCP; no draft tokens"
         rows = [Row("role", "prompt", "prompt", how, "--role both")]
     else:
-        how = f"prompts are computed at {', '.join(options.peers)}; their pages come by TCP; nothing is proposed"
+        how = f"prompts are prefilled at {', '.join(options.peers)}; KV pages arrive over TCP; no draft tokens"
         rows = [Row("role", "decode", "decode", how, "--role both")]
-    return [*rows, Row("page layout", "auto", layout, "what both engines have to have alike")]
+    return [*rows, Row("page layout", "auto", layout, "must be the same on both engines")]

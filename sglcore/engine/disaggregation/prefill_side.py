@@ -155,7 +155,7 @@ class PromptSide:
         last, request = job.last, job.request
         failed = next((each.reason for each in job.transfers if each.progress is Progress.FAILED), "")
         if last is None or last.finish_reason in ("error", "abort") or failed:
-            error = failed or (last and last.error) or "its prompt was ended"
+            error = failed or (last and last.error) or "its prompt was aborted"
             return Refusal(job.lease, f"the prompt engine: {error}", refused=last is not None and last.refused)
         logprobs = pack_logprobs(request.logprobs[0]) if request.logprobs else b""
         prompt = [pack_logprobs(each) for each in request.prompt_logprobs]

@@ -77,7 +77,7 @@ def receive_frame(stream: socket.socket, peer: int = 0, most: int = LONGEST, sec
     until = None if seconds is None else time.monotonic() + seconds
     magic, kind, region, lease, size = _HEAD.unpack(_exactly(stream, _HEAD.size, until))
     if magic != MAGIC or size > most or not Kind.HELLO <= kind <= Kind.DRAINED:
-        raise PeerLost("what came from another engine is no frame of pages")
+        raise PeerLost("another engine sent data that is not a frame of this protocol")
     return Frame(peer, Kind(kind), region, lease, _exactly(stream, size, until))
 
 
@@ -159,7 +159,7 @@ class Connection:
                     send_frame(self._stream, each.kind, each.region, each.lease, each.parts)
             except OSError as error:
                 broken = True
-                self.break_off(f"nothing can be sent to it: {error}")
+                self.break_off(f"sending to it failed: {error}")
             if each.ends is not None:
                 each.ends.reason = self._why if broken else ""
                 each.ends.progress = Progress.FAILED if broken else Progress.DONE
@@ -172,7 +172,7 @@ class Connection:
                 if frame.kind is not Kind.BEAT:
                     self._post(frame)
         except TimeoutError:
-            self.break_off(f"nothing has come from it for {self._silence:g} s")
+            self.break_off(f"it has sent nothing for {self._silence:g} s")
         except (PeerLost, OSError) as error:
             self.break_off(str(error))
         self._post(Lost(self.number, self._why))

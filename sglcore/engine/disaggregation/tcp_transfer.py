@@ -269,7 +269,7 @@ class TcpPages:
         stream.settimeout(GREETING)
         frame = receive_frame(stream, most=LONGEST_HELLO, seconds=GREETING)
         if frame.kind is not Kind.HELLO:
-            raise PeerLost(f"{name} did not say who it is")
+            raise PeerLost(f"{name} did not identify itself")
         hello = msgspec.msgpack.decode(frame.body, type=Hello)
         why = self._objection(hello)
         if why:
@@ -281,10 +281,10 @@ class TcpPages:
 
     def _objection(self, hello: Hello) -> str:
         if not secrets.compare_digest(hello.secret.encode(), self._secret.encode()):
-            return "the secret is another; give both engines the same --pages-secret"
+            return "the secret differs; give both engines the same --pages-secret"
         theirs = "; ".join(f"{name} {value}" for name, value in hello.layout.items())
         ours = "; ".join(f"{name} {value}" for name, value in asdict(self._layout).items())
-        return "" if theirs == ours else f"pages here have [{ours}], those there [{theirs}]; start both alike"
+        return "" if theirs == ours else f"pages here have [{ours}], there [{theirs}]; start both alike"
 
 
 def _listen(address: str) -> socket.socket:
@@ -293,7 +293,7 @@ def _listen(address: str) -> socket.socket:
         return socket.create_server((host, int(port)))
     except OSError as error:
         raise ConfigError(
-            f"nothing can listen for pages at {address}: {error}", remedy="give --pages-address another port"
+            f"cannot listen for pages at {address}: {error}", remedy="give --pages-address another port"
         ) from None
 
 

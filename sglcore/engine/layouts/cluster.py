@@ -68,7 +68,7 @@ def read_cluster(file: Path) -> Cluster:
     except FileNotFoundError:
         raise ConfigError(f"there is no file {str(file)!r}", wanted="a TOML file that describes a cluster") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{file} is no TOML: {error}") from None
+        raise ConfigError(f"{file} is not TOML: {error}") from None
     _check(file, given)
     device, hosts, experts = given["device"], given["hosts"], given.get("experts", {})
     inside = _link(given["inside"])

@@ -161,7 +161,7 @@ def text_of(found: Sequence[Advice], model: str, cluster: Cluster, top: int) -> 
     per_host = cluster.links.per_host
     if not fitting:
         need = min(each.weight_bytes for each in found) / 1e9
-        return f"no form has room for a request: a device needs {need:.1f} GB for weights alone, and has {cluster.device.memory / 1e9:g}\n"
+        return f"no layout has room for a request: a device needs {need:.1f} GB for weights alone, and has {cluster.device.memory / 1e9:g}\n"
     head = ("tp", "dp", "ep", "copies", "step ms", "most of it", "prompt tok/s", "cache tokens", "running", "tok/s")
     rows = [head, *(_row(each) for each in fitting[:top])]
     widths = [max(len(row[place]) for row in rows) for place in range(len(head))]
@@ -170,11 +170,11 @@ def text_of(found: Sequence[Advice], model: str, cluster: Cluster, top: int) -> 
     lines += ["", f"fastest: {best.command(model, per_host)}"]
     if best.topology.tp > 1:
         faster = f"prompts {best.halved_prompts:.2f}, decode steps {best.halved_step:.2f} times as fast"
-        lines.append(f"in two halves (--two-batch-overlap): {faster}, at best")
+        lines.append(f"with two micro-batches (--two-batch-overlap): {faster}, at best")
     if best.copies > 1:
-        lines.append(f"{best.copies} servers of it, each with devices of its own")
+        lines.append(f"{best.copies} servers of it, each with its own devices")
     if len(found) > len(fitting):
-        lines.append(f"{len(found) - len(fitting)} other forms have no room for a request")
+        lines.append(f"{len(found) - len(fitting)} other layouts have no room for a request")
     return "".join(f"{line}\n" for line in lines)
 
 

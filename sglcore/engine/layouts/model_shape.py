@@ -124,14 +124,14 @@ def shape_of(config: ModelConfig) -> ModelShape:
 def _check(config: ModelConfig) -> None:
     found = next((word for word in UNKNOWN if config.words.get(word)), None)
     if is_gguf(config.path):
-        found = "a GGUF file, each of whose tensors has a type of its own"
+        found = "a GGUF file, in which each tensor has its own type"
     if config.is_encoder:
-        found = "an encoder, which keeps no cells"
+        found = "an encoder, which has no KV cache"
     if found:
         raise ConfigError(
-            f"{config.path} has {found}, whose costs are not known here",
+            f"{config.path} has {found}, and its costs are not known here",
             wanted="a checkpoint folder of a decoder with plain or latent attention in every layer",
-            remedy="measure the forms with `sglcore bench offline`",
+            remedy="measure the layouts with `sglcore bench offline`",
         )
 
 

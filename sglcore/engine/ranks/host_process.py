@@ -133,12 +133,12 @@ class Node:
         try:
             frame = channel.receive()
         except Gone:
-            log.error("the leader at %s, port %d ended before all nodes were there", host, port)
+            log.error("the leader at %s, port %d ended before all nodes had joined", host, port)
             return None
         except TimeoutError:
             raise WorkerLost(
                 f"the leader at {host}, port {port} has not found all nodes in {self.join_timeout:.0f} s",
-                remedy="look at what it and the other nodes print, or raise --join-timeout",
+                remedy="look at the output of the leader and of the other nodes, or raise --join-timeout",
             ) from None
         if frame.kind is Kind.FAILED:
             raise ConfigError(f"the leader at {host}:{port} refuses: {frame.body.decode(errors='replace')}")
@@ -179,10 +179,10 @@ class Following:
                 spoke = now
                 self._say(Kind.BEAT, None)
             if now - heard >= self._order.silence:
-                log.error("the leader has said nothing for %.1f s: its ranks here end", now - heard)
+                log.error("the leader has sent nothing for %.1f s: its ranks here end", now - heard)
                 return LEADER_GONE
             if self._must_stop(now):
-                log.error("told to end: the ranks here end, and so does the model")
+                log.error("stopping: the ranks here end, and so does the model")
                 return FAILED
             try:
                 frame = self._next()

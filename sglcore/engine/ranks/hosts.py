@@ -322,8 +322,8 @@ class Gathering:
         missing = [node for node in range(1, self.nodes) if node not in self.found]
         return WorkerLost(
             f"of {self.nodes} nodes {', '.join(map(str, missing))} did not join at {where} in {seconds:.0f} s",
-            wanted="the same command on every host, and a way from each to this address and port",
-            remedy="look at what it prints there, or raise --join-timeout",
+            wanted="the same command on every host, and a network route from each to this address and port",
+            remedy="look at the output of the missing nodes, or raise --join-timeout",
         )
 
     def _refuse(self, error: SglcoreError) -> None:

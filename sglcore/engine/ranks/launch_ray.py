@@ -106,7 +106,7 @@ class RayHosts:
         if not self._group.wait(timeout_seconds=seconds):
             had = {name: amount for name, amount in ray.cluster_resources().items() if not name.startswith("node:__")}
             raise ConfigError(
-                f"the cluster has no place for {self._nodes} nodes on as many hosts, one of them {self.address}, in"
+                f"the cluster did not place {self._nodes} nodes on {self._nodes} hosts, one of them {self.address}, in"
                 f" {seconds:.0f} s; it has {had}",
                 wanted=f"{self._bundle} on each",
                 remedy="more hosts (`ray start --address=HEAD:PORT` there), fewer --nodes, or a longer --join-timeout",
@@ -155,7 +155,7 @@ def check_installed() -> None:
     """Raise ConfigError if Ray is not installed."""
     if find_spec("ray") is None:
         raise ConfigError(
-            "Ray is asked for, and it is not installed",
+            "Ray is requested, and it is not installed",
             wanted="the package ray, of one version on all machines",
             remedy="pip install ray",
         )
@@ -189,7 +189,7 @@ def connect(address: str, room: int) -> bool:
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise ConfigError(
             f"no Ray cluster can be joined at {address!r}: {reason}",
-            wanted="a cluster of which this machine is part",
+            wanted="a cluster that includes this machine",
             remedy="run `ray start --head` here, or give local",
         ) from error
     return True

@@ -58,7 +58,7 @@ class Placement:
         return Row("placement", requested, where, f"{self.reason}{met and f'; {met}'}", "--nodes 1, or " + WAYS)
 
 
-ALONE = Placement("this machine", "one host is asked for, and no launcher's variables are set")
+ALONE = Placement("this machine", "one host is requested, and no launcher's variables are set")
 
 
 def find_placement(config: EngineConfig, environ: Mapping[str, str] = os.environ) -> Placement:
@@ -71,7 +71,7 @@ def find_placement(config: EngineConfig, environ: Mapping[str, str] = os.environ
     if config.tp % found.nodes:
         raise ConfigError(
             f"tp is {config.tp}, and there are {found.nodes} nodes by {found.launcher} ({found.reason})",
-            wanted="equally many ranks on each",
+            wanted="the same number of ranks on each",
             remedy=f"--tp {found.nodes}, or another multiple of it",
         )
     return found
@@ -93,7 +93,7 @@ def _found(config: EngineConfig, environ: Mapping[str, str]) -> Placement:
         known = environ.get(CLUSTER)
         why = f"{CLUSTER} is set" if known else "Ray is installed, and nothing else says how the others start"
         return _by_ray(config, known or "auto", why)
-    raise ConfigError(f"nodes is {config.nodes}, and nothing says which of them this is", wanted=WAYS)
+    raise ConfigError(f"nodes is {config.nodes}, and the rank of this node is not known", wanted=WAYS)
 
 
 def _by_hand(config: EngineConfig, node: int) -> Placement:

@@ -78,9 +78,9 @@ def _check_own_file(config: EngineConfig, folder: Path) -> None:
     name = architecture_of(file, read_json(file)) if file.is_file() else ""
     if name and name not in resolve(OWN_FILES):
         raise ConfigError(
-            f"tp is {config.tp}, and sglcore has no file of the architecture {name!r}: transformers' own class, which may run"
-            " it, is not divided",
-            wanted="an architecture with a file here (docs/models.md)",
+            f"tp is {config.tp}, and sglcore has no model file for the architecture {name!r}: transformers' own class,"
+            " which may run it, cannot be divided among ranks",
+            wanted="an architecture with a model file (docs/models.md)",
             remedy="--tp 1, or --replicas N for N whole models",
         )
 
@@ -92,14 +92,14 @@ def check_devices(config: EngineConfig, choice: Choice, placement: Placement = A
     package, width = choice.package, config.tp
     if package.communication is None:
         raise ConfigError(
-            f"tp is {width}, and device {package.name!r} declares nothing by which several of it exchange tensors",
+            f"tp is {width}, and device {package.name!r} declares no communication between its devices",
             remedy="--tp 1, or another device",
         )
     devices, here = len(choice.report.devices), width // placement.nodes * placement.neighbours
     if not package.is_host and devices and choice.chosen.index + here > devices:
         raise ConfigError(
-            f"tp is {width}, and {devices} devices of {package.name!r} are there, from number {choice.chosen.index} on"
-            f" {devices - choice.chosen.index}" + (f", of {here} for this host" if placement.nodes > 1 else ""),
+            f"tp is {width}, and {package.name!r} has {devices} devices, {devices - choice.chosen.index} of them from"
+            f" number {choice.chosen.index} on" + (f"; this host needs {here}" if placement.nodes > 1 else ""),
             remedy=f"--tp {max(devices - choice.chosen.index, 1)}, --device {package.name}:0, or more hosts (--nodes)",
         )
 
@@ -116,7 +116,7 @@ def _check_shards(config: EngineConfig) -> None:
     if reason := resolve(REASON)(config.speculative or "", config.draft_width > 1):
         raise ConfigError(
             f"dp is {config.dp} and speculative is {config.speculative!r}: {reason}",
-            remedy="--dp 1, or other proposals",
+            remedy="--dp 1, or another --speculative",
         )
 
 
@@ -139,7 +139,7 @@ def start_ranks(
     if placement.node:
         raise ConfigError(
             f"this is node {placement.node} by {placement.launcher}, which takes no requests",
-            remedy="start it as `sglcore serve`, as the others",
+            remedy="start it with `sglcore serve`, like the others",
         )
     options = options or RankOptions()
     patience, communication = options.patience, choice.package.communication
@@ -193,11 +193,13 @@ def _rows(topology: Topology, backend: str) -> list[Row]:
     how = f"{topology.world} processes, each with its part of every layer, over {backend}"
     rows = [Row("ranks", str(topology.tp), f"{topology.tp} of tensors", how, "--tp 1")]
     if topology.dp > 1:
-        told = f"each request's cache is on {topology.attn_tp} of {topology.tp} ranks, and each step is agreed on"
+        told = (
+            f"each request's KV cache is on {topology.attn_tp} of {topology.tp} ranks, and the ranks agree on each step"
+        )
         rows.append(Row("shards of requests", str(topology.dp), str(topology.dp), told, "--dp 1"))
     if topology.ep > 1:
-        told = f"each is whole on one of {topology.ep} ranks, and rows go there"
-        rows.append(Row("expert ranks", str(topology.ep), f"dealt out among {topology.ep}", told, "--ep 1"))
+        told = f"each expert is whole on one of {topology.ep} ranks, and tokens are sent there"
+        rows.append(Row("expert ranks", str(topology.ep), f"distributed among {topology.ep}", told, "--ep 1"))
     return rows
 
 

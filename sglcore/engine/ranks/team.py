@@ -166,7 +166,7 @@ class Maker:
                 decided=decisions(self.config),
             )
             starts.append(partial(_begin, remote, order))
-        met = f"node 0 is {address}, {interface_of(address) or 'of no interface that is known'}"
+        met = f"node 0 is {address}, {interface_of(address) or 'on an unknown interface'}"
         asked = f"nodes {self.config.nodes}" if self.config.nodes > 1 else "auto"
         return Team(listener, starts, self.placement.row(asked, met), hosts)
 
@@ -215,7 +215,7 @@ class Maker:
             listener, address = listen(None, bindable(host), port)
         except OSError as error:
             raise ConfigError(
-                f"the leader can not listen at {host}, port {port}: {error.strerror or error}",
+                f"the leader cannot listen at {host}, port {port}: {error.strerror or error}",
                 wanted="an address of this machine and a free port",
                 remedy="--leader HOST:PORT with another port, on every host",
             ) from None

@@ -100,7 +100,7 @@ class Watch:
         silent = [member for member in self.members if not member.is_gone and now - member.heard > limit]
         if silent:
             member = silent[0]
-            return WorkerLost(f"{member.name} has said nothing for {now - member.heard:.1f} s, last in {member.phase}")
+            return WorkerLost(f"{member.name} has sent nothing for {now - member.heard:.1f} s, last in {member.phase}")
         return self._cause() if any(member.is_gone or member.report for member in self.members) else None
 
     def close(self) -> None:
@@ -173,5 +173,5 @@ def _end(process: RankProcess) -> str:
 def ended(code: int) -> str:
     """Return the meaning of an exit code."""
     if code == HOST_GONE:
-        return "is gone with its host, which has ended or can not be heard any more,"
+        return "is gone with its host, which has ended or cannot be reached,"
     return f"ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"

@@ -102,7 +102,7 @@ class Channel:
         while True:
             magic, kind, epoch, size = _HEAD.unpack(self._exactly(_HEAD.size, until))
             if magic != MAGIC or size > most:
-                raise Gone("what came on a channel is no frame")
+                raise Gone("a channel received data that is not a frame")
             body = self._exactly(size, until)
             if epoch == self._epoch:
                 return Frame(Kind(kind), body)

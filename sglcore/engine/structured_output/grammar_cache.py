@@ -122,7 +122,7 @@ class Compiling:
         """Return the constraints for one sample of a prompt. Waits until it is done. Raises
         GrammarError, or GrammarBusy if it is not done in time."""
         if not self._future.done() and self.wait() and not self._future.done():
-            raise GrammarBusy(f"the grammar waited {self._seconds:g} s for those that are compiled before it")
+            raise GrammarBusy(f"the grammar waited {self._seconds:g} s for other grammars to compile")
         if (failure := self._future.exception()) is not None:
             # All callers share one exception: its traceback must not keep the frames, and so the
             # requests, of them all.
@@ -206,7 +206,7 @@ class Grammars:
         except GrammarError as error:
             future.set_exception(error)
         except OSError as error:
-            self._fail(wanted, future, GrammarBusy(f"the process that checks grammars can not start: {error}"))
+            self._fail(wanted, future, GrammarBusy(f"the process that checks grammars cannot start: {error}"))
 
     def _after_check(self, wanted: Wanted, future: Future[Compiled], verdict: Verdict) -> None:
         failure = failure_of(verdict)
@@ -297,14 +297,14 @@ def open_grammars(name: str, vocabulary: Vocabulary) -> tuple[Grammars | None, R
     """
     remedy = "SGLCORE_GRAMMAR_BACKEND=llguidance, xgrammar or off"
     if name == "off":
-        return None, Row("grammar", name, "off", "asked for", remedy)
+        return None, Row("grammar", name, "off", "requested", remedy)
     try:
         backend = open_backend(BACKENDS[0] if name == "auto" else name, vocabulary)
     except ConfigError as error:
         if name != "auto":
             raise
         return None, Row("grammar", name, "off", error.found, error.remedy)
-    reason = "asked for" if name != "auto" else "the same text on every device, and it needs no tensor library"
+    reason = "requested" if name != "auto" else "the same text on every device, and it needs no tensor library"
     return Grammars(backend, GrammarChecks(backend.name, vocabulary)), Row(
         "grammar", name, backend.name, reason, remedy
     )
@@ -327,5 +327,5 @@ def open_backend(name: str, vocabulary: Vocabulary) -> GrammarBackend:
         return Xgrammar(vocabulary)
     except ImportError as error:
         raise ConfigError(
-            f"the grammar backend {name} can not be imported: {error}", remedy=f"pip install {error.name or name}"
+            f"the grammar backend {name} cannot be imported: {error}", remedy=f"pip install {error.name or name}"
         ) from None

@@ -40,7 +40,7 @@ def _checked(backend: GrammarBackend, grammar: Grammar, mask_seconds: float) -> 
     try:
         slowest = first_steps(backend.compile(grammar), backend.vocabulary)
         if slowest > mask_seconds:
-            found = f"each token of the grammar takes {slowest:.2f} s of the processor, and every request waits for it"
+            found = f"each token of the grammar takes {slowest:.2f} s of CPU time, and every request waits for it"
             error = (found, *SMALLER)
     except MemoryError:
         raise

@@ -27,12 +27,12 @@ MAX_EBNF = 1 << 14
 _LISTING = re.compile(r"\n +\d+ \| ")
 _PLACE = re.compile(r"at (\d+)\(\d+\): (?:failed to compile JSON schema: )?")
 _PLAIN = (
-    (r"NoExtension(?:Bias)?\b", "no text ends it, because a rule or a $ref leads to itself alone"),
+    (r"NoExtension(?:Bias)?\b", "no text completes it, because a rule or a $ref only refers to itself"),
     (
         r"(?:parser error: )?Too many items \(limit (\d+).*",
         r"there are more than \1 ways to read the text at one place",
     ),
-    (r"Unsatisfiable schema: ", "no value fulfils the schema: "),
+    (r"Unsatisfiable schema: ", "no value satisfies the schema: "),
     (r"Unimplemented keys: ", "keywords that are not enforced: "),
     (r"Resource '([^']*)' is not present in a registry.*", r"$ref to another document, '\1', which is not fetched"),
     (r"Pointer '([^']*)' does not exist", r"$ref to '#\1', which is not in the schema"),
@@ -78,7 +78,7 @@ class Llguidance:
             spelling = llguidance.TokenizerWrapper(_Spelling(given.tokenizer, self._size, min(given.eos_ids)))
             return llguidance.LLTokenizer(spelling, n_vocab=self._size, eos_token=sorted(given.eos_ids))
         except (ValueError, RuntimeError) as error:
-            raise GrammarError(f"llguidance can not read this tokenizer: {error}", wanted="a byte-level one") from None
+            raise GrammarError(f"llguidance cannot read this tokenizer: {error}", wanted="a byte-level one") from None
 
     def compile(self, grammar: Grammar) -> CompiledByLlguidance:
         """As `GrammarBackend.compile`."""
@@ -87,7 +87,7 @@ class Llguidance:
             raise _refusal(grammar, matcher.get_error())
         warnings = matcher.get_grammar_warnings()
         if warnings:
-            raise GrammarError(f"this {grammar.kind} can not be enforced wholly: {'; '.join(warnings)}")
+            raise GrammarError(f"this {grammar.kind} cannot be fully enforced: {'; '.join(warnings)}")
         # The first mask builds most of the lexer, which all copies share.
         compiled = CompiledByLlguidance(matcher, -(-self._size // 32))
         first_steps(compiled, self.vocabulary)
@@ -199,7 +199,7 @@ def _source(grammar: Grammar) -> str:
     schema = {"type": "object"} if grammar.kind == "json_object" else read_schema(grammar.text)
     check_schema(schema)
     if schema is False:
-        raise GrammarError("the schema is false", wanted="one that some value fulfils")
+        raise GrammarError("the schema is false", wanted="a schema that some value satisfies")
     options: Any = dict(OPTIONS)
     simpler = loosened(schema).schema if isinstance(schema, dict) else {}
     return library.grammar_from_json_schema(json.dumps(simpler, ensure_ascii=False), overrides=options)
@@ -213,7 +213,7 @@ def _lark_of(text: str) -> str:
     try:
         return any_to_lark(text)
     except Exception as error:
-        raise GrammarError(f"this ebnf can not be read: {error}", wanted="the EBNF of llama.cpp") from None
+        raise GrammarError(f"this ebnf cannot be read: {error}", wanted="the EBNF of llama.cpp") from None
 
 
 def _refusal(grammar: Grammar, text: str) -> GrammarError:
@@ -224,8 +224,8 @@ def _refusal(grammar: Grammar, text: str) -> GrammarError:
     lines = grammar.text.splitlines()[: int(place[1])] if place else []
     origin = next((line.removeprefix(ORIGIN) for line in reversed(lines) if line.startswith(ORIGIN)), None)
     if origin is None or place is None:
-        return GrammarError(f"this {grammar.kind} can not be enforced: {reason}")
-    return GrammarError(f"{origin} can not be enforced: {reason[place.end() :]}")
+        return GrammarError(f"this {grammar.kind} cannot be enforced: {reason}")
+    return GrammarError(f"{origin} cannot be enforced: {reason[place.end() :]}")
 
 
 def _one_line(text: str) -> str:

@@ -23,7 +23,7 @@ def refuse_large(grammar: Grammar) -> None:
         size = written_out(pattern)
         if size > MOST_WRITTEN_OUT:
             raise GrammarError(
-                f"{place} demands {size} characters: its counts are multiplied where they stand in one another",
+                f"{place} needs {size} characters: nested repetition counts are multiplied",
                 wanted=f"at most {MOST_WRITTEN_OUT}",
                 remedy="take out repetitions with large counts",
             )

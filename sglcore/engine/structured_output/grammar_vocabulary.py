@@ -59,4 +59,4 @@ def first_steps(compiled: CompiledGrammar, vocabulary: Vocabulary) -> float:
 
 def _refuse(matcher: Matcher) -> None:
     if matcher.error:
-        raise GrammarError(f"the grammar can not be enforced: {matcher.error}", wanted="a smaller or simpler one")
+        raise GrammarError(f"the grammar cannot be enforced: {matcher.error}", wanted="a smaller or simpler one")

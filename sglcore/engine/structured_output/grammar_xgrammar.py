@@ -125,7 +125,7 @@ class Xgrammar:
         try:
             return CompiledByXgrammar(self._library, self._compile(grammar))
         except RuntimeError as error:
-            raise GrammarError(f"this {grammar.kind} can not be enforced: {_one_line(str(error))}") from None
+            raise GrammarError(f"this {grammar.kind} cannot be enforced: {_one_line(str(error))}") from None
 
     def _compile(self, grammar: Grammar) -> Any:
         compiler, text = self._compiler, grammar.text
@@ -201,15 +201,15 @@ def _refuse_mixtures(place: str, node: dict[str, Any]) -> None:
     beside = sorted(set(node) - NOTES - {alone, "type"})
     kind = "number" if node.get("type") == "integer" else node.get("type")
     if alone is not None and beside:
-        found = f"{alone!r} beside {beside[0]!r}"
+        found = f"{alone!r} with {beside[0]!r}"
     elif stray := sorted(name for own, names in OWN_TYPE.items() if own != kind for name in names & set(node)):
         found = f"{stray[0]!r} without its type"
     elif "pattern" in node and not {"minLength", "maxLength"}.isdisjoint(node):
-        found = "'pattern' beside a length"
+        found = "'pattern' with a length"
     elif node.get("format", "date") not in FORMATS:
         found = f"format {node['format']!r}"
     elif not set(node.get("required", ())) <= set(node.get("properties", ())):
-        found = "'required' of a property that is not among 'properties'"
+        found = "'required' for a property that is not in 'properties'"
     if found:
         raise GrammarError(
             f"the schema uses {found} at {place}, which the grammar backend xgrammar does not enforce",

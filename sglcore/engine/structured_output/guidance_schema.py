@@ -86,8 +86,8 @@ def _refuse_narrow_bounds(schema: Any) -> None:
             above = high[1] and high[0] <= 0 and high[0] == int(high[0])
             if (below or above) and 0 <= high[0] - low[0] < 1:
                 raise GrammarError(
-                    f"the schema wants a number between {low[0]} and {high[0]} that excludes a whole one, which the grammar"
-                    " backend llguidance does not enforce",
+                    f"the schema wants a number between {low[0]} and {high[0]} with a whole number as exclusive bound,"
+                    " which the grammar backend llguidance does not enforce",
                     wanted="an inclusive bound, or one with decimals",
                 )
 

@@ -139,9 +139,7 @@ class Checker:
             return msgspec.json.decode(check.text, type=Verdict)
         if check.is_late:
             seconds = time.monotonic() - check.begun
-            return Verdict(
-                number, busy=f"others take the time of these checks, and this one was not done in {seconds:.1f} s"
-            )
+            return Verdict(number, busy=f"other checks took the time, and this one was not done in {seconds:.1f} s")
         ended = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
         if ended == signal.SIGPROF:
             found = f"takes longer than {limits.seconds:g} s of the processor"

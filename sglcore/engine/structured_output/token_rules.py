@@ -11,7 +11,7 @@ from sglcore.engine.structured_output.grammar_vocabulary import CompiledGrammar,
 from sglcore.sampling.grammar_spec import GrammarError, TokenRules
 from sglcore.schedule.request import Ints, Matcher
 
-NOTHING_LEFT = "allowed_token_ids and bad_words leave no token that may come"
+NOTHING_LEFT = "allowed_token_ids and bad_words leave no token to sample"
 
 
 class RuledTokens:

@@ -104,7 +104,7 @@ class ChatTemplate:
             try:
                 self._templates[source] = self._sandbox.compiled(source)
             except TemplateError as error:
-                raise TextError(f"the chat template can not be read: {error}") from None
+                raise TextError(f"the chat template cannot be read: {error}") from None
         return self._templates[source]
 
     @staticmethod
@@ -139,7 +139,7 @@ def _text(file: Path) -> str:
     try:
         return file.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{file} can not be read: {error}", wanted="UTF-8", remedy="download it again") from None
+        raise ConfigError(f"{file} cannot be read: {error}", wanted="UTF-8", remedy="download it again") from None
 
 
 def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:

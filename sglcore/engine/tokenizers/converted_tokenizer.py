@@ -40,7 +40,7 @@ def convert_tokenizer(folder: Path, end_ids: frozenset[int]) -> tuple[Tokenizer,
         raise ConfigError(
             f"there is no tokenizer in {folder}",
             wanted=f"tokenizer.json, or one of {', '.join(FILES)}",
-            remedy="save the tokenizer beside the weights, or start with --skip-tokenizer (token ids in and out)",
+            remedy="save the tokenizer next to the weights, or start with --skip-tokenizer (token ids in and out)",
         )
     file = folder / found
     if found == TEKKEN:
@@ -55,7 +55,7 @@ def convert_tokenizer(folder: Path, end_ids: frozenset[int]) -> tuple[Tokenizer,
                 f"{file} makes a tokenizer of {tokenizer.get_vocab_size()} tokens without the checkpoint's"
                 f" eos_token_id {token_id}",
                 wanted="a tokenizer_config.json that lists the special tokens (added_tokens_decoder)",
-                remedy="fetch it, or save a tokenizer.json beside the weights",
+                remedy="fetch it, or save a tokenizer.json next to the weights",
             )
     return tokenizer, settings
 
@@ -85,7 +85,7 @@ def _by_transformers(folder: Path, file: Path) -> Any:
     if not made.is_fast:
         raise ConfigError(
             f"transformers has no fast tokenizer for {file}: found {type(made).__name__}",
-            remedy="save a tokenizer.json beside the weights",
+            remedy="save a tokenizer.json next to the weights",
         )
     return made
 

@@ -87,7 +87,9 @@ def _read(header: GgufHeader) -> tuple[Tokenizer, dict[str, Any]]:
 def _check_single(header: GgufHeader, tokens: list[str]) -> None:
     if len(set(tokens)) < len(tokens):
         again, _ = Counter(tokens).most_common(1)[0]
-        raise CheckpointError(f"{header.path} has the token {again!r:.60} twice", wanted="it once", remedy=REMEDY)
+        raise CheckpointError(
+            f"{header.path} has the token {again!r:.60} twice", wanted="each token once", remedy=REMEDY
+        )
 
 
 def _by_bytes(header: GgufHeader, tokens: list[str]) -> Tokenizer:
@@ -187,7 +189,7 @@ def _templates(metadata: Mapping[str, Any]) -> dict[str, Any]:
         if f"tokenizer.chat_template.{name}" in metadata
     ]
     if not all(isinstance(text, str) for text in (default or "", *(each["template"] for each in named))):
-        raise TypeError("a chat template that is no text")
+        raise TypeError("a chat template that is not text")
     if named:
         first = [{"name": "default", "template": default}] if default else []
         return {"chat_template": [*first, *named]}

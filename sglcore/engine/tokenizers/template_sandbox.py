@@ -103,7 +103,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         if isinstance(value, str | list | tuple):
             self._spent.made += len(value)
             if self._spent.made > self._bounds.made:
-                raise TemplateLimit(f"it makes more than {self._bounds.made} characters on the way")
+                raise TemplateLimit(f"it makes more than {self._bounds.made} characters in all its intermediate values")
         return value
 
     def call(self, context: Any, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
@@ -142,7 +142,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
     def _step(self) -> None:
         self._spent.steps += 1
         if self._spent.steps > self._bounds.steps:
-            raise TemplateLimit(f"it takes more than {self._bounds.steps} steps (turns of loops, calls, filters)")
+            raise TemplateLimit(f"it takes more than {self._bounds.steps} steps (loop iterations, calls, filters)")
 
     def _bounded(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(function)
@@ -194,7 +194,7 @@ def _named(value: Any) -> bool:
 def _check_width(values: Iterable[Any]) -> None:
     wide = [value for value in values if isinstance(value, int) and abs(value) > MAX_WIDTH]
     if wide:
-        raise TemplateLimit(f"it pads to {wide[0]} characters, of {MAX_WIDTH}")
+        raise TemplateLimit(f"it pads to {wide[0]} characters, more than {MAX_WIDTH}")
 
 
 def _check_format(form: str) -> None:

@@ -102,7 +102,7 @@ class TextCodec:
             if most is not None and len(found.ids) > most:
                 found = self._cut(texts, most)
         except TypeError:
-            raise TextError("this is no text", wanted="text that UTF-8 can encode") from None
+            raise TextError("this is not text", wanted="text that UTF-8 can encode") from None
         return found.ids, found.type_ids if any(found.type_ids) else None
 
     def first_tokens(self, text: str, count: int) -> str:
@@ -122,7 +122,7 @@ class TextCodec:
     def _cut(self, texts: Sequence[str], most: int) -> Encoding:
         room = most - self.tokenizer.num_special_tokens_to_add(len(texts) > 1)
         if room < len(texts):
-            raise TextError(f"a text can not be cut to {most} tokens", wanted=f"at least {most - room + len(texts)}")
+            raise TextError(f"a text cannot be cut to {most} tokens", wanted=f"at least {most - room + len(texts)}")
         parts = [self._encoded(text, special=False) for text in texts]
         lengths = [len(part.ids) for part in parts]
         shorter = min(lengths) if 2 * min(lengths) <= room else room // 2
@@ -324,7 +324,7 @@ def _read(folder: Path) -> tuple[Tokenizer, dict[str, Any]]:
     try:
         tokenizer = Tokenizer.from_file(str(file))
     except Exception as error:
-        raise ConfigError(f"{file} can not be read: {error}", remedy="download it again") from None
+        raise ConfigError(f"{file} cannot be read: {error}", remedy="download it again") from None
     return tokenizer, settings
 
 

@@ -27,7 +27,7 @@ TEKKEN = "tekken.json"
 """Mistral's format: ranks, pattern and special tokens in one file."""
 RANKS = ("tiktoken.model", "qwen.tiktoken", "hy.tiktoken")
 """Files of ranks only: a line has the base64 of a token's bytes and its rank."""
-MISTRAL = "pip install mistral-common, or save a tokenizer.json beside the weights"
+MISTRAL = "pip install mistral-common, or save a tokenizer.json next to the weights"
 MIXED = (
     *PROBES,
     "\u4e2d\u6587English\u6df7\u5408 Caf\u00e9'S  1234567890\r\n\r\n \t x",
@@ -120,7 +120,7 @@ def _tekken(content: Mapping[str, Any]) -> Ranked:
     size = config.get("default_vocab_size")
     entries = content["vocab"] if size is None else content["vocab"][: size - first]
     if size is not None and len(entries) < size - first:
-        raise ValueError(f"{size} tokens, of which {first} are special, and {len(entries)} entries")
+        raise ValueError(f"{size} tokens, {first} of them special, and {len(entries)} entries")
     ranks = {base64.b64decode(entry["token_bytes"]): rank for rank, entry in enumerate(entries)}
     return Ranked(ranks, config["pattern"], first)
 
@@ -136,8 +136,8 @@ def _ranks(file: Path) -> dict[bytes, int]:
         if entry is None or entry[1] != len(found) or entry[0] in found:
             raise ConfigError(
                 f"line {number} of {file} is {line!r:.60}",
-                wanted=f"the base64 of bytes that are new, and the rank {len(found)}",
-                remedy="download it again, or save a tokenizer.json beside the weights",
+                wanted=f"the base64 of bytes not listed before, and the rank {len(found)}",
+                remedy="download it again, or save a tokenizer.json next to the weights",
             )
         found[entry[0]] = entry[1]
     return found

@@ -17,7 +17,7 @@ from sglcore.device.errors import ConfigError
 CODE = "tokenization_*.py"
 """The checkpoint's code of its tokenizer."""
 REMEDY = (
-    "fetch that file of the checkpoint, save a tokenizer.json beside the weights, or start with"
+    "fetch that file of the checkpoint, save a tokenizer.json next to the weights, or start with"
     " --skip-tokenizer (token ids in and out)"
 )
 MOST = 10_000
@@ -45,9 +45,9 @@ class Stated(NamedTuple):
         taken = [(token_id, text) for token_id, text in pairs if token_id < first]
         if taken:
             raise ConfigError(
-                f"{file} has {first} ranks, and the code beside it gives the special token"
+                f"{file} has {first} ranks, and the code next to it gives the special token"
                 f" {taken[0][1]!r} the id {taken[0][0]}",
-                wanted="ids behind the ranks",
+                wanted="ids after the ranks",
                 remedy=f"download both again, or {REMEDY.partition(', ')[2]}",
             )
         return {token_id: {"content": text, "special": True} for token_id, text in pairs}
@@ -62,7 +62,7 @@ def stated_by(file: Path) -> Stated:
     patterns = {pattern for tree in trees for pattern in _patterns(tree)}
     if len(patterns) != 1:
         raise ConfigError(
-            f"{file} has ranks alone, and {len(patterns)} patterns to split texts by are stated beside it (in {named})",
+            f"{file} has only ranks, and {len(patterns)} patterns to split text are given next to it (in {named})",
             wanted=f"one pat_str in a file {CODE}, which is read and not run",
             remedy=REMEDY,
         )
@@ -70,14 +70,14 @@ def stated_by(file: Path) -> Stated:
     known = [form for form in get_args(Form) if form in forms]
     if len(forms) > 1 or len(known) < len(forms):
         raise ConfigError(
-            f"{file} has ranks alone, and the code beside it (in {named}) puts texts into the forms {sorted(forms)}",
+            f"{file} has only ranks, and the code next to it (in {named}) normalises text to the forms {sorted(forms)}",
             wanted=f"one of {', '.join(get_args(Form))}, or none",
             remedy=REMEDY,
         )
     specials = {found for tree in trees for found in _specials(tree)}
     if len(specials) > 1:
         raise ConfigError(
-            f"{len(specials)} lists of special tokens are stated beside {file} (in {named})",
+            f"{len(specials)} lists of special tokens are given next to {file} (in {named})",
             wanted="one",
             remedy=REMEDY,
         )

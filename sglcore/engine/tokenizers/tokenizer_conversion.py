@@ -9,7 +9,7 @@ from typing import Any
 
 from sglcore.device.errors import ConfigError
 
-EXTRA = "pip install 'sglcore[slow-tokenizers]', or save a tokenizer.json beside the weights"
+EXTRA = "pip install 'sglcore[slow-tokenizers]', or save a tokenizer.json next to the weights"
 PROBES = (
     "once upon a time, there was a kind boy.",
     "it's 12345 o'clock; we'll see: 3.14159",
@@ -34,8 +34,8 @@ def unreadable(file: Path, error: Exception) -> ConfigError:
     """Return the error for a file that could not be converted."""
     reason = " ".join(str(error).split())
     return ConfigError(
-        f"transformers can not convert {file}: {type(error).__name__}: {reason:.400}",
-        remedy="download it again, or save a tokenizer.json beside the weights",
+        f"transformers cannot convert {file}: {type(error).__name__}: {reason:.400}",
+        remedy="download it again, or save a tokenizer.json next to the weights",
     )
 
 
@@ -47,5 +47,5 @@ def cut_otherwise(
     return ConfigError(
         f"transformers' conversion of {file} cuts {text!r} into {', '.join(map(repr, given))}",
         wanted=f"{', '.join(map(repr, wanted))}, as by {by}",
-        remedy="save a tokenizer.json beside the weights, or name the model's own tokenizer_class in tokenizer_config.json",
+        remedy="save a tokenizer.json next to the weights, or name the model's own tokenizer_class in tokenizer_config.json",
     )

@@ -352,9 +352,10 @@ class ShardedBuild(Scope):
         if reads and local.intermediate_size % GROUP:
             fits = [width for width in legal_widths(self.config) if moe.intermediate_size % (width * GROUP) == 0]
             raise ConfigError(
-                f"tp is {self.inside.size}, and {moe.intermediate_size} numbers inside an expert have scales in groups of {GROUP}",
+                f"tp is {self.inside.size}, and {moe.intermediate_size} intermediate features of an expert have "
+                f"scales in groups of {GROUP}",
                 wanted=f"one of {', '.join(map(str, fits))}",
-                remedy="--tp with one",
+                remedy="set --tp to one of them",
             )
         cut_clamped(self.at(name).cut, moe.intermediate_size, part)
         own = self.own().clamped_experts(name, local, alpha, limit)
@@ -385,7 +386,7 @@ class ShardedBuild(Scope):
     def _refuse_whole(self, what: str) -> None:
         if self._every.has_experts_whole:
             raise ConfigError(
-                f"{self.config.architecture} has {what}, which are not dealt out whole here", remedy="--ep 1"
+                f"{self.config.architecture} has {what}, which expert parallelism does not support", remedy="--ep 1"
             )
 
     def _refusal(self, what: str) -> ConfigError:

@@ -155,9 +155,9 @@ def load_draft(
     )
     shared = " and ".join(["embedding", "output layer"][name == "lm_head"] for name in given) or "nothing"
     count = sum(each.numel() for each in model.weights.parameters)
-    told = f"{count / 1e6:.1f} million weights of {folder}, which shares with the model: {shared}"
+    told = f"{count / 1e6:.1f} million weights of {folder}; shared with the model: {shared}"
     if heads == 1 < layers:
-        told += f"; the first of its {layers} layers proposes all tokens"
+        told += f"; the first of its {layers} layers drafts all tokens"
     ledger.record(Row("draft model", kind, kind, told, "--draft-model"))
     return Draft(kind, model, model.aux_layers, max(heads, 1))
 
@@ -171,7 +171,7 @@ def _standalone(
     ours, theirs = (_tokens(each) for each in (folder, target.config.path))
     if ours is not None and theirs is not None and ours != theirs:
         raise ConfigError(
-            f"{folder / 'tokenizer.json'} has other tokens than the model's", wanted="the same ids", remedy=_OTHER
+            f"{folder / 'tokenizer.json'} has other token ids than the model", wanted="the same ids", remedy=_OTHER
         )
     # Its own ledger keeps its decisions out of the target's. The target bounds its positions.
     own = replace(config, dtype=str(target.dtype).removeprefix("torch."), max_model_len=None, task="generate")
@@ -255,7 +255,7 @@ def _heads(folder: Path, found: int, config: EngineConfig) -> int:
         return 1
     if found > 1 and tokens is not None and tokens > found:
         raise ConfigError(
-            f"draft_tokens is {tokens}, and {folder} has {found} layers that predict a token each",
+            f"draft_tokens is {tokens}, and {folder} has {found} layers that predict one token each",
             remedy=f"--draft-tokens {found}, or fewer",
         )
     return min(found, DRAFT_TOKENS if tokens is None else max(tokens, 1))
@@ -308,12 +308,12 @@ def _dflash_words(config: ModelConfig, shapes: Shapes, target: Architecture) -> 
     if not isinstance(block, int) or block < 2:
         _unfit(folder, "block_size", block, "2 or more")
     if not isinstance(mask, int) or not 0 <= mask < target.config.vocab_size:
-        _unfit(folder, "dflash_config.mask_token_id", mask, f"a token of the model's {target.config.vocab_size}")
+        _unfit(folder, "dflash_config.mask_token_id", mask, f"a token id below {target.config.vocab_size}")
     ids, width = own.get("target_layer_ids"), target.feature_size
     count = shapes["fc.weight"][1] // width
     found = _spread(count, layers) if ids is None else list(ids)
     if not found or found != sorted(found) or found[0] < 0 or found[-1] >= layers or len(found) != count:
-        wanted = f"{count} ascending numbers of the model's {layers} layers, as fc.weight has them"
+        wanted = f"{count} ascending numbers of the model's {layers} layers, as fc.weight implies"
         _unfit(folder, "dflash_config.target_layer_ids", found, wanted)
     aux_layers = tuple(each + 1 for each in found)
     return {"aux_layers": aux_layers, "block_size": block, "mask_token_id": mask, "target_hidden_size": width}
@@ -332,7 +332,9 @@ def _frozen_words(config: ModelConfig, shapes: Shapes, target: Architecture) -> 
     for place, window in enumerate(config.sliding_windows):
         layer, kind = last.get(window is not None), "full_attention" if window is None else "sliding_attention"
         if layer is None or layer.rows or layer.is_exact:
-            _unfit(folder, f"layer_types[{place}]", repr(kind), "layers of which the model has keys and values by head")
+            _unfit(
+                folder, f"layer_types[{place}]", repr(kind), "a kind of layer with keys and values by head in the model"
+            )
         size = shapes.get(f"model.layers.{place}.self_attn.q_norm.weight", (0,))[0]
         if size != layer.head_dim or config.num_attention_heads % layer.num_kv_heads:
             heads = f"{config.num_attention_heads} heads of {size} in layer {place}"
@@ -360,7 +362,7 @@ def _token_groups(config: ModelConfig, shapes: Shapes) -> tuple[int, int] | None
             config.path,
             "num_centroids",
             groups,
-            f"{stored}, as masked_embedding.centroids has, a divisor of {config.vocab_size}",
+            f"{stored}, as masked_embedding.centroids has, and a divisor of {config.vocab_size}",
         )
     if not 0 < most <= groups:
         _unfit(config.path, "centroid_intermediate_top_k", most, f"1 to {groups}")
@@ -389,7 +391,7 @@ def _aux_layers(config: ModelConfig, shapes: Shapes, layers: int, width: int) ->
         _unfit(config.path, AUX_IDS, ids, f"ascending numbers of the model's {layers} layers")
     inputs = shapes.get("fc.weight", (0, 0))[1]
     if inputs != len(found) * width:
-        _unfit(config.path, AUX_IDS, ids, f"{inputs // width} of them, as fc.weight has {inputs} columns")
+        _unfit(config.path, AUX_IDS, ids, f"{inputs // width} layers, because fc.weight has {inputs} columns")
     return tuple(found)
 
 

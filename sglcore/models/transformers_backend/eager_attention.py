@@ -154,7 +154,7 @@ class Own:
         for name in self._buffers:
             window = _window(self.module.get_buffer(name))
             if window is not None and not window < min(LENGTHS[-1], call.window or LENGTHS[-1]):
-                raise refusal(self.module, f"its own mask has a window of {window}, which is not tried")
+                raise refusal(self.module, f"its own mask has a window of {window}, which is not tested")
             call = replace(call, window=window or call.window)
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             torch.manual_seed(0)
@@ -171,7 +171,7 @@ class Own:
         found = scaled_dot_product_attention(query, key, value, seen, scale=call.scaling, enable_gqa=True)
         if not torch.allclose(found.flatten(), wanted.flatten(), rtol=EQUAL, atol=EQUAL):
             raise refusal(
-                self.module, f"it attends otherwise, by {float((found - wanted.view_as(found)).abs().max()):.2g}"
+                self.module, f"its attention differs, by {float((found - wanted.view_as(found)).abs().max()):.2g}"
             )
         return call
 
@@ -192,7 +192,7 @@ class Own:
             return None
         slopes, far = slopes_of(bias, heads, times), slopes_of(self.far_bias, heads, times)
         if slopes is not None and (far is None or not np.allclose(slopes, far, rtol=1e-5, atol=0)):
-            what = f"{self.far_bias.shape[-1]} keys, and with {bias.shape[-1]} {slopes[0]:.4g}"
+            what = f"{self.far_bias.shape[-1]} keys, and a first slope of {slopes[0]:.4g} with {bias.shape[-1]}"
             found = "no slopes" if far is None else f"a first slope of {far[0]:.4g}"
             raise refusal(self.module, f"its bias has {found} with {what}")
         return slopes
@@ -341,7 +341,7 @@ def _far_biases(model: PreTrainedModel, owns: Sequence[Own]) -> list[Tensor]:
     finally:
         for each in hooks:
             each.remove()
-    raise refusal(model, "it attends in other layers with many tokens than with few")
+    raise refusal(model, "other layers attend with many tokens than with few")
 
 
 def _may_attend(names: set[str]) -> bool:

@@ -46,7 +46,7 @@ def check(config: ModelConfig, implementation: str) -> float:
             tiny = described(Path(folder), config.raw, small, "generate")
             found = difference(own, _loaded(tiny, implementation))
     except SglcoreError as error:
-        raise ConfigError(f"transformers' type {kind!r} can not be served: {error}") from error
+        raise ConfigError(f"transformers' type {kind!r} cannot be served: {error}") from error
     except Exception as error:
         said = " ".join(str(error).split())
         raise _refusal(kind, f"a tiny model of it fails ({type(error).__name__}: {said})") from error
@@ -82,7 +82,7 @@ def _loaded(config: ModelConfig, implementation: str) -> Architecture:
 
 def _refusal(kind: str, what: str) -> ConfigError:
     return ConfigError(
-        f"transformers' type {kind!r} can not be served: {what}",
+        f"transformers' type {kind!r} cannot be served: {what}",
         wanted=f"a difference of at most {EQUAL:g}",
         remedy="use another model",
     )

@@ -172,7 +172,7 @@ def _check_norms(model: PreTrainedModel, norms: Iterable[Replacement], trace: Tr
     """Raise `ConfigError` for a model that computes with a norm's weight itself."""
     if any(isinstance(each, Norm) and trace.is_read(each.weight) for each in norms):
         raise DoesNotRun(
-            f"{type(model).__name__} can not be served by transformers' classes: it computes with a norm's weight",
+            f"{type(model).__name__} cannot be served by transformers' classes: it computes with a norm's weight",
             remedy="use another model",
         )
 
@@ -185,7 +185,7 @@ def _check(
     again = walk(model, lengths=(many,), windows=windows, has_states=has_states)
     if again != found.calls or found.ends.is_read or any(each.is_read for each in linears):
         raise DoesNotRun(
-            f"{type(model).__name__} can not be served by transformers' classes: it calls attention otherwise with "
+            f"{type(model).__name__} cannot be served by transformers' classes: it calls attention differently with "
             f"{many} tokens than with {few}",
             remedy="use another model",
         )

@@ -34,9 +34,10 @@ def check_angles(own: nn.Module, call: tuple[Any, Any], count: int) -> None:
         for found, angles in zip(angles_of(asked_of, call, places[asked]), wanted, strict=True):
             if found.shape != angles[asked].shape or not torch.allclose(found, angles[asked], rtol=0, atol=1e-4):
                 raise ConfigError(
-                    f"{type(own).__name__} gives a position other angles beside other positions, up to {count - 1}",
-                    wanted="angles of a position alone, because a step has positions of several requests",
-                    remedy="use a model with a file of sglcore (docs/models.md)",
+                    f"{type(own).__name__} gives a position other angles if the other positions differ, up to "
+                    f"{count - 1}",
+                    wanted="angles that depend on the position alone, because a step has positions of several requests",
+                    remedy="use a model that sglcore implements (docs/models.md)",
                 )
 
 

@@ -70,7 +70,7 @@ class Rotary(nn.Module):
         tables = {key: self._table(call, build.max_positions) for key, call in self._calls.items()}
         if self.has_order and None in tables.values():
             raise ConfigError(
-                f"{type(self.own).__name__} makes other angles than it was seen to", remedy="use another model"
+                f"{type(self.own).__name__} makes other angles than in the walk", remedy="use another model"
             )
         self._tables = {key: table.to(build.weights.device) for key, table in tables.items() if table is not None}
 
@@ -180,7 +180,7 @@ class Turn:
 
     def _by_class(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *more: Any, **named: Any) -> Any:
         if self._calls is None:
-            assert not self.projections, "cosines of another kind than those of the walk"
+            assert not self.projections, "cosines of another kind than in the walk"
             return self.function(q, k, cos, sin, *more, **named)
         # Does not read the angles, so that any read in the trace is another reader's.
         turned = _like(q), _like(k)

@@ -158,10 +158,10 @@ def walk(
     attended, windows = {} if attended is None else attended, {} if windows is None else windows
     first, *others = (_calls(_Walk(model, attended, windows), length, is_padded) for length in lengths)
     if not first and not has_states:
-        raise refusal(model, "it never calls attention by transformers' interface")
+        raise refusal(model, "it never calls attention through transformers' interface")
     for length, found in zip(lengths[1:], others, strict=True):
         if found != first:
-            what = f"it calls attention otherwise with {length} tokens than with {lengths[0]}"
+            what = f"it calls attention differently with {length} tokens than with {lengths[0]}"
             raise refusal(model, what, DoesNotRun)
     return first
 
@@ -226,9 +226,9 @@ def write_down(
     if unknown:
         raise refusal(module, f"it calls attention with {', '.join(unknown)}")
     if not isinstance(attention_mask, Seen):
-        raise refusal(module, "it makes its masks itself")
+        raise refusal(module, "it makes its own masks")
     if key.shape[2] != query.shape[2]:
-        raise refusal(module, "it attends to other tokens than those of the step")
+        raise refusal(module, "it attends to tokens outside the step")
     record.attended.setdefault(module, []).append((query, key, value))
     asked = (
         query.shape[1],
@@ -273,7 +273,7 @@ def seen_by(mask_function: MaskFunction, place: int) -> int | None:
     count = int(np.count_nonzero(seen))
     if not 0 < count <= place + 1 or not seen[place + 1 - count : place + 1].all():
         raise ConfigError(
-            "a mask of the model does not show a token itself and those before it", remedy="use another model"
+            "a mask of the model does not show a token itself and the tokens before it", remedy="use another model"
         )
     return None if count == place + 1 else count
 
@@ -281,7 +281,7 @@ def seen_by(mask_function: MaskFunction, place: int) -> int | None:
 def refusal(module: nn.Module, what: str, kind: type[ConfigError] = ConfigError) -> ConfigError:
     """Return the error for a module that does something unsupported."""
     return kind(
-        f"{type(module).__name__} can not be served by transformers' classes: {what}",
-        wanted="attention by transformers' attention interface alone",
+        f"{type(module).__name__} cannot be served by transformers' classes: {what}",
+        wanted="attention through transformers' attention interface only",
         remedy="use another model",
     )

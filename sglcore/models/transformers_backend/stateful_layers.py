@@ -175,7 +175,9 @@ class Mixer(StateLayer):
         """For the log: that the module forgets. Empty if it does not."""
         if not self.forgets:
             return ""
-        return f"with several tokens {type(self.module).__name__} begins anew: behind a prefix they come one by one"
+        return (
+            f"{type(self.module).__name__} ignores its state with several tokens: after a prefix, tokens run one by one"
+        )
 
     def results(self, found: tuple[Any, ...]) -> Tensor:
         """Pack the module's results as [rows * T, width]."""
@@ -190,7 +192,7 @@ class Mixer(StateLayer):
         if batch.forward_mode.is_decode:
             return self._advance(hidden[:, None], slots, states)
         if batch.extend_seq_lens_cpu is None or batch.extend_prefix_lens_cpu is None:
-            raise ValueError("found a batch whose lengths the host does not know; wanted extend_seq_lens_cpu")
+            raise ValueError("found a batch with lengths that the host does not know; wanted extend_seq_lens_cpu")
         lengths, before = batch.extend_seq_lens_cpu.tolist(), batch.extend_prefix_lens_cpu.tolist()
         count = next((row for row, length in enumerate(lengths) if length > 1), len(lengths))
         rows = hidden[count:].split(lengths[count:])
@@ -218,7 +220,7 @@ class Mixer(StateLayer):
         self._call(hidden[:, :1], held)
         self.size = hidden.shape[2]
         if self.kept and kept != self.kept:
-            raise _refusal(self.module, f"it keeps {kept} of {hidden.shape[1]} tokens, and {self.kept} of fewer")
+            raise _refusal(self.module, f"it keeps {kept} for {hidden.shape[1]} tokens, and {self.kept} for fewer")
         self.kept, self._results = kept, Results(hidden, found)
         return self._results.unpack(self._results.pack(found))
 
@@ -278,14 +280,14 @@ def _forgets(mixer: Mixer) -> bool:
     whole, few = twin(hidden, [LONG], {}), hidden[:, :FEW]
     if not _is_same(twin(few, [1] * FEW), whole):
         if not _is_same(twin(few, [FEW]), whole):
-            raise _refusal(mixer.module, "it begins with another state than zeros")
-        raise _refusal(mixer.module, "token by token it does not give what it gives at once")
+            raise _refusal(mixer.module, "its initial state is not zero")
+        raise _refusal(mixer.module, "its results token by token differ from the results of one call")
     if not _is_same(twin.side_by_side(few), torch.stack((whole[1], whole[0]))):
-        raise _refusal(mixer.module, "what it gives of a request depends on other requests of the step")
+        raise _refusal(mixer.module, "its results for a request depend on other requests of the step")
     if _is_same(twin(hidden, PARTS), whole):
         return False
     if not _is_same(twin(hidden, [LONG - LAST, *[1] * LAST]), whole):
-        raise _refusal(mixer.module, f"of {LONG} tokens it gives something else in parts than at once")
+        raise _refusal(mixer.module, f"its results for {LONG} tokens in parts differ from the results of one call")
     return True
 
 
@@ -353,5 +355,5 @@ def _random(shape: torch.Size) -> Tensor:
 
 def _refusal(module: nn.Module, what: str) -> ConfigError:
     return ConfigError(
-        f"{type(module).__name__} can not be served by transformers' classes: {what}", remedy="use another model"
+        f"{type(module).__name__} cannot be served by transformers' classes: {what}", remedy="use another model"
     )

@@ -140,18 +140,18 @@ def _check(folder: Path, raw: Mapping[str, Any], config: PreTrainedConfig, runs_
     kinds = {str(each.get("rope_type")) for each in (ropes, *ropes.values()) if isinstance(each, Mapping)}
     for kind in sorted(kinds & {"dynamic", "longrope"}):
         raise ConfigError(
-            f"{file} has the rope type {kind!r}, by which transformers turns a whole batch as its longest "
-            "request wants",
-            remedy="use a model with a file of sglcore (docs/models.md)",
+            f"{file} has the rope type {kind!r}, with which transformers rotates a whole batch as its longest "
+            "request needs",
+            remedy="use a model that sglcore implements (docs/models.md)",
         )
     if text.to_dict().get("attn_temperature_tuning"):
         raise ConfigError(
             f"{file} has attn_temperature_tuning, for which transformers counts the tokens of a step instead of "
-            "those of a request",
+            "a request's",
             remedy="use another model",
         )
     if has_mxfp4_experts(raw):
         raise ConfigError(
-            f"{folder} has experts in mxfp4, which are read for models with a file of sglcore",
+            f"{folder} has experts in mxfp4, which are read only for models that sglcore implements",
             remedy="leave --model-impl out, or use the plain version of this model",
         )

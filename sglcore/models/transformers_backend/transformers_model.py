@@ -52,7 +52,8 @@ class TransformersModel(Architecture):
         self._has_places = find_biases(model, replaced.owns)
         if self._has_places and build.max_positions > FARTHEST:
             raise ConfigError(
-                f"a context of {build.max_positions}, and places in this model's scores are exact up to {FARTHEST}",
+                f"the context is {build.max_positions}, and positions in this model's scores are exact up to "
+                f"{FARTHEST}",
                 remedy=f"set --max-model-len to at most {FARTHEST}",
             )
         use_attention(model, MASKED if self._has_places else PAGED)
@@ -80,7 +81,7 @@ class TransformersModel(Architecture):
         lost = [name for name in self.weights.orders if name.endswith(".weight") and name not in self.weights.targets]
         if lost:
             raise ConfigError(
-                f"{lost[0]!r} is stored in parts whose rows can not be put in order", remedy="use another model"
+                f"{lost[0]!r} is stored in parts with rows that cannot be reordered", remedy="use another model"
             )
         return found
 
@@ -118,7 +119,9 @@ def _replaced_model(build: Build) -> tuple[PreTrainedModel, tuple[Mixer, ...], R
     try:
         return *_replaced(build, is_whole=True), ""
     except DoesNotRun as error:
-        return *_replaced(build, is_whole=False), f"; linear layers alone, because with others: {error.found}"
+        return *_replaced(
+            build, is_whole=False
+        ), f"; only linear layers are replaced, because with others: {error.found}"
 
 
 def _replaced(build: Build, is_whole: bool) -> tuple[PreTrainedModel, tuple[Mixer, ...], Replaced]:

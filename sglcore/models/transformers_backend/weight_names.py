@@ -80,8 +80,11 @@ class Naming:
                     return self._cut(stacked, name, converter, pattern, found, dim)
             if tuple(map(type, converter.operations)) not in _STACKED:
                 raise ConfigError(
-                    f"{name!r} becomes {stacked!r} by a conversion that is not done here",
-                    remedy="save the model by transformers' save_pretrained(save_original_format=False), or use another one",
+                    f"{name!r} becomes {stacked!r} by a conversion that is not supported",
+                    remedy=(
+                        "save the model with transformers' save_pretrained(save_original_format=False), or "
+                        "use another one"
+                    ),
                 )
             self._replace(stacked, name, converter, pattern)
 

@@ -116,7 +116,7 @@ def _check_kept(config: ModelConfig, model: Architecture) -> None:
     if config.is_encoder and (model.state_layers or any(layer.rows for layer in model.attention_layers)):
         kept = "states" if model.state_layers else "rows of its own"
         raise ConfigError(
-            f"{config.architecture} keeps {kept}, and an embedding runs without", remedy="use another model"
+            f"{config.architecture} keeps {kept}, and an embedding runs without them", remedy="use another model"
         )
 
 

@@ -67,7 +67,7 @@ class Mxfp4Source:
 
     def stored(self, report: Callable[[int], None]) -> Stored:
         """Raise TypeError: the weight holds all experts, and is not a linear layer's."""
-        raise TypeError(f"{self.blocks.entry.name!r} is of all experts")
+        raise TypeError(f"{self.blocks.entry.name!r} holds all experts")
 
 
 def mxfp4_source(
@@ -82,7 +82,7 @@ def mxfp4_source(
         return None
     if absent:
         raise CheckpointError(
-            f"{absent[0]!r} not in the checkpoint, which has the other one of {name!r}",
+            f"{absent[0]!r} is not in the checkpoint, which has the other part of {name!r}",
             remedy="check config.json, or download it again",
         )
     blocks, scales = (places[part] for part in parts)

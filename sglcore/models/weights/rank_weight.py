@@ -29,7 +29,7 @@ class CutWeight:
         part begins or ends within a group."""
         codes = self.whole.as_codes() if self.cut.dim else None
         crosses = codes is not None and not self._is_aligned(codes)
-        return f"{self.whole.form}, some of which lie on two ranks" if crosses else self.whole.form
+        return f"{self.whole.form}, some divided between two ranks" if crosses else self.whole.form
 
     def values(self, rows: slice) -> Tensor:
         """Return float32 values of some rows of the part."""

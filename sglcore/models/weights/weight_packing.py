@@ -87,7 +87,7 @@ class Packer:
             if name not in in_layers:
                 target = weights.targets.pop(name)
                 source.copy(target, report)
-                self.notes["dequantised, being no linear layers"] += source.form is not None
+                self.notes["dequantised, being outside linear layers"] += source.form is not None
                 self.notes["of experts kept in 4-bit floats"] += name.endswith("_blocks")
                 self._grown += 0 if source.form is None else target.nbytes - source.num_bytes
                 self._experts += _EXPERT.fullmatch(name) is not None
@@ -121,7 +121,7 @@ class Packer:
         told += [f"output layer {self.head}"] if self.head is not None else []
         told += [f"{count} weights {note}" for note, count in self.notes.items() if count]
         if self._grown > 0:
-            told.append(f"what is no linear layer takes {self._grown / (1 << 20):.1f} MiB more than in the files")
+            told.append(f"weights outside linear layers take {self._grown / (1 << 20):.1f} MiB more than in the files")
         if self._kept and self._quantize != "auto":
             told.append("the checkpoint's own codes are kept")
         if rounded:
@@ -184,7 +184,7 @@ class Packer:
         if not any(stored):
             return None
         if self._quantize == NONE:
-            self._note(layer, "as was asked")
+            self._note(layer, "as requested")
             return None
         if self._kernels.pack_quantized is None or not self._may_change(layer):
             self._note(layer, NOT_READ)
@@ -228,7 +228,7 @@ class Packer:
         except ValueError as error:
             names = " and ".join(repr(name) for name in layer.names)
             raise CheckpointError(
-                f"{names} can not be packed: {' '.join(str(error).split())}", remedy="download the checkpoint again"
+                f"{names} cannot be packed: {' '.join(str(error).split())}", remedy="download the checkpoint again"
             ) from None
         self._weights.place(layer, weight)
 

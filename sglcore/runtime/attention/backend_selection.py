@@ -73,7 +73,7 @@ def refusal(facts: AttentionFacts, needs: AttentionNeeds) -> str:
     if facts.dtypes is not None and needs.dtype not in facts.dtypes:
         return f"dtype {needs.dtype}; it takes {', '.join(facts.dtypes)}"
     if facts.index_dtype not in (None, needs.index_dtype):
-        return f"cell indices of {needs.index_dtype}; it takes {facts.index_dtype}"
+        return f"KV slot indices of {needs.index_dtype}; it takes {facts.index_dtype}"
     if facts.padding_len != needs.padding_len:
         return f"padding rows of length {needs.padding_len}; it wants {facts.padding_len}"
     if not facts.takes_layout(needs.layout):
@@ -106,7 +106,7 @@ def select_attention(
     for name in (explicit,) if explicit is not None else candidates:
         backend, reason = _consider(candidates[name], needs, package)
         if backend is not None and not reason:
-            why = f"asked for; serves {whom}" if explicit else "; ".join([f"first that serves {whom}", *refused])
+            why = f"requested; serves {whom}" if explicit else "; ".join([f"first that serves {whom}", *refused])
             ledger.record(Row("attention", explicit or "auto", name, why, "choose with --attention-backend"))
             return backend
         refused.append(f"{name} refused: {reason}")

@@ -188,7 +188,9 @@ class AttentionBackend(ABC, Generic[Plan]):
 
         Only for backends with the feature `encoder`; raises TypeError for others.
         """
-        raise TypeError(f"{type(self).__name__} serves no layer without cells, and does not say so of itself")
+        raise TypeError(
+            f"{type(self).__name__} does not serve layers without KV slots, and its facts do not declare it"
+        )
 
     @final
     def planned(self, batch: ForwardBatch | None) -> tuple[ForwardBatch, Plan]:
@@ -197,9 +199,7 @@ class AttentionBackend(ABC, Generic[Plan]):
         Raises StalePlanError unless this backend planned the batch at its present size.
         """
         if batch is None or batch.plan_record is None:
-            raise StalePlanError(
-                "attention of a batch that is not planned; run it by a runner, or plan and mark it first"
-            )
+            raise StalePlanError("found a batch without a plan; run it with a runner, or plan and mark it first")
         record = batch.plan_record
         if record.planner is not self or (record.batch_size, record.num_tokens) != (batch.batch_size, batch.num_tokens):
             raise StalePlanError(f"attention of {batch.plan_drift(record, self)}; plan again before the forward")

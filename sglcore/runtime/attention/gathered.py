@@ -34,7 +34,9 @@ class GatheredAttention(ReferenceAttention):
         """Return a plan of sizes only: the rest is read on the device when the graph runs."""
         rows = bucket.num_tokens // bucket.batch_size
         if rows * bucket.batch_size != bucket.num_tokens:
-            raise ValueError(f"{bucket.num_tokens} tokens of {bucket.batch_size} requests are not the same number each")
+            raise ValueError(
+                f"{bucket.num_tokens} tokens of {bucket.batch_size} requests do not have the same number each"
+            )
         pool = self.req_to_token_pool
         count = torch.arange(
             max(rows, pool.max_pages * pool.page_size), dtype=torch.int32, device=pool.page_table.device

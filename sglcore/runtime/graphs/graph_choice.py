@@ -43,7 +43,7 @@ def make_backend(
     kind, is_automatic = facts.graph_kind(config.graph), config.graph == "auto"
     offered = ", ".join(package.graphs) or "none"
     if kind == "off":
-        why = "this device takes none by itself" if is_automatic else "start-up waits for no capture"
+        why = "this device uses none by default" if is_automatic else "start-up waits for no capture"
         ledger.record(Row("graph", config.graph, "eager", why, f"--graph with one of: {offered}"))
         return None
     if kind not in package.graphs:
@@ -66,12 +66,14 @@ def reason_of_ranks(groups: Groups | None, kind: str) -> str:
     if groups is None:
         return ""
     if groups.place.topology.dp > 1:
-        return "the rows of each step's shards are other ones, and no graph is agreed on"
+        return "data-parallel shards have different rows in each step, and do not agree on a graph"
     if groups.has_experts_whole and not (groups.dispatch.is_fixed and groups.communication.in_graphs):
-        return f"rows go to their experts over {groups.communication.backend}, and no {kind} graph holds that"
+        return f"rows go to their experts over {groups.communication.backend}, and no {kind} graph can contain that"
     if groups.tp.goes_into(kind):
         return ""
-    return f"sums of ranks over {groups.communication.backend} run between kernels, and no {kind} graph holds them"
+    return (
+        f"sums of ranks over {groups.communication.backend} run between kernels, and no {kind} graph can contain them"
+    )
 
 
 def _reason_against(facts: Facts, attn_backend: AttentionBackend) -> str:
@@ -79,7 +81,7 @@ def _reason_against(facts: Facts, attn_backend: AttentionBackend) -> str:
     if attn_backend.shape.is_encoder:
         return "an encoder does not decode, and graphs are for decoding"
     if facts.has_streams and "capture" not in attn_backend.facts.features:
-        return f"the attention backend {type(attn_backend).__name__} can not run inside a captured stream"
+        return f"the attention backend {type(attn_backend).__name__} cannot run inside a captured stream"
     return ""
 
 
@@ -160,8 +162,8 @@ def capture(
     if runner.halves is not None:
         ledger.record(_halves_row(config, captured, against))
     if config.shadow:
-        what = f"every replay of {config.shadow} also runs eagerly and is compared"
-        ledger.record(Row("shadow", str(config.shadow), what, "asked for; each comparison waits", "shadow=0"))
+        what = f"one replay in {config.shadow} also runs eagerly and is compared"
+        ledger.record(Row("shadow", str(config.shadow), what, "requested; each comparison waits", "shadow=0"))
     return captured
 
 
@@ -171,9 +173,12 @@ def reason_against_halves(backend: GraphBackend, widths: tuple[int, ...]) -> str
     Empty if they can.
     """
     if backend.kind != "full":
-        return f"graphs of kind {backend.kind} are captured in parts, or as a list of calls, which two halves would mix"
+        return (
+            f"graphs of kind {backend.kind} are captured in parts, or as a list of calls, which two micro-batches "
+            "would mix"
+        )
     if widths != (1,):
-        return "steps that verify proposals have several numbers of rows a request, and a graph is cut at one place"
+        return "steps that verify draft tokens vary in rows per request, and a graph is split at one place"
     return ""
 
 
@@ -185,14 +190,14 @@ def _halves_row(config: EngineConfig, captured: GraphRunner, against: str) -> Ro
             topic,
             asked,
             "off",
-            f"{against}: what they hold replays whole",
+            f"{against}: batches in graphs replay whole",
             "--graph full or off",
             downgrade=asked == "on",
         )
     if not sizes:
-        return Row(topic, asked, "off", "no captured batch size is cut: decodes replay whole", "--graph off")
+        return Row(topic, asked, "off", "no captured batch size is split: decodes replay whole", "--graph off")
     return Row(
-        topic, asked, "on", f"decodes at batch sizes {', '.join(map(str, sizes))} hold two halves", "--graph off"
+        topic, asked, "on", f"decodes at batch sizes {', '.join(map(str, sizes))} hold two micro-batches", "--graph off"
     )
 
 

@@ -66,7 +66,8 @@ def limit_row(asked: Buckets, fit: Buckets, most: int | None) -> Row | None:
     wanted = f"{len(asked.decode)} of decode, {len(asked.prompts)} of prompts"
     got = f"{len(fit.decode)} of decode, {len(fit.prompts)} of prompts"
     reason = (
-        f"they are {asked.count} captured pieces, and this device holds {most}; what is left out pads to the next size"
+        f"they are {asked.count} captured pieces, and this device holds {most}; a size that is left out is padded "
+        "to the next one"
     )
     return Row(
         "graph buckets", wanted, got, reason, "fewer graph_buckets, a smaller max_batch_tokens, or --graph full", True

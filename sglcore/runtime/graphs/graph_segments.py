@@ -120,7 +120,7 @@ def record_pieces(recorder: Recorder, step: Step) -> Pieces:
     _run_with(first, step)
     if not first.has_calls:
         raise ConfigError(
-            "this model can not be captured in pieces: none of its operations asks the context for segments",
+            "this model cannot be captured in pieces: none of its operations asks the context for segments",
             remedy="--graph full captures its decode steps, --graph off nothing",
         )
     output = _run_with(captured, lambda: captured.run(step))

@@ -180,7 +180,7 @@ def _hidden(outputs: Any) -> Tensor:
     if isinstance(outputs, Tensor):
         return outputs
     if len(outputs) != 1:
-        raise CaptureError(f"a forward gives hidden states alone; this one gives {len(outputs)} values")
+        raise CaptureError(f"a forward returns only hidden states; this one returns {len(outputs)} values")
     return outputs[0]
 
 

@@ -51,7 +51,7 @@ class Shadow:
         raise ShadowMismatch(
             f"the replay of {path} differs from the eager forward of the same inputs, first in row {row} of "
             f"{len(error)}, by at most {float(error.nan_to_num(torch.inf).max()):.3g} (allowed there: "
-            f"{float(limit[row]):.3g}); --graph off runs without graphs, shadow=0 compares no more"
+            f"{float(limit[row]):.3g}); --graph off runs without graphs, shadow=0 stops comparing"
         )
 
 

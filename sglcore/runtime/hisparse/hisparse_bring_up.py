@@ -41,7 +41,7 @@ def check_swapped(asked: str | None, architecture: str, layers: Sequence[Attenti
         hisparse.buffer_rows(layer.top_k)
     if not swapped:
         raise ConfigError(
-            f"hisparse is asked for, and no layer of {architecture} chooses the rows that it reads",
+            f"hisparse is requested, and no layer of {architecture} chooses the rows that it reads",
             wanted="a model with sparse attention, such as DeepSeek-V3.2 or V4",
             remedy="leave --hisparse out",
         )
@@ -58,7 +58,8 @@ def hisparse_config(config: EngineConfig, facts: Facts, kernels: KernelTable) ->
     remedy = "leave --hisparse out"
     if config.speculative not in (None, "off", "auto") or config.draft_model is not None:
         raise ConfigError(
-            "hisparse and speculative decoding are both asked for, and a step that verifies proposals reads the rows of several"
+            "hisparse and speculative decoding are both requested, and a step that verifies draft tokens reads "
+            "the rows of several"
             " tokens of a request",
             wanted="one of them",
             remedy=f"--speculative off, or {remedy}",
@@ -67,14 +68,15 @@ def hisparse_config(config: EngineConfig, facts: Facts, kernels: KernelTable) ->
         return asked
     if not facts.reaches_pinned_memory:
         raise ConfigError(
-            f"hisparse is asked for, and kernels on {facts.tensor_device} do not reach host memory",
+            f"hisparse is requested, and kernels on {facts.tensor_device} do not reach host memory",
             wanted="a device whose facts say reaches_pinned_memory",
             remedy=remedy,
         )
     missing = [name for name in REACHING if name not in kernels.replaced]
     if missing:
         raise ConfigError(
-            f"hisparse is asked for, and {', '.join(missing)} of the kernel table are the reference's, which do not reach host"
+            f"hisparse is requested, and {', '.join(missing)} of the kernel table are the reference's, which do "
+            "not reach host"
             " memory",
             remedy=remedy,
         )
@@ -113,9 +115,9 @@ def hisparse(
     assert isinstance(rows, RowPool)
     host = size_text(sizes.num_pages * sizes.geometry.host_page)
     what = f"{shape.buffer_rows} rows of each request and layer on the device, {host} in host memory"
-    why = f"{len(shape.names)} layers read {shape.top_k} rows of a token each"
+    why = f"{len(shape.names)} layers read {shape.top_k} rows for each token"
     if hisparse_config.unused:
-        why += f"; {', '.join(hisparse_config.unused)} decide nothing here"
+        why += f"; {', '.join(hisparse_config.unused)} have no effect here"
     if facts.shares_host_memory:
         why += "; host and device share memory, so there are no more pages than without"
     ledger.record(Row("hisparse", config.hisparse or "on", what, why, "--hisparse off"))

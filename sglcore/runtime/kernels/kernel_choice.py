@@ -22,7 +22,7 @@ K = TypeVar("K")
 Call = Sequence[object]
 """The arguments of one call of an entry."""
 
-REMEDY = "another --dtype or model; --kernels reference asks for what is slow and takes everything"
+REMEDY = "another --dtype or model, or --kernels reference, which is slow and takes everything"
 
 
 class Refusals:
@@ -36,7 +36,7 @@ class Refusals:
 
         `after` is used instead, or the parts that the entry combines.
         """
-        instead = "the parts it stands for" if after is None else origin_of(after)
+        instead = "the entries that it combines" if after is None else origin_of(after)
         found = f"{reason}; found {_text(entry, call)}"
         row = Row(entry.name, origin_of(refuses), instead, found, REMEDY, downgrade=True)
         self._by_reason.setdefault(reason, {}).setdefault((row.topic, row.requested), row)

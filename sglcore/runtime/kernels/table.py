@@ -374,7 +374,7 @@ class KernelTable(SpeculativeKernels, SparseKernels, HiSparseKernels):
         self.__dict__.update(refused=(), float8=E4M3FN, activation_bits=0)
 
     def __setattr__(self, name: str, value: object) -> None:
-        raise AttributeError(f"{name} of a kernel table can not be set: `replace` gives another table")
+        raise AttributeError(f"{name} of a kernel table cannot be set: `replace` returns another table")
 
     @classmethod
     def declared(cls) -> dict[str, Entry[Any]]:
@@ -418,7 +418,7 @@ class KernelTable(SpeculativeKernels, SparseKernels, HiSparseKernels):
         Raises `ConfigError` for an unknown one.
         """
         if float8 not in FLOATS:
-            raise ConfigError(f"rows in eight bits are to be in {float8!r}", wanted=f"one of {', '.join(FLOATS)}")
+            raise ConfigError(f"the format of 8-bit rows is {float8!r}", wanted=f"one of {', '.join(FLOATS)}")
         return self._like(self, float8=float8)
 
     def rounding(self, activation_bits: int) -> Self:

@@ -94,7 +94,7 @@ def fitting_page_size(layers: Sequence[Attention], asked: int | None, default: i
     if asked % multiple:
         raise ConfigError(
             f"page_size is {asked}",
-            wanted=f"a multiple of {multiple}, the tokens in which this model's blocks come out even",
+            wanted=f"a multiple of {multiple} tokens, so that a page has whole blocks of this model",
             remedy="leave --page-size out",
         )
     return asked
@@ -109,8 +109,8 @@ def rows_row(
         return size_text(1000 * page_bytes // page_size)
 
     parts = [f"{thousand(kept.page)} for 1,000 tokens"]
-    parts += [f"{thousand(kept.window_page)} for 1,000 that windows see"] if kept.window_page else []
-    parts += [f"{size_text(kept.ring)} a request"] if kept.ring else []
+    parts += [f"{thousand(kept.window_page)} for 1,000 in sliding windows"] if kept.window_page else []
+    parts += [f"{size_text(kept.ring)} per request"] if kept.ring else []
     dense = sum(layer.size_by_head for layer in layers) * dtype.itemsize
     reason = f"keys and values by head would be {size_text(1000 * dense)} for 1,000 tokens"
     floats = {each.codec.float8 for layer in layers for each in layer.rows.values() if each.codec is not None}

@@ -43,7 +43,7 @@ def check_row_dtype(kv_cache_dtype: str, device: torch.device | str, float8: str
     """Raise ConfigError for a `kv_cache_dtype` that rows or the device do not support."""
     if kv_cache_dtype not in ("auto", FP8):
         raise ConfigError(
-            f"kv_cache_dtype is {kv_cache_dtype!r}, and this model keeps no keys and values by head, but rows",
+            f"kv_cache_dtype is {kv_cache_dtype!r}, and this model keeps rows, not keys and values by head",
             wanted=f"auto or {FP8}",
             remedy="leave --kv-cache-dtype out",
         )
@@ -53,7 +53,7 @@ def check_row_dtype(kv_cache_dtype: str, device: torch.device | str, float8: str
             codec.decode(codec.encode(torch.ones(1, 64, device=device)))
     except (NotImplementedError, RuntimeError, TypeError) as error:
         raise ConfigError(
-            f"kv_cache_dtype is {kv_cache_dtype!r}, and this device knows no 8-bit floats ({float8}): {error}",
+            f"kv_cache_dtype is {kv_cache_dtype!r}, and this device does not support 8-bit floats ({float8}): {error}",
             wanted="auto",
             remedy="leave --kv-cache-dtype out",
         ) from None

@@ -54,7 +54,9 @@ def sizes(
     has_rows = any(layer.rows for layer in model.attention_layers)
     _check_cells(config, model, pool_kind, has_rows)
     for remark in dict.fromkeys(layer.remark for layer in model.state_layers if layer.remark):
-        ledger.record(Row("prompts", "auto", "whole ones at once", remark, "raise max_batch_tokens above their length"))
+        ledger.record(
+            Row("prompts", "auto", "whole prompts in one step", remark, "raise max_batch_tokens above their length")
+        )
     context_len, layers = model.config.context_length, model.attention_layers
     longest = config.max_model_len or context_len
     if speculation is not None and speculation.draft is not None:
@@ -63,7 +65,7 @@ def sizes(
     most = 0 if speculation is not None else longest - config.max_batch_tokens
     page_size = fitting_page_size(layers, config.page_size, facts.page_size)
     if config.page_size is None and page_size != facts.page_size:
-        why = f"blocks of this model come out even in it; the device's own is {facts.page_size}"
+        why = f"a page has whole blocks of this model; the device's own size is {facts.page_size}"
         ledger.record(Row("page size", "auto", f"{page_size} tokens", why, "set page_size to a multiple of it"))
     kept = geometry(layers, model.state_layers, most, page_size, model.dtype, pool_kind.cell_bytes)
     if model.state_layers and speculation is not None:
@@ -73,15 +75,15 @@ def sizes(
     if has_rows:
         ledger.record(rows_row(kept, layers, page_size, model.dtype, config.kv_cache_dtype))
     if not kept.window and any(has_window(layer) for layer in layers):
-        why = "a window and the tokens of a step are not below max_model_len, so that nothing would be freed in time"
+        why = "a window plus the tokens of a step is not below max_model_len, so no page would be freed in time"
         remedy = "lower max_batch_tokens"
         if speculation is not None:
-            why, remedy = "tokens are proposed, and a wrong one goes back in the window", "--speculative off"
+            why, remedy = "draft tokens are verified, and a rejected one goes back in the window", "--speculative off"
         ledger.record(Row("window cache", "auto", "none", why, remedy))
     verified = min(config.max_requests, config.max_batch_tokens) * most_drafts(config)
     scores = score_bytes(layers, max(config.max_batch_tokens, verified), longest)
     if scores:
-        why = "of an indexer in the longest step, kept free beside the pools"
+        why = "of an indexer in the longest step, reserved in addition to the pools"
         ledger.record(Row("index scores", "auto", size_text(scores), why, "lower max_batch_tokens or max_model_len"))
         device_memory = replace(device_memory, available=max(0, device_memory.available - scores))
     if speculation is not None:
@@ -99,8 +101,8 @@ def sizes(
 def beside_taken(model: LoadedModel, speculation: Speculation, kept: Geometry, ledger: DecisionLedger) -> Geometry:
     """Add the kept state inputs of a verification's rows to the bytes of a request."""
     each = verified_rows(model, speculation) * taken_bytes(model.state_layers)
-    why = "what states take in of proposals, of which they take in again what was right"
-    ledger.record(Row("verified rows", "auto", f"{size_text(each)} a request", why, "--speculative off"))
+    why = "inputs of states for draft tokens; the accepted ones are applied again"
+    ledger.record(Row("verified rows", "auto", f"{size_text(each)} per request", why, "--speculative off"))
     return replace(kept, ring=kept.ring + each)
 
 
@@ -124,12 +126,13 @@ def _check_cells(config: EngineConfig, model: LoadedModel, pool_kind: PoolKind, 
     """Raise ConfigError for a KV dtype that the pools do not have, or that the model cannot use."""
     if config.kv_cache_dtype != pool_kind.kv_cache_dtype and not has_rows:
         raise ConfigError(
-            f"kv_cache_dtype is {config.kv_cache_dtype!r}, and this device keeps keys and values in the model's type",
+            f"kv_cache_dtype is {config.kv_cache_dtype!r}, and this device keeps keys and values in the model's dtype",
             remedy="leave --kv-cache-dtype out",
         )
     if config.kv_cache_dtype != PER_HEAD.kv_cache_dtype and any(layer.is_exact for layer in model.attention_layers):
         raise ConfigError(
-            f"kv_cache_dtype is {config.kv_cache_dtype!r}, and keys of this model hold their places, which it would round",
+            f"kv_cache_dtype is {config.kv_cache_dtype!r}, and keys of this model contain positions, which it "
+            "would round",
             remedy="leave --kv-cache-dtype out",
         )
 

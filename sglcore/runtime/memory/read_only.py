@@ -65,5 +65,6 @@ class ReadOnlyPool:
     def refuse(self, layer_id: int) -> NoReturn:
         """Raise ReadOnlyPoolError for a write to the layer's storage."""
         raise ReadOnlyPoolError(
-            f"a model would store keys and values in cells of layer {layer_id} of another; it may attend to them alone"
+            f"a model would store keys and values in KV slots of layer {layer_id} of another model; it may only "
+            "read them"
         )

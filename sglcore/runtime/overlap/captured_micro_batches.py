@@ -43,7 +43,9 @@ class CapturedHalves:
         backend: Any
         for backend, plan, part in zip(self.halves.backends, self.plans, parts, strict=True):
             if backend.refresh(plan, part) is not None:
-                raise TypeError(f"{type(backend).__name__} updates captured graphs, which can not hold two halves")
+                raise TypeError(
+                    f"{type(backend).__name__} updates captured graphs, which cannot hold two micro-batches"
+                )
 
     def forward(self, model: Model, context: ForwardContext, batch: ForwardBatch) -> Tensor:
         """Return hidden states [T, H] of the captured batch. Runs inside the capture.

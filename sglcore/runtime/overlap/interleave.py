@@ -108,7 +108,7 @@ class _Second(Generic[Result]):
             except BaseException as raised:
                 second = raised
         if second is not first:
-            first.add_note(f"the other half failed too, while it was ended: {second!r}")
+            first.add_note(f"the other micro-batch failed too, while it was stopped: {second!r}")
         return first
 
 

@@ -45,14 +45,14 @@ def cut_terms(
     asked = config.two_batch_overlap
     if asked == "off":
         if groups is not None:
-            ledger.record(Row(TOPIC, asked, "off", "it was not asked for", "--two-batch-overlap on or auto"))
+            ledger.record(Row(TOPIC, asked, "off", "it was not requested", "--two-batch-overlap on or auto"))
         return None
     theta, where = _theta(model, pools, attention)
     reason = _reason_against(asked, hisparse, groups) or _reason_of_shards(model, theta, pools, groups)
     if reason:
         ledger.record(Row(TOPIC, asked, "off", reason, "--two-batch-overlap off", downgrade=asked == "on"))
         return None
-    terms, why = CutTerms(), "asked for"
+    terms, why = CutTerms(), "requested"
     if asked == "auto":
         assert groups is not None
         terms, why = measured_terms(
@@ -70,9 +70,9 @@ def cut_terms(
 def _reason_against(asked: str, hisparse: HiSparseCoordinator | None, groups: Groups | None) -> str:
     """Return why no batch may be split; empty if some may."""
     if hisparse is not None:
-        return "rows lie in host memory, and both halves would bring theirs to the same places of the device"
+        return "rows lie in host memory, and both micro-batches would load theirs to the same slots of the device"
     if asked == "auto" and groups is None:
-        return "one rank waits for no other"
+        return "a single rank waits for no other"
     return ""
 
 
@@ -84,7 +84,7 @@ def _reason_of_shards(model: LoadedModel, theta: float, pools: Pools, groups: Gr
     """
     if groups is None or groups.place.topology.dp == 1 or theta or pools.states is not None or model.config.is_encoder:
         return ""
-    return "shards of requests agree on where they are cut, and do not know that blocks of rows are not parted"
+    return "data-parallel shards agree on where they are split, but do not know that blocks of rows cannot be split"
 
 
 def _theta(model: LoadedModel, pools: Pools, attention: AttentionBackend) -> tuple[float, str]:
@@ -92,12 +92,12 @@ def _theta(model: LoadedModel, pools: Pools, attention: AttentionBackend) -> tup
     from sglcore.runtime.attention.sparse.compressed import COMPRESSED
 
     if pools.states is not None:
-        return 0.0, "between requests, each of which keeps a state"
+        return 0.0, "between requests, because each keeps a state"
     if model.config.is_encoder:
-        return 0.0, "between requests, whose tokens see each other in both directions"
+        return 0.0, "between requests, because their tokens see each other in both directions"
     if COMPRESSED in attention.shape.features:
-        return 0.0, "between requests, whose blocks of rows are not parted"
-    return THETA, "inside a request where its neighbours leave the halves too uneven"
+        return 0.0, "between requests, because blocks of rows cannot be split"
+    return THETA, "inside a request if its boundaries would make the micro-batches too uneven"
 
 
 def _align(theta: float, groups: Groups | None) -> int:
@@ -116,8 +116,8 @@ def _told(terms: CutTerms) -> str:
     decode = "no decode" if terms.least_decode >= NEVER else f"decodes of {terms.least_decode} rows"
     prompts = "no prompts" if terms.least >= NEVER else f"prompts of {terms.least} tokens"
     even = f", in multiples of {terms.align}" if terms.align > 1 else ""
-    ahead = f"the first half is {terms.staggers.prompts} and {terms.staggers.decode} waits ahead"
-    return f"{prompts} and {decode} or more are cut{even}, and {ahead}"
+    ahead = f"the first micro-batch is {terms.staggers.prompts} and {terms.staggers.decode} waits ahead"
+    return f"{prompts} and {decode} or more are split{even}, and {ahead}"
 
 
 def measured_terms(cost: LayerCost, groups: Groups, config: EngineConfig, layers: int) -> tuple[CutTerms | None, str]:
@@ -130,12 +130,13 @@ def measured_terms(cost: LayerCost, groups: Groups, config: EngineConfig, layers
     found = _for_all(cost.least_rows(rows) or NEVER, groups)
     decode = _for_all(cost.least_rows(config.max_requests) or NEVER, groups)
     numbers = (
-        f"of a layer of {rows} rows, computing takes {cost.compute.seconds(rows) * 1e6:.0f} us, of which {cost.share(rows):.0%} for any"
+        f"for a layer of {rows} rows, computing takes {cost.compute.seconds(rows) * 1e6:.0f} us, "
+        f"{cost.share(rows):.0%} of it for any"
         f" number of rows, and waiting {cost.waiting.seconds(rows) * 1e6:.0f} us: {cost.whole(rows) * 1e6:.0f} us whole,"
-        f" {cost.halves(rows) * 1e6:.0f} us in halves"
+        f" {cost.halves(rows) * 1e6:.0f} us as two micro-batches"
     )
     if found >= NEVER:
-        return None, f"{numbers}; halves are not faster"
+        return None, f"{numbers}; micro-batches are not faster"
     staggers = Staggers(
         _for_all(cost.stagger(rows, layers), groups), _for_all(cost.stagger(config.max_requests, layers), groups)
     )

@@ -34,7 +34,7 @@ class Halves:
         """
         if backends[0] is backends[1]:
             raise ValueError(
-                "both halves were given one attention backend; wanted one for each, with its own workspace"
+                "both micro-batches were given one attention backend; wanted one for each, with its own workspace"
             )
         self.backends, self.terms = backends, terms
 

@@ -39,5 +39,5 @@ def make_parts(package: DevicePackage, device: torch.device) -> tuple[tuple[Part
     partition: Partition = resolve(package.partition, package.name)(device)
     shares = prompt_units(partition.units, partition.multiple)
     if not shares:
-        raise ConfigError(f"{partition.units} units can not be divided in multiples of {partition.multiple}")
+        raise ConfigError(f"{partition.units} units cannot be divided in multiples of {partition.multiple}")
     return tuple(take_part(device, units, partition.stream) for units in shares), partition.units

@@ -144,8 +144,8 @@ class Slices:
         """
         prompt = self._open
         if prompt is None or first != prompt.done or not first < last <= self._model.sliced_layers:
-            found = "none is open" if prompt is None else f"{prompt.done} of {self._model.sliced_layers} have run"
-            raise ValueError(f"a slice wants the layers from {first} to {last} of a prompt; {found}")
+            found = "no prompt is open" if prompt is None else f"{prompt.done} of {self._model.sliced_layers} have run"
+            raise ValueError(f"a slice requests layers {first} to {last} of a prompt; {found}")
         prompt.view.needs_forward_metadata_init(self._attention)
         with self._running(), forward_context(self._runner.context(prompt.view, self._attention)):
             prompt.state, prompt.done = self._model.run_layers(prompt.state, first, last), last

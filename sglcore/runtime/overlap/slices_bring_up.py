@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from sglcore.runtime.parallel.rank_groups import Groups
 
 
-BEHIND = "a stream of its own, behind that of decode steps"
+BEHIND = "a separate stream of lower priority than decode steps"
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,23 +66,27 @@ def lane(
     if between:
         return Lane(INTERLEAVE, between)
     if config.prompt_lane == PRIORITY:
-        return Lane(PRIORITY, f"asked for: {BEHIND}")
+        return Lane(PRIORITY, f"requested: {BEHIND}")
     try:
         parts, units = make_parts(package, device)
     except ConfigError as error:
         return Lane(PRIORITY, f"{error}: {BEHIND}")
     shares = ", ".join(str(part.units) for part in parts)
-    return Lane(PARTITION, f"streams that keep to {shares} of {units} units, by how many rows decode beside", parts)
+    return Lane(
+        PARTITION,
+        f"streams that use {shares} of {units} units, by the number of rows that decode at the same time",
+        parts,
+    )
 
 
 def _why_between(config: EngineConfig, facts: Facts, groups: Groups | None) -> str:
     """Return why slices run between decode steps; empty if they can run concurrently."""
     if slice_budget(config.prompt_slices) is None:
-        return "prompts come whole"
+        return "prompts run whole"
     if config.prompt_lane == INTERLEAVE:
-        return "asked for"
+        return "requested"
     if not facts.has_streams:
-        return "this device runs one thing after the other"
+        return "this device has no streams"
     return "" if groups is None else "ranks call their collectives in one order"
 
 
@@ -122,11 +126,11 @@ def _why_whole(
     if model.config.is_encoder or not model.sliced_layers:
         return f"the forward of {model.config.architecture} is not divided into layers", "--prompt-slices off"
     if speculation is not None:
-        return "a model that proposes tokens takes the features of whole prompts", "--speculative off"
+        return "speculative decoding needs whole prompts", "--speculative off"
     if hisparse is not None:
-        return "a prompt's step gets the rows of its requests whole, which lie in host memory", "--hisparse off"
+        return "a prefill step loads all rows of its requests, which lie in host memory", "--hisparse off"
     if groups is not None and groups.place.topology.dp > 1:
-        return "requests are in shards, which run the same kind of step together", "--dp 1"
+        return "data-parallel shards run the same kind of step together", "--dp 1"
     return "", ""
 
 

@@ -13,7 +13,7 @@ from sglcore.runtime.parallel.expert_dispatch import FixedDispatcher, MakeDispat
 
 TOLD: Mapping[str, str] = MappingProxyType(
     {
-        "ragged": "as many rows as there are, by all-to-all; the host waits for their counts",
+        "ragged": "only the existing rows, by all-to-all; the host waits for their counts",
         "fixed": "a place for each row of each rank at every expert, so that no shape depends on the routing",
     }
 )

@@ -165,7 +165,9 @@ def moves_of_step(groups: Groups) -> RowMoves:
     """
     batch = get_forward_context().batch
     if batch is None or batch.step_plan is None:
-        raise RuntimeError("found a forward of one shard of requests without a plan; wanted a step that all agreed on")
+        raise RuntimeError(
+            "found a forward of a data-parallel shard without a plan; wanted a step that all shards agreed on"
+        )
     return RowMoves(batch.step_plan, groups, groups.shard)
 
 

@@ -33,57 +33,63 @@ def _refused(name: str, **reasons: str) -> Combination:
     return Combination(name, MappingProxyType(reasons))
 
 
-_UNCUT = "its draft is not cut for ranks"
-_NOT_AGREED = "shards of requests agree on no plan of its draft's forwards"
+_UNCUT = "its draft is not divided among ranks"
+_NOT_AGREED = "data-parallel shards do not agree on a plan of its draft's forwards"
 COMBINATIONS: Mapping[str, Combination] = MappingProxyType(
     {
         CELLS: _refused("a model that keeps keys and values of all tokens"),
-        WINDOWS: _refused("a model with windows", trees="windows, which count tokens of other branches of a tree too"),
+        WINDOWS: _refused(
+            "a model with sliding windows",
+            trees="sliding windows, which would count tokens of other branches of a tree",
+        ),
         ROWS: _refused(
             "a model that keeps rows of latents or of compressed blocks",
-            trees="rows of a form of its own, of which a tree's branches can not see their own alone",
+            trees="rows in a format that cannot be masked by branch of a tree",
         ),
         STATE: _refused(
             "a model that keeps a state of each request",
-            trees="a state of each request, which goes on along one branch alone",
+            trees="a state of each request, which can follow only one branch",
         ),
         OTHER_STATE: _refused(
             "a model of transformers' classes that keeps a state of each request",
-            all="this model keeps a state of each request by transformers' classes, which can not go back to before a wrong proposal",
+            all=(
+                "this model keeps a state of each request in transformers' classes, which cannot undo a "
+                "rejected draft token"
+            ),
         ),
         HISTORY: _refused(
             "a model that reads the history of each token",
-            all="this model reads the history of each token, which has no proposals",
+            all="this model reads the history of each token, which does not contain draft tokens",
         ),
-        EMBEDS: _refused("a model that embeds", all="this model embeds: it proposes and draws no tokens"),
+        EMBEDS: _refused("a model that embeds", all="this model embeds: it drafts and samples no tokens"),
         DRAFT_STATE: _refused(
             "a draft that keeps a state of each request",
-            all="a state of each request, which can not go back to before what it proposed",
+            all="a state of each request, which cannot undo its draft tokens",
         ),
         DRAFT_RINGS: _refused(
             "a draft that keeps its last tokens in rings",
-            all="its last tokens in rings, where what it proposes takes the place of tokens that it needs again",
+            all="its last tokens in rings, where draft tokens overwrite tokens that it needs again",
         ),
         RANKS: Combination(
             "several ranks",
             MappingProxyType({"dflash": _UNCUT, "frozen-mtp": _UNCUT}),
         ),
         SHARDS: Combination(
-            "requests in shards (`--dp`)",
+            "data-parallel shards (`--dp`)",
             MappingProxyType(
                 {
                     "dflash": _NOT_AGREED,
                     "frozen-mtp": _NOT_AGREED,
-                    TREES: "shards of requests agree on chains alone",
+                    TREES: "data-parallel shards agree only on chains",
                 }
             ),
         ),
         HOST_ROWS: _refused(
             "rows in host memory (`--hisparse`)",
-            all="rows lie in host memory, of which a step brings those of one token of a request",
+            all="rows lie in host memory, and a step loads the rows of one token per request",
         ),
-        NO_PREFIX_CACHE: _refused("no prefix cache", suffix="the prefix cache is off, which has what is proposed"),
-        OTHER_RULES: _refused("`--speculative-verify rejection` or `block`", trees="these accept chains alone"),
+        NO_PREFIX_CACHE: _refused("no prefix cache", suffix="the prefix cache is off, and draft tokens come from it"),
+        OTHER_RULES: _refused("`--speculative-verify rejection` or `block`", trees="these accept only chains"),
         TEXT: _refused("grammars, schemas and penalties, for which trees become chains"),
     }
 )

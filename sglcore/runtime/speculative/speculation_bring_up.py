@@ -65,10 +65,10 @@ def speculation(
         why, remedy = reason_against(HOST_ROWS, ALL), "--hisparse off"
     elif groups is not None and config.speculative == "auto":
         # Each rank would time a trial by itself.
-        why = "several ranks hold this model, which do not try whether proposals are faster"
-        remedy = "--speculative with a kind, which is then taken as it is"
+        why = "this model runs on several ranks, which do not measure whether speculation is faster"
+        remedy = "--speculative with a kind, which is used without measuring"
     elif config.speculative == "auto" and config.prompt_slices != "off":
-        why, remedy = "prompts come by slices of layers, as was asked for", "--prompt-slices off"
+        why, remedy = "prompts run in slices of layers, as requested", "--prompt-slices off"
     if why:
         ledger.record(Row("speculative", config.speculative or "not asked", "off", why, remedy))
         return None
@@ -98,7 +98,7 @@ def reason_against_trees(package: DevicePackage, config: EngineConfig) -> str:
         except ImportError:
             continue
     names = ", ".join(offered) or asked
-    return f"{names}: none of the attention of {package.name} hides single cells from a row ({TREE_MASK})"
+    return f"{names}: no attention backend of {package.name} masks single KV slots of a row ({TREE_MASK})"
 
 
 def draft(speculation: Speculation | None) -> LoadedModel | None:
@@ -119,10 +119,10 @@ def beside_laws(
     taken, remedy = torch.float32.itemsize * math.prod(shape), "lower max_requests or draft_tokens"
     if taken > budget.available:
         raise ConfigError(
-            f"what proposals are drawn from takes {size_text(taken)}, {size_text(budget.available)} are available",
+            f"the distributions of draft tokens take {size_text(taken)}, {size_text(budget.available)} are available",
             remedy=f"{remedy}, or --speculative-verify coupled",
         )
-    why = f"what proposals of {config.max_requests} requests are drawn from, kept beside the pools"
+    why = f"the distributions of draft tokens for {config.max_requests} requests, in addition to the pools"
     ledger.record(Row("draft laws", config.speculative_verify, size_text(taken), why, remedy))
     return replace(budget, available=budget.available - taken)
 

@@ -218,10 +218,10 @@ def choose_speculation(
     kind, why, is_tried = _kind(config, model, folder)
     if config.draft_model is not None and kind not in MODELS:
         remedy = "leave one of --draft-model and --speculative out"
-        raise ConfigError(f"a draft model is given, and speculative is {asked!r}, which has none", remedy=remedy)
+        raise ConfigError(f"a draft model is given, and speculative is {asked!r}, which uses none", remedy=remedy)
     if kind == "off":
         if config.draft_width > 1 and config.speculative != "auto":
-            found = f"draft_width is {config.draft_width}, and speculative is {asked!r}, of which nothing is proposed"
+            found = f"draft_width is {config.draft_width}, and speculative is {asked!r}, which drafts no tokens"
             raise ConfigError(found, remedy=f"--speculative {', '.join(IN_TREES)}, or leave --draft-width out")
         ledger.record(Row("speculative", asked, "off", why, "--speculative ngram, for texts that repeat themselves"))
         return None
@@ -285,7 +285,7 @@ def _with_draft(config: EngineConfig, made: Speculation, draft: Any, ledger: Dec
 def _by_heads(config: EngineConfig, made: Speculation, heads: int, ledger: DecisionLedger) -> Speculation:
     """Return the speculation of a draft with one token per layer."""
     lengths = tuple(sorted({min(each, heads) for each in made.lengths}))
-    told, why = ", ".join(map(str, lengths)), f"each of the draft's {heads} layers proposes one token of a step"
+    told, why = ", ".join(map(str, lengths)), f"each of the draft's {heads} layers drafts one token per step"
     asked = "auto" if config.draft_tokens is None else str(config.draft_tokens)
     ledger.record(Row("draft tokens", asked, told, why, "--draft-tokens 1, for the first layer alone"))
     return replace(made, lengths=lengths, heads=heads)
@@ -297,25 +297,30 @@ def _tree(config: EngineConfig, kind: str) -> TreeShape | None:
     depth = config.draft_depth or min(TREE_DEPTH, tokens, MOST_NODES // width + 1)
     if width == 1:
         if config.draft_depth is not None:
-            raise ConfigError("draft_depth is that of trees, and draft_width is 1", remedy="--draft-tokens alone")
+            raise ConfigError("draft_depth applies to trees, and draft_width is 1", remedy="--draft-tokens alone")
         return None
     shape = TreeShape(width, depth, tokens + 1)
     reason, remedy = "", "--draft-width 1"
     if kind not in IN_TREES:
-        reason = f"proposals of {kind!r} are chains; those of {', '.join(IN_TREES)} may be trees"
+        reason = f"drafts of {kind!r} are chains; drafts of {', '.join(IN_TREES)} may be trees"
     elif config.speculative_verify != COUPLED:
         reason = f"the rule is {config.speculative_verify!r}, and {reason_against(OTHER_RULES, TREES)}"
     elif not depth <= tokens < MOST_NODES:
-        reason = f"a tree of {tokens} tokens is to be {depth} deep; it has {depth} to {MOST_NODES - 1} of them"
+        reason = f"a tree that is {depth} deep has {depth} to {MOST_NODES - 1} tokens, and {tokens} are requested"
         remedy = "--draft-tokens or --draft-depth"
     elif tokens > sum(shape.records):
-        reason = f"{width} beams that are {depth} deep record {sum(shape.records)} tokens, and {tokens} are to be kept"
+        reason = f"{width} beams that are {depth} deep record {sum(shape.records)} tokens, and {tokens} are requested"
         remedy = "lower --draft-tokens, or raise --draft-width"
     elif sum(shape.records) > MOST_RECORDS:
-        reason = f"{width} beams that are {depth} deep record {sum(shape.records)} tokens; {MOST_RECORDS} are most"
+        reason = (
+            f"{width} beams that are {depth} deep record {sum(shape.records)} tokens; at most {MOST_RECORDS} are "
+            "supported"
+        )
         remedy = "lower --draft-width or --draft-depth"
     elif shape.cells > MOST_NODES and kind != FROZEN:
-        reason = f"{width} beams that are {depth} deep write {shape.cells} cells, and {MOST_NODES} can be told apart"
+        reason = (
+            f"{width} beams that are {depth} deep write {shape.cells} KV slots, and at most {MOST_NODES} can be masked"
+        )
         remedy = "lower --draft-width or --draft-depth"
     if reason:
         raise ConfigError(f"draft_width is {width}, and {reason}", remedy=remedy)
@@ -337,32 +342,33 @@ def _lengths_in_block(config: EngineConfig, made: Speculation, block: int) -> tu
 def promise(rule: str) -> str:
     """Describe how the text relates to the text without speculation."""
     if rule == COUPLED:
-        return "the text is the same as without"
+        return "the text is the same as without speculation"
     return (
-        f"by {rule}, texts are exact in law, not in tokens; what is proposed takes a number a token of the vocabulary"
+        f"with {rule}, the distribution of texts is exact, not each token; a draft token takes one number per token "
+        "of the vocabulary"
     )
 
 
 def _kind(config: EngineConfig, model: LoadedModel, folder: Path) -> tuple[str, str, bool]:
     """Return the kind, the reason, and whether a trial must show that it is faster."""
     if config.speculative not in (None, "auto"):
-        return config.speculative, "asked for", False
+        return config.speculative, "requested", False
     if config.draft_model is not None:
         return resolve(DRAFT_KIND)(_given_folder(config.draft_model, folder)), "a draft model was given", False
     if model.config.is_encoder:
         return "off", reason_against(EMBEDS, ALL), False
     offered = resolve(OFFERED)(folder)
     if offered is None:
-        return "off", "this checkpoint brings nothing that proposes tokens", False
+        return "off", "this checkpoint has no draft model", False
     if reason := _reason_against(model, offered):
         return "off", reason, False
     if config.speculative is None:
         return (
             "off",
-            f"this checkpoint brings a draft ({offered}): --speculative auto takes it where it is faster",
+            f"this checkpoint has a draft ({offered}): --speculative auto uses it if it is faster",
             False,
         )
-    return offered, "this checkpoint brings it", True
+    return offered, "this checkpoint has it", True
 
 
 def _given_folder(text: str, folder: Path) -> Path:
@@ -375,8 +381,8 @@ def _given_folder(text: str, folder: Path) -> Path:
         if each.is_dir():
             return each
     raise ConfigError(
-        f"there is no folder {text!r}, nor one of this name in the model's",
-        wanted="that of a draft",
+        f"there is no folder {text!r}, and none of this name in the model's folder",
+        wanted="the folder of a draft model",
         remedy="correct --draft-model",
     )
 
@@ -394,7 +400,7 @@ def _draft_folder(config: EngineConfig, folder: Path, kind: str) -> Path:
     brought = resolve(DRAFT_KIND if kind == MTP and folder.is_dir() else OFFERED)(folder)
     if brought != kind:
         raise ConfigError(
-            f"speculative is {kind!r}, and this checkpoint brings no such draft", remedy="--draft-model FOLDER"
+            f"speculative is {kind!r}, and this checkpoint has no such draft", remedy="--draft-model FOLDER"
         )
     return folder
 

@@ -107,8 +107,9 @@ def with_features(model: Model, aux_layers: tuple[int, ...]) -> Model:
         return model
     if not isinstance(model, LayeredModel):
         raise ConfigError(
-            f"the draft reads the model before its layers {aux_layers}, and {type(model).__name__} runs as a whole",
-            remedy="--model-impl native, where there is a file, or another draft",
+            f"the draft reads the inputs of the model's layers {aux_layers}, and {type(model).__name__} runs as "
+            "a whole",
+            remedy="--model-impl native, if sglcore implements the model, or another draft",
         )
     return FeatureModel(model, aux_layers)
 

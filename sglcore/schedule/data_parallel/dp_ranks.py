@@ -74,7 +74,7 @@ class Shards:
         """
         known = self._placed.get(request.rid)
         if known is not None and known[0].state is not State.FINISHED:
-            raise RequestError(f"request {request.rid!r} was added before; give every request a name of its own")
+            raise RequestError(f"request {request.rid!r} was added before; give every request its own id")
         shard = self._shard_for(request)
         self.each[shard].add(request)
         self._placed[request.rid] = request, shard

@@ -53,7 +53,7 @@ class Arrivals:
             return None
         missing = self._memory.pages_for(len(request.prompt_ids)) - len(request.pages)
         if not self._memory.grow(request, missing):
-            raise AssertionError(f"request {request.rid!r} was admitted, and {missing} pages are not there")
+            raise AssertionError(f"request {request.rid!r} was admitted, but {missing} pages are missing")
         self.waiting.remove(request)
         request.state, request.is_lent = State.ARRIVING, True
         self.arriving.append(request)

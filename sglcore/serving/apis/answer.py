@@ -28,18 +28,18 @@ MOST_WARNED = 1000
 
 _SAID = MappingProxyType(
     {
-        400: "The request can not be run as it is; `param` names the field",
-        401: "No key, or a wrong one",
-        403: "A host name that this server does not answer for",
+        400: "The request cannot be run as it is; `param` names the field",
+        401: "No API key, or a wrong one",
+        403: "A host name or a web origin that this server does not allow",
         404: "No such model or object",
-        405: "Another method than the endpoint has",
-        408: "The body did not come in time",
+        405: "The endpoint does not have this method",
+        408: "The body did not arrive in time",
         413: "The body is larger than this server's limit",
         415: "A body that is not declared as JSON",
-        429: "Too much to do; `Retry-After` says when to come again",
-        500: "An error inside the server, with the id under which its log has it",
+        429: "The server is overloaded; `Retry-After` says when to try again",
+        500: "An error inside the server; the message has the id of its log entry",
         503: "The model is not ready, or its engine ended",
-        507: "The disk is full, so nothing was kept",
+        507: "The disk is full, so nothing was stored",
     }
 )
 WITH_BODY = tuple(status for status in _SAID if status not in (405, 507))
@@ -60,7 +60,7 @@ class Answer(BaseModel):
 
 
 class ErrorDetail(Answer):
-    """What went wrong: `param` is the request's field, `code` a word for programs."""
+    """An error: `param` names the field of the request, `code` is for programs."""
 
     message: str
     type: str
@@ -69,7 +69,7 @@ class ErrorDetail(Answer):
 
 
 class ErrorAnswer(Answer):
-    """Every error of the OpenAI endpoints."""
+    """An error of the OpenAI endpoints."""
 
     error: ErrorDetail
 

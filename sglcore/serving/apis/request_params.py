@@ -44,8 +44,8 @@ Bias = Annotated[dict[str, float], Field(max_length=MOST_IDS), entries(MOST_IDS)
 
 
 class SamplingFields(Body):
-    """How tokens are sampled, in every protocol: each field is a parameter of the same name. Those
-    that a protocol lacks are this server's."""
+    """How tokens are sampled, in every protocol: each field is a parameter of the same name. Fields
+    that the protocol does not have are extensions of this server."""
 
     temperature: float | None = Field(None, ge=0)
     top_p: float | None = Field(None, gt=0, le=1)
@@ -72,7 +72,7 @@ Fields = TypeVar("Fields", bound=SamplingFields)
 
 class StreamOptions(Body):
     """`include_usage` adds a last chunk with the token counts; with `continuous_usage_stats` every
-    chunk has those so far."""
+    chunk has the counts so far."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -80,7 +80,7 @@ class StreamOptions(Body):
 
 
 class JsonSchemaFormat(Body):
-    """A JSON schema that the answer must hold; it is always enforced, whatever `strict` says."""
+    """A JSON schema that the answer must satisfy; it is always enforced, whatever `strict` says."""
 
     name: str | None = None
     description: str | None = None
@@ -89,7 +89,7 @@ class JsonSchemaFormat(Body):
 
 
 class ResponseFormat(Body):
-    """The form of the answer.
+    """The format of the answer.
 
     A schema is in `json_schema`, or next to the type, as llama-server accepts it with `json_object`
     too. Structural tags are `structures` and `triggers`, or a `format`.
@@ -115,8 +115,8 @@ PARTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
 
 
 class StructuredOutputs(Body):
-    """One way to bind the answer: a JSON schema, any JSON object, a regular expression, a grammar,
-    or a list to choose from.
+    """One way to constrain the answer: a JSON schema, any JSON object, a regular expression, a
+    grammar, or a list to choose from.
 
     A grammar with `::=` is read as EBNF, any other as Lark.
     """
@@ -130,7 +130,7 @@ class StructuredOutputs(Body):
 
 
 class GenerationFields(SamplingFields):
-    """What completions and chats share."""
+    """The fields that completions and chats share."""
 
     model: str | None = None
     n: Positive | None = None
@@ -242,7 +242,7 @@ def _form(body: GenerationFields) -> tuple[str, Grammar | None]:
     }
     if len(found) > 1:
         names = " and ".join(found)
-        raise InvalidRequest(f"found {names}", wanted="one form of the answer", param=next(iter(found)))
+        raise InvalidRequest(f"found {names}", wanted="one response format", param=next(iter(found)))
     return next(iter(found.items()), ("", None))
 
 
@@ -268,7 +268,7 @@ def _of_format(found: ResponseFormat | None) -> dict[str, Grammar]:
     if other is not None or (len(names) > 1 and found.type == "json_schema"):
         raise InvalidRequest(
             f"response_format of the type {found.type} has {' and '.join(names)}",
-            wanted=" or ".join(PARTS[found.type]) or "nothing beside the type",
+            wanted=" or ".join(PARTS[found.type]) or "no field but type",
             param=f"response_format.{other or 'schema'}",
         )
     if found.type == "structural_tag":
@@ -312,7 +312,9 @@ def _of_structured(found: StructuredOutputs | None, prefix: str = STRUCTURED) ->
     if prefix == STRUCTURED and not found.given(*StructuredOutputs.model_fields):
         kinds = ", ".join(field.alias or name for name, field in StructuredOutputs.model_fields.items())
         raise InvalidRequest(
-            "structured_outputs has no kind that is here", wanted=f"one of {kinds}", param="structured_outputs"
+            "structured_outputs has no kind that this server supports",
+            wanted=f"one of {kinds}",
+            param="structured_outputs",
         )
     bound: dict[str, tuple[GrammarKind, str]] = {}
     if found.json_ is not None:

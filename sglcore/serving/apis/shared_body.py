@@ -98,7 +98,7 @@ class Body(BaseModel):
 
 
 class OtherKind(BaseModel):
-    """Something of a kind that this server does not have."""
+    """An object of a kind that this server does not support."""
 
     model_config = ConfigDict(extra="allow", strict=True)
     type: str

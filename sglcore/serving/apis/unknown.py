@@ -151,8 +151,8 @@ NEUTRAL: Mapping[str, Any] = MappingProxyType(
 REASONS: Mapping[str, str] = MappingProxyType(
     dict.fromkeys(
         _BEAMS,
-        "beams are compared by their sums after every token, while here each sample is drawn by its own seed, whatever"
-        " runs beside it; n gives several samples",
+        "beam search compares all beams after every token, while here each sample has its own seed and does not depend"
+        " on the others; n gives several samples",
     )
 )
 """Reasons why some of these fields are not supported."""

@@ -28,7 +28,7 @@ BLANKS = r"/\s{0,4}/"
 """Blanks between reasoning and what follows."""
 
 ONE_OF_THEM: Mapping[str, str] = MappingProxyType(
-    {"wanted": "one of them", "remedy": 'set tool_choice to "none", or leave the form out'}
+    {"wanted": "one of them", "remedy": 'set tool_choice to "none", or leave the response format out'}
 )
 
 MOST_CALLS = 16
@@ -54,7 +54,7 @@ def call_grammar(
     literal = _Literals(added)
     if answer is not None and _before(family, sample.one)[0].startswith(("{", "[")):
         raise GrammarError(
-            "found tools and a form of the answer, and this model's calls look like JSON too", **ONE_OF_THEM
+            "found tools and a response format, and this model's calls look like JSON too", **ONE_OF_THEM
         )
     rules = [f"start: {BLANKS if follows_reasoning else ''} {'calls' if answer is None else '(calls | answer)'}"]
     rules += [] if answer is None else [f"answer: {_answer(answer)}"]
@@ -91,7 +91,8 @@ def _answer(grammar: Grammar) -> str:
         return "/" + re.sub(r"(?<!\\)((?:\\\\)*)/", r"\1\/", grammar.text).replace("\n", "\\n") + "/"
     if grammar.kind not in ("json_schema", "json_object"):
         raise GrammarError(
-            f"found tools and an answer that is bound by {grammar.kind}, not by a schema or a regex", **ONE_OF_THEM
+            f"found tools and an answer that is constrained by {grammar.kind}, not by a schema or a regex",
+            **ONE_OF_THEM,
         )
     schema = read_schema(grammar.text) if grammar.text else {"type": "object"}
     return f"%json {embedded(schema if isinstance(schema, dict) else {})}"

@@ -66,7 +66,7 @@ def choose_tools(
         except Failed as error:
             failures.append(f"{family.name} failed its test: {error}")
     known = ", ".join(family.name for family in TOOLS)
-    nothing = f"the chat template writes calls in no format that is known ({known})"
+    nothing = f"the chat template does not write calls in a known format ({known})"
     if not _writes_calls(codec):
         nothing = "this checkpoint's chat template writes no tool calls"
     return Choice(None, "; ".join(failures) or nothing, is_failure=bool(failures))
@@ -82,12 +82,12 @@ def choose_reasoning(codec: TextCodec, name: str) -> Choice[ReasoningFamily]:
     if name != "auto":
         family = _known(name, REASONING, "reasoning parser")
         if not codec.reads_text:
-            raise ConfigError(f"the reasoning parser {family.name} can not be used: {SKIPPED}")
+            raise ConfigError(f"the reasoning parser {family.name} cannot be used: {SKIPPED}")
         try:
             _test_reasoning(codec, family)
         except Failed as error:
             raise ConfigError(f"the reasoning parser {family.name} failed its test: {error}") from None
-        return Choice(family, "asked for; its test passed")
+        return Choice(family, "requested; its test passed")
     if not codec.reads_text:
         return Choice(None, SKIPPED)
     for family in REASONING:
@@ -108,12 +108,12 @@ def _named_tools(
     if not (absent or family.write or _writes_calls(codec)):
         absent = "this checkpoint's chat template writes no tool calls"
     if absent:
-        raise ConfigError(f"the tool parser {family.name} can not be used: {absent}")
+        raise ConfigError(f"the tool parser {family.name} cannot be used: {absent}")
     try:
         sample = _test(codec, family, reasoning, form)
     except Failed as error:
         raise ConfigError(f"the tool parser {family.name} failed its test: {error}") from None
-    return Choice(family, "asked for; the chat template's calls were read back", sample)
+    return Choice(family, "requested; the chat template's calls were read back", sample)
 
 
 def _test(codec: TextCodec, family: ToolFamily, reasoning: ReasoningFamily | None, form: MessageForm) -> Sample:

@@ -364,7 +364,7 @@ def _must_call(request: ChatRequest, tools: Sequence[Mapping[str, Any]] | None) 
     if request.tool_choice in ("none", "auto"):
         return False
     if not tools:
-        raise InvalidRequest("tool_choice asks for a call", wanted="tools", remedy="give tools", param="tool_choice")
+        raise InvalidRequest("tool_choice requires a call", wanted="tools", remedy="give tools", param="tool_choice")
     return True
 
 

@@ -71,7 +71,7 @@ class Connection(HttpToolsProtocol):
         if excess > MOST_REFUSED:
             return self.transport.abort()
         if excess > 0:
-            found = f"{self.bounds.connections} connections are open, which are the most; try again later"
+            found = f"{self.bounds.connections} connections are open, and no more are allowed; try again later"
             return self._close_with(Failure(503, found, "unavailable_error", None, "overloaded", {"retry-after": "1"}))
         self._expect_head()
 
@@ -187,7 +187,7 @@ class Connection(HttpToolsProtocol):
             self._write_timer = self.loop.call_later(self.bounds.write_seconds, self.transport.abort)
 
     def _too_large(self) -> Failure:
-        found = f"the head of the request has more than {self.bounds.head_bytes} bytes, which are the most"
+        found = f"the head of the request has more than {self.bounds.head_bytes} bytes, the limit"
         return Failure(431, found, INVALID, None, "header_too_large")
 
     def _close_with(self, failure: Failure) -> None:

@@ -114,4 +114,4 @@ def _on_unknown(frontend: ChatFrontend, request: Request, names: Sequence[str]) 
     path = request.scope["route"].path
     frontend.metrics.unknown_fields[path,] += len(names)
     name = request.scope.get("state", {}).get("request_id", "-")
-    log.info("id=%s %s has fields that nobody knows: %s", name, path, shown(names))
+    log.info("id=%s %s has unknown fields: %s", name, path, shown(names))

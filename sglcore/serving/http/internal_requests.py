@@ -17,7 +17,7 @@ async def ask(app: ASGIApp, path: str, body: bytes, request_id: str) -> tuple[in
         if unread:
             return {"type": "http.request", "body": unread.pop(), "more_body": False}
         await asyncio.Event().wait()
-        raise AssertionError("nobody sets this event")
+        raise AssertionError("this event is never set")
 
     async def send(message: Message) -> None:
         nonlocal status

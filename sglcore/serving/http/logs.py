@@ -111,4 +111,4 @@ def _opened(path: str | None) -> TextIO | None:
     try:
         return Path(path).open("a", encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"log_file {path} can not be opened: {error.strerror}", remedy="correct log_file") from None
+        raise ConfigError(f"log_file {path} cannot be opened: {error.strerror}", remedy="correct log_file") from None

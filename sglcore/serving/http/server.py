@@ -100,7 +100,7 @@ def bind(config: ServerConfig) -> list[socket.socket]:
         reason = error.strerror or str(error)
         is_hosts = isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL
         remedy = "choose another --host, an address of this machine" if is_hosts else "choose another --port"
-        raise ConfigError(f"{config.host} port {port} can not be listened at: {reason}", remedy=remedy) from None
+        raise ConfigError(f"cannot listen at {config.host} port {port}: {reason}", remedy=remedy) from None
     return bound
 
 
@@ -116,7 +116,7 @@ def tls_of(config: ServerConfig) -> ssl.SSLContext | None:
         tls.load_cert_chain(certificate, config.ssl_keyfile, config.ssl_keyfile_password or "")
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"ssl_certfile {certificate}, its key, or ssl_ca_certs can not be used: {error}",
+            f"ssl_certfile {certificate}, its key, or ssl_ca_certs cannot be used: {error}",
             wanted="PEM files: a certificate and its private key",
             remedy="correct ssl_certfile, ssl_keyfile, ssl_keyfile_password or ssl_ca_certs",
         ) from None
@@ -211,7 +211,7 @@ def uvicorn_config(app: ASGIApp, config: ServerConfig) -> uvicorn.Config:
     logs."""
     most = min(config.max_connections, _file_limit(config.max_connections + _SPARE_FILES) - _SPARE_FILES)
     if most < config.max_connections:
-        log.warning("this process may open so few files that %d connections are the most; raise `ulimit -n`", most)
+        log.warning("the file limit of this process allows at most %d connections; raise `ulimit -n`", most)
     bounds = Bounds(max(most, 1), config.max_header_bytes, config.header_timeout, config.write_timeout)
     protocol: Any = partial(Connection, bounds=bounds)
     return uvicorn.Config(

@@ -128,7 +128,7 @@ class Traces:
             self.lost += len(spans)
             if not self._is_told:
                 self._is_told = True
-                log.warning("the collector of traces at %s does not take them: %s", self._url, error)
+                log.warning("sending traces to the collector at %s failed: %s", self._url, error)
 
 
 def _span(answered: Answered, parent: Parent | None, model: str, ended: int) -> dict[str, Any]:

@@ -190,7 +190,7 @@ class Frontend:
         generation.caller = CALLER.get()
         await self._admit(params.n)
         if self.supervisor.has(name):
-            raise InvalidRequest(f"a request with the id {name[:60]!r} is on its way", remedy="give each its own id")
+            raise InvalidRequest(f"a request with the id {name[:60]!r} is in progress", remedy="give each its own id")
         self.supervisor.submit(generation)
         self._open += params.n
         generation.when_closed(lambda: self._count_closed(params.n))
@@ -257,8 +257,8 @@ class Frontend:
         waiting = self._open + more - places
         if waiting > self.config.max_queued_requests:
             raise Overloaded(
-                f"{waiting} samples would wait for a place among the {places} that run",
-                wanted=f"at most {self.config.max_queued_requests} that wait",
+                f"{waiting} samples would have to wait, because at most {places} can run",
+                wanted=f"at most {self.config.max_queued_requests} waiting samples",
                 retry_after=self.metrics.retry_after(waiting),
             )
 
@@ -322,4 +322,4 @@ def chat_template(server: ServerConfig) -> str | None:
     try:
         return Path(server.chat_template).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"chat_template {server.chat_template} can not be read: {error}") from None
+        raise ConfigError(f"chat_template {server.chat_template} cannot be read: {error}") from None

@@ -145,7 +145,7 @@ class EngineService:
             except WorkerLost:
                 raise
             except Exception as error:
-                logging.exception("what was in flight could not be collected")
+                logging.exception("steps in flight could not be collected")
                 outputs = self._after_failure(error)
             self._send(outputs)
             self._send_embeddings()
@@ -187,7 +187,7 @@ class EngineService:
         try:
             return self.engine.drain()
         except Exception:
-            logging.exception("what was in flight could not be collected after: %s", error)
+            logging.exception("steps in flight could not be collected after: %s", error)
             self._failures = MOST_FAILURES
             return []
 
@@ -213,7 +213,7 @@ class EngineService:
         try:
             self.engine.scheduler.audit()
         except AssertionError as error:
-            return [str(error) or "the audit failed without a word"]
+            return [str(error) or "the audit failed without a message"]
         return []
 
     def _send_stats(self, *, force: bool = False) -> None:

@@ -98,7 +98,7 @@ class RayLauncher:
         installed."""
         if "://" in address:
             raise ConfigError(
-                f"ray is {address!r}, which leads to a cluster that this machine is no part of",
+                f"ray is {address!r}, a cluster that does not include this machine",
                 wanted="auto, local, or the host and port of a cluster's head",
                 remedy="start the server on a machine of the cluster (`ray start --address=HOST:PORT` makes this one so)",
             )

@@ -185,7 +185,7 @@ class Replica:
             async with asyncio.timeout(ORDER_SECONDS):
                 done = await self._answer(order)
         except TimeoutError:
-            raise NotAnswering(who, f"it has not followed an order in {ORDER_SECONDS:g} s") from None
+            raise NotAnswering(who, f"it has not answered a command in {ORDER_SECONDS:g} s") from None
         assert isinstance(done, Done)
         return done
 
@@ -258,8 +258,8 @@ class Replica:
                 self._take(reply)
                 self._hear()  # afterwards: the reply may say that it is unable
         except Exception as error:
-            log.exception("a reply of engine %d could not be followed", self.number)
-            self._error = f"a reply of the engine could not be followed: {type(error).__name__}: {error}"
+            log.exception("a reply of engine %d could not be handled", self.number)
+            self._error = f"a reply of the engine could not be handled: {type(error).__name__}: {error}"
             self.process.kill()
 
     async def _hear_beats(self) -> None:
@@ -312,7 +312,7 @@ class Replica:
         try:
             generation.deliver(output)
         except Exception as error:
-            log.exception("an output of one request could not be taken in")
+            log.exception("an output of one request could not be processed")
             self._channel.send(Abort(output.request_id))
             generation.fail(Unanswered(ended_badly("error", f"its answer was lost: {error}")))
 

@@ -333,7 +333,7 @@ class Supervisor:
             try:
                 self.tick()
             except Exception:  # one that cannot be killed now is tried again
-                log.exception("a replica could not be looked at")
+                log.exception("the check of a replica failed")
 
     async def _pause_late(self, replica: Replica) -> None:
         with suppress(NotAnswering):
@@ -386,9 +386,9 @@ class Supervisor:
         try:
             await self._launch(number)
         except Exception as error:  # any error: requests that wait for this replica must get it
-            log.exception("replica %d can not be started", number)
+            log.exception("replica %d cannot be started", number)
             self._restarts[number].end(None, 1)
-            self._after(number, f"its process can not be started: {error}", 1, [])
+            self._after(number, f"its process cannot be started: {error}", 1, [])
 
     async def _launch(self, number: int) -> None:
         channel, address = open_channel(self._context, await self._endpoint(number))

@@ -102,7 +102,7 @@ class AnswerCheck:
         except TimeoutError:
             return Verdict(0, ended=f"takes longer than {seconds:g} s")
         except OSError as error:
-            return Verdict(0, busy=f"the process that checks answers can not start: {error}")
+            return Verdict(0, busy=f"the process that checks answers cannot start: {error}")
 
 
 def shown(name: str, remark: str) -> str:

@@ -155,7 +155,7 @@ def test_where_no_call_is_forced_there_are_calls_or_the_bound_answer(
 def test_an_answer_that_leaves_no_place_for_calls_is_refused(cases: dict[str, Case]) -> None:
     with pytest.raises(GrammarError, match="this model's calls look like JSON too"):
         cases["llama"].format.tool_grammar(TOOLS, "auto", answer=ANSWERS[0][0])
-    with pytest.raises(GrammarError, match="found tools and an answer that is bound by lark"):
+    with pytest.raises(GrammarError, match="found tools and an answer that is constrained by lark"):
         cases["hermes"].format.tool_grammar(TOOLS, "auto", answer=Grammar("lark", 'start: "a"'))
 
 

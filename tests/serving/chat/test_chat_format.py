@@ -245,7 +245,7 @@ def test_calls_are_written_for_a_template_that_writes_none(formats: dict[str, Ch
     assert "this server writes <|tool_call|>" in found.tool_reason
     text = found.render([USER, called('{"a": "é"}', content="So."), {"role": "tool", "content": "r"}], tools=TOOLS).text
     assert 'So.<|tool_call|>[{"name": "f", "arguments": {"a": "é"}}]<|end_of_text|>' in text
-    with pytest.raises(ConfigError, match="hermes can not be used: .* writes no tool calls"):
+    with pytest.raises(ConfigError, match="hermes cannot be used: .* writes no tool calls"):
         ChatFormat.detect(codec_of("granite", tmp_path), tool_parser="hermes")
     silent = make_codec(tmp_path / "silent", "{{ tools }}{% for m in messages %}{{ m.content }}{% endfor %}")
     found = ChatFormat.detect(silent)

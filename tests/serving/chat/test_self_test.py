@@ -253,4 +253,4 @@ def test_parsers_can_be_turned_off(tmp_path: Path) -> None:
 
 def test_a_template_that_can_not_be_read_turns_tools_off(tmp_path: Path) -> None:
     found = ChatFormat.detect(make_codec(tmp_path, "{% if tools %}"))
-    assert found.tool_parser is None and "can not be read" in found.tool_reason
+    assert found.tool_parser is None and "cannot be read" in found.tool_reason

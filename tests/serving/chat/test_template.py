@@ -125,7 +125,7 @@ def test_a_file_of_a_checkpoint_that_is_no_utf8_is_refused_by_its_name(name: str
     make_codec(tmp_path, None)
     (tmp_path / name).parent.mkdir(exist_ok=True)
     (tmp_path / name).write_bytes(b'{"chat_template": "\xff"}')
-    with pytest.raises(ConfigError, match=f"{re.escape(str(tmp_path / name))} can not be read"):
+    with pytest.raises(ConfigError, match=f"{re.escape(str(tmp_path / name))} cannot be read"):
         TextCodec(tmp_path)
 
 

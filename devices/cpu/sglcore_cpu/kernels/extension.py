@@ -10,7 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from sglcore.device.ledger import Row
 
 DISTRIBUTION = "intel-extension-for-pytorch"
-ENDED = "it ended in March 2026, and 2.8.0 is its last on PyPI"
+ENDED = "it ended in March 2026, and 2.8.0 is its last release on PyPI"
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,11 +27,13 @@ class Extension:
         if release(self.version) == release(self.torch):
             return ""
         here = f"torch here is {self.torch}" if self.torch else "torch is not installed"
-        return f"is built for torch {release(self.version)}, and {here}"
+        return f"is built for torch {release(self.version)}, but {here}"
 
     def __str__(self) -> str:
         """Return its version, and whether it can serve."""
-        return f"{self.version}; " + (f"not used: it {self.gap}; {ENDED}" if self.gap else "--kernels ipex takes it")
+        return f"{self.version}; " + (
+            f"not used: it {self.gap}; {ENDED}" if self.gap else "select it with --kernels ipex"
+        )
 
 
 def find_extension(torch: str) -> Extension | None:
@@ -56,5 +58,7 @@ def extension_row(found: Extension, asked: bool, traced: bool) -> Row:
     if not asked:
         return Row("extension", "auto", "not used", f"{name} fits torch {found.torch}", "--kernels ipex")
     if traced:
-        return Row("extension", "ipex", "not used", f"{name} fits, but a compiler traces torch's own", "--graph off")
+        return Row(
+            "extension", "ipex", "not used", f"{name} fits, but a compiler traces only torch's kernels", "--graph off"
+        )
     return Row("extension", "ipex", name, f"it fits torch {found.torch}", "--kernels auto")

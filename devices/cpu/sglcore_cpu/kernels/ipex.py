@@ -27,7 +27,7 @@ def ipex_kernels() -> KernelTable:
     try:
         import_module("intel_extension_for_pytorch")
     except Exception as error:
-        raise DeviceError(f"{DISTRIBUTION} can not be imported: {error}", remedy="--kernels auto") from error
+        raise DeviceError(f"{DISTRIBUTION} cannot be imported: {error}", remedy="--kernels auto") from error
     return torch_kernels().replace(
         linear=linear,
         pack_linear=pack_linear,
@@ -44,7 +44,7 @@ def check_installed() -> None:
     if reason:
         what = DISTRIBUTION if found is None else f"{DISTRIBUTION} {found.version}"
         raise ConfigError(
-            f"kernels is 'ipex', and {what} {reason}",
+            f"kernels is 'ipex', but {what} {reason}",
             wanted=f"one that is built for torch {release(torch.__version__)}",
             remedy=f"--kernels auto, which needs no extension (no release of it is newer: {ENDED})",
         )

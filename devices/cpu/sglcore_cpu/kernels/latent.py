@@ -227,7 +227,7 @@ def takes_one(*call: object) -> str:
     float32 or have the dtype of the first one."""
     tensors = [each for each in call if isinstance(each, Tensor) and each.is_floating_point()]
     others = {each.dtype for each in tensors} - {torch.float32, tensors[0].dtype}
-    return refusal(tensors[0]) or ("" if not others else f"it takes no {others.pop()} beside {tensors[0].dtype}")
+    return refusal(tensors[0]) or ("" if not others else f"it takes no {others.pop()} together with {tensors[0].dtype}")
 
 
 def _are_streams(h: Tensor) -> bool:

@@ -138,7 +138,7 @@ class PanelForm:
         if ids.dtype not in (torch.int32, torch.int64) or ids.dim() != 1 or not ids.is_contiguous():
             raise ValueError(f"found ids {list(ids.shape)} of {ids.dtype}; wanted contiguous int32 or int64 [T]")
         if dtype not in TYPES:
-            raise ValueError(f"found rows asked for as {dtype}; wanted float32 or bfloat16")
+            raise ValueError(f"found rows requested as {dtype}; wanted float32 or bfloat16")
         out = self.engine.empty(ids.shape[0], self.in_features, dtype=dtype)
         self._panel_rows(
             ids=ids.data_ptr(),

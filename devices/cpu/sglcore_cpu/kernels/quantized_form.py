@@ -168,8 +168,8 @@ class QuantizedForm:
             or dtype not in TYPES
         ):
             raise ValueError(
-                f"found rows {list(ids.shape)} of {ids.dtype} wanted as {dtype}; wanted int32 or int64 [T], contiguous, as "
-                "float32 or bfloat16; cast or copy them first"
+                f"found rows {list(ids.shape)} of {ids.dtype} requested as {dtype}; wanted int32 or int64 [T], "
+                "contiguous, as float32 or bfloat16; cast or copy them first"
             )
         out = self._engine.empty(ids.shape[0], self.layout.columns, dtype=dtype)
         self._rows(
@@ -252,7 +252,7 @@ def quantize(
     )
     if math.isnan(chosen.item()):
         raise ValueError(
-            "found a weight with values that are not finite; it can not be quantised: repair the checkpoint"
+            "found a weight with values that are not finite; it cannot be quantised: repair the checkpoint"
         )
     return PackedWeight(QuantizedForm(engine, layout, memory, chosen.item()), weight.shape, weight.dtype)
 

@@ -283,7 +283,7 @@ def takes_keys(q: Tensor, weights: Tensor, keys: Tensor, *others: object) -> str
 def takes_state(kv_gate: Tensor, state: Tensor, ape: Tensor, *others: object) -> str:
     """Return why `compress` is refused; empty if it is taken."""
     wide = {state.dtype, ape.dtype} == {torch.float32}
-    return refusal(kv_gate) or ("" if wide else f"the state is {state.dtype}, the places' weights {ape.dtype}")
+    return refusal(kv_gate) or ("" if wide else f"the state is {state.dtype}, the positional weights {ape.dtype}")
 
 
 def refusal(x: Tensor, *rows: Tensor) -> str:

@@ -148,7 +148,7 @@ class FarLibrary:
         """Make an engine with threads in the emulated process. Raises NativeUnavailable."""
         handle = self._functions.sgl_engine_new(threads)
         if not handle:
-            raise NativeUnavailable(f"{threads} threads can not be made")
+            raise NativeUnavailable(f"{threads} threads cannot be created")
         return Engine(self._functions, handle, instruction_set, threads)
 
     def close(self) -> None:

@@ -60,7 +60,9 @@ def test_a_library_is_built_from_any_copy_and_knows_it(sources: Path, tmp_path: 
 def test_a_library_older_than_its_sources_is_refused(sources: Path, tmp_path: Path) -> None:
     library = build(tmp_path / "library.so", ALONE, OBJECTS, sources)
     (sources / "probe" / "more.h").write_text("// a change\n")
-    with pytest.raises(NativeUnavailable, match="built from other sources than those beside it; build it with"):
+    with pytest.raises(
+        NativeUnavailable, match="built from sources that differ from the installed ones; build it with"
+    ):
         Library(library, sources)
 
 

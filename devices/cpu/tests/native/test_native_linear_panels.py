@@ -127,5 +127,5 @@ def test_a_bias_or_ids_that_do_not_fit_are_refused(engine: Engine) -> None:
         form.multiply(torch.zeros(1, 8), torch.zeros(31))
     with pytest.raises(ValueError, match="found ids"):
         form.rows(torch.zeros(2), torch.float32)
-    with pytest.raises(ValueError, match="found rows asked for as"):
+    with pytest.raises(ValueError, match="found rows requested as"):
         form.rows(torch.zeros(2, dtype=torch.int64), torch.float16)

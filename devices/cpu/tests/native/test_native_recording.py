@@ -172,7 +172,7 @@ def test_a_step_that_reads_a_result_on_the_host_is_refused_by_name(engine: Engin
         normed = operations.rms_norm(x, torch.ones(WIDTH), 1e-6)
         return normed * normed.sum().item()
 
-    with pytest.raises(NotCapturable, match="_local_scalar_dense gives the host a value.*--graph off"):
+    with pytest.raises(NotCapturable, match="_local_scalar_dense copies a value to the host.*--graph off"):
         NativeGraphs().capture(step)
     assert operations.rms_norm(x, torch.ones(WIDTH), 1e-6).any(), "recording has ended, kernels run again"
 

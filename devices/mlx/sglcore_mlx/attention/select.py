@@ -30,7 +30,7 @@ def select_attention(
         kind: type[DecodeAttention] = resolve(candidates[name], "mlx")
         reason = refusal(kind.facts, dtype, head_dims, page_size, compute)
         if not reason:
-            why = "asked for" if asked else "; ".join(refused) or "the first that serves this model"
+            why = "requested" if asked else "; ".join(refused) or "the first that serves this model"
             ledger.record(Row("attention", asked or "auto", name, why, "--attention-backend"))
             return kind
         refused.append(f"{name}: {reason}")

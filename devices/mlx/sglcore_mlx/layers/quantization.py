@@ -88,7 +88,7 @@ def read_quantization(raw: Mapping[str, Any], own_name: Callable[[str], str]) ->
 def _form(where: str, given: Mapping[str, Any]) -> Form:
     others = [name for name, value in given.items() if name not in KEYS and value]
     if others:
-        raise ConfigError(f"config.json gives the {where} {', '.join(others)}", wanted="none of it", remedy=REMEDY)
+        raise ConfigError(f"config.json gives the {where} {', '.join(others)}", wanted="none of these", remedy=REMEDY)
     mode = str(given.get("mode", "affine"))
     fixed = FIXED.get(mode)
     bits, group_size = given.get("bits", fixed and fixed[0]), given.get("group_size", fixed and fixed[1])

@@ -58,6 +58,6 @@ def place_state(
 def _penalties(parts: Mapping[str, mx.array], history: mx.array | None) -> Penalties:
     if history is None:
         raise ConfigError(
-            "rows with penalties and no history", wanted="the tokens so far of every row", remedy="pass history="
+            "found rows with penalties, but no history", wanted="the tokens of every row so far", remedy="pass history="
         )
     return Penalties(history, parts["prompt_len"], parts["repetition"], parts["presence"], parts["frequency"])

@@ -18,7 +18,7 @@ DRAFT_TOKENS = 4
 NGRAM, SUFFIX = SERVED = ("ngram", "suffix")
 """The supported drafters: `ngram` drafts from the request's own text, `suffix` first from texts of
 the prefix cache."""
-_NO_MODEL = "a model that proposes has no worker on this device"
+_NO_MODEL = "this device has no worker for draft models"
 GAPS: Mapping[str, str] = MappingProxyType(
     {
         "eagle": _NO_MODEL,
@@ -34,13 +34,13 @@ COUPLED = "coupled"
 """The acceptance rule: a draft token is accepted if it is the token that the model draws."""
 RULE_GAPS: Mapping[str, str] = MappingProxyType(
     {
-        "rejection": "draws of proposals are compared here, and their probabilities are not kept",
-        "block": "draws of proposals are compared here, and their probabilities are not kept",
+        "rejection": "this device compares drawn tokens and keeps no draft probabilities",
+        "block": "this device compares drawn tokens and keeps no draft probabilities",
     }
 )
 """Acceptance rules of the core that this device does not support, and why."""
 
-TREE_GAP = "this device verifies one proposal for each place, no trees"
+TREE_GAP = "this device verifies one draft token per position, no draft trees"
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,27 +94,27 @@ def choose_speculation(config: EngineConfig, ledger: DecisionLedger) -> Speculat
     _check_rule(config.speculative_verify)
     if kind is not None and kind in GAPS:
         raise ConfigError(
-            f"speculative is {kind!r}, and {GAPS[kind]}",
+            f"speculative is {kind!r}, but {GAPS[kind]}",
             wanted=f"one of {', '.join(SERVED)}, off",
             remedy="--speculative ngram, or --device cpu",
         )
     if config.draft_model is not None:
         raise ConfigError(
-            f"a draft model is given, and {_NO_MODEL}", remedy="leave --draft-model out, or use --device cpu"
+            f"a draft model is given, but {_NO_MODEL}", remedy="leave --draft-model out, or use --device cpu"
         )
     if config.draft_width > 1 or config.draft_depth is not None:
         asked = f"draft_width is {config.draft_width} and draft_depth {config.draft_depth}"
-        raise ConfigError(f"{asked}, and {TREE_GAP}", remedy="leave --draft-width and --draft-depth out")
+        raise ConfigError(f"{asked}, but {TREE_GAP}", remedy="leave --draft-width and --draft-depth out")
     if kind not in SERVED:
-        why = "asked for" if kind == "off" else _NO_MODEL
+        why = "requested" if kind == "off" else _NO_MODEL
         remedy = "--speculative ngram, for texts that repeat themselves"
         ledger.record(Row("speculative", kind or "not asked", "off", why, remedy))
         return None
     if kind == SUFFIX and not config.prefix_cache:
-        found = "speculative is 'suffix', and the prefix cache is off, which has what is proposed"
+        found = "speculative is 'suffix', but the prefix cache is off, and draft tokens come from it"
         raise ConfigError(found, remedy="--speculative ngram, or leave the prefix cache on")
     made = Speculation(kind, lengths_of(config.draft_tokens, DRAFT_TOKENS))
-    why = "asked for; the text is the same as without"
+    why = "requested; the text is the same as without"
     ledger.record(Row("speculative", kind, made.summary, why, "--speculative off"))
     return made
 
@@ -124,18 +124,18 @@ def check_model(speculation: Speculation | None, model: Described) -> None:
     weights need not be read yet."""
     if speculation is None:
         return
-    found = f"speculative is {speculation.kind!r}, and"
+    found = f"speculative is {speculation.kind!r}, but"
     if model.config.is_encoder:
-        raise ConfigError(f"{found} this model embeds: it proposes and draws no tokens", remedy="--speculative off")
+        raise ConfigError(f"{found} this model embeds: it drafts and samples no tokens", remedy="--speculative off")
     if model.state_layers:
-        kept = "keeps a state of each request, which can not go back to before a wrong proposal"
+        kept = "keeps a state of each request, which cannot undo a rejected draft token"
         raise ConfigError(f"{found} {model.config.architecture} {kept}", remedy="--speculative off")
 
 
 def _check_rule(rule: str) -> None:
     if rule in RULE_GAPS:
         raise ConfigError(
-            f"speculative_verify is {rule!r}, and {RULE_GAPS[rule]}",
+            f"speculative_verify is {rule!r}, but {RULE_GAPS[rule]}",
             wanted=COUPLED,
             remedy="leave --speculative-verify out, or use --device cpu",
         )

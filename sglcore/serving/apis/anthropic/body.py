@@ -25,7 +25,7 @@ class TextBlock(Body):
 
 
 class ThinkingBlock(Body):
-    """Reasoning of an earlier answer; the signature is not looked at."""
+    """Reasoning of an earlier answer; the signature is ignored."""
 
     type: Literal["thinking"]
     thinking: str
@@ -40,7 +40,7 @@ class RedactedThinkingBlock(Body):
 
 
 class ToolUseBlock(Body):
-    """A call that the model made."""
+    """A tool call of the model."""
 
     type: Literal["tool_use"]
     id: Word
@@ -55,7 +55,7 @@ Texts = Annotated[Annotated[TextBlock, Tag("text")] | Other, by_kind({"text": "t
 
 
 class ToolResultBlock(Body):
-    """What a call gave."""
+    """The result of a tool call."""
 
     type: Literal["tool_result"]
     tool_use_id: Word
@@ -103,7 +103,7 @@ Tool = Annotated[Annotated[CustomTool, Tag("custom")] | Other, by_kind({"custom"
 
 
 class ToolChoice(Body):
-    """Whether tools must be called: `any` of them, or the `tool` of this name."""
+    """Whether the model must call a tool: `any` tool, or the `tool` with this name."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: Word | None = None
@@ -126,14 +126,14 @@ class JsonFormat(Body):
 
 
 class OutputConfig(Body):
-    """What the answer must look like."""
+    """The format of the answer."""
 
     effort: str | None = None
     format: JsonFormat | None = None
 
 
 class CountRequest(Body):
-    """A request for the number of input tokens, and what a request for a message begins with."""
+    """A request for the number of input tokens, and the first fields of a request for a message."""
 
     model: str | None = None
     messages: Annotated[Items[Message], Field(min_length=1)]
@@ -171,7 +171,7 @@ UNTHREADED = "thread_unsupported_request"
 
 
 class MessagesErrorDetail(Answer):
-    """What went wrong; `details` has a word for clients that know another way."""
+    """An error; `details` has a code for clients that can use another method."""
 
     type: str
     message: str
@@ -179,7 +179,7 @@ class MessagesErrorDetail(Answer):
 
 
 class MessagesError(Answer):
-    """Every error of these endpoints."""
+    """An error of these endpoints."""
 
     type: Literal["error"]
     error: MessagesErrorDetail

@@ -22,7 +22,7 @@ def add_routes(router: APIRouter, frontend: ChatFrontend) -> None:
     """Add both endpoints."""
 
     @router.post(
-        "/v1/messages", tags=["messages"], responses=_documented("The message, or with `stream` its events", events="")
+        "/v1/messages", tags=["messages"], responses=_documented("The message; with `stream`, its events", events="")
     )
     async def create(body: MessagesRequest) -> Response | Stream:
         """Answer a conversation made of blocks."""

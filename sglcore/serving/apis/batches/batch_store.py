@@ -57,7 +57,7 @@ class BatchStore:
             self._drop_old_results()
         except (OSError, sqlite3.Error) as error:
             raise ConfigError(
-                f"batch_folder {folder} can not be used: {error}",
+                f"batch_folder {folder} cannot be used: {error}",
                 wanted="a folder that this server alone may write to",
                 remedy="name another with --batch-folder",
             ) from None
@@ -285,4 +285,4 @@ def _storage_error(error: OSError | sqlite3.Error) -> StorageError:
         reason, is_full = error.strerror or str(error), error.errno in NO_SPACE
     else:
         reason, is_full = str(error), vars(error).get("sqlite_errorcode") == sqlite3.SQLITE_FULL
-    return StorageError(f"the folder of batches (batch_folder) can not be written to: {reason}", is_full=is_full)
+    return StorageError(f"the folder of batches (batch_folder) cannot be written to: {reason}", is_full=is_full)

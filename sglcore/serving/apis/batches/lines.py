@@ -43,7 +43,7 @@ def read_lines(
         if not text.strip() or len(faults) == MOST_FAULTS:
             continue
         if len(text) > longest:
-            found = f"this line has {len(text)} bytes, where {longest} are the most (max_request_bytes)"
+            found = f"this line has {len(text)} bytes; at most {longest} are allowed (max_request_bytes)"
             faults.append(_fault("request_too_large", found, None, number))
             continue
         try:
@@ -64,7 +64,7 @@ def read_lines(
 def _wrong(written: _Written, endpoint: str, names: set[str]) -> tuple[str, str, str] | None:
     """Return code, message and field of what is wrong with a line; None if it is valid."""
     if written.custom_id in names:
-        return "duplicate_custom_id", f"custom_id {written.custom_id[:60]!r} was there before", "custom_id"
+        return "duplicate_custom_id", f"custom_id {written.custom_id[:60]!r} is on an earlier line", "custom_id"
     if written.method != "POST":
         return "invalid_method", f"found the method {written.method[:60]!r}; wanted POST", "method"
     if written.url != endpoint:

@@ -36,7 +36,7 @@ class BatchBody(Body):
 
 
 class FileObject(Answer):
-    """A file that is kept; `bytes` of its content."""
+    """A stored file; `bytes` is the size of its content."""
 
     id: str
     object: str
@@ -48,7 +48,7 @@ class FileObject(Answer):
 
 
 class Deleted(Answer):
-    """A file that was forgotten."""
+    """A deleted file."""
 
     id: str
     object: str
@@ -81,7 +81,7 @@ def _add_files(router: APIRouter, opened: Callable[[], BatchStore], most: int) -
         openapi_extra=_form(),
     )
     async def upload(request: Request) -> Response:
-        """Keep a file of requests."""
+        """Store a file of requests."""
         store, body = opened(), await request.body()
         fields, (name, content) = await asyncio.to_thread(read_form, request.headers.get("content-type", ""), body)
         purpose = fields.pop("purpose", "")
@@ -94,7 +94,7 @@ def _add_files(router: APIRouter, opened: Callable[[], BatchStore], most: int) -
     async def files(
         purpose: str | None = None, limit: Limit = 10000, order: Order = "desc", after: str | None = None
     ) -> Response:
-        """The files that are kept."""
+        """List the stored files."""
         ascending = order == "asc"
         page = await asyncio.to_thread(
             opened().page, "files", limit, after, ascending=ascending, purpose=purpose or None
@@ -103,12 +103,12 @@ def _add_files(router: APIRouter, opened: Callable[[], BatchStore], most: int) -
 
     @router.get("/v1/files/{file_id}", tags=["batches"], responses=documented(FileObject, statuses=_GET))
     async def file(file_id: str) -> Response:
-        """A file."""
+        """Return the description of a file."""
         return as_json(await asyncio.to_thread(opened().get, "files", file_id, "file_id"))
 
     @router.delete("/v1/files/{file_id}", tags=["batches"], responses=documented(Deleted, statuses=(*_GET, 507)))
     async def delete(file_id: str) -> Response:
-        """Forget a file."""
+        """Delete a file."""
         await asyncio.to_thread(opened().delete_file, file_id)
         return as_json({"id": file_id, "object": "file", "deleted": True})
 
@@ -122,7 +122,7 @@ def _add_files(router: APIRouter, opened: Callable[[], BatchStore], most: int) -
         },
     )
     async def content(file_id: str) -> Response:
-        """What a file holds."""
+        """Return the content of a file."""
         path = await asyncio.to_thread(opened().content, file_id)
         return FileResponse(path, media_type="application/octet-stream")
 
@@ -152,17 +152,17 @@ def _add_batches(router: APIRouter, opened: Callable[[], BatchRunner]) -> None:
 
     @router.get("/v1/batches", tags=["batches"], responses=documented(statuses=_GET))
     async def batches(limit: Annotated[int, Query(ge=1, le=100)] = 20, after: str | None = None) -> Response:
-        """All batches."""
+        """List all batches."""
         return as_json(await asyncio.to_thread(opened().store.page, "batches", limit, after))
 
     @router.get("/v1/batches/{batch_id}", tags=["batches"], responses=documented(statuses=_GET))
     async def batch(batch_id: str) -> Response:
-        """A batch."""
+        """Return a batch."""
         return as_json(await asyncio.to_thread(opened().store.get, "batches", batch_id, "batch_id"))
 
     @router.post("/v1/batches/{batch_id}/cancel", tags=["batches"], responses=documented(statuses=(*_GET, 507)))
     async def cancel(batch_id: str) -> Response:
-        """End a batch; what it has is kept."""
+        """Cancel a batch; its results so far are kept."""
         runner, store, waiting = opened(), opened().store, ("validating", "in_progress", "cancelling")
         await asyncio.to_thread(store.get, "batches", batch_id, "batch_id")
         found = await asyncio.to_thread(store.move, batch_id, "cancelling", of=waiting)

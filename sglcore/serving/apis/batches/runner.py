@@ -65,7 +65,7 @@ class BatchRunner:
                 return await asyncio.to_thread(self.store.active)
             except (OSError, sqlite3.Error) as error:
                 if not is_told:
-                    log.error("batches can not be read, which is tried every %g s: %s", self._wait, error)
+                    log.error("batches cannot be read; the server tries again every %g s: %s", self._wait, error)
                 is_told = True
                 await asyncio.sleep(self._wait)
 
@@ -172,7 +172,7 @@ def _storage_fault(error: Exception) -> dict[str, Any]:
     if told is not None:
         return _fault(told.code or "", told.message)
     reason = error.strerror if isinstance(error, OSError) else str(error)
-    return _fault("storage_failed", f"the files of this batch can not be read: {reason}")
+    return _fault("storage_failed", f"the files of this batch cannot be read: {reason}")
 
 
 def _fault(code: str, message: str) -> dict[str, Any]:

@@ -18,7 +18,7 @@ def read_form(content_type: str, body: bytes) -> tuple[dict[str, str], tuple[str
     """Return the fields of a form, and the name and the content of its file, which may be a view of
     the body. Raises InvalidRequest."""
     if not content_type.lower().startswith("multipart/form-data"):
-        raise InvalidRequest("the body is no form", wanted="multipart/form-data", status=415, param="file")
+        raise InvalidRequest("the body is not a form", wanted="multipart/form-data", status=415, param="file")
     boundary = _head(f"content-type: {content_type}".encode("latin-1", "replace")).get_boundary()
     if not boundary:
         raise InvalidRequest("the form has no boundary", wanted="multipart/form-data; boundary=...", param="file")

@@ -9,13 +9,13 @@ from sglcore.serving.apis.openai.answers import ChosenLogprobAnswer
 
 
 class OllamaError(Answer):
-    """Every error: one text."""
+    """An error: a single text."""
 
     error: str
 
 
 class Called(Answer):
-    """What is called; `index` is the call's place among those of the answer."""
+    """A called function; `index` is the position of the call in the answer."""
 
     index: int
     name: str
@@ -23,14 +23,14 @@ class Called(Answer):
 
 
 class CallMade(Answer):
-    """A call, which is told as a whole."""
+    """A complete call; calls are not streamed in parts."""
 
     id: str
     function: Called
 
 
 class MessageMade(Answer):
-    """The assistant's message, or in a stream what is new of it."""
+    """The assistant's message; in a stream, its new part."""
 
     role: Literal["assistant"]
     content: str
@@ -39,7 +39,7 @@ class MessageMade(Answer):
 
 
 class Timed(Answer):
-    """What an answer says at its end; times are nanoseconds."""
+    """Facts at the end of an answer; times are nanoseconds."""
 
     total_duration: int | None = None
     load_duration: int | None = None
@@ -47,10 +47,10 @@ class Timed(Answer):
 
 
 class AnswerMade(Timed):
-    """What chats and continued texts have, and each line of their streams: counts and times stand
-    where `done` is true. The seed and the fingerprint, with the same request, give the same text
-    again. `warnings`: parts of its schema that are not enforced and that the answer does not keep
-    to, or why that is not known."""
+    """The common fields of chats, continued texts and the lines of their streams. Counts and times
+    are set if `done` is true. The same request with the same seed and fingerprint gives the same
+    text. `warnings`: parts of the schema that are not enforced and that the answer violates, or the
+    reason why this is not known."""
 
     model: str
     created_at: str
@@ -86,13 +86,13 @@ class Vectors(Timed):
 
 
 class OneVector(Answer):
-    """A vector as the model has it."""
+    """A vector as the model returns it."""
 
     embedding: list[float]
 
 
 class Details(Answer):
-    """Of a model's files: `quantization_level` is the type in which most of the weights are."""
+    """Facts about a model's files: `quantization_level` is the data type of most of the weights."""
 
     parent_model: str
     format: str
@@ -113,13 +113,13 @@ class Listed(Answer):
 
 
 class ListedFile(Listed):
-    """One that is there."""
+    """An available model."""
 
     modified_at: str
 
 
 class ListedRun(Listed):
-    """One that is loaded, and stays: all of its bytes are where the device reads them."""
+    """A loaded model. It stays loaded, with all of its bytes in the device's memory."""
 
     expires_at: str
     size_vram: int
@@ -133,14 +133,14 @@ class ModelsThere(Answer):
 
 
 class ModelsLoaded(Answer):
-    """The same once it has been loaded, and nothing before."""
+    """All names of the served model; none before it is loaded."""
 
     models: list[ListedRun]
 
 
 class Shown(Answer):
-    """What is known of a model. `template` is Jinja's, and `parameters` are those of requests that
-    name none."""
+    """Facts about a model. `template` is a Jinja template, `parameters` are the defaults of
+    requests."""
 
     modelfile: str
     parameters: str

@@ -54,7 +54,7 @@ class OllamaOptions(SamplingFields):
 
 
 class OllamaFunction(Body):
-    """What an assistant called; `arguments` is an object."""
+    """A function that an assistant called; `arguments` is an object."""
 
     name: str
     arguments: dict[str, Any]
@@ -99,8 +99,8 @@ class OllamaTool(Body):
 
 
 class AnswerFields(Body):
-    """What chats and continued texts share. `stream` is true unless said otherwise. `format` is
-    "json" or a JSON schema; `think` turns reasoning on or off, or says how much of it."""
+    """The fields that chats and continued texts share. `stream` is true by default. `format` is
+    "json" or a JSON schema; `think` turns reasoning on or off, or sets its effort."""
 
     sampled: ClassVar[Mapping[str, type[Body]]] = MappingProxyType({"options": OllamaOptions})
 
@@ -130,7 +130,7 @@ class OllamaChatBody(AnswerFields):
 
 class OllamaGenerateBody(AnswerFields):
     """A request for the answer to a text; with `raw` for its continuation, with `suffix` for the
-    text between both.
+    text between the prompt and the suffix.
     """
 
     prompt: str | None = None
@@ -143,7 +143,7 @@ class OllamaGenerateBody(AnswerFields):
 
 
 class VectorFields(Body):
-    """What both endpoints for vectors share."""
+    """The fields that both embedding endpoints share."""
 
     model: str | None = None
     options: Ignored[dict[str, Any]] = None
@@ -151,7 +151,7 @@ class VectorFields(Body):
 
 
 class OllamaEmbedBody(VectorFields):
-    """A request for the vectors of one text or several. What is too long is cut, unless `truncate`
+    """A request for the vectors of one text or several. Long texts are truncated, unless `truncate`
     is false."""
 
     input: str | Items[str]
@@ -160,13 +160,13 @@ class OllamaEmbedBody(VectorFields):
 
 
 class OllamaEmbeddingsBody(VectorFields):
-    """A request for the vector of a text, as it was before /api/embed."""
+    """A request for the vector of a text, in the form used before /api/embed."""
 
     prompt: str
 
 
 class OllamaShowBody(Body):
-    """A request for what is known of a model; `name` is the older word."""
+    """A request for the facts about a model; `name` is the older name of the field."""
 
     model: str | None = None
     name: str | None = None

@@ -32,7 +32,7 @@ from sglcore.serving.chat.run import ChatRequest
 from sglcore.serving.replicas.engine_frontend import Frontend
 from sglcore.serving.replicas.server_errors import InvalidRequest
 
-_NO_IMAGES = "this server reads text alone"
+_NO_IMAGES = "this server reads only text"
 _ABSENT = MappingProxyType(
     {
         "images": _NO_IMAGES,
@@ -136,7 +136,7 @@ def _check_penalties(options: OllamaOptions) -> None:
     active = [f"options.{name}" for name, value in penalties.items() if value != neutral[name]]
     if options.repeat_last_n not in (None, -1) and active:
         raise InvalidRequest(
-            f"options.repeat_last_n is {options.repeat_last_n} beside {' and '.join(active)}",
+            f"options.repeat_last_n is {options.repeat_last_n} with {' and '.join(active)}",
             wanted="-1: penalties count over the prompt and the output",
             remedy="leave it out",
             param="options.repeat_last_n",

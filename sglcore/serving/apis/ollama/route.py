@@ -64,7 +64,7 @@ def _add_chat(router: APIRouter, frontend: ChatFrontend) -> None:
 
     @router.post("/api/chat", tags=["ollama"], responses=_streamed(OllamaChat))
     async def chat(body: OllamaChatBody) -> Response | Stream:
-        """The next message of a conversation."""
+        """Generate the next message of a conversation."""
         writer = LinesWriter(frontend, texts, body, as_message)
         if not body.messages:
             return as_json(writer.loaded(), body.warnings())
@@ -77,7 +77,7 @@ def _add_generate(router: APIRouter, frontend: ChatFrontend) -> None:
 
     @router.post("/api/generate", tags=["ollama"], responses=_streamed(OllamaText))
     async def generate(body: OllamaGenerateBody) -> Response | Stream:
-        """The answer to a text, or its continuation."""
+        """Generate the answer to a text, or its continuation."""
         writer = LinesWriter(frontend, texts, body, as_text)
         if not body.prompt:
             return as_json(writer.loaded(), body.warnings())
@@ -105,7 +105,7 @@ def _add_vectors(router: APIRouter, frontend: ChatFrontend) -> None:
 
     @router.post("/api/embed", tags=["ollama"], responses=_documented(Vectors))
     async def embed(body: OllamaEmbedBody) -> Response:
-        """Vectors of texts."""
+        """Compute the vectors of texts."""
         began, name = time.perf_counter(), body.model or served_name(frontend, None)
         inputs = [body.input] if isinstance(body.input, str) else body.input
         asked = {"truncate": body.truncate is not False, "dimensions": body.dimensions}
@@ -121,7 +121,7 @@ def _add_vectors(router: APIRouter, frontend: ChatFrontend) -> None:
 
     @router.post("/api/embeddings", tags=["ollama"], responses=_documented(OneVector))
     async def embeddings(body: OllamaEmbeddingsBody) -> Response:
-        """The vector of one text."""
+        """Compute the vector of one text."""
         found = await vectors(body, input=body.prompt, truncate=True) if body.prompt else []
         return as_json({"embedding": found[0].vector.tolist() if found else []}, body.warnings())
 
@@ -131,17 +131,17 @@ def _add_models(router: APIRouter, frontend: ChatFrontend) -> None:
 
     @router.get("/api/tags", tags=["ollama"], responses=_documented(ModelsThere, (401, 403, 500)))
     async def tags() -> Response:
-        """The served names."""
+        """List the names of the served model."""
         return as_json(models.files(frontend, await card()))
 
     @router.get("/api/ps", tags=["ollama"], responses=_documented(ModelsLoaded, (401, 403, 500)))
     async def running() -> Response:
-        """What is loaded."""
+        """List the loaded models."""
         return as_json(models.runs(frontend, await card()))
 
     @router.post("/api/show", tags=["ollama"], responses=_documented(Shown))
     async def show(body: OllamaShowBody) -> Response:
-        """What is known of a model."""
+        """Return the facts about a model."""
         asked = body.model or body.name
         if not asked:
             raise InvalidRequest("the field model is missing", param="model")
@@ -151,7 +151,7 @@ def _add_models(router: APIRouter, frontend: ChatFrontend) -> None:
 
     @router.get("/api/version", tags=["ollama"], responses=_documented(Version, (401, 403, 500)))
     async def version() -> Response:
-        """Which protocol this is."""
+        """Return the version of the protocol."""
         return as_json({"version": PROTOCOL, "sglcore": __version__})
 
 
@@ -173,7 +173,7 @@ def _unit(vector: np.ndarray) -> np.ndarray:
 
 
 def _streamed(answer: type[Answer]) -> dict[int | str, Any]:
-    said = "The answer, or unless `stream` is false its parts, each in a line"
+    said = "The answer; unless `stream` is false, its parts, one on each line"
     return documented(answer, said=said, lines=True, error=OllamaError)
 
 

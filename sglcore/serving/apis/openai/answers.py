@@ -17,8 +17,8 @@ class PromptTokensDetails(Answer):
 
 
 class CompletionTokensDetails(Answer):
-    """Tokens that were proposed: those that are in the answer, and those that were wrong.
-    `max_tokens` is how many the context holds of an answer that may have had more."""
+    """Draft tokens that were accepted, and draft tokens that were rejected. `max_tokens` is the
+    number of tokens that fit into the context, if the request allowed more."""
 
     accepted_prediction_tokens: int | None = None
     rejected_prediction_tokens: int | None = None
@@ -36,7 +36,7 @@ class Usage(Answer):
 
 
 class PromptProgress(Answer):
-    """How much of a prompt has been computed."""
+    """The part of a prompt that has been prefilled."""
 
     total: int
     cached: int
@@ -52,7 +52,7 @@ class TokenLogprobAnswer(Answer):
 
 
 class ChosenLogprobAnswer(TokenLogprobAnswer):
-    """A chosen token with the most likely ones at its place."""
+    """A chosen token with the most likely tokens at its position."""
 
     top_logprobs: list[TokenLogprobAnswer]
 
@@ -65,15 +65,15 @@ class ChatLogprobs(Answer):
 
 
 class CallAnswer(Answer):
-    """What is called; `arguments` is JSON text, in a stream a part of it."""
+    """A called function; `arguments` is JSON text, in a stream a part of it."""
 
     name: str | None = None
     arguments: str
 
 
 class ToolCallAnswer(Answer):
-    """A call; in a stream `index` tells which one the part belongs to, and only the first part has
-    an id and a name."""
+    """A call. In a stream, `index` is the call to which the part belongs, and only the first part
+    has an id and a name."""
 
     index: int | None = None
     id: str | None = None
@@ -82,7 +82,7 @@ class ToolCallAnswer(Answer):
 
 
 class MessageAnswer(Answer):
-    """The assistant's message, or in a stream what is new of it."""
+    """The assistant's message; in a stream, its new part."""
 
     role: Literal["assistant"] | None = None
     content: str | None = None
@@ -92,7 +92,7 @@ class MessageAnswer(Answer):
 
 
 class Frame(Answer):
-    """What answers of completions and chats, and every part of their streams, have in common."""
+    """The common fields of completions, chats and every part of their streams."""
 
     id: str
     created: int
@@ -102,8 +102,9 @@ class Frame(Answer):
 
 
 class ChoiceEnd(Answer):
-    """What a choice and its last part have, in completions and chats. `warnings`: parts of its
-    schema that are not enforced and that it does not keep to, or why that is not known."""
+    """The common fields of a choice and its last part, in completions and chats. `warnings`: parts
+    of the schema that are not enforced and that the text violates, or the reason why this is not
+    known."""
 
     index: int
     stop_reason: int | str | None = None
@@ -114,7 +115,7 @@ class ChoiceEnd(Answer):
 
 
 class ChatEnd(ChoiceEnd):
-    """That of a chat."""
+    """The end of a choice of a chat."""
 
     logprobs: ChatLogprobs | None
     finish_reason: ChatFinish | None
@@ -127,7 +128,7 @@ class ChatChoice(ChatEnd):
 
 
 class ChatDelta(ChatEnd):
-    """What is new of one sample."""
+    """The new part of one sample."""
 
     delta: MessageAnswer
 
@@ -142,8 +143,8 @@ class ChatAnswer(Frame):
 
 
 class ChatChunk(Frame):
-    """A part of a stream: what is new of one choice, or how far the prompt is, or at the end the
-    usage."""
+    """A part of a stream: the new part of one choice, or the progress of the prompt, or at the end
+    the usage."""
 
     object: Literal["chat.completion.chunk"]
     choices: list[ChatDelta]
@@ -152,7 +153,7 @@ class ChatChunk(Frame):
 
 
 class CompletionLogprobsAnswer(Answer):
-    """Lists along the tokens; the first token of a prompt has null."""
+    """Lists with one entry for each token; null for the first token of a prompt."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -184,7 +185,7 @@ class CompletionAnswer(Frame):
 
 
 class CompletionChunk(CompletionAnswer):
-    """A part of a stream: text of one choice, or how far a prompt is, or at the end the usage."""
+    """A part of a stream: text of one choice, the progress of a prompt, or at the end the usage."""
 
     prompt_progress: PromptProgress | None = None
 

@@ -16,7 +16,7 @@ FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.\-]{1,128}$")]
 
 class Part(Body):
     """A piece of a message's content: text, or a refusal that an assistant gave. Models here read
-    text alone."""
+    only text."""
 
     type: Literal["text", "refusal"]
     text: str | None = None
@@ -39,7 +39,7 @@ class Part(Body):
 
 
 class FunctionCall(Body):
-    """A call that an assistant made; `arguments` is JSON text."""
+    """A function that an assistant called; `arguments` is JSON text."""
 
     name: str
     arguments: str
@@ -55,8 +55,8 @@ class CalledTool(Body):
 
 
 class Message(Body):
-    """One message of a conversation. A null field is as good as none, so an answer's message can be
-    sent back as it is."""
+    """One message of a conversation. A null field is the same as no field, so the message of an
+    answer can be sent back without changes."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Items[Part] | None = None
@@ -133,8 +133,8 @@ class ChosenTool(Body):
 
 
 class TemplateFields(Body):
-    """What the checkpoint's template makes of messages depends on. `add_generation_prompt` left out
-    is the contrary of `continue_final_message`."""
+    """Fields for the checkpoint's chat template. By default, `add_generation_prompt` is the
+    opposite of `continue_final_message`."""
 
     tools: Items[Tool] | None = None
     add_generation_prompt: bool | None = None
@@ -201,10 +201,10 @@ Prompts = Annotated[
 class CompletionBody(GenerationFields):
     """A request to continue texts.
 
-    `logprobs`: alternatives to report of each token, 0 for the chosen one alone. `echo` puts the
+    `logprobs`: number of alternatives for each token, 0 for only the chosen one. `echo` puts the
     prompt before the text, and with `logprobs` its log-probabilities; only then may `max_tokens` be
-    0. `add_special_tokens` is whether a text gets what the checkpoint puts around a prompt, such as
-    BOS.
+    0. `add_special_tokens`: whether a text gets the special tokens that the checkpoint adds to a
+    prompt, such as BOS.
     """
 
     prompt: Prompts

@@ -44,7 +44,7 @@ def _add_generation(router: APIRouter, frontend: ChatFrontend) -> None:
 
     @router.post("/v1/chat/completions", tags=["chat"], responses=_streamed(ChatAnswer, ChatChunk))
     async def chat(body: ChatBody) -> Response | Stream:
-        """The next message of a conversation."""
+        """Generate the next message of a conversation."""
         writer = ChatWriter(frontend, texts, body)
         run = await start_chat(frontend, chat_request(completed(body, frontend.sampling), frontend.config, writer.id))
         values = body.chat_template_kwargs or {}
@@ -86,14 +86,14 @@ def _add_models(router: APIRouter, frontend: Frontend) -> None:
 
     @router.get("/v1/models", tags=["models"], responses=documented(ModelList, statuses=()))
     async def all_models(request: Request) -> Response:
-        """The served names; with the header anthropic-version as Anthropic lists them."""
+        """List the served names; with the header anthropic-version, in the format of Anthropic."""
         if VERSION in request.headers:
             return as_json(model_list(frontend.names, frontend.created))
         return as_json(ModelList(object="list", data=[card(name) for name in frontend.names]))
 
     @router.get("/v1/models/{name:path}", tags=["models"], responses=documented(ModelCard, statuses=(404,)))
     async def one_model(name: str, request: Request) -> Response:
-        """One name."""
+        """Return one served name."""
         if not name:
             return await all_models(request)
         check_model(frontend, name)
@@ -101,5 +101,5 @@ def _add_models(router: APIRouter, frontend: Frontend) -> None:
 
 
 def _streamed(answer: type[Answer], chunk: type[Answer]) -> dict[int | str, Any]:
-    said = f"The answer, or with `stream` events of {chunk.__name__} that end with [DONE]"
+    said = f"The answer; with `stream`, events of {chunk.__name__} that end with [DONE]"
     return documented(answer, said=said, events=chunk.__name__)

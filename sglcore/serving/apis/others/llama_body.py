@@ -56,14 +56,14 @@ class LlamaCompletionBody(LlamaFields):
 
 
 class Extra(Body):
-    """Another file, as context."""
+    """Another file that gives context."""
 
     filename: str | None = None
     text: str
 
 
 class InfillBody(LlamaFields):
-    """A request for what stands between two texts; `prompt` is what it begins with."""
+    """A request for the text between two texts; `prompt` is the beginning of that text."""
 
     input_prefix: str
     input_suffix: str

@@ -56,7 +56,7 @@ def add_routes(router: APIRouter, frontend: ChatFrontend) -> None:
         runs = await start_runs(frontend, prompts, params, form=form)
         return await writer.respond(runs, body.stream, body.warnings())
 
-    said = documented(said="The text, or with `stream` events of its parts", events="", form=_ONE_OR_MORE)
+    said = documented(said="The text; with `stream`, events with its parts", events="", form=_ONE_OR_MORE)
 
     @router.post("/completion", tags=["llama-server"], responses=said)
     async def completion(body: LlamaCompletionBody) -> Response | Stream:
@@ -73,7 +73,7 @@ def add_routes(router: APIRouter, frontend: ChatFrontend) -> None:
 
     @router.post("/apply-template", tags=["llama-server"], responses=documented(PromptAnswer))
     async def apply_template(body: ApplyTemplateBody) -> Response:
-        """A conversation as its prompt."""
+        """Return a conversation as its prompt."""
         with blame("messages"):
             rendered = await render(frontend, template_request(body, body.messages))
         return as_json({"prompt": rendered.text}, body.warnings())
@@ -86,7 +86,7 @@ def _add_state(router: APIRouter, frontend: ChatFrontend) -> None:
 
     @router.get("/props", tags=["llama-server"], responses=said)
     async def props() -> Response:
-        """What is served."""
+        """Return the properties of the server and its model."""
         check_generates(frontend)
         assert frontend.info is not None
         special = frontend.codec.template.special_tokens
@@ -109,7 +109,7 @@ def _add_state(router: APIRouter, frontend: ChatFrontend) -> None:
 
     @router.get("/slots", tags=["llama-server"], responses=documented(form="array", statuses=(503,)))
     async def slots() -> Response:
-        """The places of requests, and what is done in each as far as the frontend has heard."""
+        """List the request slots and the newest known state of each."""
         check_generates(frontend)
         return as_json(_slots(frontend))
 

@@ -40,7 +40,7 @@ _OWN_NAMES = MappingProxyType(
 
 
 class SglangSampling(SamplingFields):
-    """How tokens are drawn, by SGLang's names."""
+    """How tokens are sampled, by SGLang's names."""
 
     max_new_tokens: Positive | None = None
     min_new_tokens: Count | None = None
@@ -84,7 +84,7 @@ def add_routes(router: APIRouter, frontend: ChatFrontend) -> None:
         "/generate",
         tags=["sglang"],
         responses=documented(
-            said="The text, or with `stream` events that each have all of it so far",
+            said="The text; with `stream`, events that each have the whole text so far",
             events="",
             form=("object", "array"),
         ),

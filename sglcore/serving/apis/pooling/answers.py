@@ -16,7 +16,7 @@ class PoolingUsage(Answer):
 
 
 class PoolingAnswer(Answer):
-    """What all of them have."""
+    """The common fields of these answers."""
 
     model: str
     system_fingerprint: str
@@ -39,7 +39,7 @@ class EmbeddingAnswer(PoolingAnswer):
 
 
 class Score(Answer):
-    """One pair's: what the head says, or the cosine of two vectors."""
+    """The score of a pair: the output of the head, or the cosine of two vectors."""
 
     object: Literal["score"]
     index: int
@@ -62,7 +62,7 @@ class DocumentAnswer(Answer):
 
 
 class Ranked(Answer):
-    """A document's place in the request, and its score."""
+    """A document's index in the request, and its score."""
 
     index: int
     relevance_score: float

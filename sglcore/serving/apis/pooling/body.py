@@ -16,9 +16,9 @@ Truncated = Annotated[int, Field(ge=-1)]
 
 
 class PoolingFields(Body):
-    """What all of them share. `truncate_prompt_tokens` cuts what is longer: to so many tokens, or
-    (-1) to what the model holds; `truncate` true is the same as -1. Without them, what is too long
-    is refused."""
+    """The common fields of these requests. `truncate_prompt_tokens` is the number of tokens to
+    which longer texts are truncated, or -1 for the maximum of the model; `truncate` true is the
+    same as -1. Without both, texts that are too long are refused."""
 
     model: str | None = None
     truncate_prompt_tokens: Truncated | None = None
@@ -36,8 +36,8 @@ class PoolingFields(Body):
 
 class EmbeddingBody(PoolingFields):
     """A request for the vectors of one input or several. `dimensions` keeps the first numbers of
-    each, scaled to length 1 where the whole has it; `prompt_name` is that of a prompt of the
-    checkpoint's, which stands before each text."""
+    each, scaled to length 1 if the whole vector has length 1; `prompt_name` names a prompt of the
+    checkpoint, which is put before each text."""
 
     input: Prompts
     encoding_format: Literal["float", "base64"] | None = None
@@ -46,7 +46,7 @@ class EmbeddingBody(PoolingFields):
 
 
 class ScoreBody(PoolingFields):
-    """A request for how well texts fit: one with each of others, or each with its own."""
+    """A request to score pairs of texts: one with each of the others, or pair by pair."""
 
     text_1: OneOrMore
     text_2: OneOrMore
@@ -59,8 +59,7 @@ class DocumentText(Body):
 
 
 class RerankBody(PoolingFields):
-    """A request for documents in the order of their relevance to a query, the first `top_n` of
-    them."""
+    """A request to sort documents by their relevance to a query and to return the first `top_n`."""
 
     query: str
     documents: Annotated[Items[str | DocumentText], Field(min_length=1)]

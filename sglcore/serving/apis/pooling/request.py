@@ -155,7 +155,7 @@ def _check_embeds(frontend: Frontend) -> None:
 
 def _wrong_model(found: str, wanted: str, own: str, code: str = "model_does_not_embed") -> InvalidRequest:
     """Return the error for a model with another kind of answer; `own`: what this model answers."""
-    remedy = f"use {own}, or serve one of those"
+    remedy = f"use {own}, or serve such a model"
     return InvalidRequest(f"this model {found}", wanted=wanted, remedy=remedy, param="model", code=code)
 
 

@@ -23,7 +23,7 @@ def add_routes(router: APIRouter, frontend: Frontend) -> None:
 
     @router.post("/v1/embeddings", tags=["embeddings"], responses=documented(EmbeddingAnswer))
     async def embeddings(body: EmbeddingBody) -> Response:
-        """Vectors of texts."""
+        """Compute the vectors of texts."""
         found = await embedded(frontend, body)
         data = [
             {"object": "embedding", "index": place, "embedding": _written(one.vector, body.encoding_format)}
@@ -41,7 +41,7 @@ def add_routes(router: APIRouter, frontend: Frontend) -> None:
 def _add_score(router: APIRouter, frontend: Frontend) -> None:
     @router.post("/v1/score", tags=["scores"], responses=documented(ScoreAnswer))
     async def score(body: ScoreBody) -> Response:
-        """How well pairs of texts fit."""
+        """Score how well pairs of texts match."""
         firsts = body.text_1 * len(body.text_2) if len(body.text_1) == 1 else body.text_1
         if len(firsts) != len(body.text_2):
             found = f"found {len(firsts)} of text_1 and {len(body.text_2)} of text_2"
@@ -55,7 +55,7 @@ def _add_score(router: APIRouter, frontend: Frontend) -> None:
 def _add_rerank(router: APIRouter, frontend: Frontend, path: str) -> None:
     @router.post(path, tags=["scores"], responses=documented(RerankAnswer))
     async def rerank(body: RerankBody) -> Response:
-        """Documents, the most relevant first."""
+        """Sort documents by relevance, the most relevant first."""
         texts = [each.text if isinstance(each, DocumentText) else each for each in body.documents]
         if body.max_tokens_per_doc is not None:
             texts = await shortened(frontend, texts, body.max_tokens_per_doc)
@@ -77,7 +77,7 @@ def _add_rerank(router: APIRouter, frontend: Frontend, path: str) -> None:
 def _add_classify(router: APIRouter, frontend: Frontend) -> None:
     @router.post("/v1/classify", tags=["scores"], responses=documented(ClassifyAnswer))
     async def classify(body: ClassifyBody) -> Response:
-        """Labels of texts."""
+        """Classify texts."""
         labels, tokens = await classified(frontend, body)
         return as_json({**_listed("classify", labels), **described(frontend, body, tokens)}, body.warnings())
 

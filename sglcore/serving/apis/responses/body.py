@@ -17,7 +17,7 @@ Metadata = Annotated[
 
 
 class TextPart(Body):
-    """Text of a message; `annotations` and `logprobs` are those of an answer that is sent again."""
+    """Text of a message; `annotations` and `logprobs` come from an answer that is sent again."""
 
     type: Literal["input_text", "output_text", "text", "reasoning_text", "summary_text"]
     text: str
@@ -51,7 +51,7 @@ class MessageItem(Body):
 
 
 class CallItem(Body):
-    """A call that the model made. `arguments` is JSON."""
+    """A tool call of the model. `arguments` is JSON."""
 
     type: Literal["function_call"]
     call_id: Id
@@ -64,7 +64,7 @@ class CallItem(Body):
 
 
 class CallOutputItem(Body):
-    """What a call gave."""
+    """The result of a tool call."""
 
     type: Literal["function_call_output"]
     call_id: Id
@@ -141,7 +141,7 @@ Format = Annotated[PlainFormat | SchemaFormat, Field(discriminator="type")]
 
 
 class TextConfig(Body):
-    """What the text must look like."""
+    """The format of the text."""
 
     format: Format | None = None
     verbosity: Literal["low", "medium", "high"] | None = None
@@ -164,7 +164,7 @@ class StreamOptions(Body):
 
 
 class Conversation(Body):
-    """What both a response and a count of its tokens are made from."""
+    """The fields that a response and a count of its tokens share."""
 
     model: str | None = None
     input: str | Items[Item] | None = None
@@ -188,8 +188,8 @@ class CountRequest(Conversation):
 
 
 class ResponsesRequest(Conversation, SamplingFields):
-    """A request for a response. `stop`, `thinking_token_budget` and most fields of sampling are
-    this server's own."""
+    """A request for a response. `stop`, `thinking_token_budget` and most sampling fields are
+    extensions of this server."""
 
     background: bool | None = None
     context_management: list[Any] | None = None

@@ -44,7 +44,7 @@ def add_routes(router: APIRouter, frontend: ChatFrontend) -> None:
     @router.post(
         "/v1/responses",
         tags=["responses"],
-        responses=_documented("The response, or with `stream` its events, of which the last has the whole", events=""),
+        responses=_documented("The response; with `stream`, its events, the last with the whole response", events=""),
     )
     async def create(body: ResponsesRequest) -> Response | Stream:
         """Answer a conversation made of items."""
@@ -72,22 +72,22 @@ def _add_kept(router: APIRouter, store: ResponseStore) -> None:
 
     @router.get("/v1/responses/{response_id}", tags=["responses"], responses=_documented(statuses=_ADDRESS))
     async def retrieve(response_id: str, request: Request) -> Response:
-        """A response that was kept."""
+        """Return a stored response."""
         _only(request, ("include",))
         return as_json(store.get(response_id, "response_id").response)
 
     @router.delete("/v1/responses/{response_id}", tags=["responses"], responses=_documented(statuses=_ADDRESS))
     async def delete(response_id: str) -> Response:
-        """Forget a response."""
+        """Delete a stored response."""
         store.drop(response_id, "response_id")
         return as_json({"id": response_id, "object": "response", "deleted": True})
 
     @router.post("/v1/responses/{response_id}/cancel", tags=["responses"], responses=_documented(statuses=_ADDRESS))
     async def cancel(response_id: str) -> Response:
-        """Refused: no response outlives its request."""
+        """Always refused: no response continues after its request."""
         store.get(response_id, "response_id")
         raise InvalidRequest(
-            "a response that is not in the background can not be cancelled",
+            "a response that is not in the background cannot be cancelled",
             remedy="close the connection of its request, which ends it",
             param="response_id",
         )
@@ -100,7 +100,7 @@ def _add_kept(router: APIRouter, store: ResponseStore) -> None:
         order: Annotated[str, Query(pattern="^(asc|desc)$")] = "desc",
         after: str | None = None,
     ) -> Response:
-        """The items of a response's own input."""
+        """List the items of a response's own input."""
         _only(request, ("include", "limit", "order", "after"))
         return as_json(page_of(store.get(response_id, "response_id").items, limit, order, after))
 
@@ -110,7 +110,7 @@ def _earlier(store: ResponseStore, response_id: str | None) -> list[Any]:
 
 
 def _documented(
-    said: str = "What was asked for", events: str | None = None, statuses: Iterable[int] = WITH_BODY
+    said: str = "The requested object", events: str | None = None, statuses: Iterable[int] = WITH_BODY
 ) -> dict[int | str, Any]:
     return documented(said=said, events=events, statuses=statuses)
 

@@ -29,36 +29,36 @@ _SGLANG_MODES: Mapping[str, PauseMode] = MappingProxyType({"abort": "abort", "re
 
 
 class AbortBody(Body):
-    """One id, of an answer or of the header x-request-id; or all requests."""
+    """The id of an answer or of the header x-request-id; or all requests."""
 
     rid: str | None = None
     abort_all: bool = False
 
 
 class AbortListBody(Body):
-    """Ids of answers or of headers x-request-id; none: all requests."""
+    """Ids of answers or of headers x-request-id; without ids, all requests."""
 
     request_ids: Items[str] | None = None
 
 
 class PauseBody(Body):
-    """What becomes of the requests that run: they end, or keep their place."""
+    """Whether running requests end or are kept."""
 
     mode: Literal["abort", "retract", "in_place"] = "abort"
 
 
 class ContinueBody(Body):
-    """Nothing."""
+    """An empty body."""
 
 
 class AbortAnswer(Answer):
-    """How many prompts were ended."""
+    """The number of aborted prompts."""
 
     aborted: int
 
 
 class StatusAnswer(Answer):
-    """What the server does now."""
+    """The new state of the server."""
 
     status: str
     message: str
@@ -71,7 +71,7 @@ class PausedAnswer(Answer):
 
 
 class FlushAnswer(Answer):
-    """How many pages of the prefix cache were given up; those that running requests hold stay."""
+    """The number of pages evicted from the prefix cache; pages of running requests stay."""
 
     success: bool
     pages: int
@@ -85,21 +85,21 @@ def add_routes(router: APIRouter, frontend: Frontend) -> None:
 
         @router.post(path, tags=["operations"], responses=documented(FlushAnswer, statuses=(503,)))
         async def flush() -> Response:
-            """Forget cached prefixes."""
+            """Evict the cached prefixes."""
             return as_json({"success": True, "pages": await frontend.flush_prefix_cache()})
 
 
 def _add_aborts(router: APIRouter, frontend: Frontend) -> None:
     @router.post("/abort_request", tags=["operations"], responses=documented(AbortAnswer))
     async def abort(body: AbortBody) -> Response:
-        """End a request, or all."""
+        """Abort a request, or all."""
         if not body.rid and not body.abort_all:
             raise InvalidRequest("found neither rid nor abort_all", wanted="one of them", param="rid")
         return as_json({"aborted": frontend.abort(None if body.abort_all else [body.rid or ""])})
 
     @router.post("/abort_requests", tags=["operations"], responses=documented(AbortAnswer))
     async def abort_several(body: AbortListBody) -> Response:
-        """End requests."""
+        """Abort requests."""
         return as_json({"aborted": frontend.abort(body.request_ids)})
 
 
@@ -140,5 +140,5 @@ def _add_pauses(router: APIRouter, frontend: Frontend) -> None:
 
     @router.get("/is_paused", tags=["operations"], responses=documented(PausedAnswer, statuses=()))
     async def is_paused() -> Response:
-        """Whether requests are held up."""
+        """Return whether requests are paused."""
         return as_json({"is_paused": frontend.is_paused})

@@ -28,7 +28,7 @@ _LIMITS = tuple(
 
 
 class _ServerFacts(Answer):
-    """What the server knows without its engines, and what both have a part in."""
+    """Facts that the server knows without its engines, and facts to which both contribute."""
 
     version: str
     phase: str
@@ -50,7 +50,7 @@ OF_ENGINE = tuple(name for name in ModelInfo.__struct_fields__ if name not in (*
 def _server_info() -> type[Answer]:
     kinds = get_type_hints(ModelInfo)
     known_later: dict[str, Any] = {name: (kinds[name] | None, ...) for name in OF_ENGINE}
-    text = "What runs, and every decision that led there. What is known only when the model is ready is null before."
+    text = "The running configuration and every start-up decision. Fields of the model are null until it is ready."
     return create_model("ServerInfo", __base__=_ServerFacts, __doc__=text, **known_later)
 
 
@@ -58,10 +58,10 @@ ServerInfo = _server_info()
 
 
 class Counters(Answer):
-    """What engines have done since their start, and what they do now; `kv_used` is a share from 0
-    to 1. `verified_steps` counts a step for each of its requests: one token, and the
-    `accepted_tokens` of the `proposed_tokens`. `hisparse_hits` of the `hisparse_rows` that decode
-    steps chose were on the device."""
+    """Counts of the engines since their start, and their present load; `kv_used` is a share from 0
+    to 1. `verified_steps` counts a step once for each of its requests: it gives one token and the
+    `accepted_tokens` of the `proposed_tokens`. Of the `hisparse_rows` that decode steps selected,
+    `hisparse_hits` were on the device."""
 
     prompt_tokens: int
     generation_tokens: int
@@ -88,8 +88,8 @@ class ReplicaStats(Counters):
 
 
 class ServerStats(Counters):
-    """The sums over all engines; `time` in unix seconds, `deaths` of engines that were not told to
-    end."""
+    """The sums over all engines; `time` in unix seconds, `deaths` of engines that ended
+    unexpectedly."""
 
     time: float
     deaths: int
@@ -97,7 +97,7 @@ class ServerStats(Counters):
 
 
 class ServerAudit(Answer):
-    """Pages and slots of the engines that are lost or held twice; none if all is well."""
+    """Leaked or doubly held pages and slots of the engines; none if all is well."""
 
     problems: list[str]
 
@@ -107,19 +107,19 @@ def add_routes(router: APIRouter, frontend: ChatFrontend) -> None:
 
     @router.get("/server_info", tags=["operations"], responses={200: {"model": ServerInfo}})
     async def server_info() -> Response:
-        """What runs, and every decision."""
+        """Return the running configuration and every start-up decision."""
         return as_json(_info(frontend))
 
     @router.get("/server_info/stats", tags=["operations"], responses={200: {"model": ServerStats}})
     async def stats() -> Response:
-        """What it counts."""
+        """Return the counters of the engines."""
         found = [_replica(replica) for replica in frontend.supervisor.replicas.values()]
         known = {"time": time.time(), "deaths": frontend.supervisor.deaths}
         return as_json({**known, **_counters(frontend.stats()), "replicas": found})
 
     @router.get("/server_info/audit", tags=["operations"], responses={200: {"model": ServerAudit}})
     async def audit() -> Response:
-        """Looks for what leaked."""
+        """Look for leaked pages and slots."""
         return as_json({"problems": await frontend.audit()})
 
     @router.get(
@@ -129,7 +129,7 @@ def add_routes(router: APIRouter, frontend: ChatFrontend) -> None:
         responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}},
     )
     async def metrics() -> Response:
-        """Metrics for Prometheus."""
+        """Return the metrics for Prometheus."""
         return Response(frontend.metrics.page(), headers={"content-type": CONTENT_TYPE})
 
 

@@ -16,7 +16,7 @@ from sglcore.serving.replicas.metrics.health import Health
 
 
 class PhaseAnswer(Answer):
-    """How far the server is: `done` of `total` parts of a phase, seconds since its start."""
+    """The progress of the start: `done` of `total` parts of a phase, seconds since its start."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -29,14 +29,14 @@ class PhaseAnswer(Answer):
 def add_routes(router: APIRouter, frontend: Frontend) -> None:
     """Add the probes, by GET and HEAD; none of them waits."""
     health = frontend.health
-    _add(router, "/livez", health, lambda: health.live, "Whether the process should go on")
-    _add(router, "/readyz", health, lambda: health.ready, "Whether requests may come")
+    _add(router, "/livez", health, lambda: health.live, "Whether the process should keep running")
+    _add(router, "/readyz", health, lambda: health.ready, "Whether the server accepts requests")
     _add(router, "/startupz", health, lambda: health.started, "Whether the model has been started")
     _add(router, "/health", health, lambda: health.ready, "The same as /readyz")
 
 
 def _add(router: APIRouter, path: str, health: Health, is_well: Callable[[], bool], summary: str) -> None:
-    documented: Any = {200: {"model": PhaseAnswer}, 503: {"model": PhaseAnswer, "description": "Not yet, or no more"}}
+    documented: Any = {200: {"model": PhaseAnswer}, 503: {"model": PhaseAnswer, "description": "Not yet, or no longer"}}
 
     @router.head(path, include_in_schema=False)
     @router.get(path, tags=["probes"], responses=documented, summary=summary)

@@ -31,10 +31,10 @@ _SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token")
 class TokenizeBody(TemplateFields):
     """A text, or the messages of a chat, as the model's token ids.
 
-    `add_special_tokens` is whether a text gets what the checkpoint puts around a prompt (true
-    unless said otherwise); messages have what their template writes. Those of templates belong to
-    messages. `content` is a text too, without what stands around a prompt unless `add_special` is
-    true; `with_pieces` gives each token's id and text: llama-server's fields.
+    `add_special_tokens`: whether a text gets the special tokens that the checkpoint adds to a
+    prompt (default: true); messages get the tokens of their template. The template's fields belong
+    to messages. The fields of llama-server: `content` is a text too, without these special tokens
+    unless `add_special` is true; `with_pieces` gives each token's id and text.
     """
 
     model: str | None = None
@@ -55,7 +55,7 @@ class TokenPiece(Answer):
 
 
 class TokenizeAnswer(Answer):
-    """The ids, and the number that a prompt and its answer may have together."""
+    """The ids, and the maximum number of tokens of a prompt and its answer together."""
 
     tokens: list[int] | list[TokenPiece]
     count: int
@@ -78,8 +78,8 @@ class DetokenizeAnswer(Answer):
 
 
 class TokenizerInfo(Answer):
-    """Special tokens as text, null for those that the checkpoint has not; the template's text, null
-    if there is none."""
+    """Special tokens as text, null for tokens that the checkpoint does not have; the text of the
+    template, null if there is none."""
 
     bos_token: str | None
     eos_token: str | None
@@ -95,7 +95,7 @@ def add_routes(router: APIRouter, frontend: ChatFrontend) -> None:
 
     @router.post("/tokenize", tags=["tokens"], responses=documented(TokenizeAnswer))
     async def tokenize(body: TokenizeBody) -> Response:
-        """Text or messages as token ids."""
+        """Convert text or messages to token ids."""
         check_model(frontend, body.model)
         frontend.codec.need_text("/tokenize")
         ids = await _ids(frontend, body)
@@ -109,7 +109,7 @@ def add_routes(router: APIRouter, frontend: ChatFrontend) -> None:
 
     @router.post("/detokenize", tags=["tokens"], responses=documented(DetokenizeAnswer))
     async def detokenize(body: DetokenizeBody) -> Response:
-        """Token ids as text."""
+        """Convert token ids to text."""
         check_model(frontend, body.model)
         frontend.codec.need_text("/detokenize")
         size = frontend.codec.tokenizer.get_vocab_size(with_added_tokens=True)
@@ -127,7 +127,7 @@ def add_routes(router: APIRouter, frontend: ChatFrontend) -> None:
 
     @router.get("/tokenizer_info", tags=["tokens"], responses={200: {"model": TokenizerInfo}})
     async def tokenizer_info() -> Response:
-        """Special tokens and the chat template."""
+        """Return the special tokens and the chat template."""
         frontend.codec.need_text("/tokenizer_info")
         template = frontend.codec.template
         found = {name: template.special_tokens.get(name) or None for name in _SPECIAL}
@@ -163,4 +163,4 @@ def _check_alone(body: TokenizeBody) -> None:
     """Raise InvalidRequest for fields of messages in a request with a text."""
     given = next(iter(body.given(*TemplateFields.model_fields)), None)
     if given is not None:
-        raise InvalidRequest(f"found {given} beside prompt", wanted="messages", param=given)
+        raise InvalidRequest(f"found {given} with prompt", wanted="messages", param=given)

@@ -33,7 +33,7 @@ def with_middleware(app: ASGIApp, frontend: Frontend, traces: Traces | None = No
     """
     config, metrics = frontend.config, frontend.metrics
     if not config.api_key and not config.is_loopback:
-        log.warning("whoever reaches %s may use this server; give it keys with --api-key-file", config.host)
+        log.warning("every client that can reach %s may use this server; give it keys with --api-key-file", config.host)
     files = config.max_request_bytes if config.batch_folder is None else config.max_batch_file_bytes
     app = Bodies(app, config.max_request_bytes, config.body_timeout, files)
     app = Admission(

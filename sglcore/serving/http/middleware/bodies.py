@@ -123,7 +123,7 @@ def _arriving(limit: Limit) -> Iterator[Arriving]:
 def too_large(found: str, limit: Limit) -> TurnedAway:
     """Return the error 413, with the number and the remedy."""
     message = (
-        f"the request has {found}, where {limit.most} are the most; "
+        f"the request has {found}, and at most {limit.most} are allowed; "
         f"send less at once, or start the server with a greater {limit.flag}"
     )
     return TurnedAway(413, message, "request_too_large")

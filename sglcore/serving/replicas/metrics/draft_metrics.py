@@ -22,11 +22,11 @@ def draft_families(model: str, engines: Engines) -> Iterator[Metric]:
     if engines:
         yield _accepted(model, engines)
         yield from _places(model, engines)
-        texts = "by the most tokens that a request had", "by the most of its prompt that the prefix cache had"
+        texts = "by the upper bound of the number of tokens", "by the upper bound of the cached share of the prompt"
         for label, text, key, shown in (
             ("context", texts[0], lambda cell: cell.context, lambda value: str(2**value - 1)),
             ("cached", texts[1], lambda cell: cell.cached, lambda value: CACHED[value]),
-            ("tokens", "by how many it verified", lambda cell: cell.proposed, str),
+            ("tokens", "by the number of verified draft tokens", lambda cell: cell.proposed, str),
         ):
             yield from _split(model, engines, label, text, key, shown)
 
@@ -34,7 +34,7 @@ def draft_families(model: str, engines: Engines) -> Iterator[Metric]:
 def _accepted(model: str, engines: Engines) -> Metric:
     family = HistogramMetricFamily(
         "sglcore_accepted_draft_tokens",
-        "Proposals that were right, in each step of a request: 1 + sum / count is the mean acceptance length.",
+        "Accepted draft tokens in each step of a request: 1 + sum / count is the mean acceptance length.",
         labels=["model", "replica"],
     )
     for replica, numbers in engines:
@@ -50,9 +50,13 @@ def _accepted(model: str, engines: Engines) -> Metric:
 
 def _places(model: str, engines: Engines) -> Iterator[Metric]:
     labels = ["model", "replica", "place"]
-    had = CounterMetricFamily("sglcore_draft_tokens", "Proposals, by their place in a step.", labels=labels)
-    right = CounterMetricFamily("sglcore_draft_tokens_accepted", "Those that were right.", labels=labels)
-    wasted = CounterMetricFamily("sglcore_draft_tokens_wasted", "Those that were not, or behind one.", labels=labels)
+    had = CounterMetricFamily("sglcore_draft_tokens", "Draft tokens, by their position in a step.", labels=labels)
+    right = CounterMetricFamily(
+        "sglcore_draft_tokens_accepted", "Accepted draft tokens, by their position in a step.", labels=labels
+    )
+    wasted = CounterMetricFamily(
+        "sglcore_draft_tokens_wasted", "Rejected draft tokens, and those after a rejected one.", labels=labels
+    )
     for replica, numbers in engines:
         for place, (proposed, accepted) in enumerate(at_places(numbers.drafts), start=1):
             where = [model, replica, str(place)]
@@ -70,7 +74,7 @@ def _split(
     """
     labels, kinds = ["model", "replica", label], ("steps", "proposed", "accepted")
     families = [
-        CounterMetricFamily(f"sglcore_draft_{kind}_by_{label}", f"Of steps of requests: {kind}, {text}.", labels=labels)
+        CounterMetricFamily(f"sglcore_draft_{kind}_by_{label}", f"Steps of requests: {kind}, {text}.", labels=labels)
         for kind in kinds
     ]
     for replica, numbers in engines:

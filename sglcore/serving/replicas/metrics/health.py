@@ -49,7 +49,7 @@ class Health:
         if self.phase == "draining":
             return ShuttingDown("the server was told to stop, and takes no more requests")
         if self.phase == "dead":
-            return ShuttingDown(f"the server has no engine any more: {self.reason}")
+            return ShuttingDown(f"the server has no engine left: {self.reason}")
         what = f"{self.phase}: {self.reason}" if self.reason else self.phase
         return NotReady(f"the model is not ready (phase: {what})")
 

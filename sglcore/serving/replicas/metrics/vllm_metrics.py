@@ -22,9 +22,9 @@ _COUNTERS: tuple[tuple[str, str, Callable[[EngineStats], float]], ...] = (
     ("generation_tokens", "Tokens drawn.", lambda n: n.generation_tokens),
     ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", lambda n: n.looked_up_tokens),
     ("prefix_cache_hits", "Prompt tokens found in the prefix cache.", lambda n: n.hit_tokens),
-    ("num_preemptions", "Requests put back into the queue for want of pages.", lambda n: n.retractions),
-    ("kv_offload_load_bytes", "Rows copied from host memory to the device.", lambda n: n.loaded_bytes),
-    ("kv_offload_store_bytes", "Rows that the device wrote to host memory.", lambda n: n.stored_bytes),
+    ("num_preemptions", "Requests preempted because no pages were left.", lambda n: n.retractions),
+    ("kv_offload_load_bytes", "Bytes of KV entries copied from host memory to the device.", lambda n: n.loaded_bytes),
+    ("kv_offload_store_bytes", "Bytes of KV entries that the device wrote to host memory.", lambda n: n.stored_bytes),
 )
 _REASONS = frozenset({"stop", "length", "abort", "error"})
 
