@@ -145,7 +145,8 @@ def main() -> None:
     taken = {name: host_time(given.requests, table) for name, table in tables.items()}
     for name, own in taken.items():
         print(
-            f"host time of {given.requests} requests, {name}: {own['build']} us to build trees, {own['walk']} us to walk them"
+            f"host time of {given.requests} requests, {name}: {own['build']} us to build trees, "
+            f"{own['walk']} us to walk them"
         )
     prompts = prompts_of(given.prompts)
     found = {kind: tokens_by_shape(kind, prompts, given.written, SHAPES) for kind in KINDS}

@@ -122,7 +122,8 @@ def table(found: Mapping[str, Mapping[str, Any]]) -> None:
         ratios = "  ".join(f"p{q} {each[f'during_p{q}_ms'] / quiet:7.2f}" for q in (50, 90, 99))
         print(
             f"{name:>16}: quiet {quiet:7.2f} ms, while the prompt ran {ratios} times that;"
-            f" prompt {each['first_token_seconds']:6.2f} s; throughput {each['tokens_a_second'] / whole:5.3f} of chunks",
+            f" prompt {each['first_token_seconds']:6.2f} s;"
+            f" throughput {each['tokens_a_second'] / whole:5.3f} of chunks",
             flush=True,
         )
 

@@ -194,8 +194,8 @@ def main() -> None:
     show(halves)
     for form, row in slices.items():
         print(
-            f"{form:>16}: while the prompt ran p50 {row['p50']:6.2f}  p90 {row['p90']:6.2f}  p99 {row['p99']:6.2f} times the quiet"
-            f" {row['quiet_ms']:.3f} ms; throughput {row['throughput']:.3f} of chunks"
+            f"{form:>16}: while the prompt ran p50 {row['p50']:6.2f}  p90 {row['p90']:6.2f}  p99 {row['p99']:6.2f}"
+            f" times the quiet {row['quiet_ms']:.3f} ms; throughput {row['throughput']:.3f} of chunks"
         )
     if options.json:
         content = {"machine": machine(), "kind": options.kind, "speeds": asdict(SPEEDS), "lane_share": LANE_SHARE}

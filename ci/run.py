@@ -173,7 +173,8 @@ def report(runs: Sequence[Ran]) -> str:
     """Return one line for each lane, then the failed tests; these come last so that the end of the
     output has them."""
     lines = [
-        f"  {ran.lane.name:<14} {'passed' if ran.failure is None else 'FAILED: ' + ran.failure.value:<18} {ran.seconds:6.0f} s"
+        f"  {ran.lane.name:<14} {'passed' if ran.failure is None else 'FAILED: ' + ran.failure.value:<18} "
+        f"{ran.seconds:6.0f} s"
         for ran in runs
     ]
     named = [f"  {ran.lane.name:<14} {line}" for ran in runs for line in ran.named]

@@ -285,7 +285,10 @@ def _report(
             f"| `{folder}` | {count} | {len(of_folder)} | {len(of_folder) - len(alive)} | {timeouts} "
             f"| {len(equivalent)} | {len(alive) - len(equivalent)} | {score:.0f} % |"
         )
-    head = "| folder | mutants | sample | killed | of them by time | equivalent | survived | score |\n|---|---|---|---|---|---|---|---|"
+    head = (
+        "| folder | mutants | sample | killed | of them by time | equivalent | survived | score |\n"
+        "|---|---|---|---|---|---|---|---|"
+    )
     lives = [m for m in mutants if outcomes[m.job] in ("passed", "untested")]
     listed = [
         f"{m.file}:{m.line} in {m.definition} ({outcomes[m.job]})\n  - {m.was}\n  + {m.becomes}"

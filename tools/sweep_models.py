@@ -176,8 +176,8 @@ def _counts(verdicts: Sequence[Verdict]) -> str:
     decoders = [each.verdict for each in verdicts if each.group == DECODER]
     equal = [each.verdict for each in verdicts].count("equal")
     return (
-        f"{decoders.count('equal')} of {len(decoders)} text decoders and {equal} of {len(verdicts)} types of transformers "
-        f"{transformers.__version__} are equal"
+        f"{decoders.count('equal')} of {len(decoders)} text decoders and {equal} of {len(verdicts)} types of "
+        f"transformers {transformers.__version__} are equal"
     )
 
 

@@ -62,7 +62,10 @@ def _products(rows: Sequence[Entry]) -> Iterator[str]:
 def _attention(rows: Sequence[Entry]) -> Iterator[str]:
     yield f"  {'case':<32} {'backend':<18} {'us':>10} {'of bound':>9}"
     for row in sorted(rows, key=lambda row: (row["mode"], row["case"])):
-        yield f"  {row['mode'] + ' ' + row['case']:<32} {row['backend']:<18} {_number(row['us']):>10} {_number(row['share']):>9}"
+        yield (
+            f"  {row['mode'] + ' ' + row['case']:<32} {row['backend']:<18} "
+            f"{_number(row['us']):>10} {_number(row['share']):>9}"
+        )
 
 
 def _engine(rows: Sequence[Entry]) -> Iterator[str]:
@@ -79,7 +82,10 @@ def _profile(rows: Sequence[Entry]) -> Iterator[str]:
         yield f"  batch {batch}: {count:.0f} kernels a step, {_number(total)} us"
         for row in case[:SHOWN]:
             whose = "/".join(row["entries"]) or "-"
-            yield f"    {_number(row['us']):>9} us {row['count']:>7.1f} x {_number(row['share']):>6}  {whose:<28} {row['name'][:60]}"
+            yield (
+                f"    {_number(row['us']):>9} us {row['count']:>7.1f} x {_number(row['share']):>6}  "
+                f"{whose:<28} {row['name'][:60]}"
+            )
 
 
 def _peer(rows: Sequence[Entry]) -> Iterator[str]:

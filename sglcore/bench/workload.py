@@ -130,13 +130,14 @@ def make_jobs(load: Workload, vocab_size: int, max_model_len: int | None = None)
     exceeds the context."""
     if max_model_len is not None and load.longest > max_model_len:
         raise ConfigError(
-            f"the longest request has {load.longest} tokens ({load.shared_prefix} shared, up to {load.input_len.high} of "
-            f"its own, up to {load.output_len.high} to generate) and the model takes {max_model_len}",
+            f"the longest request has {load.longest} tokens ({load.shared_prefix} shared, up to {load.input_len.high} "
+            f"of its own, up to {load.output_len.high} to generate) and the model takes {max_model_len}",
             remedy="lower --shared-prefix, --random-input-len or --random-output-len",
         )
     if max_model_len is not None and load.long_prompts and load.long_len + LONG_OUTPUT > max_model_len:
         raise ConfigError(
-            f"a long prompt has {load.long_len} tokens and {LONG_OUTPUT} to generate, and the model takes {max_model_len}",
+            f"a long prompt has {load.long_len} tokens and {LONG_OUTPUT} to generate, "
+            f"and the model takes {max_model_len}",
             remedy=f"--long-tokens {max_model_len - LONG_OUTPUT} or less",
         )
     arrivals, lengths, tokens = (Random(f"{load.seed}/{part}") for part in ("arrivals", "lengths", "tokens"))

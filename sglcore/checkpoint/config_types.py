@@ -44,26 +44,27 @@ _NAMES: Mapping[Kind, str] = MappingProxyType(
     {
         ("a whole number above zero", _whole(1)): """
             hidden_size vocab_size num_hidden_layers num_attention_heads num_key_value_heads max_position_embeddings
-            decoder_sparse_step n_group topk_group sliding_window_pattern max_seq_len
-            full_attention_interval linear_num_key_heads linear_num_value_heads linear_key_head_dim linear_value_head_dim
-            linear_conv_kernel_dim kv_lora_rank q_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim o_groups o_lora_rank
-            index_n_heads index_head_dim index_topk hc_mult hc_sinkhorn_iters compress_rate_csa compress_rate_hca mamba_n_heads
-            mamba_n_groups mamba_d_state mamba_d_conv mamba_expand draft_vocab_size target_hidden_size
-            global_attn_every_n_layers conv_L_cache block_multiple_of moe_latent_size type_vocab_size""",
+            decoder_sparse_step n_group topk_group sliding_window_pattern max_seq_len full_attention_interval
+            linear_num_key_heads linear_num_value_heads linear_key_head_dim linear_value_head_dim
+            linear_conv_kernel_dim kv_lora_rank q_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim
+            o_groups o_lora_rank index_n_heads index_head_dim index_topk hc_mult hc_sinkhorn_iters
+            compress_rate_csa compress_rate_hca mamba_n_heads mamba_n_groups mamba_d_state
+            mamba_d_conv mamba_expand draft_vocab_size target_hidden_size global_attn_every_n_layers
+            conv_L_cache block_multiple_of moe_latent_size type_vocab_size""",
         ("a whole number", _whole(0)): """
-            num_experts_per_tok head_dim intermediate_size sliding_window local_attention max_window_layers first_k_dense_replace num_experts
-            num_local_experts n_routed_experts n_shared_experts moe_intermediate_size shared_intermediate_size
-            shared_expert_intermediate_size num_labels qk_rope_head_dim num_hash_layers num_nextn_predict_layers
-            index_topk_freq index_skip_topk_offset""",
+            num_experts_per_tok head_dim intermediate_size sliding_window local_attention max_window_layers
+            first_k_dense_replace num_experts num_local_experts n_routed_experts n_shared_experts
+            moe_intermediate_size shared_intermediate_size shared_expert_intermediate_size num_labels
+            qk_rope_head_dim num_hash_layers num_nextn_predict_layers index_topk_freq index_skip_topk_offset""",
         ("a whole number above zero, or auto", lambda value: value == "auto" or _whole(1)(value)): "mamba_d_head",
         ("a number", _is_number): """
-            rms_norm_eps layer_norm_eps norm_eps partial_rotary_factor attention_factor mscale mscale_all_dim embedding_multiplier
-            residual_multiplier routed_scaling_factor swiglu_alpha swiglu_limit""",
+            rms_norm_eps layer_norm_eps norm_eps partial_rotary_factor attention_factor mscale mscale_all_dim
+            embedding_multiplier residual_multiplier routed_scaling_factor swiglu_alpha swiglu_limit""",
         ("a number from zero on", _is_from_zero): "original_max_position_embeddings beta_fast beta_slow",
         ("a number above zero", _is_above_zero): """
-            rope_theta global_rope_theta local_rope_theta rope_local_base_freq factor attention_multiplier logits_scaling
-            query_pre_attn_scalar attn_logit_softcapping final_logit_softcapping compress_rope_theta hc_eps
-            block_ffn_dim_multiplier low_freq_factor high_freq_factor""",
+            rope_theta global_rope_theta local_rope_theta rope_local_base_freq factor attention_multiplier
+            logits_scaling query_pre_attn_scalar attn_logit_softcapping final_logit_softcapping compress_rope_theta
+            hc_eps block_ffn_dim_multiplier low_freq_factor high_freq_factor""",
         (
             "a list of two limits",
             lambda value: isinstance(value, list) and len(value) == 2 and all(map(_is_limit, value)),

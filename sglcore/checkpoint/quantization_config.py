@@ -9,7 +9,10 @@ from typing import Any
 
 from sglcore.device.errors import CheckpointError
 
-SUPPORTED = "gptq, awq (gemm), fp8, mxfp4 (experts), and compressed-tensors that are pack-quantized, int-quantized or float-quantized"
+SUPPORTED = (
+    "gptq, awq (gemm), fp8, mxfp4 (experts), "
+    "and compressed-tensors that are pack-quantized, int-quantized or float-quantized"
+)
 NONE = "none"
 """A value of EngineConfig's `quantize`: weights are dequantised, and products are as exact as the
 model's dtype."""

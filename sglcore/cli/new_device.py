@@ -16,8 +16,8 @@ def new_device(
         typer.Option(
             "--torch",
             metavar="MODULE",
-            help="Torch computes on it, and Triton compiles for it: torch.TYPE where torch itself is built for the device "
-            "(torch.xyz), torch_TYPE for an extension that registers the type (torch_acme).",
+            help="Torch computes on it, and Triton compiles for it: torch.TYPE where torch itself is built for the "
+            "device (torch.xyz), torch_TYPE for an extension that registers the type (torch_acme).",
         ),
     ] = None,
 ) -> None:

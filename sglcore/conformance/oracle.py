@@ -96,8 +96,8 @@ def _divergence(
     part = "prompt" if place < len(result.prompt) else "output"
     return (
         f"{who}: the first divergent token is number {place} of the text ({part}, id {token}): log-probability "
-        f"{float(found.chosen[0]):.5f}, the reference says {float(row[token]):.5f}; largest difference {error:.3g} where "
-        f"{bound:g} is allowed; the reference's two best are {order.tolist()}, {margin:.3g} apart"
+        f"{float(found.chosen[0]):.5f}, the reference says {float(row[token]):.5f}; largest difference {error:.3g} "
+        f"where {bound:g} is allowed; the reference's two best are {order.tolist()}, {margin:.3g} apart"
     )
 
 

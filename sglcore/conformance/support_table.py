@@ -47,7 +47,8 @@ def _row(values: Mapping[str, Any]) -> tuple[str, ...]:
     versions = values["versions"]
     short = values["digest"][:12]
     return (
-        values["device"], _ran_on(values), *levels, str(gaps), versions["sglcore"], versions["torch"], values["date"], f"`{short}`",
+        values["device"], _ran_on(values), *levels, str(gaps),
+        versions["sglcore"], versions["torch"], values["date"], f"`{short}`",
     )  # fmt: skip
 
 

@@ -117,7 +117,8 @@ def _host(
             candidate.probed()
         told = "".join(f" ({row.topic}: {row.reason})" for row in hidden)
         raise DeviceError(
-            f"found no accelerator among {_names(candidates) or 'no installed device packages'}{told}, and no host device",
+            f"found no accelerator among {_names(candidates) or 'no installed device packages'}{told}, "
+            "and no host device",
             remedy=f"pip install sglcore-cpu, or name a device: {_SETTING}",
         )
     host, *others = hosts

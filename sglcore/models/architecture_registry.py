@@ -23,7 +23,9 @@ ARCHITECTURES: Mapping[str, str] = MappingProxyType(
         "Gemma3ForCausalLM": "sglcore.models.architectures.gemma.gemma3:Gemma3ForCausalLM",
         "GptOssForCausalLM": "sglcore.models.architectures.gpt_oss:GptOssForCausalLM",
         "GraniteForCausalLM": "sglcore.models.architectures.granite.granite:GraniteForCausalLM",
-        "GraniteMoeHybridForCausalLM": "sglcore.models.architectures.granite.granite_hybrid:GraniteMoeHybridForCausalLM",
+        "GraniteMoeHybridForCausalLM": (
+            "sglcore.models.architectures.granite.granite_hybrid:GraniteMoeHybridForCausalLM"
+        ),
         "GraniteMoeForCausalLM": "sglcore.models.architectures.granite.granite_moe:GraniteMoeForCausalLM",
         "Olmo2ForCausalLM": "sglcore.models.architectures.olmo2:Olmo2ForCausalLM",
         "Olmo3ForCausalLM": "sglcore.models.architectures.olmo3:Olmo3ForCausalLM",
@@ -49,7 +51,9 @@ ARCHITECTURES: Mapping[str, str] = MappingProxyType(
         "Qwen3_5ForConditionalGeneration": "sglcore.models.architectures.qwen.qwen3_5:Qwen35ForCausalLM",
         "Qwen3_5MoeForCausalLM": "sglcore.models.architectures.qwen.qwen3_5:Qwen35ForCausalLM",
         "Qwen3_5MoeForConditionalGeneration": "sglcore.models.architectures.qwen.qwen3_5:Qwen35ForCausalLM",
-        "Qwen2_5_VLForConditionalGeneration": "sglcore.models.architectures.qwen.qwen_vl:Qwen25VLForConditionalGeneration",
+        "Qwen2_5_VLForConditionalGeneration": (
+            "sglcore.models.architectures.qwen.qwen_vl:Qwen25VLForConditionalGeneration"
+        ),
         "Qwen3VLForConditionalGeneration": "sglcore.models.architectures.qwen.qwen_vl:Qwen3VLForConditionalGeneration",
         "LlamaForSequenceClassification": "sglcore.models.architectures.llama:LlamaForCausalLM",
         "MistralForSequenceClassification": "sglcore.models.architectures.mistral:MistralForCausalLM",

@@ -49,7 +49,9 @@ def cuda(chip: str, device: int, pci_class: int, properties: dict[str, Any]) -> 
         "usr/lib/x86_64-linux-gnu/libcuda.so.1": "",
         "proc/driver/nvidia/version": f"NVRM version: NVIDIA UNIX x86_64 Kernel Module  {driver}\n",
         "proc/driver/nvidia/gpus/0000:{bus}:00.0/information": f"Model: \t\t {properties['name']}\n",
-        "site-packages/torch/version.py": "__version__ = '{torch}+cu128'\ncuda: str | None = '12.8'\nhip: str | None = None\n",
+        "site-packages/torch/version.py": (
+            "__version__ = '{torch}+cu128'\ncuda: str | None = '12.8'\nhip: str | None = None\n"
+        ),
         **pci(0x10DE, device, pci_class),
     }
     arch = f"sm_{properties['major']}{properties['minor']}"
@@ -77,7 +79,9 @@ def hip(chip: str, device: int, pci_class: int, target: str, properties: dict[st
         f"{folder}/{{node}}/properties": "".join(f"{name} {value}\n" for name, value in node.items()),
         "opt/rocm/lib/libamdhip64.so.6": "",
         "opt/rocm/lib/libhsa-runtime64.so.1": "",
-        "site-packages/torch/version.py": "__version__ = '{torch}+rocm6.4'\ncuda: str | None = None\nhip: str | None = '6.4.43482'\n",
+        "site-packages/torch/version.py": (
+            "__version__ = '{torch}+rocm6.4'\ncuda: str | None = None\nhip: str | None = '6.4.43482'\n"
+        ),
         **pci(0x1002, device, pci_class),
     }
     known = {**properties, "warp_size": lanes, "gcnArchName": target + features}

@@ -77,8 +77,8 @@ class Run:
             place = "across the end"
         named = ", ".join(map(str, lanes)) + (", ..." if count > len(lanes) else "")
         return (
-            f"{what} in kernel {self.kernel}, program {tuple(program)}, {count} lanes ({named}): {size} bytes at {place} of "
-            f"{self.arguments[near]} ({end - start} bytes); mask these lanes off"
+            f"{what} in kernel {self.kernel}, program {tuple(program)}, {count} lanes ({named}): "
+            f"{size} bytes at {place} of {self.arguments[near]} ({end - start} bytes); mask these lanes off"
         )
 
     def ranges(self, write: bool) -> list[tuple[int, int]]:

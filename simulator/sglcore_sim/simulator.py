@@ -154,7 +154,10 @@ class Simulator:
         values = self.core.host_alias(tensor)
         bad = int((~torch.isfinite(values)).sum()) if values.is_floating_point() else 0
         if poisoned or bad:
-            text = f"{name} of shape {tuple(tensor.shape)} holds {poisoned} elements that nothing has written and {bad} that are not finite"
+            text = (
+                f"{name} of shape {tuple(tensor.shape)} holds {poisoned} elements that nothing has written "
+                f"and {bad} that are not finite"
+            )
             raise self.log.make("uninitialised", text)
 
     def declare_writes(self, op: str, *arguments: str) -> None:

@@ -17,9 +17,10 @@ NO_SPACE = re.compile(r"No space left on device|Errno 28\b|Disk quota exceeded")
 NO_TRUST = re.compile(r"CERTIFICATE_VERIFY_FAILED|certificate verify failed|SSLError|SSLCertVerificationError")
 NO_PROXY = re.compile(r"ProxyError|Cannot connect to proxy|Tunnel connection failed|407 Proxy")
 NO_NETWORK = re.compile(
-    r"Failed to establish a new connection|NewConnectionError|ConnectTimeoutError|ReadTimeoutError|Name or service not known"
-    r"|Temporary failure in name resolution|nodename nor servname|Network is unreachable|Connection refused"
-    r"|Connection reset|Connection broken|Remote end closed|Max retries exceeded"
+    r"Failed to establish a new connection|NewConnectionError|ConnectTimeoutError|ReadTimeoutError"
+    r"|Name or service not known|Temporary failure in name resolution|nodename nor servname"
+    r"|Network is unreachable|Connection refused|Connection reset|Connection broken|Remote end closed"
+    r"|Max retries exceeded"
 )
 SPOILED = re.compile(r"DO NOT MATCH THE HASHES|BadZipFile|not a zip file|[Ww]heel '?\S+ .*is invalid|[Ii]nvalid wheel")
 NOT_FOUND = re.compile(r"(?:No matching distribution found for|that satisfies the requirement) ([^\s;(]+)")

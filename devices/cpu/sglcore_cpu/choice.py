@@ -73,7 +73,8 @@ def _instruction_set(asked: str, library: Library) -> str:
     usable = library.usable()
     if not usable:
         raise NativeUnavailable(
-            f"this processor has none of the instruction sets that the library is built for: {', '.join(library.levels)}"
+            "this processor has none of the instruction sets that the library is built for: "
+            f"{', '.join(library.levels)}"
         )
     if asked in ("auto", NATIVE):
         return usable[-1]

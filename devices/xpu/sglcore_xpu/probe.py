@@ -18,7 +18,10 @@ DRIVERS = ("i915", "xe")
 LIBRARIES = ("libze_loader.so.1", "libze_intel_gpu.so.1")
 """Level Zero's loader, and the GPU driver that it loads; torch's wheels do not contain them."""
 MASK, SELECTOR, HIERARCHY = "ZE_AFFINITY_MASK", "ONEAPI_DEVICE_SELECTOR", "ZE_FLAT_DEVICE_HIERARCHY"
-TORCH = "pip install torch==2.13.0 --index-url https://download.pytorch.org/whl/xpu, with --force-reinstall over another build"
+TORCH = (
+    "pip install torch==2.13.0 --index-url https://download.pytorch.org/whl/xpu, "
+    "with --force-reinstall over another build"
+)
 DESELECTED = f"unset {SELECTOR}, or set it to level_zero:gpu"
 LEVEL_ZERO = "apt install libze1 libze-intel-gpu1 (level-zero intel-level-zero-gpu in older repositories of Intel's)"
 MOUNTS = "a container takes --device /dev/dri"

@@ -227,7 +227,8 @@ LAWS: tuple[Law, ...] = (
     Law(
         name="attention_takes_what_it_says",
         level="C3",
-        says="Attention gives what the reference gives in every head size, type, page size and layout that its facts name.",
+        says="Attention gives what the reference gives in every head size, type, page size and layout "
+        "that its facts name.",
         check=attention_takes_what_it_says,
         mutants=(broken.POWERS_OF_TWO, broken.TAKES_ALL_FOR_CELLS),
         needs=frozenset({"torch_runtime", "attention"}),

@@ -291,7 +291,8 @@ LAWS: tuple[Law, ...] = (
     Law(
         name="kernel_is_reference",
         level="C3",
-        says="Every kernel gives what the reference gives, for any number of rows and any stride, and writes nothing else.",
+        says="Every kernel gives what the reference gives, for any number of rows and any stride, "
+        "and writes nothing else.",
         check=kernel_is_reference,
         mutants=mutants_kernels.MUTANTS,
         needs=frozenset({"torch_runtime"}),

@@ -38,7 +38,9 @@ before = set(sys.modules)
 given = json.loads(sys.argv[1])
 sys.path[:] = given["path"]
 nodes = []
-sys.addaudithook(lambda event, args: nodes.append(str(args[0])) if event == "open" and str(args[0]).startswith("/dev/") else None)
+sys.addaudithook(
+    lambda event, args: nodes.append(str(args[0])) if event == "open" and str(args[0]).startswith("/dev/") else None
+)
 from pathlib import Path
 from dataclasses import asdict
 from sglcore.device.package import resolve
@@ -50,7 +52,12 @@ for place, system in {"here": host_system(), "empty": System(Path(given["empty"]
         where = f"{place}, named" if named else place
         reports[where] = {name: asdict(fact) for name, fact in report.facts.items()}
         devices[where] = [asdict(device) for device in report.devices]
-print(json.dumps({"reports": reports, "devices": devices, "modules": sorted({name.partition(".")[0] for name in set(sys.modules) - before}), "nodes": nodes}))
+print(json.dumps({
+    "reports": reports,
+    "devices": devices,
+    "modules": sorted({name.partition(".")[0] for name in set(sys.modules) - before}),
+    "nodes": nodes,
+}))
 """
 
 
@@ -368,7 +375,8 @@ LAWS: tuple[Law, ...] = (
     ),
     _c0(
         "devices_are_listed",
-        "The probe numbers its devices from 0, with names and sizes that can be, and lists none where it sees no hardware.",
+        "The probe numbers its devices from 0, with names and sizes that can be, "
+        "and lists none where it sees no hardware.",
         devices_are_listed,
         broken.MISNUMBERED,
         broken.LISTS_ABSENT,
@@ -391,7 +399,8 @@ LAWS: tuple[Law, ...] = (
     Law(
         name="reversed_order_fails",
         level="C0",
-        says="Pools, what is swapped in, attention and runner are made in this order, and another one is refused by name.",
+        says="Pools, what is swapped in, attention and runner are made in this order, "
+        "and another one is refused by name.",
         check=reversed_order_fails,
         mutants=(broken.FINDS_POOLS_LATER, broken.FINDS_ROWS_LATER),
         needs=TORCH,

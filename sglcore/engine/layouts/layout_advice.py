@@ -161,7 +161,10 @@ def text_of(found: Sequence[Advice], model: str, cluster: Cluster, top: int) -> 
     per_host = cluster.links.per_host
     if not fitting:
         need = min(each.weight_bytes for each in found) / 1e9
-        return f"no layout has room for a request: a device needs {need:.1f} GB for weights alone, and has {cluster.device.memory / 1e9:g}\n"
+        return (
+            f"no layout has room for a request: a device needs {need:.1f} GB for weights alone, "
+            f"and has {cluster.device.memory / 1e9:g}\n"
+        )
     head = ("tp", "dp", "ep", "copies", "step ms", "most of it", "prompt tok/s", "cache tokens", "running", "tok/s")
     rows = [head, *(_row(each) for each in fitting[:top])]
     widths = [max(len(row[place]) for row in rows) for place in range(len(head))]

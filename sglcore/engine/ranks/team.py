@@ -202,7 +202,8 @@ class Maker:
         last = chosen.index + facts.local * each + each
         if not self.choice.package.is_host and facts.devices and last > facts.devices:
             raise ConfigError(
-                f"node {facts.node} (host {address}) needs {chosen.name} up to number {last - 1}, and has {facts.devices}",
+                f"node {facts.node} (host {address}) needs {chosen.name} up to number {last - 1}, "
+                f"and has {facts.devices}",
                 remedy="fewer ranks (--tp), or more nodes",
             )
 

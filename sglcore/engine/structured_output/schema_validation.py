@@ -22,7 +22,15 @@ from sglcore.engine.structured_output.schema_loosening import DROPPED, FORMATS, 
 Keyword = Callable[[Any, Any, Any, Any], Iterator[ValidationError] | None]
 """The library's function for a keyword: takes the validator, the keyword's value, the instance and
 the schema; yields errors."""
-WATCHED = DROPPED | {"additionalProperties", "format", "maxProperties", "minProperties", "oneOf", "pattern", "patternProperties"}  # fmt: skip
+WATCHED = DROPPED | {
+    "additionalProperties",
+    "format",
+    "maxProperties",
+    "minProperties",
+    "oneOf",
+    "pattern",
+    "patternProperties",
+}
 """Keywords that may be left out."""
 GONE_WITH = MappingProxyType({"additionalProperties": "patternProperties"})
 """Keyword that is left out without a name of its own -> the keyword with which it is left out."""

@@ -47,5 +47,6 @@ def cut_otherwise(
     return ConfigError(
         f"transformers' conversion of {file} cuts {text!r} into {', '.join(map(repr, given))}",
         wanted=f"{', '.join(map(repr, wanted))}, as by {by}",
-        remedy="save a tokenizer.json next to the weights, or name the model's own tokenizer_class in tokenizer_config.json",
+        remedy="save a tokenizer.json next to the weights, or name the model's own tokenizer_class "
+        "in tokenizer_config.json",
     )

@@ -102,7 +102,8 @@ class Naming:
         sizes = [found[part][dim] if part in found else 0 for part in names]
         if sum(sizes) != self._targets[stacked].shape[dim]:
             raise ConfigError(
-                f"{stacked!r} has {self._targets[stacked].shape[dim]} rows, and {', '.join(names)} have {sizes} in the files",
+                f"{stacked!r} has {self._targets[stacked].shape[dim]} rows, "
+                f"and {', '.join(names)} have {sizes} in the files",
                 remedy="download the model again",
             )
         self._targets |= dict(zip(names, self._targets.pop(stacked).split(sizes, dim), strict=True))

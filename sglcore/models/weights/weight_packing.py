@@ -43,7 +43,8 @@ def check_quantize(asked: str, kernels: KernelTable) -> None:
     choices."""
     if asked in BITS and kernels.quantize_linear is None:
         raise ConfigError(
-            f"this device's kernels do not quantise ({kernels.origin['linear'].partition(':')[0]} has no quantize_linear)",
+            "this device's kernels do not quantise "
+            f"({kernels.origin['linear'].partition(':')[0]} has no quantize_linear)",
             remedy="leave --quantize out, or use a checkpoint that is quantised",
         )
 

@@ -100,7 +100,8 @@ class Recorder:
         for warning in said:
             if "empty" in str(warning.message).lower():
                 raise CaptureError(
-                    f"the capture recorded nothing: the step queued no work on the stream it was given ({warning.message})"
+                    "the capture recorded nothing: the step queued no work on the stream it was given "
+                    f"({warning.message})"
                 )
             warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
 

@@ -131,9 +131,9 @@ def measured_terms(cost: LayerCost, groups: Groups, config: EngineConfig, layers
     decode = _for_all(cost.least_rows(config.max_requests) or NEVER, groups)
     numbers = (
         f"for a layer of {rows} rows, computing takes {cost.compute.seconds(rows) * 1e6:.0f} us, "
-        f"{cost.share(rows):.0%} of it for any"
-        f" number of rows, and waiting {cost.waiting.seconds(rows) * 1e6:.0f} us: {cost.whole(rows) * 1e6:.0f} us whole,"
-        f" {cost.halves(rows) * 1e6:.0f} us as two micro-batches"
+        f"{cost.share(rows):.0%} of it for any number of rows, "
+        f"and waiting {cost.waiting.seconds(rows) * 1e6:.0f} us: {cost.whole(rows) * 1e6:.0f} us whole, "
+        f"{cost.halves(rows) * 1e6:.0f} us as two micro-batches"
     )
     if found >= NEVER:
         return None, f"{numbers}; micro-batches are not faster"

@@ -212,8 +212,8 @@ def join(
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise WorkerLost(
             f"rank {place.rank} has not met the others at {place.meeting}: {reason}",
-            wanted="every port from 1024 on open between the hosts: the leader's own port alone is not enough, since ranks"
-            " meet, and exchange tensors, at ports that the system chooses",
+            wanted="every port from 1024 on open between the hosts: the leader's own port alone is not enough, since"
+            " ranks meet, and exchange tensors, at ports that the system chooses",
             remedy="open them on all hosts, or see whether another rank has ended",
         ) from error
 

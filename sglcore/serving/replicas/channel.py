@@ -106,7 +106,8 @@ class FrontendChannel:
         except zmq.ZMQError as error:
             is_long = error.errno == errno.ENAMETOOLONG
             raise ConfigError(
-                f"no channel to an engine can be opened at {endpoint}: {'its path is too long' if is_long else error.strerror}",
+                f"no channel to an engine can be opened at {endpoint}: "
+                f"{'its path is too long' if is_long else error.strerror}",
                 remedy="set TMPDIR to a folder with a short path"
                 if is_long
                 else "see what this process may open: `ulimit -n`",

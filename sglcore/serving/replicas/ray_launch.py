@@ -100,7 +100,8 @@ class RayLauncher:
             raise ConfigError(
                 f"ray is {address!r}, a cluster that does not include this machine",
                 wanted="auto, local, or the host and port of a cluster's head",
-                remedy="start the server on a machine of the cluster (`ray start --address=HOST:PORT` makes this one so)",
+                remedy="start the server on a machine of the cluster "
+                "(`ray start --address=HOST:PORT` makes this one so)",
             )
         check_installed()
         self._address, self._replicas = address, replicas

@@ -26,9 +26,9 @@ def devices_of(choice: Choice, config: EngineConfig, server: ServerConfig) -> tu
         name = choice.package.name
         of_them = f" with {config.tp} devices each" if config.tp > 1 else ""
         raise ConfigError(
-            f"{server.replicas} replicas{of_them} need {needed} devices, and {name!r} has {count}, {count - first} of them"
-            f" from number {first} on",
-            remedy=f"--replicas {max((count - first) // config.tp, 1)}, or --replica-env 'NAME={INDEX}' with the variable"
-            " that selects the devices of each",
+            f"{server.replicas} replicas{of_them} need {needed} devices, and {name!r} has {count}, {count - first} of"
+            f" them from number {first} on",
+            remedy=f"--replicas {max((count - first) // config.tp, 1)}, or --replica-env 'NAME={INDEX}' with the"
+            " variable that selects the devices of each",
         )
     return tuple(replace(choice.chosen, index=first + number * config.tp).encode() for number in range(server.replicas))

@@ -195,7 +195,10 @@ class Tasks:
             raise self._stuck(what)
 
     def _stuck(self, what: str) -> Exception:
-        text = f"{what} at {self._sim.core.site()}, while a graph still waits for an ExternalEvent that the host has not recorded"
+        text = (
+            f"{what} at {self._sim.core.site()}, while a graph still waits for an ExternalEvent "
+            "that the host has not recorded"
+        )
         return self._sim.log.make("stuck_graph", text)
 
     def _count(self) -> int:

@@ -25,8 +25,8 @@ def pack(engine: Engine, weight: Tensor) -> PackedWeight:
     """
     if weight.dtype not in TYPES or weight.dim() != 2 or not weight.numel() or not _has_plain_rows(weight):
         raise ValueError(
-            f"found a weight {list(weight.shape)} of {weight.dtype} with strides {weight.stride()}; wanted [out, in] of "
-            "float32 or bfloat16, not empty, with contiguous rows; convert it, or keep it unpacked"
+            f"found a weight {list(weight.shape)} of {weight.dtype} with strides {weight.stride()}; wanted [out, in] "
+            "of float32 or bfloat16, not empty, with contiguous rows; convert it, or keep it unpacked"
         )
     form = PanelForm(engine, weight.shape[0], weight.shape[1], weight.dtype)
     form.fill(weight, 0)
@@ -164,7 +164,8 @@ class PanelForm:
     def _checked_bias(self, bias: Tensor) -> int:
         if bias.dtype is not self.dtype or bias.shape != (self.out_features,) or not bias.is_contiguous():
             raise ValueError(
-                f"found a bias {list(bias.shape)} of {bias.dtype}; wanted contiguous [{self.out_features}] of {self.dtype}"
+                f"found a bias {list(bias.shape)} of {bias.dtype}; wanted contiguous [{self.out_features}] "
+                f"of {self.dtype}"
             )
         return bias.data_ptr()
 

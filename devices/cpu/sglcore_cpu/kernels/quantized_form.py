@@ -150,7 +150,8 @@ class QuantizedForm:
         if x.dtype not in TYPES or x.dim() != 2 or x.shape[1] != self.layout.columns or x.stride(1) != 1:
             raise ValueError(
                 f"found activations {list(x.shape)} of {x.dtype} with strides {x.stride()}; wanted "
-                f"[tokens, {self.layout.columns}] of float32 or bfloat16 with rows in one piece; cast or copy them first"
+                f"[tokens, {self.layout.columns}] of float32 or bfloat16 with rows in one piece; "
+                "cast or copy them first"
             )
         if bias is not None and (bias.dtype not in TYPES or bias.shape != (self.layout.rows,) or bias.stride(0) != 1):
             raise ValueError(
@@ -237,8 +238,8 @@ def quantize(
         raise ValueError(f"found {bits} bits in groups of {group}; wanted 8 or 4 bits in groups of 32, 64 or 128")
     if weight.dtype not in TYPES or weight.dim() != 2 or weight.stride(1) != 1 or 0 in weight.shape:
         raise ValueError(
-            f"found a weight {list(weight.shape)} of {weight.dtype}; wanted [out, in] of float32 or bfloat16 with rows in "
-            "one piece; cast or copy it first"
+            f"found a weight {list(weight.shape)} of {weight.dtype}; wanted [out, in] of float32 or bfloat16 with rows "
+            "in one piece; cast or copy it first"
         )
     layout = QuantizedLayout(weight.shape[0], weight.shape[1], bits, group, has_zeros)
     memory = _memory(layout)
@@ -293,8 +294,8 @@ def _per_group(values: Tensor, what: str, rows: int, groups: int, repeats: int) 
         raise ValueError(f"found {what} that are not finite; repair the checkpoint")
     if what == "zeros" and float(wide.abs().max()) > MOST_ZERO:
         raise ValueError(
-            f"found a zero of {float(wide.abs().max()):g}; wanted at most {MOST_ZERO:g}, as float16 holds: quantise the "
-            "weight again"
+            f"found a zero of {float(wide.abs().max()):g}; wanted at most {MOST_ZERO:g}, as float16 holds: quantise "
+            "the weight again"
         )
     return wide.repeat_interleave(repeats, dim=1)[:, :groups].contiguous()
 

@@ -24,8 +24,10 @@ def chip(name: str, arch: str, device: int, pci_class: int, mib: int, figures: d
         "sys/class/drm/renderD{render}/device/uevent": node,
         "usr/lib/x86_64-linux-gnu/libze_loader.so.1": "",
         "usr/lib/x86_64-linux-gnu/libze_intel_gpu.so.1": "",
-        "site-packages/torch/version.py": "__version__ = '{torch}+xpu'\ncuda: str | None = None\nhip: str | None = None\n"
-        "xpu: str | None = '20250302'\n",
+        "site-packages/torch/version.py": (
+            "__version__ = '{torch}+xpu'\ncuda: str | None = None\nhip: str | None = None\n"
+            "xpu: str | None = '20250302'\n"
+        ),
         **pci(0x8086, device, pci_class),
     }
     return Kind(
