@@ -102,7 +102,7 @@ def is_truth(name: str) -> bool:
 
 def check_values(file: Path, values: Mapping[str, Any], words: Mapping[str, str] = MappingProxyType({})) -> None:
     """Raise `ConfigError` for a value of the wrong type, also in nested objects. `words`: one
-    architecture's entry of `renamed.WORDS`. Null counts as no value, and unknown keys are
+    architecture's entry of `config_synonyms.WORDS`. Null counts as no value, and unknown keys are
     ignored."""
     for name, value in values.items():
         kind = KINDS.get(name) or KINDS.get(words.get(name, ""))

@@ -3,7 +3,7 @@ core knows of older contracts.
 
 `DevicePackage` passes the keywords of every declaration to `adapted`, so the core only sees
 packages of the current number. If a declaration refers to a function of an older contract, an
-adapter wraps the reference (`refs.wrapped`).
+adapter wraps the reference (`import_references.wrapped`).
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@ host reads.
 
 Another tensor library needs only these operations: int32 xor, and, shift, wrapping multiply; int to
 float32; reinterpretation of float32 as int32; a gather of 16384 entries; and a maximum.
-`reference.py` is the same in plain integers.
+`reference_sampler.py` is the same in plain integers.
 """
 
 from dataclasses import dataclass

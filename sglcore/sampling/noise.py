@@ -85,7 +85,7 @@ def weight_knot(index: int) -> float:
 
 def gumbel_index(negative: bool, octave: int, step: int) -> int:
     """Return the index of a knot: exponent and mantissa bits of the folded float, modulo the
-    table's size (see race.py).
+    table's size (see gumbel_race.py).
     """
     exponent = 127 + octave - (32 if negative else 0)
     return ((exponent << MANTISSA_BITS) + step) % GUMBEL_SIZE

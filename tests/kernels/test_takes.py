@@ -253,7 +253,11 @@ def test_the_kit_runs_a_candidate_over_what_it_says_it_takes_and_the_next_over_t
     ("entry", "defect", "text"),
     [
         ("silu_and_mul", broken.whole_blocks, "silu_and_mul, .*: result 0 differs by"),
-        ("rms_norm", broken.hands_on, "declares that it takes 3 rows of float32, but hands it to .*reference:rms_norm"),
+        (
+            "rms_norm",
+            broken.hands_on,
+            "declares that it takes 3 rows of float32, but hands it to .*reference_kernels:rms_norm",
+        ),
         (
             "rms_norm",
             broken.keeps_wide_products,

@@ -27,7 +27,7 @@ SIZES = {
 
 LOAD_AND_MEASURE = """
 import sys, torch
-from sglcore.models import loader, safetensors_file
+from sglcore.models.weights import model_loader, safetensors_file
 from sglcore.checkpoint.model_config import read_config
 from sglcore.models.architectures.llama import LlamaForCausalLM
 from sglcore.runtime.kernels.table import KernelTable
@@ -44,7 +44,7 @@ if sys.argv[3] == "keep":
 with open("/proc/self/clear_refs", "w") as file:
     file.write("5")
 before = kilobytes("VmHWM")
-model = loader.load_model(
+model = model_loader.load_model(
     sys.argv[1], read_config(sys.argv[1]), kernels=KernelTable(), device="cpu", dtype=getattr(torch, sys.argv[2])
 )
 print((kilobytes("VmHWM") - before) * 1024 / sum(weight.nbytes for weight in model.weights.parameters))

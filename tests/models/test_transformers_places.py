@@ -57,8 +57,8 @@ def test_slopes_are_not_rounded_to_the_models_type(dtype: torch.dtype, tmp_path:
 
 
 def test_a_step_of_more_tokens_than_the_class_takes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for part in ("own", "replace"):
-        monkeypatch.setattr(f"sglcore.models.transformers_{part}.LENGTHS", (3, 14))
+    for part in ("eager_attention", "kernel_replacement"):
+        monkeypatch.setattr(f"sglcore.models.transformers_backend.{part}.LENGTHS", (3, 14))
     own = tiny_model("mpt", {**sizes_of("mpt"), "max_seq_len": 16})
     first, second = (torch.arange(3, 16).roll(by) for by in (0, 5))
     found = Steps(load(own, tmp_path)).logprobs({1: first.tolist(), 2: second.tolist()})

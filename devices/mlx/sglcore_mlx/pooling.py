@@ -1,5 +1,5 @@
 """Pooling: reduces each request's hidden states to one vector, by the core's `Pooling`
-(`checkpoint/pooling.py`)."""
+(`checkpoint/pooling_config.py`)."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ Blocks: TypeAlias = Tensor
 @dataclass(frozen=True, slots=True)
 class BlockWeight:
     """A weight [N, K]: `data` uint8 [N, bytes of a row], `form` the type's name. Implements
-    `models.quantized.Stored`."""
+    `quantized_weight.Stored`."""
 
     data: Tensor
     form: str

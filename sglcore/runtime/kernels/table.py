@@ -1,9 +1,9 @@
 """The kernel table: every numerical operation that a model may use, each declared once.
 
-A declaration names the function of `reference.py` that defines the entry. The contents of a table,
-the ledger rows and the comparisons of the conformance kit are derived from it. A device replaces
-entries with `KernelTable.replace`. A function that does not take every dtype or size is wrapped in
-`Limited`; the function that it replaces remains as the next candidate.
+A declaration names the function of `reference_kernels.py` that defines the entry. The contents of a
+table, the ledger rows and the comparisons of the conformance kit are derived from it. A device
+replaces entries with `KernelTable.replace`. A function that does not take every dtype or size is
+wrapped in `Limited`; the function that it replaces remains as the next candidate.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ class LatentProjections:
         self.queries = build.linear("q_b_proj", self.rank, outputs)
 
     def __call__(self, hidden: Array) -> tuple[Array, Array, Array | None]:
-        """As `build.Projections`."""
+        """As `layer_kinds.Projections`."""
         first = self.first(hidden)
         if not self.rank:
             return self.queries(hidden), first, None
