@@ -11,7 +11,7 @@ from ci.functions import MODULE, bodies_of, functions_at
 from ci.impact import SOURCES, Function
 from ci.lanes import ROOT
 
-_RENAMES = ("--find-renames", "-l5000")
+_RENAMES = ("--find-renames=40%", "-l5000")
 """Compare each new file with up to 5000 removed ones: a reorganisation moves hundreds at once."""
 _HUNK = re.compile(r"^@@ -\S+ \+(\d+)(?:,(\d+))? @@")
 

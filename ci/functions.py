@@ -18,10 +18,10 @@ _Function = ast.FunctionDef | ast.AsyncFunctionDef
 def bodies_of(path: Path) -> MappingProxyType[str, int]:
     """Return the lines of each function's body, by the function's dotted name, as a bit mask (bit N
     for line N). Lines of a nested function count for that function only. Empty for a file that does
-    not parse."""
+    not parse, or that is gone."""
     try:
         tree = ast.parse(path.read_text())
-    except (SyntaxError, UnicodeDecodeError):
+    except (OSError, SyntaxError, UnicodeDecodeError):
         return MappingProxyType({})
     found: dict[str, int] = {}
     for name, node in _functions(tree, ""):

@@ -73,6 +73,7 @@ def test_a_changed_line_is_of_the_innermost_function_and_else_of_the_module(sour
 def test_a_file_that_does_not_parse_has_no_functions(tmp_path: Path) -> None:
     (tmp_path / "broken.py").write_text("def f(:")
     assert dict(bodies_of(tmp_path / "broken.py")) == {} and functions_at(tmp_path / "broken.py", [1]) == [MODULE]
+    assert dict(bodies_of(tmp_path / "gone.py")) == {}
 
 
 DIFF = """diff --git a/one.py b/one.py

@@ -393,7 +393,7 @@ class Lopsided(TinyModel):
 
 
 def test_a_forward_that_gives_more_than_hidden_states_is_not_split() -> None:
-    with pytest.raises(CaptureError, match="gives 2 values"):
+    with pytest.raises(CaptureError, match="returns 2 values"):
         make_graph_site("piecewise", model=Lopsided(), buckets=())
 
 

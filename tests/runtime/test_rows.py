@@ -116,7 +116,7 @@ def test_a_page_is_made_to_fit_all_ratios_and_one_that_does_not_is_refused() -> 
     layers = [Layer()]
     assert [fitting_page_size(layers, None, size) for size in (1, 8, 9, 16)] == [8, 8, 16, 16]
     assert fitting_page_size(layers, 24, 16) == 24
-    with pytest.raises(ConfigError, match="page_size is 12; wanted a multiple of 8, .* leave --page-size out"):
+    with pytest.raises(ConfigError, match="page_size is 12; wanted a multiple of 8 tokens, .* leave --page-size out"):
         fitting_page_size(layers, 12, 16)
     assert fitting_page_size([Attention(0, 4, 1, 8)], 12, 16) == 12
 

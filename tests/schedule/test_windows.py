@@ -275,7 +275,7 @@ def test_one_request_of_full_length_always_fits(lookahead: int, page_size: int, 
 
 def test_a_pool_that_holds_no_window_and_step_is_refused() -> None:
     limits = make_limits(window=9, num_window_pages=8)
-    with pytest.raises(ConfigError, match="holds 8 pages; a window of 9 tokens and a step of 16 take 9"):
+    with pytest.raises(ConfigError, match="holds 8 pages; a window of 9 tokens and a step of 16 need 9"):
         Scheduler(limits, compose=compose)
 
 

@@ -170,7 +170,7 @@ def test_a_form_is_cut_at_its_boundaries_and_nowhere_else(boundary: str, body: b
         ("multipart/form-data; boundary=xx", b"", "no end"),
         ("multipart/form-data; boundary=xx", b"--xx\r\n\r\n--xx--", "no file"),
         ("multipart/form-data", FILE, "no boundary"),
-        ("application/json", b"{}", "no form"),
+        ("application/json", b"{}", "not a form"),
     ],
 )
 def test_a_form_that_is_none_is_refused(kind: str, body: bytes, said: str) -> None:

@@ -358,7 +358,7 @@ def test_a_form_binds_the_text(server: Server, form: dict[str, Any], pattern: st
 @pytest.mark.parametrize(
     ("form", "reason"),
     [
-        ({"regex": "((x{100}){100}){100}"}, "this regex demands 1000000 characters"),
+        ({"regex": "((x{100}){100}){100}"}, "this regex needs 1000000 characters"),
         ({"grammar": 'root ::= "a" root'}, "more than .* ways to read"),
         ({"grammar": 'root ::= ("x" | "y") c\nc ::= "zq" c'}, "does not follow the grammar: .*ways to read"),
     ],

@@ -292,7 +292,7 @@ def with_states(pages: float, strict: bool = False, **wanted: Any) -> tuple[Memo
 def test_states_of_all_requests_and_one_for_padding_come_before_snapshots_and_those_before_pages() -> None:
     found, rows = with_states(180)
     assert found == MemorySizes(PAGE, 40, CONTEXT, 4, num_snapshots=1)
-    assert rows["states"].effective == f"{size_text(STATE)} a request, {size_text(5 * STATE)} for 4"
+    assert rows["states"].effective == f"{size_text(STATE)} per request, {size_text(5 * STATE)} for 4"
     assert rows["snapshots"].effective == f"1 of {size_text(STATE)}, {size_text(STATE)}"
     assert with_states(2000)[0].num_snapshots == 16, "no more than four for each request"
 
@@ -339,7 +339,7 @@ def with_rings(pages: float, state: int = 0, **wanted: Any) -> tuple[MemorySizes
 def test_rings_of_all_requests_and_one_for_padding_come_before_pages_and_have_no_snapshots() -> None:
     found, rows = with_rings(60)
     assert found == MemorySizes(PAGE, 35, CONTEXT, 4)
-    assert rows["states"].effective == f"{size_text(RING)} a request, {size_text(5 * RING)} for 4"
+    assert rows["states"].effective == f"{size_text(RING)} per request, {size_text(5 * RING)} for 4"
     assert "snapshots" not in rows
     kinds = {
         "kv_bytes": 35 * PAGE_BYTES,
