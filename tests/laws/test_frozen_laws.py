@@ -399,7 +399,7 @@ WRONG = {
         {},
         ("sliding_attention", "full_attention"),
         12,
-        r"layer_types\[0\] = 'sliding_attention'; wanted layers",
+        r"layer_types\[0\] = 'sliding_attention'; wanted a kind of layer",
     ),
     "heads": ({}, FULL, 8, "4 heads of 8 in layer 0; wanted a multiple of the model's 2 heads of 12"),
 }

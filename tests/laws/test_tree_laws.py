@@ -394,5 +394,5 @@ def test_a_model_with_windows_verifies_no_trees(tmp_path: Path) -> None:
 
     target = mistral(sliding_window=8)
     folder = save(target, tmp_path)
-    with pytest.raises(ConfigError, match="draft_width is 2, and this model keeps windows.*--draft-width 1"):
+    with pytest.raises(ConfigError, match="draft_width is 2, and this model keeps sliding windows.*--draft-width 1"):
         TokenEngine(folder, speculative="eagle", draft_model=str(tmp_path), draft_width=2)

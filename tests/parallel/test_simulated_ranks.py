@@ -76,7 +76,7 @@ def test_a_sum_on_a_stream_that_does_not_wait_is_a_race(lane: Lane, oracle: Any,
 
 
 def test_more_ranks_than_devices_are_refused(oracle: Any, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="tp is 4, and 2 devices"):
+    with pytest.raises(ConfigError, match="tp is 4, and '.*' has 2 devices"):
         RankedEngine(save(oracle, tmp_path), tp=4, **PLAIN)
 
 

@@ -219,7 +219,7 @@ def test_a_model_whose_layers_keep_rows_of_their_own_is_refused_by_the_kind_that
     make = getattr(deepseek_v4 if name == "deepseek_v4" else latent, name)
     checkpoints.save(make(), tmp_path)
     with pytest.raises(
-        ConfigError, match=f"{architecture} needs '{kind}', a kind of layer that MLX's layers do not have; .*"
+        ConfigError, match=f"{architecture} needs a layer of kind '{kind}', which MLX's layers do not have; .*"
     ):
         load(tmp_path)
 

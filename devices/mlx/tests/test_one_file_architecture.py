@@ -72,5 +72,5 @@ def test_a_kind_of_layer_that_a_library_lacks_is_refused_by_name(folder: Path) -
 
     added = {NAME: "asks_too_much:AsksTooMuch"}
     for load_one in (load, load_torch):
-        with pytest.raises(ConfigError, match=f"{NAME} needs 'convolution', a kind of layer that "):
+        with pytest.raises(ConfigError, match=f"{NAME} needs a layer of kind 'convolution', which "):
             load_one(folder, architectures=added)

@@ -129,6 +129,6 @@ class Build(Scope):
             if kind.startswith("_"):
                 raise AttributeError(kind)
             raise ConfigError(
-                f"{self.config.architecture} needs {kind!r}, a kind of layer that MLX's layers do not have",
+                f"{self.config.architecture} needs a layer of kind {kind!r}, which MLX's layers do not have",
                 remedy="choose another --device, or another model",
             )
