@@ -95,7 +95,7 @@ def _of_groups(config: ModelConfig) -> Iterator[Constraint]:
         group = 0 if scheme is None or scheme.kind == "float8" else scheme.block[1] or 0
         if group and size:
             fits = partial(_keeps_groups, group)
-            yield Constraint(f"inputs of {module}, in groups of {group} with a scale,", size, fits, axis)
+            yield Constraint(f"inputs of {module} in groups of {group}", size, fits, axis)
 
 
 def _keeps_groups(group: int, size: int, width: int) -> bool:

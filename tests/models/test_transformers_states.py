@@ -125,7 +125,7 @@ def mixer(what: str) -> Mixer:
         ("begins", "initial state is not zero"),
         ("limit", "results token by token differ"),
         ("nearly", "results token by token differ"),
-        ("rows", "depends on other requests of the step"),
+        ("rows", "its results for a request depend on other requests of the step"),
         ("fixed", "for 70 tokens in parts differ"),
         ("told", "for 70 tokens in parts differ"),
     ],
@@ -194,7 +194,7 @@ def test_one_that_token_by_token_gives_something_else_is_refused() -> None:
 
 
 def test_one_whose_state_grows_is_refused() -> None:
-    with pytest.raises(ConfigError, match="it keeps .*12,.* of fewer|it keeps .*36,.* of fewer"):
+    with pytest.raises(ConfigError, match="it keeps .*12,.* for fewer|it keeps .*36,.* for fewer"):
         mixer("long")
 
 

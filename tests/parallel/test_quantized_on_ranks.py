@@ -112,7 +112,7 @@ def test_groups_that_would_lie_on_two_ranks_are_refused_with_the_widths_that_fit
     quantized_checkpoints.make(CASES["gptq"], tmp_path)
     config = read_config(tmp_path)
     check_topology(config, Topology(2))
-    with pytest.raises(ConfigError, match=r"self_attn.o_proj, in groups of 32 with a scale,; wanted one of 1, 2; --tp"):
+    with pytest.raises(ConfigError, match=r"self_attn.o_proj in groups of 32; wanted one of 1, 2; set --tp"):
         check_topology(config, Topology(4))
 
 

@@ -70,7 +70,7 @@ def test_an_explicit_count_is_taken_and_stays_on_as_few_nodes_as_it_can(asked: i
 
 
 def test_more_threads_than_cores_are_refused() -> None:
-    with pytest.raises(ConfigError, match="threads is 9, this process may use 8 cores"):
+    with pytest.raises(ConfigError, match="threads is 9, but this process may use 8 cores"):
         plan_placement(TWO_NODES, 9)
 
 
