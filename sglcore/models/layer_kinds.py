@@ -412,28 +412,24 @@ class Build(Protocol):
 
 
 class Architecture(ABC):
-    """A model.
-
-    - `ignored`: patterns of checkpoint names that it does not read.
-    - `stripped`: a prefix that a checkpoint's names may have before the model's names.
-    - `attention_layers`: the geometry of each attention layer, by its id.
-    - `state_layers`: the layers that keep a state for each request, by ids of their own.
-    - `feature_size`: the elements of a token's hidden state between layers.
-    - `reads_history`: its result for a token depends on the ids before it, which the forward's
-      context has.
-    - `calls_library`: some operations are the library's own, between the device's kernels.
-    - `parts`: which parts the device's kernels compute; empty if they compute all.
-    - `sliced_layers`: the number of layers that a forward can run in slices; 0: none.
-    """
+    """A model. `feature_size`: the elements of a token's hidden state between layers."""
 
     calls_library: ClassVar[bool] = False
+    """Some operations are the library's own, between the device's kernels."""
     reads_history: ClassVar[bool] = False
+    """The result for a token depends on the ids before it, which the forward's context has."""
     parts: str = ""
+    """The parts that the device's kernels compute; empty if they compute all."""
     ignored: tuple[str, ...] = ()
+    """Patterns of checkpoint names that the model does not read."""
     stripped: ClassVar[str] = ""
+    """A prefix that a checkpoint's names may have before the model's names."""
     attention_layers: tuple[Any, ...]
+    """The geometry of each attention layer, by its id."""
     state_layers: tuple[Any, ...] = ()
+    """The layers that keep a state for each request, by ids of their own."""
     sliced_layers: int = 0
+    """The number of layers that a forward can run in slices; 0: none."""
 
     def __init__(self, build: Build) -> None:
         """Build the layers, in subclasses; weights may still be empty."""

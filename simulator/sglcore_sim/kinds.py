@@ -27,30 +27,32 @@ NOTHING: Mapping[str, Any] = MappingProxyType({})
 class Kind:
     """A simulated device. A reference is a "module:function" that is called once, with the
     simulator.
-
-    `torch_name`: the device type of its tensors: one of torch's types that the native core has
-    hooks for (cuda, hpu, xpu), or a name that torch does not know, which becomes the name of
-    torch's private backend. `arch`: the compilers' name of the chip. `properties`: the fields of
-    the vendor's device properties. `face`: a reference that plants the vendor's Python names, such
-    as the bindings of a torch build for the device; the default registers a plain module, for types
-    without a module in torch. `libraries`: references that plant the vendor's libraries, called
-    before the face. `capabilities`: those that tests may require beyond the ones of every kind
-    (`plugin.capabilities`). `collectives`: the backend's name for `init_process_group`. `files`:
-    relative path to text of the machine's system tree; `{i}`, `{bus}` and `{render}` in a path make
-    one file per device, and path and text may use any of `machine.FIELDS`. `chip`: its common name,
-    for `--sim=NAME:CHIP`.
     """
 
     name: str
+    """The name of the kind, as in `--sim=NAME`."""
     torch_name: str
+    """The device type of its tensors: one of torch's types that the native core has hooks for
+    (cuda, hpu, xpu), or a name that torch does not know, which becomes the name of torch's private
+    backend."""
     arch: str = ""
+    """The compilers' name of the chip."""
     properties: Mapping[str, Any] = field(default_factory=lambda: NOTHING)
+    """The fields of the vendor's device properties."""
     face: str = "sglcore_sim.faces.generic:plant"
+    """A reference that plants the vendor's Python names, such as the bindings of a torch build for
+    the device. The default registers a plain module, for types without a module in torch."""
     libraries: tuple[str, ...] = ()
+    """References that plant the vendor's libraries, called before the face."""
     capabilities: frozenset[str] = frozenset({"neutral_graph"})
+    """Capabilities that tests may require beyond those of every kind (`plugin.capabilities`)."""
     collectives: str = "simccl"
+    """The backend's name for `init_process_group`."""
     files: Mapping[str, str] = field(default_factory=lambda: NOTHING)
+    """Relative path to text of the machine's system tree. `{i}`, `{bus}` and `{render}` in a path
+    make one file per device; path and text may use any of `machine.FIELDS`."""
     chip: str = ""
+    """Its common name, for `--sim=NAME:CHIP`."""
 
 
 def pci(vendor: int, device: int, pci_class: int) -> dict[str, str]:

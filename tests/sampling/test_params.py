@@ -185,5 +185,6 @@ def test_importing_the_parameters_loads_neither_torch_nor_numpy():
 
 
 def test_the_host_twin_loads_no_torch():
-    code = "import sglcore.sampling.params_batch, sglcore.sampling.reference_sampler, sys; assert 'torch' not in sys.modules"
+    modules = "sglcore.sampling.params_batch, sglcore.sampling.reference_sampler"
+    code = f"import {modules}, sys; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
