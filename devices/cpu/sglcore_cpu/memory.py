@@ -10,11 +10,10 @@ from typing import Any
 from sglcore.checkpoint.checkpoint_files import checkpoint_files, read_json
 from sglcore.checkpoint.gguf_header import is_gguf
 from sglcore.config.engine_config import EngineConfig
+from sglcore.device.control_group import UNLIMITED, memory_limits
 from sglcore.device.errors import CheckpointError, ConfigError
-from sglcore_cpu.control_group import group_folders, text_of
+from sglcore.device.system import System
 from sglcore_cpu.weight_size import folder_bytes, gguf_bytes
-
-UNLIMITED = 1 << 60
 
 
 def weight_bytes(model: Path, asked: EngineConfig = EngineConfig()) -> int:
@@ -69,33 +68,7 @@ def _meminfo_available(root: Path) -> int:
 
 def _cgroup(root: Path) -> tuple[int, int, str]:
     """Return (limit, usage without droppable page cache, name) of the control group with the least
-    memory left; cgroup version 2, then version 1."""
-    tightest = (UNLIMITED, 0, "no control group")
-    for folder in group_folders(root, "memory"):
-        limit = _number(folder / "memory.max", folder / "memory.limit_in_bytes")
-        used = _number(folder / "memory.current", folder / "memory.usage_in_bytes")
-        if limit is None or limit >= UNLIMITED:
-            continue
-        held = max((used or 0) - _droppable(folder), 0)
-        if limit - held < tightest[0] - tightest[1]:
-            tightest = (limit, held, f"the control group {folder}")
-    return tightest
-
-
-def _droppable(folder: Path) -> int:
-    """Return the bytes of the group's page cache that the kernel can drop under pressure. In
-    version 1 `inactive_file` leaves out the groups inside, which the usage includes; there
-    `total_inactive_file` is the figure that fits."""
-    words = (line.split() for line in text_of(folder / "memory.stat").splitlines())
-    stats = {pair[0]: int(pair[1]) for pair in words if len(pair) == 2}
-    return stats.get("total_inactive_file", stats.get("inactive_file", 0))
-
-
-def _number(*candidates: Path) -> int | None:
-    for path in candidates:
-        try:
-            text = path.read_text().strip()
-        except OSError:
-            continue
-        return UNLIMITED if text == "max" else int(text)
-    return None
+    memory left."""
+    groups = memory_limits(System(root))
+    limit, held, folder = min(groups, key=lambda group: group[0] - group[1], default=(UNLIMITED, 0, ""))
+    return limit, held, f"the control group {folder}" if folder else "no control group"

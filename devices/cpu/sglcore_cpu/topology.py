@@ -7,7 +7,8 @@ import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from sglcore_cpu.control_group import cpu_quota, text_of
+from sglcore.device.control_group import cpu_quota
+from sglcore.device.system import System
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,19 +67,19 @@ def read_topology(root: Path = Path("/"), allowed: frozenset[int] | None = None)
     nodes, numbers, memory = [], [], []
     folders = (root / "sys/devices/system/node").glob("node[0-9]*")
     for folder in sorted(folders, key=lambda folder: int(folder.name.removeprefix("node"))):
-        cores = tuple(core for core in _parse(text_of(folder / "cpulist")) if core in allowed)
+        cores = tuple(core for core in _parse(_text(folder / "cpulist")) if core in allowed)
         if cores:
             nodes.append(cores)
             numbers.append(int(folder.name.removeprefix("node")))
-            memory.append(_free(text_of(folder / "meminfo")))
+            memory.append(_free(_text(folder / "meminfo")))
     siblings = {
-        tuple(c for c in _parse(text_of(root / f"sys/devices/system/cpu/cpu{core}/topology/thread_siblings_list")))
+        tuple(c for c in _parse(_text(root / f"sys/devices/system/cpu/cpu{core}/topology/thread_siblings_list")))
         or (core,)
         for core in allowed
     }
     found = tuple(nodes) or (tuple(sorted(allowed)),)
     known = tuple(memory) if all(memory) else ()
-    return Topology(found, tuple(sorted(siblings)), cpu_quota(root), tuple(numbers), known)
+    return Topology(found, tuple(sorted(siblings)), cpu_quota(System(root)), tuple(numbers), known)
 
 
 def _allowed() -> frozenset[int]:
@@ -92,6 +93,13 @@ def _free(meminfo: str) -> int:
     system can drop it."""
     words = {line.split()[2].rstrip(":"): int(line.split()[3]) << 10 for line in meminfo.splitlines() if line}
     return words.get("MemFree", 0) + words.get("FilePages", 0)
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
 
 
 def _parse(text: str) -> list[int]:

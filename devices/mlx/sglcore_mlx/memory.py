@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
-from pathlib import Path
+from collections.abc import Mapping
 
 import mlx.core as mx
 
+from sglcore.device.control_group import memory_limits
 from sglcore.device.system import System, host_system
 from sglcore.step.sizing import MemoryBudget, size_text
 from sglcore_mlx import sysctl
@@ -65,7 +65,7 @@ def total_memory(system: System) -> int:
     its control groups."""
     physical = _field(system.read("/proc/meminfo"), "MemTotal:")
     physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if physical is None else physical * 1024
-    return min((physical, *(limit for limit, _, _ in _groups(system))))
+    return min((physical, *(limit for limit, _, _ in memory_limits(system))))
 
 
 def available_memory(system: System) -> tuple[int, str]:
@@ -73,41 +73,11 @@ def available_memory(system: System) -> tuple[int, str]:
     tightest control group leaves. If the machine does not report it, half of its memory."""
     known = _field(system.read("/proc/meminfo"), "MemAvailable:")
     free = total_memory(system) // 2 if known is None else known * 1024
-    found = [(max(limit - used, 0), limit, group) for limit, used, group in _groups(system)]
+    found = [(max(limit - used, 0), limit, group) for limit, used, group in memory_limits(system)]
     left, limit, group = min(found, default=(free, 0, ""))
     if left < free:
         return left, f"{size_text(left)} left of the {size_text(limit)} that the control group {group} allows"
     return free, f"{size_text(free)} of memory available"
-
-
-def _groups(system: System) -> Iterator[tuple[int, int, str]]:
-    """Yield (limit, used bytes without droppable cache, folder) of every control group of this
-    process that has a limit."""
-    for folder in _group_folders(system.read("/proc/self/cgroup") or ""):
-        limit = _number(system, f"{folder}/memory.max", f"{folder}/memory.limit_in_bytes")
-        if limit is None or limit >= 1 << 60:
-            continue
-        used = _number(system, f"{folder}/memory.current", f"{folder}/memory.usage_in_bytes") or 0
-        stat = system.read(f"{folder}/memory.stat")
-        cached = _field(stat, "inactive_file") or _field(stat, "total_inactive_file") or 0
-        yield limit, max(used - cached, 0), folder
-
-
-def _group_folders(text: str) -> Iterator[str]:
-    """Yield the folders of this process's control groups, versions 2 and 1, innermost first."""
-    for line in text.splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controllers and "memory" not in controllers.split(","):
-            continue
-        top = Path("/sys/fs/cgroup") / ("memory" if controllers else "")
-        group = top / path.lstrip("/")
-        yield from (str(folder) for folder in (group, *group.parents) if folder.is_relative_to(top))
-
-
-def _number(system: System, *paths: str) -> int | None:
-    """Return the number in the first of these files that holds one."""
-    texts = ((system.read(path) or "").strip() for path in paths)
-    return next((int(text) for text in texts if text.isdigit()), None)
 
 
 def _field(text: str | None, name: str) -> int | None:
