@@ -90,6 +90,8 @@ def command(
         "pytest",
         f"-n{workers}",
         "--dist=loadgroup",
+        # A run in which a process crashed is red; with a new process it could wait for ever.
+        "--max-worker-restart=0",
         f"--lane={lane.name}",
         *simulated,
         *record,

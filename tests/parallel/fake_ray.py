@@ -4,6 +4,7 @@ result is requested."""
 from __future__ import annotations
 
 import sys
+import time
 from importlib.machinery import ModuleSpec
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -79,8 +80,12 @@ class FakeRay:
         return SimpleNamespace(options=lambda **options: SimpleNamespace(remote=lambda *given: start(options, *given)))
 
     def _wait(self, methods: list[Method], num_returns: int, timeout: float) -> tuple[list[Method], list[Method]]:
-        ended = [each for each in methods if self.lost or each.actor.made._process.poll() is not None]
-        return ended[:num_returns], methods
+        until = time.monotonic() + timeout
+        while True:
+            ended = [each for each in methods if self.lost or each.actor.made._process.poll() is not None]
+            if len(ended) >= num_returns or time.monotonic() >= until:
+                return ended[:num_returns], methods
+            time.sleep(0.01)
 
     def _get(self, method: Method) -> Any:
         if self.lost:

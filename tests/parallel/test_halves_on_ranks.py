@@ -86,7 +86,7 @@ def test_a_start_measures_whether_halves_are_faster(tmp_path: Path) -> None:
         check_logprobs(engine.run(random_prompts(SEED, (40, 50, 3)), 4), oracle, 1e-4)
         row = next(row for row in engine.started.ledger.rows if row.topic == "two-batch overlap")
         assert row.effective in ("on", "off")
-        assert row.reason.startswith("of a layer of 128 rows, computing takes ")
+        assert row.reason.startswith("for a layer of 128 rows, computing takes ")
 
 
 def cut_by_itself(rank: int) -> None:

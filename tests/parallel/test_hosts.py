@@ -318,7 +318,25 @@ def test_a_host_ends_its_ranks_when_the_leader_is_silent(quiet: Quiet) -> None:
 def test_a_host_ends_its_ranks_when_the_leader_is_gone(quiet: Quiet) -> None:
     quiet.far.close()
     ranks: Any = {1: Stuck()}
-    assert host_process.Following(quiet.near, ranks, order(60.0), host_process.Stopping()).run() == LEADER_GONE
+    following = host_process.Following(quiet.near, ranks, order(60.0), host_process.Stopping(), ending=0.2)
+    assert following.run() == LEADER_GONE
+
+
+class Slow(Stuck):
+    """A process that the leader has closed, and that ends a while later."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self._at = time.monotonic() + seconds
+
+    def poll(self) -> int | None:
+        return 0 if self.code is None and time.monotonic() >= self._at else self.code
+
+
+def test_ranks_that_the_leader_has_closed_may_take_longer_than_a_beat_to_end(quiet: Quiet) -> None:
+    quiet.far.close()
+    ranks: Any = {1: Slow(10 * order(60.0).beat)}
+    assert host_process.Following(quiet.near, ranks, order(60.0), host_process.Stopping()).run() == 0
 
 
 def remote_of(quiet: Quiet, silence: float) -> RemoteHost:

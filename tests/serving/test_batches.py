@@ -6,8 +6,10 @@ import asyncio
 import io
 import json
 import signal
+import sqlite3
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -408,3 +410,17 @@ def test_a_server_that_drains_waits_for_no_batch_and_the_next_one_runs_it(tmp_pa
     store = BatchStore(tmp_path)  # the first server has released it
     assert [each["status"] for each in store.active()] == ["in_progress"]
     store.close()
+
+
+def test_closing_waits_for_a_query_of_another_thread(tmp_path: Path) -> None:
+    """A database that is closed below a running query ends the process by a segmentation fault."""
+    store = BatchStore(tmp_path)
+    begun(store)
+    closing = threading.Thread(target=store.close)
+    with store._lock:
+        closing.start()
+        closing.join(0.2)
+        assert closing.is_alive() and store._database.execute("SELECT count(*) FROM batches").fetchone() == (1,)
+    closing.join(PATIENCE)
+    with pytest.raises(sqlite3.ProgrammingError):
+        store.active()

@@ -41,6 +41,9 @@ ONE_TRY = 5.0
 """Seconds that one try may take."""
 LOOK_EVERY = 0.05
 """Seconds between two looks at the processes of ranks."""
+ENDING = 10.0
+"""Seconds that ranks have to end after their leader is gone: one that it has closed frees its
+device first, and any other ends at once."""
 FAILED = 1
 """The exit code of a node after one of its ranks has failed."""
 FINISH = 40.0
@@ -162,8 +165,16 @@ class Node:
 class Following:
     """The ranks of this node and the channel to their leader. One thread."""
 
-    def __init__(self, channel: Channel, ranks: dict[int, RankProcess], order: Order, stopping: Stopping) -> None:
+    def __init__(
+        self,
+        channel: Channel,
+        ranks: dict[int, RankProcess],
+        order: Order,
+        stopping: Stopping,
+        ending: float = ENDING,
+    ) -> None:
         self._channel, self._ranks, self._order, self._stopping = channel, ranks, order, stopping
+        self._ending = ending
         self._codes: dict[int, int] = {}
         self._stops_at: float | None = None
 
@@ -226,7 +237,7 @@ class Following:
     def _left_alone(self) -> int:
         """Return the exit code after the leader is gone; it may have closed the ranks a moment
         before."""
-        end = time.monotonic() + self._order.beat
+        end = time.monotonic() + self._ending
         while not self._have_ended() and time.monotonic() < end:
             time.sleep(LOOK_EVERY)
         if self._have_ended() and not any(self._codes.values()):

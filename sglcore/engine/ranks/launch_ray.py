@@ -26,6 +26,8 @@ OBJECT_STORE_BYTES = 128 << 20
 """Object store of a cluster that is started here: nothing large goes through Ray."""
 HEAD_SECONDS = 5.0
 """Seconds after which a cluster's head that has not answered counts as missing."""
+ENDING = 5.0
+"""Seconds that nodes have to end by themselves before their actors are killed."""
 NODE = "sglcore.engine.ranks.host_process"
 PINNED = 0.001
 """Amount of Ray's per-host resource that a bundle requests to be placed on that host."""
@@ -140,6 +142,9 @@ class RayHosts:
 
     def _close(self) -> None:
         ray = ray_module()
+        if self._ends:  # nodes whose leader has closed them end by themselves, in order
+            ray.wait(self._ends, num_returns=len(self._ends), timeout=ENDING)
+            self._ends.clear()
         for actor in self._actors:
             ray.kill(actor)
         self._actors.clear()

@@ -110,6 +110,7 @@ class Control:
         self.phase, self.step = "starting", -1
         self._channel, self._beat = channel, beat
         self._lock = threading.Lock()
+        self._is_closing = False
         self._told, self._next = "", 0.0
         self._parent = os.getppid()
         threading.Thread(target=self._run, name="beats", daemon=True).start()
@@ -138,15 +139,24 @@ class Control:
             with self._lock:
                 self._channel.send(kind, msgspec.msgpack.encode(values))
         except Gone:
-            os._exit(LEADER_GONE)
+            self._leave()
+
+    def let_go(self) -> None:
+        """Note that the leader may close its end from now on, because this rank is closed."""
+        self._is_closing = True
 
     def _run(self) -> None:
-        while True:
+        while not self._is_closing:
             # The leader sends nothing on this channel: readable means that the leader or its host
             # has ended.
             if is_readable(self._channel, self._beat) or os.getppid() != self._parent:
-                os._exit(LEADER_GONE)
+                self._leave()
             self.say(Kind.BEAT, [self.step, self.phase])
+
+    def _leave(self) -> None:
+        """End the process, unless its main thread is about to."""
+        if not self._is_closing:
+            os._exit(LEADER_GONE)
 
 
 class KnownSampling:
@@ -188,6 +198,7 @@ def serve(spec: RankSpec, place: Place, steps: Channel, control: Control) -> Non
         elif frame.kind is Kind.CLOSE:
             control.phase = "closing"
             worker.close()
+            control.let_go()
             steps.send(Kind.CLOSED)
             return
 

@@ -63,9 +63,13 @@ class BatchStore:
             ) from None
 
     def close(self) -> None:
-        """Release the folder."""
+        """Release the folder.
+
+        Waits for a query of another thread, which a closed database would end with the process.
+        """
         self.settle()
-        self._database.close()
+        with self._lock:
+            self._database.close()
 
     def add_file(self, content: bytes | memoryview, filename: str, purpose: str) -> dict[str, Any]:
         """Store a file; returns its object."""
