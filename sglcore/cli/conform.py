@@ -75,7 +75,10 @@ def conform(
 def _show_table(results: Path, into: Path | None) -> None:
     from sglcore.conformance.support_table import support_table, with_table
 
-    made = support_table(results)
+    try:
+        made = support_table(results)
+    except ValueError as error:
+        raise ConfigError(f"no table can be made of {results}: {error}") from error
     if into is None:
         typer.echo(made, nl=False)
     else:

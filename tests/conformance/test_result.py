@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from sglcore.cli.__main__ import main
 from sglcore.conformance.gaps import Gap
 from sglcore.conformance.kit_run import Outcome
 from sglcore.conformance.reference_parts import REFERENCE
@@ -80,3 +81,15 @@ def test_every_committed_result_says_on_what_it_ran() -> None:
         values = read_result(file)
         assert values["hardware"], file
         assert values["verdict"] in ("passed", "gaps"), file
+
+
+@pytest.mark.parametrize(
+    ("text", "said"), [(json.dumps({**result(), "verdict": "passed"}), "was changed after"), ("{", "Expecting")]
+)
+def test_the_command_names_a_result_that_it_cannot_read(
+    text: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "result.json").write_text(text)
+    assert main(["conform", "--table", str(tmp_path)]) == 2
+    found = capsys.readouterr().err
+    assert said in found and str(tmp_path) in found and "Traceback" not in found

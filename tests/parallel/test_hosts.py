@@ -203,7 +203,10 @@ def test_whoever_speaks_another_language_is_let_go(model: tuple[Path, Any], led:
         with host_process.reach("127.0.0.1", port, 30.0) as stream:
             stream.sendall(b"GET / HTTP/1.1\r\nhost: somebody\r\n\r\n")
             stream.settimeout(30.0)
-            heard.append(stream.recv(1))
+            try:
+                heard.append(stream.recv(1))
+            except ConnectionResetError:  # it was let go before all was read
+                heard.append(b"")
 
     heard: list[bytes] = []
     stranger = threading.Thread(target=babble)

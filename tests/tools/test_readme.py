@@ -86,4 +86,9 @@ def test_the_rows_of_gpus_are_what_was_measured() -> None:
     steps = [1e3 / eight["1"], None, 32e3 / middle["32"], 128e3 / eight["128"]]
     assert agree(cells("sglcore, H100"), steps), steps
     quiet = results("h200/prompt_slices_8b.json")["forms"]["off"]["quiet_p50_ms"]
-    assert agree(cells("sglcore, H200"), [None, quiet, None, None])
+    rows = results("h200/gpu.json")["parts"]["engine-8B"]["rows"]
+    one, few, many = (
+        next(row["us"] / 1e3 for row in rows if (row["what"], row["size"]) == ("decode greedy", size))
+        for size in (1, 32, 128)
+    )
+    assert agree(cells("sglcore, H200"), [one, quiet, few, many])
