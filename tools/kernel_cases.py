@@ -80,8 +80,8 @@ ATTENTION: tuple[tuple[torch.dtype, int, dict[str, Any], tuple[int, ...]], ...] 
     (F16, 128, {}, (16,)),
     (F32, 64, {}, (16,)),
 )
-"""(dtype, head size, further arguments of the layer, numbers of splits); bfloat16 in every variant,
-the others once."""
+"""(dtype, head size, further arguments of the layer, maximum numbers of chunks); bfloat16 in every
+variant, the others once."""
 
 LATENT: tuple[tuple[torch.dtype, int, RowCodec | None, int, int, int], ...] = (
     (BF16, 512, None, 64, 640, 4),
@@ -106,10 +106,10 @@ def cases(tuning: Tuning) -> Cases:
     every: Cases = {}
     for dtype in (BF16, F16, F32):
         every |= {f"{name} {str(dtype)[6:]}": case for name, case in _elementwise(dtype, tuning).items()}
-    for dtype, dim, asked, splits in ATTENTION:
+    for dtype, dim, asked, chunks in ATTENTION:
         layer = Attention(0, 32, 8, dim, 1.0, **asked)
         name = " with ".join((f"{str(dtype)[6:]} heads of {dim}", *asked)).replace("sliding_", "")
-        for count in splits:
+        for count in chunks:
             every[f"decode {name} in {count}"] = partial(_decode, dtype, layer, count, tuning)
         every[f"extend {name}"] = partial(_extend, dtype, layer, tuning)
     for dtype, size, codec, heads, width, tokens in LATENT:
@@ -331,10 +331,11 @@ def _pool(dtype: torch.dtype, dim: int) -> tuple[torch.Tensor, torch.Tensor, tor
     return cache, cache, torch.empty(4, 64, dtype=torch.int32)
 
 
-def _decode(dtype: torch.dtype, layer: Attention, splits: int, tuning: Tuning) -> None:
+def _decode(dtype: torch.dtype, layer: Attention, most: int, tuning: Tuning) -> None:
     q, ints = torch.empty(4, 32 * layer.head_dim, dtype=dtype), torch.empty(4, dtype=torch.int32)
     out = torch.empty_like(q)
-    triton_decode.attend_singles(q, *_pool(dtype, layer.head_dim), PAGE, ints, ints, out, splits, layer, tuning)
+    chunks = triton_decode.Chunks(tuning.decode_tokens, most)
+    triton_decode.attend_singles(q, *_pool(dtype, layer.head_dim), PAGE, ints, ints, out, chunks, layer, tuning)
 
 
 def _extend(dtype: torch.dtype, layer: Attention, tuning: Tuning) -> None:

@@ -22,12 +22,13 @@ from sglcore.runtime.attention import triton, triton_blocks, triton_decode, trit
 from sglcore.runtime.attention.contract import Bucket
 from sglcore.runtime.attention.layer import Attention
 from sglcore.runtime.attention.triton import TritonAttention, TritonPlan
+from sglcore.runtime.attention.triton_decode import Chunks, chunks_for
 from sglcore.runtime.kernels.triton import LaunchConfig, Tuning, softmax
 from tests.attention.rows import CONTEXT, Case, Heads, make_case
 from tests.kernels.guards import Guards, mutated
 
-SMALL = Tuning(programs=24, decode_tokens=16, extend_tokens=16, extend_queries=16)
-"""Gives several splits and several tiles even for short rows."""
+SMALL = Tuning(programs=64, decode_programs=5, decode_tokens=16, extend_tokens=16, extend_queries=16)
+"""Gives several chunks and several tiles even for short rows."""
 
 Rows = tuple[tuple[int, int], ...]
 MIXED: Rows = ((9, 1), (30, 1), (2, 6), (0, 20), (25, 23))
@@ -130,8 +131,8 @@ def test_lengths_at_the_edges_of_blocks_and_windows(rows: Any, window: int | Non
     assert_equals_dense(case_of(rows, Heads(window=window)))
 
 
-@pytest.mark.parametrize("programs", [1, 8, 1000])
-def test_any_number_of_splits_gives_the_same(programs: int) -> None:
+@pytest.mark.parametrize(("programs", "wanted"), [(1, Chunks(512, 1)), (8, Chunks(128, 1)), (1000, Chunks(16, 4))])
+def test_any_number_of_chunks_gives_the_same(programs: int, wanted: Chunks) -> None:
     class Split(TritonAttention):
         def make_tuning(self) -> Tuning:
             return Tuning(programs=programs, decode_tokens=16)
@@ -139,7 +140,32 @@ def test_any_number_of_splits_gives_the_same(programs: int) -> None:
     case = case_of(SINGLES, Heads(window=40), decode=True, kind=Split)
     assert_equals_dense(case)
     plan = case.backend.plan(case.batch)
-    assert isinstance(plan, TritonPlan) and plan.splits == {1: 1, 8: 1, 1000: 3}[programs]
+    assert isinstance(plan, TritonPlan) and plan.chunks == wanted
+
+
+@pytest.mark.parametrize(
+    ("rows", "longest", "wanted"),
+    [
+        (1, 32768, Chunks(64, 64)),
+        (8, 32768, Chunks(128, 64)),
+        (32, 32768, Chunks(512, 64)),
+        (32, 1024, Chunks(512, 2)),
+        (128, 32768, Chunks(2048, 16)),
+        (1280, 131072, Chunks(2048, 4)),
+    ],
+)
+def test_chunks_are_small_where_requests_are_few(rows: int, longest: int, wanted: Chunks) -> None:
+    """132 multiprocessors with two programs each, eight KV heads."""
+    assert chunks_for(Tuning(programs=264), rows, 8, longest) == wanted
+
+
+def test_other_requests_do_not_change_a_requests_sums() -> None:
+    """The chunks of a request, and the order in which they are added up, depend on its length
+    alone, in batches of one size."""
+    one = case_of([(46, 1), (9, 1), (0, 1), (3, 1)], decode=True)
+    other = case_of([(46, 1), (40, 1), (31, 1), (17, 1)], decode=True)
+    assert torch.equal(one.keys[0], other.keys[0]) and torch.equal(one.queries[0], other.queries[0])
+    assert torch.equal(one.run()[0], other.run()[0])
 
 
 def test_layers_with_and_without_a_window_share_one_plan() -> None:
@@ -199,10 +225,10 @@ def test_one_captured_plan_serves_batches_of_any_lengths() -> None:
     first = case_of([(3, 1), (0, 1), (7, 1)], decode=True)
     plan = first.backend.capture_plan(Bucket(3, 3))
     assert isinstance(plan, TritonPlan)
-    splits = plan.splits
+    chunks = plan.chunks
     for rows in ([(3, 1), (0, 1), (7, 1)], [(40, 1), (46, 1), (1, 1)]):
         case = case_of(rows, decode=True)
-        assert case.backend.refresh(plan, case.batch) is None and plan.splits == splits
+        assert case.backend.refresh(plan, case.batch) is None and plan.chunks == chunks
         case.batch.mark_forward_metadata_ready(replace(plan, planner=case.backend))
         case.batch.seq_lens_cpu = None
         found = case.backend.forward(*case.inputs, case.layer, case.batch)
@@ -251,10 +277,15 @@ MUTANTS = (
     (triton_blocks, "positions % PAGE", "0"),
     (triton_blocks, "column < DIM", "column < DIM - 1"),
     (softmax, "mean * fade[:, None]", "mean"),
-    (triton_decode, "inside = position < end", "inside = position <= end"),
-    (triton_decode, "seq_len - WINDOW", "seq_len - WINDOW - 1"),
+    (triton_decode, "inside = at < end", "inside = at <= end"),
+    (triton_decode, "tl.minimum(seq_len, WINDOW)", "tl.minimum(seq_len, WINDOW + 1)"),
+    (triton_decode, "seq_len - span + chunk", "chunk"),
+    (triton_decode, "ends <= index, ends, 0", "ends < index, ends, 0"),
+    (triton_decode, "row < rows, chunks_of(", "row < rows - 1, chunks_of("),
+    (triton_decode, "item // KV_HEADS, item % KV_HEADS", "item // KV_HEADS, 0"),
+    (triton_decode, "chunk < count", "chunk < count - 1"),
     (triton_decode, "member < GROUP", "member <= GROUP"),
-    (softmax, "share[:, None]", "1.0"),
+    (triton_decode, "share[:, None]", "1.0"),
     (triton_decode, "start + share, seq_len", "start + share, seq_len - 1"),
     (triton_extend, "position[None, :] <= asked[:, None]", "position[None, :] < asked[:, None]"),
     (triton_extend, "> asked[:, None] - WINDOW", ">= asked[:, None] - WINDOW"),
@@ -271,7 +302,7 @@ SINK_MUTANTS = (
     (softmax, ".to(tl.float32) * LOG2_E", ".to(tl.float32)"),
     (softmax, 'tl.where(best > float("-inf"), 1.0, 0.0)', "tl.zeros([QUERIES], tl.float32)"),
     (triton_decode, "begin(sinks, head,", "begin(sinks, member,"),
-    (triton_decode, "tl.where(split == 0, GROUP, 0)", "GROUP"),
+    (triton_decode, "tl.where(chunk == 0, GROUP, 0)", "GROUP"),
     (triton_extend, "begin(sinks, head,", "begin(sinks, member % GROUP,"),
 )
 PLAIN, FEW = Heads(6, 2, 12, window=20), Heads(4, 2, 8)

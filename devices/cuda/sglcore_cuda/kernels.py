@@ -58,8 +58,8 @@ def with_libraries(table: KernelTable, capability: Capability) -> KernelTable:
 def tuning(capability: Capability) -> Tuning:
     """Return how kernels are launched on a GPU of this capability.
 
-    A kernel gets two programs for each multiprocessor. Loads are kept in flight if the GPU has
-    asynchronous copies.
+    A kernel gets two programs for each multiprocessor, and decode attention four, as many as fit.
+    Loads are kept in flight if the GPU has asynchronous copies.
     """
     from sglcore.runtime.kernels.triton import LaunchConfig, Tuning
 
@@ -68,7 +68,8 @@ def tuning(capability: Capability) -> Tuning:
     return Tuning(
         lanes=32,
         programs=2 * capability.multiprocessors,
-        decode=LaunchConfig(128, stages),
+        decode_programs=4 * capability.multiprocessors,
+        decode=LaunchConfig(128, min(stages, 2)),
         extend=LaunchConfig(128, min(stages, 2)),
         sparse_heads=64 if is_wide else 32,
         sparse_tokens=32 if is_wide else 16,

@@ -41,6 +41,7 @@ def tuning(capability: Capability) -> Tuning:
         lanes=capability.wave_size,
         float8=capability.float8,
         programs=2 * capability.compute_units,
+        decode_programs=2 * capability.compute_units,
         decode=LaunchConfig(256 if wide else 128, 1),
         extend=LaunchConfig(256 if wide else 128, 1),
     )

@@ -39,7 +39,8 @@ def tuning(capability: Capability) -> Tuning:
     """
     from sglcore.runtime.kernels.triton import Tuning
 
-    usual = Tuning(lanes=min(WIDEST, capability.lanes[-1]), programs=2 * capability.cores)
+    programs = 2 * capability.cores
+    usual = Tuning(lanes=min(WIDEST, capability.lanes[-1]), programs=programs, decode_programs=programs)
     lanes = capability.lanes[0] if capability.has_matrix else usual.lanes
 
     def product(config: LaunchConfig, **options: str) -> LaunchConfig:

@@ -18,7 +18,7 @@ from torch import Tensor
 # that installs it.
 import sglcore.runtime.kernels.triton as kernels
 from sglcore.runtime.attention.contract import AttentionBackend, AttentionFacts, AttentionPlan, Bucket
-from sglcore.runtime.attention.triton_decode import attend_singles, splits_for
+from sglcore.runtime.attention.triton_decode import Chunks, attend_singles, chunks_for
 from sglcore.runtime.attention.triton_extend import attend_rows
 
 if TYPE_CHECKING:
@@ -31,11 +31,11 @@ class TritonPlan(AttentionPlan):
     """The host values that launches need.
 
     `singles` leading rows have one token each (None: every row of q). The `rows` after them have up
-    to `longest` tokens; `tokens` counts the tokens of all rows. `splits` is fixed when the plan is
+    to `longest` tokens; `tokens` counts the tokens of all rows. `chunks` is fixed when the plan is
     made.
     """
 
-    splits: int = 1
+    chunks: Chunks = Chunks(1, 1)
     singles: int | None = None
     rows: int = 0
     longest: int = 0
@@ -43,7 +43,7 @@ class TritonPlan(AttentionPlan):
 
 
 class TritonAttention(AttentionBackend[TritonPlan]):
-    """Paged attention: split decode, and extend with a prefix."""
+    """Paged attention: decode in chunks, and extend with a prefix."""
 
     facts = AttentionFacts(
         dtypes=("float32", "float16", "bfloat16"),
@@ -72,8 +72,8 @@ class TritonAttention(AttentionBackend[TritonPlan]):
         """Return a plan for one token per row until `refresh` changes it. It holds no address."""
         kv_heads = max(heads for heads, _ in self.shape.layers)
         pool = self.req_to_token_pool
-        splits = splits_for(self.tuning, bucket.batch_size, kv_heads, pool.max_pages * pool.page_size)
-        return TritonPlan(self, self.token_to_kv_pool.generation, splits)
+        chunks = chunks_for(self.tuning, bucket.batch_size, kv_heads, pool.max_pages * pool.page_size)
+        return TritonPlan(self, self.token_to_kv_pool.generation, chunks)
 
     def refresh(self, plan: TritonPlan, batch: ForwardBatch) -> None:
         """Update the sizes of extend launches.
@@ -112,7 +112,7 @@ class TritonAttention(AttentionBackend[TritonPlan]):
             batch.req_pool_indices,
             batch.seq_lens,
             out,
-            plan.splits,
+            plan.chunks,
             layer,
             self.tuning,
             batch.visible,

@@ -1,7 +1,9 @@
 """Decode attention over pages in Triton.
 
-The tokens of each request are split over programs, then merged. A split covers an equal share of
-the row's length, read on the device, so one launch serves every length.
+The tokens of each request are cut into chunks, and a fixed number of programs takes the chunks of
+all requests in turn, so a step takes as long as its tokens, however they are spread over requests.
+The number of chunks follows from the lengths, which are read on the device: one launch serves every
+batch of its size. A second kernel merges the chunks of a request in their order.
 """
 
 # A kernel is not Python to a type checker.
@@ -9,6 +11,9 @@ the row's length, read on the device, so one launch serves every length.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -17,11 +22,72 @@ from sglcore.runtime.attention.layer import Attention
 from sglcore.runtime.attention.triton_blocks import is_seen, load_cells
 from sglcore.runtime.kernels.triton.products import NARROWEST_DOT
 from sglcore.runtime.kernels.triton.rounding import narrow
-from sglcore.runtime.kernels.triton.softmax import LOG2_E, begin, merged, parts_of, take_in
+from sglcore.runtime.kernels.triton.softmax import LOG2_E, begin, take_in
 from sglcore.runtime.kernels.triton.tuning import Tuning, power_of_two
+
+CHUNK_SHARE = 8
+"""A chunk has one tile more for each time that (request, KV head) pairs fill an eighth of the
+device."""
+MOST_TILES = 32
+"""Maximum number of tiles of `Chunks.least`."""
+FEWEST = 4
+"""Number of chunks that a request may always have."""
+FEWEST_ROWS = 16
+"""Rows up to which all batches have the same compiled kernel; beyond, each power of two has its
+own."""
+SIZES = ("rows", "least", "most")
+"""Arguments whose values do not change the compiled code."""
 
 
 @triton.jit
+def span_of(seq_len, WINDOW: tl.constexpr):
+    """Return how many of `seq_len` tokens a row attends to: the last ones of its window."""
+    return tl.minimum(seq_len, WINDOW) if WINDOW else seq_len
+
+
+@triton.jit
+def chunk_of(span, least, most, TOKENS: tl.constexpr):
+    """Return the tokens of each chunk of a row, a multiple of TOKENS as `least` is.
+
+    At least `least`, and so many that the row has at most `most` chunks. It depends on the row
+    alone.
+    """
+    return tl.maximum(tl.cdiv(tl.cdiv(span, most), TOKENS) * TOKENS, least)
+
+
+@triton.jit
+def chunks_of(span, least, most, TOKENS: tl.constexpr):
+    """Return the number of chunks of a row: one even if it has no token, as its output is zero."""
+    return tl.maximum(tl.cdiv(span, chunk_of(span, least, most, TOKENS)), 1)
+
+
+@triton.jit
+def chunk_ends(seq_lens, rows, least, most, BLOCK_ROWS: tl.constexpr, TOKENS: tl.constexpr, WINDOW: tl.constexpr):
+    """Return the number of chunks of each row and all rows before it [BLOCK_ROWS]."""
+    row = tl.arange(0, BLOCK_ROWS)
+    spans = span_of(tl.load(seq_lens + row, mask=row < rows, other=0), WINDOW)
+    return tl.cumsum(tl.where(row < rows, chunks_of(spans, least, most, TOKENS), 0), axis=0)
+
+
+@triton.jit
+def bounds_of(seq_len, chunk, least, most, TOKENS: tl.constexpr, WINDOW: tl.constexpr):
+    """Return the first token of a row's chunk and the one after its last."""
+    span = span_of(seq_len, WINDOW)
+    share = chunk_of(span, least, most, TOKENS)
+    start = seq_len - span + chunk * share
+    return start, tl.minimum(start + share, seq_len)
+
+
+@triton.jit
+def store_part(parts, weights, part, best, total, mean, member, GROUP: tl.constexpr, DIM: tl.constexpr, column):
+    """Store the results of a chunk [QUERIES, BLOCK_D] and their log2 weights."""
+    # Without a token and a sink `best` is still -inf, and so is the weight.
+    tl.store(weights + part, best + tl.log2(total), mask=member < GROUP)
+    mine = (member < GROUP)[:, None] & (column < DIM)[None, :]
+    tl.store(parts + part[:, None] * DIM + column[None, :], mean, mask=mine)
+
+
+@triton.jit(do_not_specialize=SIZES)
 def decode_kernel(
     q,
     k_cache,
@@ -32,66 +98,119 @@ def decode_kernel(
     visible,
     sinks,
     out,
+    parts,
     weights,
+    rows,
+    least,
+    most,
     q_stride,
     cell_stride,
     table_stride,
     scale,
     PAGE: tl.constexpr,
     GROUP: tl.constexpr,
-    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
     DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     QUERIES: tl.constexpr,
     TOKENS: tl.constexpr,
-    SPLITS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
 ):
-    """Programs (row, kv head, split): out [rows, HEADS, SPLITS, DIM].
+    """Programs that take the items (chunk of a row, kv head) in turn, kv heads of a chunk in a row.
 
-    If SPLITS > 1, also its log2 weights. Floor: 2 * seq_len * kv_heads * DIM elements of the cache
-    for each row; the rest is small.
+    A row of one chunk is written to out [rows, heads, DIM], a chunk of another to parts
+    [rows, heads, most, DIM] with its log2 weight. Floor: 2 * seq_len * kv_heads * DIM elements of
+    the cache for each row; the rest is small.
     """
-    row, kv_head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
-    seq_len = tl.load(seq_lens + row)
-    slot = tl.load(slots + row).to(tl.int64)
-    first = tl.maximum(seq_len - WINDOW, 0) if WINDOW else 0
-    share = tl.cdiv(tl.cdiv(seq_len - first, SPLITS), TOKENS) * TOKENS
-    start = first + split * share
-    end = tl.minimum(start + share, seq_len)
+    ends = chunk_ends(seq_lens, rows, least, most, BLOCK_ROWS, TOKENS, WINDOW)
     member, column = tl.arange(0, QUERIES), tl.arange(0, BLOCK_D)
-    head = kv_head * GROUP + member
     mine = (member < GROUP)[:, None] & (column < DIM)[None, :]
-    query = tl.load(q + row * q_stride + (head * DIM)[:, None] + column[None, :], mask=mine, other=0.0)
-    seen = tl.load(visible + row) if visible is not None else -1
-    best, total = begin(sinks, head, member < tl.where(split == 0, GROUP, 0), QUERIES)
-    mean = tl.zeros([QUERIES, BLOCK_D], tl.float32)
-    for at in range(start, end, TOKENS):
-        position = at + tl.arange(0, TOKENS)
-        inside = position < end
-        if visible is not None:
-            inside = inside & is_seen(seen, seq_len - 1 - position)
-        keys, values = load_cells(
-            k_cache, v_cache, page_table, slot, position, inside, kv_head, cell_stride, table_stride, PAGE, DIM, BLOCK_D
-        )
-        best, total, mean = take_in(query, keys, values, inside[None, :], scale, best, total, mean, SOFTCAP)
-    part = (row * HEADS + head) * SPLITS + split
-    total = tl.where(total > 0, total, 1.0)
-    mean = mean / total[:, None]
-    if SPLITS > 1:
-        # Without a token and a sink `best` is still -inf, and so is the weight.
-        tl.store(weights + part, best + tl.log2(total), mask=member < GROUP)
-    tl.store(out + part[:, None] * DIM + column[None, :], narrow(mean, out.dtype.element_ty), mask=mine)
+    for item in range(tl.program_id(0), tl.max(ends, axis=0) * KV_HEADS, tl.num_programs(0)):
+        index, kv_head = item // KV_HEADS, item % KV_HEADS
+        row = tl.sum((ends <= index).to(tl.int32), axis=0).to(tl.int64)
+        chunk = index - tl.max(tl.where(ends <= index, ends, 0), axis=0)
+        seq_len, slot = tl.load(seq_lens + row), tl.load(slots + row).to(tl.int64)
+        start, end = bounds_of(seq_len, chunk, least, most, TOKENS, WINDOW)
+        head = kv_head * GROUP + member
+        query = tl.load(q + row * q_stride + (head * DIM)[:, None] + column[None, :], mask=mine, other=0.0)
+        seen = tl.load(visible + row) if visible is not None else -1
+        best, total = begin(sinks, head, member < tl.where(chunk == 0, GROUP, 0), QUERIES)
+        mean = tl.zeros([QUERIES, BLOCK_D], tl.float32)
+        for token in range(start, end, TOKENS):
+            at = token + tl.arange(0, TOKENS)
+            inside = at < end
+            if visible is not None:
+                inside = inside & is_seen(seen, seq_len - 1 - at)
+            keys, values = load_cells(
+                k_cache, v_cache, page_table, slot, at, inside, kv_head, cell_stride, table_stride, PAGE, DIM, BLOCK_D
+            )
+            best, total, mean = take_in(query, keys, values, inside[None, :], scale, best, total, mean, SOFTCAP)
+        total = tl.where(total > 0, total, 1.0)
+        mean, line = mean / total[:, None], row * (KV_HEADS * GROUP) + head
+        if chunks_of(span_of(seq_len, WINDOW), least, most, TOKENS) == 1:
+            tl.store(out + line[:, None] * DIM + column[None, :], narrow(mean, out.dtype.element_ty), mask=mine)
+        else:
+            store_part(parts, weights, line * most + chunk, best, total, mean, member, GROUP, DIM, column)
 
 
-def splits_for(tuning: Tuning, rows: int, kv_heads: int, longest: int) -> int:
-    """Return the number of splits that fills the device.
+@triton.jit(do_not_specialize=SIZES[1:])
+def merge_chunks_kernel(
+    parts,
+    weights,
+    seq_lens,
+    out,
+    least,
+    most,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    TOKENS: tl.constexpr,
+    WINDOW: tl.constexpr,
+):
+    """Programs (row * head): the mean of the chunks' results by their weights.
 
-    For `rows` requests of up to `longest` tokens. Computed from upper bounds, never from lengths.
+    Floor: the row's chunks * DIM float32 for each head; nothing for a row of one chunk.
     """
-    wanted = tuning.programs // max(1, rows * kv_heads)
-    return max(1, min(wanted, tuning.most_splits, longest // tuning.decode_tokens))
+    line = tl.program_id(0).to(tl.int64)
+    count = chunks_of(span_of(tl.load(seq_lens + line // HEADS), WINDOW), least, most, TOKENS)
+    if count > 1:
+        chunk, column = tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_D)
+        weight = tl.load(weights + line * most + chunk, mask=chunk < count, other=float("-inf"))
+        level = tl.max(weight, axis=0)
+        share = tl.exp2(weight - tl.where(level > float("-inf"), level, 0.0))
+        has = (weight > float("-inf"))[:, None] & (column < DIM)[None, :]
+        part = tl.load(parts + (line * most + chunk)[:, None] * DIM + column[None, :], mask=has, other=0.0)
+        total = tl.sum(share, axis=0)
+        mean = tl.sum(part * share[:, None], axis=0) / tl.where(total > 0, total, 1.0)
+        tl.store(out + line * DIM + column, narrow(mean, out.dtype.element_ty), mask=column < DIM)
+
+
+@dataclass(frozen=True, slots=True)
+class Chunks:
+    """How decode attention cuts requests into chunks.
+
+    A chunk has at least `least` tokens (a multiple of a tile's), and a request at most `most`
+    chunks: the chunks of a longer request are longer.
+    """
+
+    least: int
+    most: int
+
+
+def chunks_for(tuning: Tuning, rows: int, kv_heads: int, longest: int) -> Chunks:
+    """Return chunks that keep the device busy for `rows` requests of up to `longest` tokens.
+
+    Few requests have small chunks, so that short ones fill the device; many have large ones, which
+    cost less. Computed from upper bounds, never from lengths.
+    """
+    rows = max(1, rows)
+    tiles_each = min(-(-CHUNK_SHARE * rows * kv_heads // tuning.programs), MOST_TILES)
+    least = tuning.decode_tokens << (tiles_each.bit_length() - 1)
+    most = max(tuning.most_parts // rows, FEWEST)
+    return Chunks(least, max(1, min(most, tuning.most_splits, -(-longest // least))))
 
 
 def attend_singles(
@@ -103,7 +222,7 @@ def attend_singles(
     slots: Tensor,
     seq_lens: Tensor,
     out: Tensor,
-    splits: int,
+    chunks: Chunks,
     layer: Attention,
     tuning: Tuning,
     visible: Tensor | None = None,
@@ -117,9 +236,12 @@ def attend_singles(
     if not rows:
         return
     heads, block = q.shape[1] // dim, max(power_of_two(dim), NARROWEST_DOT)
-    result = out.view(rows, heads, dim)
-    parts, weights = parts_of(result, splits)
-    decode_kernel[(rows, kv_heads, splits)](
+    tokens = tuning.fitting(tuning.decode_tokens, block * k_cache.itemsize)
+    parts, weights = out, out
+    if chunks.most > 1:
+        parts = out.new_empty(rows, heads, chunks.most, dim, dtype=torch.float32)
+        weights = parts.new_empty(rows, heads, chunks.most)
+    decode_kernel[(min(tuning.decode_programs, rows * kv_heads * chunks.most),)](
         q,
         k_cache,
         v_cache,
@@ -128,22 +250,55 @@ def attend_singles(
         seq_lens,
         visible,
         layer.sinks,
+        out,
         parts,
         weights,
+        rows,
+        chunks.least,
+        chunks.most,
         q.stride(0),
         k_cache.stride(0),
         page_table.stride(0),
         layer.scaling * LOG2_E.value,
         PAGE=page_size,
         GROUP=heads // kv_heads,
-        HEADS=heads,
+        KV_HEADS=kv_heads,
         DIM=dim,
         BLOCK_D=block,
         QUERIES=max(power_of_two(heads // kv_heads), NARROWEST_DOT),
-        TOKENS=tuning.fitting(tuning.decode_tokens, block * k_cache.itemsize),
-        SPLITS=splits,
+        TOKENS=tokens,
+        BLOCK_ROWS=max(power_of_two(rows), FEWEST_ROWS),
         WINDOW=layer.sliding_window or 0,
         SOFTCAP=layer.softcap,
         **tuning.options(tuning.decode),
     )
-    merged(parts, weights, result, tuning)
+    if chunks.most > 1:
+        _merge(parts, weights, seq_lens, out, chunks, tokens, layer, tuning)
+
+
+def _merge(
+    parts: Tensor,
+    weights: Tensor,
+    seq_lens: Tensor,
+    out: Tensor,
+    chunks: Chunks,
+    tokens: int,
+    layer: Attention,
+    tuning: Tuning,
+) -> None:
+    rows, heads, _, dim = parts.shape
+    merge_chunks_kernel[(rows * heads,)](
+        parts,
+        weights,
+        seq_lens,
+        out,
+        chunks.least,
+        chunks.most,
+        HEADS=heads,
+        DIM=dim,
+        BLOCK_D=power_of_two(dim),
+        BLOCK_S=power_of_two(chunks.most),
+        TOKENS=tokens,
+        WINDOW=layer.sliding_window or 0,
+        **tuning.options(tuning.merge),
+    )

@@ -369,7 +369,7 @@ def _in_tiles(ids: Tensor, experts: int, rows: int, tuning: Tuning) -> tuple[Ten
         most,
         EXPERTS=experts,
         BINS=power_of_two(experts + 1),
-        BLOCK=min(SCANNED, power_of_two(choices)),
+        BLOCK=SCANNED,
         ROWS=rows,
         **tuning.options(tuning.moe_sort),
     )

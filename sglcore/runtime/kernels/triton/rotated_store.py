@@ -15,7 +15,7 @@ from sglcore.runtime.kernels.triton.rotation import copy_rest, rotate_heads
 from sglcore.runtime.kernels.triton.tuning import Tuning, power_of_two, tiles
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("tokens", "q_programs"))
 def rotary_and_store_kernel(
     q,
     k,

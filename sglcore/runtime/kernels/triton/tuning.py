@@ -115,6 +115,11 @@ class Tuning:
     decode_tokens: int = 64
     """Tokens of the cache in one iteration of decode attention, while their keys fit into
     `tile_bytes`."""
+    decode_programs: int = 512
+    """Programs of decode attention. They take the chunks of all requests in turn."""
+    most_parts: int = 4096
+    """Maximum number of chunks of all requests of decode attention, a limit of its memory: each has
+    a float32 result of all heads."""
     decode: LaunchConfig = LaunchConfig(128, 2)
     """Decode attention."""
     merge: LaunchConfig = LaunchConfig(128, 1)
@@ -202,9 +207,13 @@ class Tuning:
         return {"num_warps": max(1, config.threads // lanes), "num_stages": config.stages, **config.options}
 
     def rows(self, width: int, count: int) -> int:
-        """Return how many of `count` rows of `width` elements one program holds: a power of two."""
+        """Return how many of `count` rows of `width` elements one program holds: a power of two.
+
+        It is the same for all counts but one, so that a kernel is compiled for two numbers of rows:
+        a new number would make all requests wait for the compiler.
+        """
         wanted = max(1, self.elements // width)
-        return min(1 << (wanted.bit_length() - 1), power_of_two(max(count, 1)))
+        return 1 if count <= 1 else 1 << (wanted.bit_length() - 1)
 
     def fitting(self, tokens: int, token_bytes: int) -> int:
         """Return the power of two, from 16 to `tokens`, that fits in a tile at `token_bytes`
