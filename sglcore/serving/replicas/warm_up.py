@@ -1,13 +1,37 @@
-"""A model is ready only after a token came out of the path that will serve."""
+"""A model is ready only after tokens came out of the path that will serve.
+
+Devices whose steps run ahead compile or load kernels when they are first used, which takes seconds,
+and all requests wait for it. There the warm-up uses each way to draw a token once.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
 
 from sglcore.device.errors import SglcoreError
 from sglcore.engine.token_engine import TokenEngine
 from sglcore.sampling.params import SamplingParams
 from sglcore.schedule.request import State
+from sglcore.schedule.request_errors import RequestError
 
 PROMPT_TOKENS = 4
+BESIDE_TOKENS = (8, 16, 32, 64)
+"""Tokens of prompts that are computed in the steps of another request, one after another."""
+BESIDE_STEPS = 16
+"""Tokens of that request: enough that it still runs when they arrive."""
+PLAIN = (SamplingParams(temperature=0.0), SamplingParams())
+DRAWS = (
+    SamplingParams(top_p=0.9),
+    SamplingParams(top_k=8),
+    SamplingParams(min_p=0.05),
+    SamplingParams(top_k=8, top_p=0.9, min_p=0.05),
+    SamplingParams(xtc_probability=0.5),
+    SamplingParams(presence_penalty=0.1, frequency_penalty=0.1, repetition_penalty=1.1, logit_bias={0: 1.0}),
+    SamplingParams(logprobs=2, prompt_logprobs=2),
+)
+"""One of each combination for which kernels differ."""
 
 
 class WarmUpError(SglcoreError):
@@ -17,25 +41,36 @@ class WarmUpError(SglcoreError):
 
 
 def warm_up(engine: TokenEngine) -> None:
-    """Run a short prompt greedily and one with sampling, or embed one; waits. Raises WarmUpError if
+    """Run short prompts with each way to draw a token, or embed one; waits. Raises WarmUpError if
     no token comes."""
     limits = engine.limits
-    ids = list(range(1, min(PROMPT_TOKENS, limits.max_model_len - 1, limits.vocab_size - 1) + 1))
     if not limits.generates:
-        _embed(engine, ids)
+        _embed(engine, _prompt(engine, PROMPT_TOKENS))
         return
-    for params in (
-        SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True),
-        SamplingParams(max_tokens=2, temperature=1.0, ignore_eos=True),
-    ):
-        _generate(engine, ids, params)
+    for params in PLAIN:
+        _generate(engine, params)
+    if limits.runs_ahead:
+        for params in DRAWS:
+            with suppress(RequestError):  # a model that refuses it needs none of its kernels
+                _generate(engine, params)
+        _generate(engine, PLAIN[0], tokens=BESIDE_STEPS, beside=BESIDE_TOKENS)
 
 
-def _generate(engine: TokenEngine, ids: list[int], params: SamplingParams) -> None:
-    engine.add("warm-up", ids, params, seed=0)
+def _prompt(engine: TokenEngine, tokens: int) -> list[int]:
+    limits = engine.limits
+    count = max(1, min(tokens, limits.max_model_len - 1))
+    return [min(1 + at % 8, limits.vocab_size - 1) for at in range(count)]
+
+
+def _generate(engine: TokenEngine, params: SamplingParams, tokens: int = 2, beside: Sequence[int] = ()) -> None:
+    """Generate `tokens` tokens. `beside`: lengths of prompts that arrive in later steps."""
+    params, lengths = replace(params, max_tokens=tokens, ignore_eos=True), iter(beside)
+    engine.add("warm-up", _prompt(engine, PROMPT_TOKENS), params, seed=0)
     outputs = []
     while engine.has_work:
         outputs += engine.step()
+        if (length := next(lengths, None)) is not None:
+            engine.add(f"warm-up {length}", _prompt(engine, length), replace(params, max_tokens=1), seed=0)
     errors = [each.error for each in outputs if each.error]
     if errors or not any(each.token_ids for each in outputs):
         raise WarmUpError(
