@@ -18,16 +18,16 @@ import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, requires, version
-from pathlib import Path
 from types import MappingProxyType
 
 from sglcore.device.candidate import Candidate, claims_of, try_package
 from sglcore.device.choice import requested_device
+from sglcore.device.control_group import memory_limits
 from sglcore.device.discovery import Installed, discover
 from sglcore.device.errors import SglcoreError
 from sglcore.device.pci import unclaimed_devices
 from sglcore.device.selection import decide
-from sglcore.device.system import host_system
+from sglcore.device.system import System, host_system
 from sglcore.engine.process_end import leave
 
 NATIVE: Mapping[str, str] = MappingProxyType(
@@ -48,7 +48,6 @@ PURE = ("typer", "rich", "jinja2", "fastapi", "uvicorn", "prometheus-client")
 LEAST_PYTHON = (3, 11)
 TORCH_SECONDS = 120.0
 IMPORT_SECONDS = 60.0
-CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 LEAST_MEMORY = 2 << 30
 """Bytes of memory below which even the embedded model hardly runs."""
 
@@ -214,10 +213,10 @@ def _check_device(candidate: Candidate) -> Iterable[Check]:
         yield Check(f"{topic}: hidden", "note", report.hidden)
 
 
-def check_memory() -> Iterable[Check]:
-    """Check the machine's memory, and the limit of this process's control group."""
+def check_memory(system: System | None = None) -> Iterable[Check]:
+    """Check the machine's memory, and the limits of this process's control groups."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limits = [limit for limit in map(cgroup_limit, CGROUP_LIMITS) if limit is not None and limit < total]
+    limits = [limit for limit, *_ in memory_limits(system or host_system()) if limit < total]
     usable = min((total, *limits))
     found = f"{_gib(total)} in the machine" + (f", limited to {_gib(usable)} by the control group" if limits else "")
     if usable < LEAST_MEMORY:
@@ -305,16 +304,6 @@ EXAMINATIONS: Mapping[str, Examination] = MappingProxyType(
         "environment": check_environment,
     }
 )
-
-
-def cgroup_limit(path: Path) -> int | None:
-    """Return the bytes that a limit file of a control group allows; None without a limit or a
-    file."""
-    try:
-        text = path.read_text().strip()
-    except OSError:
-        return None
-    return int(text) if text.isdigit() else None
 
 
 def _gib(count: int) -> str:

@@ -16,6 +16,7 @@ import pytest
 import sglcore
 from sglcore.cli import doctor
 from sglcore.cli.doctor import Check, examine
+from sglcore.device.system import System
 from tests.device.site import Site
 
 BROKEN = {
@@ -197,9 +198,17 @@ def test_an_examination_that_raises_is_a_finding_and_the_others_go_on() -> None:
     assert second.topic == "python"
 
 
-@pytest.mark.parametrize(("text", "limit"), [("max\n", None), ("1073741824\n", 1 << 30), (None, None)])
-def test_the_limit_of_a_control_group_is_read(tmp_path: Path, text: str | None, limit: int | None) -> None:
-    path = tmp_path / "memory.max"
-    if text is not None:
-        path.write_text(text)
-    assert doctor.cgroup_limit(path) == limit
+@pytest.mark.parametrize(
+    ("limit", "verdict", "said"),
+    [("max\n", "ok", "in the machine"), (f"{1 << 30}\n", "bad", "limited to 1.0 GiB by the control group")],
+)
+def test_the_limit_of_any_control_group_of_the_process_counts(
+    tmp_path: Path, limit: str, verdict: str, said: str
+) -> None:
+    group = tmp_path / "sys/fs/cgroup/outer"
+    (group / "inner").mkdir(parents=True)
+    (group / "memory.max").write_text(limit)
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/cgroup").write_text("0::/outer/inner\n")
+    (check,) = doctor.check_memory(System(tmp_path))
+    assert check.verdict == verdict and check.found.endswith(said)

@@ -203,6 +203,22 @@ def test_the_process_that_checks_is_started_and_asked_outside_of_the_event_loop(
     assert checks.in_loop == [False, False]
 
 
+class Silent(AnswerChecks):
+    """Takes questions and never answers."""
+
+    def submit(self, work: Any, told: OnVerdict) -> None:
+        """Take the question."""
+
+
+def test_an_answer_waits_for_its_check_as_long_as_one_may_take_and_no_longer() -> None:
+    checks = Silent(msgspec.structs.replace(LIMITS, most_seconds=0.2))
+    with staged(ServerConfig(), checks=checks) as stage:
+        stage.speak('["a", "a"]')
+        begin = time.monotonic()
+        assert ask(stage, TEXTS, {"prompt": "a", **form(TAGS)})[1] == [[LATE]]
+        assert 0.2 <= time.monotonic() - begin < PATIENCE / 2
+
+
 @pytest.mark.parametrize("text", ['["a"', "[" * 100_000, ""], ids=["broken off", "too deep", "empty"])
 def test_an_answer_that_is_no_value_is_told_with_the_reason(stage: Stage, text: str) -> None:
     stage.speak(text)

@@ -19,7 +19,7 @@ from tests.checkpoints import llama, qwen3_moe, save
 
 pytestmark = pytest.mark.needs("streams")
 Forms = set[tuple[str, tuple[Any, ...]]]
-ASKED = (
+ASKED: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0},
     {"top_p": 0.8},
     {"top_k": 5, "top_p": 0.8},
@@ -58,7 +58,7 @@ def forms(monkeypatch: pytest.MonkeyPatch) -> Forms:
     return found
 
 
-MODELS = {
+MODELS: dict[str, Any] = {
     "dense": lambda: llama(max_position_embeddings=256, num_attention_heads=8, num_key_value_heads=2),
     "experts": lambda: qwen3_moe(max_position_embeddings=256),
 }
@@ -67,7 +67,7 @@ MODELS = {
 @pytest.fixture(params=MODELS)
 def engine(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[TokenEngine]:
     asked = {"model": str(save(MODELS[request.param](), tmp_path)), "device": os.environ["LANE_DEVICE"]}
-    sizes = {"dtype": "float32", "max_requests": 4, "kv_cache_memory": 4 << 20}
+    sizes: dict[str, Any] = {"dtype": "float32", "max_requests": 4, "kv_cache_memory": 4 << 20}
     started = start(resolve_config({**asked, **sizes}, {}))
     made = TokenEngine(started.worker, frozenset(), overlap=started.overlap)
     yield made
