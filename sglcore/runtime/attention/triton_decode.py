@@ -22,7 +22,7 @@ from sglcore.runtime.attention.layer import Attention
 from sglcore.runtime.attention.triton_blocks import is_seen, load_cells
 from sglcore.runtime.kernels.triton.products import NARROWEST_DOT
 from sglcore.runtime.kernels.triton.rounding import narrow
-from sglcore.runtime.kernels.triton.softmax import LOG2_E, begin, take_in
+from sglcore.runtime.kernels.triton.softmax import LOG2_E, begin, merge_parts, take_in
 from sglcore.runtime.kernels.triton.tuning import Tuning, power_of_two
 
 CHUNK_SHARE = 8
@@ -177,15 +177,7 @@ def merge_chunks_kernel(
     line = tl.program_id(0).to(tl.int64)
     count = chunks_of(span_of(tl.load(seq_lens + line // HEADS), WINDOW), least, most, TOKENS)
     if count > 1:
-        chunk, column = tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_D)
-        weight = tl.load(weights + line * most + chunk, mask=chunk < count, other=float("-inf"))
-        level = tl.max(weight, axis=0)
-        share = tl.exp2(weight - tl.where(level > float("-inf"), level, 0.0))
-        has = (weight > float("-inf"))[:, None] & (column < DIM)[None, :]
-        part = tl.load(parts + (line * most + chunk)[:, None] * DIM + column[None, :], mask=has, other=0.0)
-        total = tl.sum(share, axis=0)
-        mean = tl.sum(part * share[:, None], axis=0) / tl.where(total > 0, total, 1.0)
-        tl.store(out + line * DIM + column, narrow(mean, out.dtype.element_ty), mask=column < DIM)
+        merge_parts(parts, weights, out, line, most, count, DIM, BLOCK_D, BLOCK_S)
 
 
 @dataclass(frozen=True, slots=True)

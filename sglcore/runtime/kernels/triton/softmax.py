@@ -61,6 +61,23 @@ def take_in(query, keys, values, seen, scale, best, total, mean, SOFTCAP: tl.con
 
 
 @triton.jit
+def merge_parts(parts, weights, out, row, most, count, DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr):
+    """Store the mean of a row's `count` results by their log2 weights; rows have `most` places.
+
+    Results whose weight is -inf are not read.
+    """
+    split, column = tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_D)
+    weight = tl.load(weights + row * most + split, mask=split < count, other=float("-inf"))
+    level = tl.max(weight, axis=0)
+    share = tl.exp2(weight - tl.where(level > float("-inf"), level, 0.0))
+    has = (weight > float("-inf"))[:, None] & (column < DIM)[None, :]
+    part = tl.load(parts + (row * most + split)[:, None] * DIM + column[None, :], mask=has, other=0.0)
+    total = tl.sum(share, axis=0)
+    mean = tl.sum(part * share[:, None], axis=0) / tl.where(total > 0, total, 1.0)
+    tl.store(out + row * DIM + column, narrow(mean, out.dtype.element_ty), mask=column < DIM)
+
+
+@triton.jit
 def merge_kernel(
     parts, weights, out, DIM: tl.constexpr, BLOCK_D: tl.constexpr, SPLITS: tl.constexpr, BLOCK_S: tl.constexpr
 ):
@@ -69,15 +86,7 @@ def merge_kernel(
     Floor: SPLITS * DIM float32 read for each head of each row; splits without tokens are not read.
     """
     row = tl.program_id(0).to(tl.int64)
-    split, column = tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_D)
-    weight = tl.load(weights + row * SPLITS + split, mask=split < SPLITS, other=float("-inf"))
-    level = tl.max(weight, axis=0)
-    share = tl.exp2(weight - tl.where(level > float("-inf"), level, 0.0))
-    has = (weight > float("-inf"))[:, None] & (column < DIM)[None, :]
-    part = tl.load(parts + (row * SPLITS + split)[:, None] * DIM + column[None, :], mask=has, other=0.0)
-    total = tl.sum(share, axis=0)
-    mean = tl.sum(part * share[:, None], axis=0) / tl.where(total > 0, total, 1.0)
-    tl.store(out + row * DIM + column, narrow(mean, out.dtype.element_ty), mask=column < DIM)
+    merge_parts(parts, weights, out, row, SPLITS, SPLITS, DIM, BLOCK_D, BLOCK_S)
 
 
 def parts_of(out: Tensor, splits: int) -> tuple[Tensor, Tensor]:
