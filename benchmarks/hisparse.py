@@ -179,7 +179,9 @@ class Engine:
     @property
     def hisparse(self) -> HiSparseCoordinator | None:
         """The coordinator of hisparse, if enabled."""
-        return self.worker.runner.attn_backend.hisparse
+        found = self.worker.runner.attn_backend.hisparse
+        assert found is None or isinstance(found, HiSparseCoordinator)
+        return found
 
     def decode(self, sim: sglcore_sim.Simulator, copies: Copies) -> Decoded:
         """Measure STEPS decode steps of all requests near the end of the context, after each

@@ -71,7 +71,7 @@ def make_loop(batch_size: int, greedy: bool) -> Loop:
     runner = worker.runner
     quiet = ModelRunner(model, runner.attn_backend, runner.decode_registry, runner.prefill_registry, runner.token_table)
     worker = TpModelWorker(quiet, runner.token_table, worker.limits)
-    worker._sampling.sampler = NoDraw(4096)
+    worker.sampling.sampler = NoDraw(4096)
     scheduler = Scheduler(worker.limits)
     params = SamplingParams(max_tokens=1000, temperature=0.0 if greedy else 0.8, ignore_eos=True)
     for index in range(batch_size):

@@ -19,6 +19,7 @@ from sglcore.device.facts import Facts
 from sglcore.device.worker import Limits, TokenLogprobs
 from sglcore.runtime.memory.pools import TokenToKVPool
 from sglcore.sampling.params import SamplingParams
+from sglcore.schedule.make_loop import make_scheduler
 from sglcore.schedule.request import Request
 from sglcore.schedule.scheduler import Scheduler
 from sglcore.schedule.step_loop import Loop
@@ -69,7 +70,7 @@ class Session:
     def __init__(self, recorder: RecordingWorker, drive: Drive) -> None:
         recorder.next_scheduler()
         limits = _narrowed(recorder.limits, drive)
-        self.scheduler = Scheduler(limits, prefix_cache=drive.prefix_cache)
+        self.scheduler = make_scheduler(limits, prefix_cache=drive.prefix_cache)
         if drive.scramble is not None:
             self._scramble(drive.scramble)
         self._loop = Loop(self.scheduler, recorder, overlap=drive.overlap)
@@ -142,7 +143,7 @@ class Session:
         return Request(f"r{self._count}", np.array(prompt, np.int32), params, seed=params.seed or 0)
 
     def _scramble(self, seed: int) -> None:
-        pool = self.scheduler._running.memory.pool
+        pool = self.scheduler.running.memory.pool
         taken = pool.take(pool.free)
         np.random.default_rng(seed).shuffle(taken)
         pool.give(taken)

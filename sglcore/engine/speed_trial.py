@@ -9,8 +9,8 @@ from statistics import median
 from sglcore.device.ledger import DecisionLedger, Row
 from sglcore.device.worker import ModelWorker, Trial
 from sglcore.sampling.params import SamplingParams
+from sglcore.schedule.make_loop import make_scheduler
 from sglcore.schedule.request import Request
-from sglcore.schedule.scheduler import Scheduler
 from sglcore.schedule.step_loop import Loop
 
 TOKENS = 64
@@ -55,7 +55,7 @@ def seconds_of(worker: ModelWorker, trial: Trial, seed: int) -> float:
     The same seed samples the same text on both workers.
     """
     limits = worker.limits
-    scheduler = Scheduler(limits, prefix_cache=False, first_composition=-(seed + 1) * STRIDE)
+    scheduler = make_scheduler(limits, prefix_cache=False, first_composition=-(seed + 1) * STRIDE)
     loop = Loop(scheduler, worker, overlap=limits.runs_ahead)
     tokens = min(TOKENS, limits.max_model_len - len(trial.prompt))
     params = SamplingParams(max_tokens=tokens, ignore_eos=True)

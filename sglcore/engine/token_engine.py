@@ -16,8 +16,8 @@ from sglcore.engine.disaggregation.transfer_messages import PageSide
 from sglcore.engine.structured_output.grammar_cache import Compiling, Grammars
 from sglcore.sampling.grammar_spec import GrammarBusy, GrammarError
 from sglcore.sampling.params import SamplingParams
-from sglcore.schedule.data_parallel.dp_loop import make_loop
 from sglcore.schedule.disaggregation.remote_prefill import RemotePrompts
+from sglcore.schedule.make_loop import make_loop
 from sglcore.schedule.prompt_embeds import PromptEmbeds
 from sglcore.schedule.request import Request, State
 from sglcore.schedule.request_errors import RequestError
@@ -64,6 +64,7 @@ class TokenEngine:
         self.eos_ids = frozenset(token_id for token_id in eos_ids if token_id < self.limits.vocab_size)
         self.max_requests = self.limits.max_requests * shards
         """Requests that may run at the same time, over all shards."""
+        self._remote: RemotePrompts | None = None
         self.scheduler, self.loop = make_loop(worker, shards, overlap=overlap, prefix_cache=prefix_cache)
         self._groups: dict[str, SampleGroup] = {}
         self._watched: dict[str, SampleGroup] = {}
@@ -98,8 +99,10 @@ class TokenEngine:
     @property
     def remote(self) -> RemotePrompts:
         """Prompts that another engine computes; not available with shards."""
-        assert isinstance(self.scheduler, Scheduler)
-        return self.scheduler.remote
+        if self._remote is None:
+            assert isinstance(self.scheduler, Scheduler)
+            self._remote = RemotePrompts(self.scheduler)
+        return self._remote
 
     @property
     def _awaits_prompts(self) -> bool:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from sglcore.checkpoint.model_config import ModelConfig
-from sglcore.layers.parallel.rank_part import Cut
+from sglcore.layers.rank_part import Cut
 from sglcore.runtime.kernels.entry import Entry
 from sglcore.runtime.kernels.kernel_choice import Refusals, choose
 from sglcore.runtime.kernels.table import KernelTable

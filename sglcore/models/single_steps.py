@@ -23,7 +23,7 @@ from sglcore.runtime.memory.geometry import has_window, layer_shapes
 from sglcore.runtime.memory.kv_rows import RowCounts, RowPool
 from sglcore.runtime.memory.pools import MHATokenToKVPool, ReqToTokenPool
 from sglcore.runtime.memory.states import StatePool
-from sglcore.runtime.model_runner import ModelRunner
+from sglcore.runtime.model_runner import Extensions, ModelRunner
 from sglcore.runtime.registry_builders import build_decode_registry, build_prefill_registry
 from sglcore.runtime.token_table import TokenTable
 
@@ -45,7 +45,7 @@ class Steps:
             build_decode_registry(facts, None if encoder else table, max_bs=SLOTS),
             build_prefill_registry(facts, None if encoder else table, max_bs=SLOTS, max_num_tokens=CONTEXT),
             TokenTable(SLOTS, CONTEXT, device),
-            state_pool=StatePool(model.state_layers, SLOTS, snapshots, device),
+            extensions=Extensions(state_pool=StatePool(model.state_layers, SLOTS, snapshots, device)),
         )
         self._free = list(range(1, SLOTS * CONTEXT // PAGE + 1))
         self._pages = dict.fromkeys(range(1, SLOTS + 1), 0)

@@ -19,7 +19,6 @@ from sglcore.device.bring_up import Again, BringUp
 from sglcore.device.facts import Facts
 from sglcore.device.ledger import DecisionLedger, Row
 from sglcore.device.package import DevicePackage, Ref, resolve
-from sglcore.device.topology import Place
 from sglcore.device.worker import Limits
 from sglcore.runtime.attention.backend_selection import choose_attention, shape_of
 from sglcore.runtime.attention.contract import AttentionBackend
@@ -40,12 +39,13 @@ from sglcore.runtime.memory.pools import (
     KVPool,
     ReqToTokenPool,
 )
-from sglcore.runtime.model_runner import Entered, ModelRunner
+from sglcore.runtime.model_runner import Extensions, ModelRunner, RunnerOptions
 from sglcore.runtime.overlap.micro_batch_bring_up import cut_terms, halves, second_ledger
 from sglcore.runtime.overlap.micro_batches import Halves
-from sglcore.runtime.overlap.slices import Slices
+from sglcore.runtime.overlap.slices import Slices, SliceSteps
 from sglcore.runtime.overlap.slices_bring_up import Lane, lane, slice_ledger, slices
-from sglcore.runtime.pooling import Pooler
+from sglcore.runtime.parallel.rank_bring_up import for_ranks, groups, world
+from sglcore.runtime.pooling import EmbeddingSteps, Pooler
 from sglcore.runtime.registry_builders import (
     Compute,
     build_decode_registry,
@@ -54,6 +54,7 @@ from sglcore.runtime.registry_builders import (
     run_buffers,
     visible_buffer,
 )
+from sglcore.runtime.slot_tables import Entered
 from sglcore.runtime.speculative.make_worker import make_speculative_worker
 from sglcore.runtime.speculative.speculation_bring_up import (
     draft,
@@ -63,15 +64,14 @@ from sglcore.runtime.speculative.speculation_bring_up import (
     speculation,
     trial,
 )
-from sglcore.runtime.speculative.speculation_choice import TREE_MASK, Speculation, StepShape, most_rows
+from sglcore.runtime.speculative.speculation_choice import TREE_MASK, Speculation, StepShape
 from sglcore.runtime.speculative.target_features import with_features
 from sglcore.runtime.streams import Streams, make_streams
-from sglcore.runtime.tp_worker import TpModelWorker
+from sglcore.runtime.tp_worker import StepKind, TpModelWorker
 from sglcore.step.sizing import MemorySizes
 from sglcore.step.slice_decisions import slice_budget
 
 if TYPE_CHECKING:
-    from sglcore.runtime.parallel.process_group import Group
     from sglcore.runtime.parallel.rank_groups import Groups
 
 MODEL_LOADER: Ref = "sglcore.models.checkpoint:load_checkpoint"
@@ -79,41 +79,6 @@ MODEL_LOADER: Ref = "sglcore.models.checkpoint:load_checkpoint"
 
 REFERENCE = "sglcore.runtime.kernels.reference_kernels"
 """The module with the kernels that define correct results."""
-
-
-def world(
-    config: EngineConfig, package: DevicePackage, device: torch.device, place: Place | None = None
-) -> Group | None:
-    """Connect all ranks and return their group.
-
-    None with one rank: no communication library is loaded.
-    """
-    if place is None or package.communication is None:
-        return None
-    from sglcore.runtime.parallel.process_group import join
-
-    return join(place, package.communication, checks=config.poison)
-
-
-def groups(
-    config: EngineConfig,
-    package: DevicePackage,
-    ledger: DecisionLedger,
-    world: Group | None,
-    place: Place | None = None,
-) -> Groups | None:
-    """Return the communication groups of this rank.
-
-    None with one rank, which needs no collectives.
-    """
-    if world is None or place is None or package.communication is None:
-        return None
-    from sglcore.runtime.parallel.parallel_bring_up import choose_dispatcher
-    from sglcore.runtime.parallel.rank_groups import divided
-
-    make = choose_dispatcher(config, package, ledger)
-    most = max(config.max_batch_tokens, config.max_requests * most_rows(config))
-    return divided(world, place, package.communication, make, most)
 
 
 def device(facts: Facts) -> torch.device:
@@ -257,7 +222,7 @@ def runner(
     backend = make_backend(config, package, facts, streams, attention, ledger, groups)
     cells = kernels.cache_locations if model.config.is_encoder else _cache_locations(kernels, pools, facts, ledger)
     pool = None if model.config.is_encoder else pools.req_to_token
-    table, rows = None if pools.windows is None else pools.windows.table, pools.token_to_kv
+    table = None if pools.windows is None else pools.windows.table
     shape = StepShape() if speculation is None else speculation.shape_of(model)
     most = sizes.max_requests * shape.most
     max_bs, max_num_tokens = _prompt_sizes(config, sizes, captured=isinstance(backend, PromptBackend))
@@ -266,8 +231,7 @@ def runner(
     own[0] += [visible_buffer()] if speculation is not None and speculation.tree is not None else []
     own[0] += run_buffers() if speculation is not None and pools.states is not None else []
     given = {"cells": cells, "window_table": table}
-    entered: list[Entered] = [] if hisparse is None else [hisparse]
-    entered += [rows] if isinstance(rows, RowPool) and rows.poisons_slots else []
+    extensions = _extensions(pools, attention, hisparse, groups, halves)
     decode = build_decode_registry(facts, pool, max_bs=most, extra_buffers=own[0], **given)
     prefill = build_prefill_registry(
         facts, pool, max_bs=max_bs, max_num_tokens=max_num_tokens, extra_buffers=own[1], **given
@@ -278,22 +242,41 @@ def runner(
         decode,
         prefill,
         pools.token_table,
-        poison=config.poison,
-        eager_input_no_copy=config.eager_input_no_copy,
-        streams=streams,
-        is_narrow=facts.index_dtype == "int32",
-        needs_host_lengths=facts.needs_host_lengths,
-        state_pool=pools.states,
-        window_table=table,
-        reads_history=model.reads_history,
-        entered=entered,
-        groups=groups,
-        halves=halves if halves is not None and halves.backends[0] is attention else None,  # not for a draft's runner
+        RunnerOptions(
+            poison=config.poison,
+            eager_input_no_copy=config.eager_input_no_copy,
+            is_narrow=facts.index_dtype == "int32",
+            needs_host_lengths=facts.needs_host_lengths,
+            reads_history=model.reads_history,
+        ),
+        extensions,
+        streams,
     )
     if backend is not None:
         told = partial(progress, "capturing graphs")
         made.graphs = capture(config, facts, backend, made, ledger, told, shape.widths, shape.takes_prompts)
     return made
+
+
+def _extensions(
+    pools: Pools,
+    attention: AttentionBackend,
+    hisparse: HiSparseCoordinator | None,
+    groups: Groups | None,
+    halves: Halves | None,
+) -> Extensions:
+    """Return what the optional features of this start add to a runner."""
+    rows = pools.token_to_kv
+    entered: list[Entered] = [] if hisparse is None else [hisparse]
+    entered += [rows] if isinstance(rows, RowPool) and rows.poisons_slots else []
+    found = Extensions(
+        state_pool=pools.states,
+        window_table=None if pools.windows is None else pools.windows.table,
+        entered=tuple(entered),
+        # The runner of a draft has another attention.
+        halves=halves if halves is not None and halves.backends[0] is attention else None,
+    )
+    return found if groups is None else for_ranks(found, groups)
 
 
 def _cache_locations(kernels: KernelTable, pools: Pools, facts: Facts, ledger: DecisionLedger) -> Compute:
@@ -366,14 +349,19 @@ def worker(
     draft_runner: ModelRunner | None,
     slices: Slices | None = None,
     draft_heads: tuple[ModelRunner, ...] = (),
+    groups: Groups | None = None,
 ) -> TpModelWorker:
     """Return the worker to which the scheduler submits."""
     if speculation is not None:
-        given = draft_runner, pools.token_table, limits, facts, draft_heads
+        is_agreed = groups is not None and groups.place.topology.dp > 1
+        given = draft_runner, pools.token_table, limits, facts, draft_heads, is_agreed
         return make_speculative_worker(speculation, runner, *given)
-    pooling = model.config.pooling
-    pooler = None if pooling is None else Pooler(pooling, model.classify, model.dtype)
-    return resolve(package.worker, package.name)(runner, pools.token_table, limits, pooler, slices)
+    pooling, kinds = model.config.pooling, list[StepKind]()
+    if pooling is not None:
+        kinds.append(EmbeddingSteps(Pooler(pooling, model.classify, model.dtype)))
+    if slices is not None:
+        kinds.append(SliceSteps(slices))
+    return resolve(package.worker, package.name)(runner, pools.token_table, limits, kinds)
 
 
 STANDARD = BringUp(

@@ -9,7 +9,6 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -23,10 +22,8 @@ from sglcore.runtime.graphs.graph_backend import Forward, GraphBackend, PromptBa
 from sglcore.runtime.graphs.graph_policy import planned, real_view
 from sglcore.runtime.graphs.prefill_graphs import PromptForward, PromptGraphs
 from sglcore.runtime.graphs.shadow_mode import Held, Shadow, leaving_cells
+from sglcore.runtime.split_forward import SplitForward
 from sglcore.runtime.streams import Streams
-
-if TYPE_CHECKING:
-    from sglcore.runtime.overlap.micro_batches import Halves
 
 Policy = DecodeGraphs | PromptGraphs
 
@@ -51,7 +48,7 @@ class GraphRunner:
         streams: Streams = Streams(),
         shadow: int = 0,
         needs_host_lengths: bool = False,
-        halves: Halves | None = None,
+        halves: SplitForward | None = None,
     ) -> None:
         """Capture `forward` for every bucket, the largest first.
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 from numpy.typing import NDArray
 from torch import Tensor
@@ -18,16 +18,13 @@ from sglcore.runtime.forward_context import ForwardContext, forward_context
 from sglcore.runtime.graph_runner import GraphRunner
 from sglcore.runtime.memory.pools import WindowTable
 from sglcore.runtime.memory.states import StatePool
+from sglcore.runtime.slot_tables import Entered, EnteringSlots, SlotTable
+from sglcore.runtime.split_forward import SplitForward
 from sglcore.runtime.staging import PinnedRing, StagedArrays
 from sglcore.runtime.streams import Streams
 from sglcore.runtime.token_table import TokenTable
-from sglcore.step.snapshot_copies import entering_slots
-from sglcore.step.tables import new_history
+from sglcore.sampling.sampler import Sampler
 from sglcore.step.verification_rows import most_lens
-
-if TYPE_CHECKING:
-    from sglcore.runtime.overlap.micro_batches import Halves
-    from sglcore.runtime.parallel.rank_groups import Groups
 
 
 class Model(Protocol):
@@ -51,12 +48,38 @@ class Model(Protocol):
         ...
 
 
-class Entered(Protocol):
-    """Keeps data by slot that is invalid once the slot belongs to another request."""
+@dataclass(frozen=True, slots=True)
+class RunnerOptions:
+    """How a runner stages its batches. The defaults are those of an ordinary device."""
 
-    def enter(self, slots: Tensor) -> None:
-        """Reset slots int32 [N], which now belong to new requests. Does not wait."""
-        ...
+    poison: bool = False
+    """Fill the buffers with invalid values before each step, so that a missing write shows."""
+    eager_input_no_copy: bool = False
+    """An eager forward reads tensors that are not in the buffers where they are."""
+    is_narrow: bool = False
+    """No device tensor may hold 64-bit integers."""
+    needs_host_lengths: bool = False
+    """No forward runs without host mirrors of its lengths."""
+    reads_history: bool = False
+    """The model reads the token history."""
+
+
+@dataclass(frozen=True, slots=True)
+class Extensions:
+    """What optional features add to a runner."""
+
+    state_pool: StatePool | None = None
+    """The states of recurrent layers."""
+    window_table: WindowTable | None = None
+    """The page table of sliding-window pages."""
+    entered: tuple[Entered, ...] = ()
+    """They are notified of slots that go to new requests."""
+    halves: SplitForward | None = None
+    """Runs batches that are split into two micro-batches."""
+    make_sampler: Callable[..., Sampler] = Sampler
+    """Makes the sampler; its parameters are those of `Sampler`."""
+    close: Callable[[], None] | None = None
+    """Called when the runner closes: leaves the communication groups."""
 
 
 class ModelRunner:
@@ -69,130 +92,81 @@ class ModelRunner:
         decode_registry: BufferRegistry,
         prefill_registry: BufferRegistry,
         token_table: TokenTable,
-        graphs: GraphRunner | None = None,
-        *,
-        poison: bool = False,
-        eager_input_no_copy: bool = False,
+        options: RunnerOptions = RunnerOptions(),
+        extensions: Extensions = Extensions(),
         streams: Streams = Streams(),
-        is_narrow: bool = False,
-        needs_host_lengths: bool = False,
-        state_pool: StatePool | None = None,
-        window_table: WindowTable | None = None,
-        reads_history: bool = False,
-        entered: Sequence[Entered] = (),
-        groups: Groups | None = None,
-        halves: Halves | None = None,
     ) -> None:
-        """Options of a runner; the defaults are those of one rank without graphs.
-
-        `is_narrow`: no device tensor may hold 64-bit integers. `needs_host_lengths`: no forward
-        runs without host mirrors of its lengths. `window_table`: page table of sliding-window
-        pages. `entered` are notified of slots that go to new requests. `groups`: the communication
-        groups of this rank. `halves`: runs batches that are split into two micro-batches.
-        """
         self.model = model
         self.attn_backend = attn_backend
         self.decode_registry = decode_registry
         self.prefill_registry = prefill_registry
         self.token_table = token_table
-        self.graphs = graphs
-        self.streams = streams
-        self.groups, self.halves = groups, halves
-        self.is_narrow = is_narrow
-        self.state_pool = state_pool
-        self.window_table = window_table
-        self.history = token_table.history if reads_history else None
-        self._needs_host_lengths = needs_host_lengths
+        self.graphs: GraphRunner | None = None
+        """Set once they are captured."""
+        self.options, self.extensions, self.streams = options, extensions, streams
+        self.is_narrow = options.is_narrow
+        self.halves, self.state_pool = extensions.halves, extensions.state_pool
+        self.history = token_table.history if options.reads_history else None
         block = prefill_registry.block
         self.staging_ring = PinnedRing(block.device, block.pinned and not block.shares_memory)
-        self._poison, self._entered = poison, tuple(entered)
-        self._no_copy = eager_input_no_copy
+        entering = EnteringSlots(extensions.entered) if extensions.entered else None
+        tables: tuple[SlotTable | None, ...] = (
+            attn_backend.req_to_token_pool,
+            extensions.window_table,
+            extensions.state_pool,
+            entering,
+            token_table,
+        )
+        self._tables = tuple(table for table in tables if table is not None)
         self._layers = model.attention_layers
 
     def registry_for(self, batch: ForwardBatch | ScheduleBatch) -> BufferRegistry:
         """Return the registry with the buffers of this kind of step."""
         return self.decode_registry if batch.forward_mode.is_decode else self.prefill_registry
 
-    def init_batch(self, batch: ScheduleBatch, arrays: StagedArrays | None = None) -> ForwardBatch:
+    def init_batch(self, batch: ScheduleBatch, arrays: StagedArrays | None = None, width: int = 0) -> ForwardBatch:
         """Stage a host batch on the device and return it.
 
-        Includes page-table changes, inputs, last tokens, states that enter slots, and `arrays`. One
-        copy to the device, or two if `arrays` is large. Does not wait.
+        Includes changes of the tables by slot, and `arrays`. One copy to the device, or two if
+        `arrays` is large. Input ids that the host does not know are read from the token table.
+        With `width`, a decode batch with that many rows per request is returned instead; the caller
+        computes its ids, positions, lengths and slots on the device. Does not wait.
         """
         registry = self.registry_for(batch)
-        if self._poison:
+        if self.options.poison:
             registry.poison()
-        pages, history = self.attn_backend.req_to_token_pool.changes(batch), new_history(batch)
-        windows = None if self.window_table is None else self.window_table.changes(batch)
-        if self._entered and len(slots := entering_slots(batch)):
+        changes: dict[str, NDArray] = {}
+        for table in self._tables:
+            changes.update(table.changes(batch))
+        if changes:
             arrays = arrays or StagedArrays()
-            arrays.add(entered_slots=slots)
-        if pages is None and history is None and arrays is None and windows is None:
-            staged = ForwardBatch.init_new(batch, registry)
-        else:
-            staged = self._init_with(batch, registry, arrays or StagedArrays(), pages, windows, history)
+            arrays.add(**changes)
+        if arrays:
+            registry.ensure(batch.batch_size * max(width, 1), batch.num_tokens * max(width, 1))
+            arrays.pack(registry.block, self.staging_ring)
+        staged = self._rows(batch, registry, width, bool(arrays)) if width else ForwardBatch.init_new(batch, registry)
+        if arrays:
+            arrays.arrive(registry.block)
+            for table in self._tables:
+                table.apply(arrays.arrived)
+        if width:
+            return staged
         if batch.forward_mode.is_decode:
             self.token_table.resolve_decode(staged.input_ids, staged.req_pool_indices)
         else:
             self.token_table.resolve_future(staged.input_ids)
         return staged
 
-    def init_rows(self, batch: ScheduleBatch, width: int, arrays: StagedArrays) -> ForwardBatch:
-        """Return a decode batch with `width` rows per request of a host batch.
-
-        The caller computes ids, positions, lengths and slots on the device. Stages page-table
-        changes and `arrays`. Does not wait.
-        """
-        registry, size = self.decode_registry, batch.batch_size * width
-        if self._poison:
-            registry.poison()
+    def _rows(self, batch: ScheduleBatch, registry: BufferRegistry, width: int, has_arrays: bool) -> ForwardBatch:
+        """Return a decode batch with `width` rows per request, and copy packed arrays."""
+        size = batch.batch_size * width
         registry.ensure(size, size)
-        pages = self.attn_backend.req_to_token_pool.changes(batch)
-        if pages is not None:
-            arrays.add(page_entries=pages[0], new_pages=pages[1])
-        if arrays:
-            arrays.pack(registry.block, self.staging_ring)
+        if has_arrays:
             registry.commit()
-            arrays.arrive(registry.block)
-        if pages is not None:
-            self.attn_backend.req_to_token_pool.write(arrays.arrived["page_entries"], arrays.arrived["new_pages"])
         rows = registry.view(size, size, extend=False)
         rows.forward_mode, rows.width, rows.seq_lens_cpu = batch.forward_mode, width, most_lens(batch, width)
         rows.step_plan = batch.step_plan
         return rows
-
-    def _init_with(
-        self,
-        batch: ScheduleBatch,
-        registry: BufferRegistry,
-        arrays: StagedArrays,
-        pages: tuple[NDArray, ...] | None,
-        windows: tuple[NDArray, ...] | None,
-        history: tuple[NDArray, ...] | None,
-    ) -> ForwardBatch:
-        if pages is not None:
-            arrays.add(page_entries=pages[0], new_pages=pages[1])
-        if windows is not None:
-            arrays.add(window_entries=windows[0], window_pages=windows[1])
-        if history is not None:
-            arrays.add(history_slots=history[0], history_positions=history[1], history_ids=history[2])
-        registry.ensure(batch.batch_size, batch.num_tokens)
-        arrays.pack(registry.block, self.staging_ring)
-        staged = ForwardBatch.init_new(batch, registry)
-        arrays.arrive(registry.block)
-        arrived = arrays.arrived
-        if pages is not None:
-            self.attn_backend.req_to_token_pool.write(arrived["page_entries"], arrived["new_pages"])
-        if self.window_table is not None and windows is not None:
-            self.window_table.write(arrived["window_entries"], arrived["window_pages"])
-        if self.state_pool is not None:
-            self.state_pool.copy_in(arrived)
-        if "entered_slots" in arrived:
-            for each in self._entered:
-                each.enter(arrived["entered_slots"])
-        if history is not None:
-            self.token_table.admit_history(*(arrived[f"history_{name}"] for name in ("slots", "positions", "ids")))
-        return staged
 
     def forward(self, batch: ForwardBatch) -> tuple[Tensor, str]:
         """Return hidden states [T, hidden] and the path that ran.
@@ -209,7 +183,7 @@ class ModelRunner:
 
         Raises ValueError if the batch has no host lengths and the runner needs them.
         """
-        if self._needs_host_lengths and batch.seq_lens_cpu is None:
+        if self.options.needs_host_lengths and batch.seq_lens_cpu is None:
             raise ValueError("found a batch without seq_lens_cpu; wanted its lengths on the host too, as the facts say")
         view = self.prepared(batch)
         cut = None if self.halves is None else self.halves.cut_of(view)
@@ -239,7 +213,7 @@ class ModelRunner:
         if registry.owns(batch):
             registry.fill_from(batch, ctx)
             return batch
-        if self._no_copy:
+        if self.options.eager_input_no_copy:
             return replace(batch)
         registry.ensure(batch.batch_size, batch.num_tokens)
         registry.fill_from(batch, ctx)
@@ -253,5 +227,5 @@ class ModelRunner:
         """Free the graphs and leave the communication groups. Waits for the device."""
         if self.graphs is not None:
             self.graphs.close()
-        if self.groups is not None:
-            self.groups.close()
+        if self.extensions.close is not None:
+            self.extensions.close()

@@ -10,6 +10,13 @@ import torch
 from torch import Tensor
 
 from sglcore.checkpoint.pooling_config import Pooling
+from sglcore.device.batch import ForwardMode, ScheduleBatch
+from sglcore.device.worker import Ticket
+from sglcore.runtime.staging import StagedArrays
+from sglcore.runtime.tp_worker import TpModelWorker
+from sglcore.step.emitting_rows import plan_rows
+from sglcore.step.pooling_rows import pooled_rows
+from sglcore.step.step_output import StepOutput
 
 Rows = Mapping[str, Tensor]
 """The result of `pooled_rows`, on the device."""
@@ -80,3 +87,23 @@ POOLS: Mapping[str, Callable[[Tensor, Rows], Tensor]] = MappingProxyType(
     }
 )
 """Pooling functions by mode: hidden [T, H] to float32 [B, H]."""
+
+
+class EmbeddingSteps:
+    """The steps of a worker that return one vector per prompt."""
+
+    def __init__(self, pooler: Pooler) -> None:
+        self.pooler = pooler
+
+    def start(self, worker: TpModelWorker, batch: ScheduleBatch) -> Ticket | None:
+        """Run one forward of whole prompts and pool the hidden states of each request.
+
+        None for a batch of another mode. Does not wait.
+        """
+        if batch.forward_mode is not ForwardMode.EMBED:
+            return None
+        arrays = StagedArrays(pooled_rows(batch))
+        staged = worker.runner.init_batch(batch, arrays)
+        hidden, path = worker.runner.forward(staged)
+        embeddings = self.pooler(hidden, arrays.arrived)
+        return worker.issue(batch, staged, arrays, StepOutput(plan_rows(batch), path, embeddings=embeddings))

@@ -4,9 +4,8 @@ next step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
-from functools import partial
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -14,12 +13,11 @@ from torch import Tensor
 from sglcore.device.batch import ScheduleBatch
 from sglcore.runtime.forward_batch import ForwardBatch
 from sglcore.runtime.model_runner import ModelRunner
-from sglcore.runtime.speculative.drafter import DrawDraft, RankDrafts
 from sglcore.runtime.token_table import TokenTable
 from sglcore.sampling.logprobs import logprobs_of
 from sglcore.sampling.params_batch import SamplingNeeds
 from sglcore.sampling.processors import PenaltyRows, PenaltyState, count_penalties, place_penalties
-from sglcore.sampling.sampler import Sampler, SamplingState, place_state
+from sglcore.sampling.sampler import SamplingState, place_state
 from sglcore.sampling.state import Logprobs, Masks, SampledTokens, place_changes
 from sglcore.step.emitting_rows import RowPlan
 from sglcore.step.sampling_arrays import NO_SAMPLING, BatchSampling, SamplingInputs, sampling_inputs, score_prompts
@@ -56,15 +54,15 @@ class SampleStep:
         self._table = token_table
         self._vocab_size = vocab_size
         kernels = runner.attn_backend.kernels
-        self.sampler = _sampler_of(runner)(
+        self.sampler = runner.extensions.make_sampler(
             vocab_size, token_table.last.device, draw=kernels.draw, greedy=kernels.greedy, is_narrow=runner.is_narrow
         )
-        self._known = _nothing(token_table.last.device)
-        self._drafting = self._known
+        self.known = _nothing(token_table.last.device)
+        """The sampling of the last draw."""
 
     def inputs(self, batch: ScheduleBatch, rows: RowPlan) -> SamplingInputs:
         """Return the host arrays that `run` needs, to be copied with the batch. Host work only."""
-        return sampling_inputs(batch, rows, self._known.host.number)
+        return sampling_inputs(batch, rows, self.known.host.number)
 
     def run(
         self,
@@ -88,7 +86,7 @@ class SampleStep:
             positions, last = arrived["positions"], arrived["last"]
         logits = self._runner.logits(hidden, last)
         sampled = self.sampler.sample(logits, self.state(batch, rows, inputs, arrived, positions))
-        slots = self._known.slots
+        slots = self.known.slots
         self._table.publish(slots, sampled.token_ids)
         if self.looks_back(inputs) or batch.ngram_starts is not None:
             self._table.admit_history(slots, positions, sampled.token_ids)
@@ -99,52 +97,17 @@ class SampleStep:
 
         Such a draw needs no host lengths.
         """
-        return self._known.host.number == number and not self._known.host.needs.any_penalty
+        return self.known.host.number == number and not self.known.host.needs.any_penalty
 
     def looks_back(self, inputs: SamplingInputs) -> bool:
         """Return whether the history must contain the tokens of this step."""
-        host = self._known.host if inputs.new is None else inputs.new
+        host = self.known.host if inputs.new is None else inputs.new
         return self._keeps_history or host.needs.any_penalty
-
-    def drafting(self, width: int, lengths: Tensor) -> DrawDraft:
-        """Return a function that draws draft tokens for the requests of the last draw.
-
-        Each request has `width` rows and its root at `lengths` int32[R]. The function uses the
-        request's temperature, cut-offs and noise, without penalties, biases and masks.
-        """
-        state = self.state_of_requests(width)
-
-        def draw(logits: Tensor, depth: int) -> Tensor:
-            return self.sampler.sample(logits, replace(state, positions=lengths + depth)).token_ids
-
-        return draw
 
     @property
     def is_penalised(self) -> bool:
         """True if the last draw used penalties, which depend on the text so far."""
-        return self._known.host.needs.any_penalty
-
-    def ranking(self, width: int, lengths: Tensor) -> RankDrafts:
-        """Return a function that ranks the leading candidates of each draw.
-
-        Parameters as in `drafting`. Every request must have the same number of rows of logits.
-        """
-        state = self.state_of_requests(width)
-
-        def rank(logits: Tensor, depth: int, count: int) -> tuple[Tensor, Tensor]:
-            own, each = replace(state, positions=lengths + depth), logits.shape[0] // max(lengths.shape[0], 1)
-            return self.sampler.leaders(logits, own if each == 1 else repeated(own, each), count)
-
-        return rank
-
-    def state_of_requests(self, width: int) -> SamplingState:
-        """Return the sampling state of the last draw, reduced from `width` rows per request to one.
-
-        Penalties, biases, XTC and masks are left out.
-        """
-        if self._drafting.host.number != self._known.host.number:
-            self._drafting = replace(self._known, state=_of_requests(self._known.state, width))
-        return self._drafting.state
+        return self.known.host.needs.any_penalty
 
     def state(
         self,
@@ -159,13 +122,13 @@ class SampleStep:
         `positions` int32[N] are their token positions. Keeps the part that later steps of the
         composition reuse.
         """
-        known = self._known if inputs.new is None else self._placed(inputs.new, arrived, positions)
+        known = self.known if inputs.new is None else self._placed(inputs.new, arrived, positions)
         state = known.state
         if state.positions is not positions or known.penalties is not None:
             penalties = self._penalties(known, batch, rows, positions)
             state = replace(state, positions=positions, penalties=penalties)
             known = replace(known, state=state)
-        self._known = known
+        self.known = known
         if "masks" in arrived:
             masks = Masks(arrived["mask_rows"], arrived["masks"])
             state = replace(state, masks=masks, changes=place_changes(arrived))
@@ -193,34 +156,6 @@ class SampleStep:
 
     def _score(self, hidden: Tensor, targets: Tensor, top_n: int) -> Logprobs[Tensor]:
         return logprobs_of(self._runner.logits(hidden, None), targets, top_n, is_narrow=self._runner.is_narrow)
-
-
-def _sampler_of(runner: ModelRunner) -> Callable[..., Sampler]:
-    """Return the constructor of the sampler: with several ranks, one of them draws."""
-    if runner.groups is None:
-        return Sampler
-    from sglcore.runtime.parallel.rank_decided_sampling import SampledByOne
-
-    return partial(SampledByOne, group=runner.groups.attn_tp)
-
-
-def repeated(state: SamplingState, count: int) -> SamplingState:
-    """Return the state with each row repeated `count` times in place."""
-    parts = {item.name: getattr(state, item.name) for item in fields(state)}
-    return replace(
-        state, **{name: part.repeat_interleave(count, 0) for name, part in parts.items() if isinstance(part, Tensor)}
-    )
-
-
-def _of_requests(state: SamplingState, width: int) -> SamplingState:
-    """Return the state of each request's first row, for a plain draw.
-
-    Without penalties, biases, XTC and masks.
-    """
-    needs = replace(state.needs, any_penalty=False, any_bias=False, any_xtc=False, top_logprobs=None)
-    parts = {item.name: getattr(state, item.name) for item in fields(state)}
-    first = {name: part[::width].contiguous() for name, part in parts.items() if isinstance(part, Tensor)}
-    return replace(state, **first, needs=needs, penalties=None, bias=None, masks=None, xtc=None, changes=None)
 
 
 def _nothing(device: torch.device) -> DeviceSampling:

@@ -7,14 +7,23 @@ the tokens of the step before it are known.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
+
+from sglcore.device.batch import ScheduleBatch
+from sglcore.step.tables import new_history
+
+HISTORY = ("history_slots", "history_positions", "history_ids")
+"""The names of slots, positions and tokens of a history among a step's arrays."""
 
 
 class TokenTable:
     """The last sampled token of each slot, and optionally the slot's token history.
 
-    `last` is int32[slots + 1].
+    `last` is int32[slots + 1]. A `SlotTable`, for the history.
     """
 
     def __init__(self, max_requests: int, max_model_len: int, device: str) -> None:
@@ -32,6 +41,16 @@ class TokenTable:
             self._history = torch.zeros(self._history_shape, dtype=torch.int32, device=self.last.device)
         return self._history
 
+    def changes(self, batch: ScheduleBatch) -> Mapping[str, NDArray]:
+        """Return the known tokens of requests that enter a slot and need their history."""
+        found = new_history(batch)
+        return {} if found is None else dict(zip(HISTORY, found, strict=True))
+
+    def apply(self, arrived: Mapping[str, Tensor]) -> None:
+        """Store the result of `changes`, once it is on the device. Does not wait."""
+        if "history_ids" in arrived:
+            self.admit_history(*(arrived[name] for name in HISTORY))
+
     def resolve_future(self, input_ids: Tensor) -> None:
         """Replace each negative id -s by the last token of slot s, in place. Does not wait."""
         futures = self.last[(-input_ids).clamp_(min=0)]
@@ -48,7 +67,6 @@ class TokenTable:
     def admit_history(self, slots: Tensor, positions: Tensor, tokens: Tensor) -> None:
         """Store tokens int32[N] in the history, at positions int[N] of slots int[N].
 
-        Used for prompt tokens (`new_history`) once they are on the device, and for sampled tokens.
         Does not wait.
         """
         self.history[slots, positions] = tokens

@@ -5,8 +5,10 @@ It takes a ScheduleBatch, returns a ticket, and gives host results at `collect`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Protocol
 
 import torch
 from numpy.typing import NDArray
@@ -19,19 +21,29 @@ from sglcore.runtime.forward_batch import ForwardBatch
 from sglcore.runtime.memory.page_bytes import PoolPages
 from sglcore.runtime.memory.pools import MHATokenToKVPool
 from sglcore.runtime.model_runner import ModelRunner
-from sglcore.runtime.overlap.slices import Passed, Slices
-from sglcore.runtime.pooling import Pooler
-from sglcore.runtime.readback import Readback, ReadbackQueue
+from sglcore.runtime.readback import ReadbackQueue
 from sglcore.runtime.sample_step import SampleStep
 from sglcore.runtime.staging import RING, StagedArrays
 from sglcore.runtime.token_table import TokenTable
 from sglcore.runtime.torch_fields import retained
 from sglcore.sampling.state import SampledTokens
-from sglcore.step.emitting_rows import RowPlan, plan_rows
-from sglcore.step.pooling_rows import pooled_rows
+from sglcore.step.emitting_rows import plan_rows
 from sglcore.step.sampling_arrays import SamplingInputs
 from sglcore.step.step_output import StepOutput
 from sglcore.step.tickets import Tickets, refuse_hidden_states, take_payload
+
+
+class Arriving(Protocol):
+    """Results on their way to the host."""
+
+    @property
+    def kept(self) -> list[Tensor]:
+        """Tensors that the device may still write."""
+        ...
+
+    def read(self) -> list[NDArray]:
+        """Wait until the results are on the host and return them."""
+        ...
 
 
 @dataclass(slots=True)
@@ -44,7 +56,7 @@ class Pending:
     batch: ForwardBatch
     arrays: StagedArrays | None
     output: StepOutput[Tensor]
-    readback: Readback | Passed
+    readback: Arriving
 
     @property
     def kept(self) -> list[Tensor]:
@@ -53,25 +65,31 @@ class Pending:
         return [*retained(self.batch), *sent, *self.readback.kept]
 
 
+class StepKind(Protocol):
+    """Steps of an optional feature, which run otherwise than a forward and a draw."""
+
+    def start(self, worker: TpModelWorker, batch: ScheduleBatch) -> Ticket | None:
+        """Start this step on the current stream; None: it is not of this kind.
+
+        Does not wait.
+        """
+        ...
+
+
 class TpModelWorker:
-    """Generation and embedding with one model runner. `limits` is constant.
+    """Generation with one model runner. `limits` is constant.
 
     Not thread-safe: one scheduler owns it.
     """
 
     def __init__(
-        self,
-        runner: ModelRunner,
-        token_table: TokenTable,
-        limits: Limits,
-        pooler: Pooler | None = None,
-        slices: Slices | None = None,
+        self, runner: ModelRunner, token_table: TokenTable, limits: Limits, kinds: Sequence[StepKind] = ()
     ) -> None:
-        """`pooler`: for an embedding model. `slices`: runs prefill slices, if `limits` has them."""
+        """`kinds`: the optional features' steps; each batch is offered to them in this order."""
         self.runner = runner
         self.limits = limits
-        self._pooler, self._slices = pooler, slices
-        self._sampling = SampleStep(runner, token_table, limits.vocab_size, limits.keeps_history)
+        self.kinds = tuple(kinds)
+        self.sampling = SampleStep(runner, token_table, limits.vocab_size, limits.keeps_history)
         self._streams = runner.streams
         self._readbacks = ReadbackQueue(runner.streams, token_table.last.device, runner.staging_ring.pinned)
         self._tickets = Tickets(RING)
@@ -99,68 +117,43 @@ class TpModelWorker:
         if self._closed:
             raise RuntimeError("this worker is closed; start another")
         refuse_hidden_states(batch)
-        kinds = {ForwardMode.EMBED: self.forward_batch_embedding, ForwardMode.IDLE: self.forward_idle}
-        start = kinds.get(batch.forward_mode, self.forward_batch_generation)
-        if batch.layers is not None:
-            start = self.forward_slice
-        elif self._slices is not None and not batch.forward_mode.is_decode:
-            self._slices.forget()
         if self._streams.is_host:
-            return start(batch)
+            return self._start(batch)
         with self._streams.running():
-            return start(batch)
+            return self._start(batch)
 
     @torch.inference_mode()
+    def _start(self, batch: ScheduleBatch) -> Ticket:
+        for kind in self.kinds:
+            ticket = kind.start(self, batch)
+            if ticket is not None:
+                return ticket
+        if batch.layers is not None:
+            raise RuntimeError("this worker takes prompts whole; submit them without layers")
+        is_idle = batch.forward_mode is ForwardMode.IDLE
+        return self.forward_idle(batch) if is_idle else self.forward_batch_generation(batch)
+
     def forward_batch_generation(self, batch: ScheduleBatch) -> Ticket:
         """Run one forward on the current stream and sample one token per sampled row."""
         rows, states = plan_rows(batch), self.runner.state_pool
-        inputs = self._sampling.inputs(batch, rows)
-        staged, arrays = self._stage(batch, inputs, {} if states is None else states.changes(batch))
+        inputs = self.sampling.inputs(batch, rows)
+        staged, arrays = self.stage(batch, inputs)
         arrived = {} if arrays is None else arrays.arrived
         hidden, path = self.runner.forward(staged)
         if states is not None:
             states.copy_out(arrived)
-        tokens, prompt = self._sampling.run(batch, staged, rows, hidden, inputs, arrived)
+        tokens, prompt = self.sampling.run(batch, staged, rows, hidden, inputs, arrived)
         hisparse = self.runner.attn_backend.hisparse
         swaps = None if hisparse is None else hisparse.count(batch)
-        return self._ticket(batch, staged, arrays, StepOutput(rows, path, tokens, prompt, swaps=swaps))
+        return self.issue(batch, staged, arrays, StepOutput(rows, path, tokens, prompt, swaps=swaps))
 
-    @torch.inference_mode()
-    def forward_slice(self, batch: ScheduleBatch) -> Ticket:
-        """Run some layers of the open prefill on the current stream; the last slice samples.
-
-        The batch that runs the first layers opens the prefill. Raises RuntimeError if `limits` has
-        no slices.
-        """
-        if self._slices is None or batch.layers is None:
-            raise RuntimeError("this worker takes prompts whole; submit them without layers")
-        (first, last), states = batch.layers.tolist(), self.runner.state_pool
-        if first == 0:
-            self._slices.forget()
-            rows = plan_rows(batch)
-            inputs = self._sampling.inputs(batch, rows)
-            staged, arrays = self._stage(batch, inputs, {} if states is None else states.changes(batch))
-            self._slices.open(batch, rows, staged, arrays, inputs)
-        prompt, hidden = self._slices.run(first, last)
-        path = f"layers {first} to {last}"
-        if hidden is None:
-            ids, bad = (
-                torch.zeros(0, dtype=dtype, device=prompt.staged.input_ids.device)
-                for dtype in (torch.int32, torch.bool)
-            )
-            output = StepOutput(RowPlan.silent(), path, SampledTokens(ids, bad))
-            readback = self._slices.end() or self._readbacks.post(output.arrays())
-            return Ticket(batch.step, Pending(prompt.staged, prompt.arrays, output, readback))
-        arrived = {} if prompt.arrays is None else prompt.arrays.arrived
-        if states is not None:
-            states.copy_out(arrived)
-        tokens, scores = self._sampling.run(prompt.host, prompt.staged, prompt.rows, hidden, prompt.inputs, arrived)
-        return self._ticket(batch, prompt.staged, prompt.arrays, StepOutput(prompt.rows, path, tokens, scores))
-
-    def _stage(
-        self, batch: ScheduleBatch, inputs: SamplingInputs, more: Mapping[str, NDArray]
+    def stage(
+        self, batch: ScheduleBatch, inputs: SamplingInputs, more: Mapping[str, NDArray] = MappingProxyType({})
     ) -> tuple[ForwardBatch, StagedArrays | None]:
-        """Stage the batch, with its prompt embeddings, and the arrays of sampling and of `more`."""
+        """Stage the batch, with its prompt embeddings, and the arrays of sampling and of `more`.
+
+        Does not wait.
+        """
         sent = {**inputs.arrays, **_prompt_embeds(batch), **more}
         arrays = StagedArrays(sent, lasting=inputs.new is not None) if sent else None
         staged = self.runner.init_batch(batch, arrays)
@@ -170,21 +163,10 @@ class TpModelWorker:
             staged.input_embeds[arrays.arrived["embed_rows"]] = given.to(staged.input_embeds.dtype)
         return staged, arrays
 
-    @torch.inference_mode()
-    def forward_batch_embedding(self, batch: ScheduleBatch) -> Ticket:
-        """Run one forward of whole prompts and pool the hidden states of each request."""
-        assert self._pooler is not None
-        arrays = StagedArrays(pooled_rows(batch))
-        staged = self.runner.init_batch(batch, arrays)
-        hidden, path = self.runner.forward(staged)
-        embeddings = self._pooler(hidden, arrays.arrived)
-        return self._ticket(batch, staged, arrays, StepOutput(plan_rows(batch), path, embeddings=embeddings))
-
-    @torch.inference_mode()
     def forward_idle(self, batch: ScheduleBatch) -> Ticket:
         """Run one forward without rows, so that this rank joins the collectives of the others."""
         staged, _, output = self._run_idle(batch)
-        return self._ticket(batch, staged, None, output)
+        return self.issue(batch, staged, None, output)
 
     def _run_idle(self, batch: ScheduleBatch) -> tuple[ForwardBatch, Tensor, StepOutput[Tensor]]:
         """Return the staged batch, hidden [0, H], and the empty output."""
@@ -193,14 +175,23 @@ class TpModelWorker:
         ids, bad = (torch.zeros(0, dtype=dtype, device=hidden.device) for dtype in (torch.int32, torch.bool))
         return staged, hidden, StepOutput(plan_rows(batch), path, SampledTokens(ids, bad))
 
-    def _ticket(
+    def issue(
         self,
         batch: ScheduleBatch,
         staged: ForwardBatch,
         arrays: StagedArrays | None,
         output: StepOutput[Tensor],
+        readback: Arriving | None = None,
+        is_counted: bool = True,
     ) -> Ticket:
-        return self._tickets.issue(batch.step, Pending(staged, arrays, output, self._readbacks.post(output.arrays())))
+        """Return the ticket of a step whose work is queued. Does not wait.
+
+        `readback`: the results on their way; None: start their copy to the host. `is_counted`
+        False: it is not one of the RING tickets that may be uncollected.
+        """
+        found = self._readbacks.post(output.arrays()) if readback is None else readback
+        pending = Pending(staged, arrays, output, found)
+        return self._tickets.issue(batch.step, pending) if is_counted else Ticket(batch.step, pending)
 
     def collect(self, ticket: Ticket) -> BatchResult:
         """Wait for a step and return its results; a ticket can be collected once."""
@@ -225,7 +216,7 @@ class TpModelWorker:
                 stream.synchronize()
             self.runner.close()
             self._streams.close()
-            del self.runner, self._sampling, self._pooler, self._slices
+            del self.runner, self.sampling, self.kinds
 
 
 def _prompt_embeds(batch: ScheduleBatch) -> dict[str, NDArray]:

@@ -13,12 +13,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sglcore.device.worker import Limits
+from sglcore.schedule.arrivals import Arrivals
 from sglcore.schedule.cache.in_batch_prefix import MOST_COMPARED, InBatchPrefixes
 from sglcore.schedule.cache.request_pages import Memory
 from sglcore.schedule.decode_rows import DecodeRows
-from sglcore.schedule.disaggregation.arrivals import Arrivals
-from sglcore.schedule.layered_prefill.sliced_prompt import SlicedPrompt
 from sglcore.schedule.request import Ints, Request, State
+from sglcore.schedule.sliced_prompt import SlicedPrompt
 from sglcore.schedule.steps_in_flight import BatchRecord, InFlight
 from sglcore.schedule.waiting_queue import WaitingQueue, by_turn
 

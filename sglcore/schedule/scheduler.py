@@ -15,10 +15,8 @@ import numpy as np
 from sglcore.device.batch import ScheduleBatch
 from sglcore.device.worker import BatchResult, Limits, TokenLogprobs
 from sglcore.schedule.batch_builder import BatchBuilder, Chunk, Compose
-from sglcore.schedule.disaggregation.remote_prefill import RemotePrompts
 from sglcore.schedule.draft_counts import cells_of
-from sglcore.schedule.layered_prefill.slice_choice import Slicing, further_slice
-from sglcore.schedule.layered_prefill.sliced_prompt import SlicedPrompt
+from sglcore.schedule.prefill_policy import PrefillPolicy, WholePrompts
 from sglcore.schedule.request import Request, State
 from sglcore.schedule.request_errors import RequestError
 from sglcore.schedule.request_output import EngineOutput, FinishReason, token_logprobs
@@ -38,6 +36,7 @@ from sglcore.schedule.result_checks import (
 from sglcore.schedule.running_requests import RunningRequests
 from sglcore.schedule.sampling_rows import SamplingRows
 from sglcore.schedule.scheduler_stats import SchedulerStats, memory_counts
+from sglcore.schedule.sliced_prompt import SlicedPrompt
 from sglcore.schedule.steps_in_flight import BatchRecord, InFlight
 from sglcore.schedule.waiting_queue import WaitingQueue
 
@@ -49,37 +48,44 @@ class Scheduler:
     `compose` makes the sampling state of a batch from its requests, row by row (default:
     SamplingRows). A step may be planned while the step before it is in flight. `first_composition`:
     the first composition number; several schedulers of one worker need numbers that are far apart.
-    Raises ConfigError if one request of max_model_len tokens does not fit.
+    `prefill` divides prompts into steps (default: each step runs all layers). Raises ConfigError if
+    one request of max_model_len tokens does not fit.
     """
 
     def __init__(
-        self, limits: Limits, *, prefix_cache: bool = True, compose: Compose | None = None, first_composition: int = 0
+        self,
+        limits: Limits,
+        *,
+        prefix_cache: bool = True,
+        compose: Compose | None = None,
+        first_composition: int = 0,
+        prefill: PrefillPolicy | None = None,
     ) -> None:
         check_limits(limits)
         self.limits = limits
         self._waiting = WaitingQueue()
         self._embedding = WaitingQueue()
-        self._running = RunningRequests(limits, self._waiting, prefix_cache)
-        self._requests: dict[str, Request] = {}
-        self.memory = self._running.memory
+        self.running = RunningRequests(limits, self._waiting, prefix_cache)
+        self.requests: dict[str, Request] = {}
+        """The requests that have not ended, by id."""
+        self.memory = self.running.memory
         self._builder = BatchBuilder(limits, compose or SamplingRows(), first_composition, self.memory)
-        self.remote = RemotePrompts(self._running, self._requests, self._take_run, self._end)
         self._arrivals = self._step = self._collected = 0
         self._prompt_tokens = self._stale_rows = self._invalid_rows = 0
         self.drafts = Counter[tuple[int, int, int, int]]()
         """Counts of proposed and accepted draft tokens, by DraftCell."""
         self._extended_last = self._embedded_last = False
-        self._slicing = Slicing(limits)
+        self._prefill = WholePrompts(limits) if prefill is None else prefill
 
     @property
     def has_work(self) -> bool:
         """Whether a request has not ended, or a step is in flight."""
-        return bool(self._requests) or len(self.in_flight) > 0
+        return bool(self.requests) or len(self.in_flight) > 0
 
     @property
     def in_flight(self) -> InFlight:
         """The steps that were planned and are not yet finished or dropped."""
-        return self._running.in_flight
+        return self.running.in_flight
 
     @property
     def awaits_tokens(self) -> bool:
@@ -91,11 +97,11 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Queue a request. Raises RequestError if it can never run here."""
         check_request(request, self.limits)
-        if request.rid in self._requests or request.arrival >= 0:
+        if request.rid in self.requests or request.arrival >= 0:
             raise RequestError(f"request {request.rid!r} was added before; give every request its own id")
         if request.leader is not None and request.leader.arrival < 0:
             raise RequestError(f"request {request.rid!r} follows a leader that was not added; add the leader first")
-        self._requests[request.rid] = request
+        self.requests[request.rid] = request
         self._arrivals += 1
         request.arrival = self._arrivals
         self._queue_of(request).add(request)
@@ -104,15 +110,15 @@ class Scheduler:
         """End a request now, in any state. Returns its last output, or None if it is unknown or has
         ended.
         """
-        request = self._requests.get(rid)
-        return None if request is None else self._end(request, "abort")
+        request = self.requests.get(rid)
+        return None if request is None else self.end(request, "abort")
 
     def stop(self, rid: str, cause: str) -> EngineOutput | None:
         """End a request after its text reached a stop string. Returns its last output, or None if
         it is unknown or has ended.
         """
-        request = self._requests.get(rid)
-        return None if request is None else self._end(request, "stop", cause)
+        request = self.requests.get(rid)
+        return None if request is None else self.end(request, "stop", cause)
 
     def flush_prefix_cache(self) -> int:
         """Evict the cached prefixes that no running request uses. Returns the number of pages."""
@@ -135,17 +141,17 @@ class Scheduler:
 
     def finish(self, record: BatchRecord, result: BatchResult) -> list[EngineOutput]:
         """Take the results of the oldest step in flight. Returns the outputs in row order."""
-        self._slicing.observe(record, self.in_flight)
+        self._prefill.observe(record, self.in_flight)
         check_result(record, result, self.limits.draft_tokens)
         self._close(record)
         if record.is_partial:
-            self._running.release(record)
+            self.running.release(record)
             return []
         ends, drafts, has_final = slice(None), self.limits.draft_tokens, False
         if drafts and not record.spans:
             offsets = result.token_offsets
-            self._running.rows.end_step(record.slots, offsets[1:] - offsets[:-1], drafts)
-            ends, has_final = offsets[1:] - 1, self._running.rows.any_final
+            self.running.rows.end_step(record.slots, offsets[1:] - offsets[:-1], drafts)
+            ends, has_final = offsets[1:] - 1, self.running.rows.any_final
         if result.drafts is not None:
             take_drafts(record.requests, result.drafts)
         self._builder.last_tokens[record.slots] = result.token_ids[ends]
@@ -161,7 +167,7 @@ class Scheduler:
             self._end_finishing(record, outputs)
         if has_final:
             self._part_with_finishing()
-        self._running.release(record)
+        self.running.release(record)
         return outputs
 
     def drop(self, record: BatchRecord, error: BaseException) -> list[EngineOutput]:
@@ -171,39 +177,39 @@ class Scheduler:
         text = f"step {record.step} failed: {type(error).__name__}: {error}"
         for request in record.requests:
             request.is_broken = True
-        outputs = [self._end(each, "error", error=text) for each in record.requests if each.state is not State.FINISHED]
+        outputs = [self.end(each, "error", error=text) for each in record.requests if each.state is not State.FINISHED]
         self._close(record)
-        self._running.release(record)
+        self.running.release(record)
         return outputs
 
     def stats(self) -> SchedulerStats:
         """Return counts of requests, steps, pages, snapshots, window pages and tokens."""
         return SchedulerStats(
-            waiting=len(self._waiting) + len(self._embedding) + self.remote.arrivals.num_waiting,
-            running=len(self._running),
-            decoding=len(self._running.rows.requests),
+            waiting=len(self._waiting) + len(self._embedding) + self.running.arrivals.num_waiting,
+            running=len(self.running),
+            decoding=len(self.running.rows.requests),
             in_flight=len(self.in_flight),
             steps=self._step,
             computed_prompt_tokens=self._prompt_tokens,
-            retractions=self._running.retractions,
+            retractions=self.running.retractions,
             stale_rows=self._stale_rows,
             invalid_rows=self._invalid_rows,
-            **memory_counts(self._running.memory, self.limits),
+            **memory_counts(self.running.memory, self.limits),
         )
 
     def audit(self) -> None:
         """Raise AssertionError if a page, request slot, snapshot or window page is lost or held
         twice. O(num_pages).
         """
-        self._running.audit()
+        self.running.audit()
 
     def _queue_of(self, request: Request) -> WaitingQueue:
         if request.is_remote:
-            return self._running.arrivals.waiting
+            return self.running.arrivals.waiting
         return self._embedding if request.task == "embed" else self._waiting
 
     def _generate(self) -> ScheduleBatch | None:
-        running, mixed = self._running, self.limits.allows_mixed_batches and not self._slicing.is_on
+        running, mixed = self.running, self.limits.allows_mixed_batches and not self._prefill.is_on
         if running.sliced is not None:
             return self._go_on(running.sliced)
         prompts = bool(running.extending or len(self._waiting) or running.arrivals.written)
@@ -211,7 +217,7 @@ class Scheduler:
         running.slide_windows()
         served = running.claim_pages() if decodes else True
         plans = prompts and (mixed or not decodes)
-        room = self._slicing.room(running) - (len(running.rows.requests) if decodes else 0)
+        room = self._prefill.room(running) - (len(running.rows.requests) if decodes else 0)
         chunks = running.plan_chunks(room, served) if plans else []
         if not chunks and not decodes:
             decodes, served = True, running.claim_pages()
@@ -219,25 +225,25 @@ class Scheduler:
         return self._advance(decodes, served, chunks)
 
     def _advance(self, decodes: bool, served: bool, chunks: list[Chunk]) -> ScheduleBatch | None:
-        rows, step = self._running.rows, self._step + 1
+        rows, step = self.running.rows, self._step + 1
         if decodes and served and not chunks:
             if not rows.requests:
                 return None
             rows.begin_step(slice(None), self.limits.draft_tokens)
-            batch = self._builder.build_decode(step, rows, self._collected, self._running.save_states(None))
+            batch = self._builder.build_decode(step, rows, self._collected, self.running.save_states(None))
             rows.last_steps[:] = step
         else:
-            has_room = rows.room_for(self._running.reach) <= rows.allocated_lens
+            has_room = rows.room_for(self.running.reach) <= rows.allocated_lens
             chosen = np.flatnonzero(has_room) if decodes else np.zeros(0, dtype=np.intp)
             if not len(chosen) and not chunks:
                 return None
             rows.begin_step(chosen, self.limits.draft_tokens)
-            saves = self._running.save_states(chosen)
+            saves = self.running.save_states(chosen)
             batch = self._builder.build(step, rows, chosen, chunks, self._collected, saves)
             rows.last_steps[chosen] = step
         record = self._open_record(chunks)
         record.is_masked = batch.masks is not None
-        self._slicing.begin(self._running, record, batch, chunks)
+        self._prefill.begin(self.running, record, batch, chunks)
         self._part_with_finishing()
         if not record.is_partial:
             self._advance_chunks(record, chunks)
@@ -245,9 +251,9 @@ class Scheduler:
 
     def _go_on(self, sliced: SlicedPrompt) -> ScheduleBatch | None:
         """Plan either a step of the decode rows or the next slice of the open prompt, in turn."""
-        running = self._running
+        running = self.running
         running.slide_windows()
-        if running.rows.requests and (self._extended_last or self._slicing.takes_quiet()):
+        if running.rows.requests and (self._extended_last or self._prefill.takes_quiet()):
             served, self._extended_last = running.claim_pages(), False
             if (batch := self._advance(True, served, [])) is not None:
                 return batch
@@ -255,11 +261,11 @@ class Scheduler:
                 return self._generate()
         self._extended_last = True
         self._step += 1
-        record = self._slicing.go_on(running, sliced, self._step)
+        record, batch = self._prefill.go_on(running, sliced, self._step)
         self.in_flight.open(record)
         if not record.is_partial:
             self._advance_chunks(record, running.end_sliced(record, sliced))
-        return further_slice(record)
+        return batch
 
     def _open_record(self, chunks: list[Chunk]) -> BatchRecord:
         self._step += 1
@@ -273,7 +279,7 @@ class Scheduler:
         """Remove the rows that emit their last token in a step in flight, so that no later step
         contains them.
         """
-        rows = self._running.rows
+        rows = self.running.rows
         if not rows.any_final:
             return
         last = np.flatnonzero(rows.seq_lens >= rows.final_seq_lens)
@@ -285,7 +291,7 @@ class Scheduler:
             record.add_finishing(request)
 
     def _advance_chunks(self, record: BatchRecord, chunks: list[Chunk]) -> None:
-        self._running.advance(record, chunks)
+        self.running.advance(record, chunks)
 
     def _embed(self) -> ScheduleBatch:
         chosen = self._embedding.first_of(self.limits.max_requests, self.limits.max_batch_tokens)
@@ -308,13 +314,13 @@ class Scheduler:
         outputs = []
         for request, token in zip(requests, tokens, strict=True):
             if request.matcher is not None and not follows(request, token):
-                outputs.append(self._end(request, "error", error=why_refused(request, token)))
+                outputs.append(self.end(request, "error", error=why_refused(request, token)))
                 continue
             request.output_ids.append(token)
             output = request.output([token])
             outputs.append(output)
             if token in request.stop_ids:
-                self._end(request, "stop", token, output=output)
+                self.end(request, "stop", token, output=output)
         return outputs
 
     def _take_runs(self, record: BatchRecord, result: BatchResult, proposed: list[int]) -> list[EngineOutput]:
@@ -329,7 +335,7 @@ class Scheduler:
                 request.output_ids += run
                 output = request.output(run)
             else:
-                output = self._take_run(request, run, None, start)
+                output = self.take_run(request, run, None, start)
             output.proposed = made
             outputs.append(output)
         self.drafts.update(cells_of(requests, proposed, map(sub, offsets[1:], offsets)))
@@ -348,16 +354,16 @@ class Scheduler:
                 continue
             if bad[row]:
                 self._invalid_rows += 1
-                outputs.append(self._end(request, "error", error=why_bad(request, record.step)))
+                outputs.append(self.end(request, "error", error=why_bad(request, record.step)))
                 continue
             if row >= decodes:
                 self._take_chunk(request, record.spans[row - decodes], row, result)
             run = ids[offsets[row] : offsets[row + 1]]
             if result.embeddings is not None:
                 request.embedding = result.embeddings[row].copy()
-                outputs.append(self._end(request, "stop"))
+                outputs.append(self.end(request, "stop"))
             elif run:
-                outputs.append(self._take_run(request, run, result.logprobs, offsets[row]))
+                outputs.append(self.take_run(request, run, result.logprobs, offsets[row]))
                 if proposed is not None:
                     outputs[-1].proposed = proposed[row]
                     self.drafts.update(cells_of([request], proposed[row : row + 1], [len(run)]))
@@ -368,10 +374,10 @@ class Scheduler:
         take_prompt_logprobs(request, result.prompt_logprobs.get(row), start, end)
         if request.leaving:
             return
-        self._running.memory.publish(request, end)
+        self.running.memory.publish(request, end)
         request.prompt_published = request.prompt_published or end >= len(request.prompt_ids)
 
-    def _take_run(self, request: Request, run: list[int], logprobs: TokenLogprobs | None, start: int) -> EngineOutput:
+    def take_run(self, request: Request, run: list[int], logprobs: TokenLogprobs | None, start: int) -> EngineOutput:
         """Take the tokens that a request emitted, up to the token that ends it. `start` is the
         index of the first token in `logprobs`.
         """
@@ -384,20 +390,20 @@ class Scheduler:
             request.logprobs += [cut_logprobs(found, place, place + 1, wanted) for place in range(len(kept))]
             output.logprobs = token_logprobs(kept, found, wanted)
         if refused is not None:
-            return self._end(request, "error", error=why_refused(request, refused), output=output)
+            return self.end(request, "error", error=why_refused(request, refused), output=output)
         if kept and kept[-1] in request.stop_ids:
-            return self._end(request, "stop", kept[-1], output=output)
+            return self.end(request, "stop", kept[-1], output=output)
         if len(kept) == room:
-            return self._end(request, "length", output=output)
+            return self.end(request, "length", output=output)
         return output
 
     def _end_finishing(self, record: BatchRecord, outputs: list[EngineOutput]) -> None:
         known = {(output.request_id, output.index): output for output in outputs}
         for request in record.finishing:
             if request.state is not State.FINISHED:
-                self._end(request, "length", output=known[request.request_id, request.sample_index])
+                self.end(request, "length", output=known[request.request_id, request.sample_index])
 
-    def _end(
+    def end(
         self,
         request: Request,
         reason: FinishReason,
@@ -409,13 +415,13 @@ class Scheduler:
         output = output or request.output([])
         output.refused = reason == "error" and has_no_way(request)
         request.finish_reason, request.stop_cause, request.error = reason, cause, error
-        del self._requests[request.rid]
+        del self.requests[request.rid]
         if request.state is State.WAITING:
             self._queue_of(request).remove(request)
         elif request.state is State.ARRIVING:
-            self._running.arrivals.leave(request)
+            self.running.arrivals.leave(request)
         elif not request.leaving:
-            self._running.leave(request)
+            self.running.leave(request)
         elif self.in_flight.naming(request.last_step) is not None:
             self.in_flight.mark_stale()
         request.state = State.FINISHED

@@ -123,8 +123,9 @@ class Loop:
                 self._unsent += self.scheduler.drop(record, second)
 
     def _refuse_standstill(self) -> None:
-        if self.scheduler.has_work and not len(self.scheduler.in_flight) and not self.scheduler.remote.holds_up:
-            raise RuntimeError(f"nothing can run and nothing is in flight: {self.scheduler.stats()}")
+        scheduler = self.scheduler
+        if scheduler.has_work and not len(scheduler.in_flight) and not scheduler.running.arrivals.holds_up:
+            raise RuntimeError(f"nothing can run and nothing is in flight: {scheduler.stats()}")
 
     def _take_unsent(self) -> list[EngineOutput]:
         unsent, self._unsent = self._unsent, []

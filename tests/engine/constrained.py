@@ -16,8 +16,8 @@ from sglcore.engine.structured_output.grammar_vocabulary import Vocabulary
 from sglcore.engine.tokenizers.text_codec import TextCodec, eos_token_ids
 from sglcore.sampling.grammar_spec import Grammar, Thinking
 from sglcore.sampling.params import SamplingParams
+from sglcore.schedule.make_loop import make_scheduler
 from sglcore.schedule.request import Request
-from sglcore.schedule.scheduler import Scheduler
 from sglcore.schedule.step_loop import Loop
 
 
@@ -71,7 +71,7 @@ class Constrained:
             }
             params = SamplingParams(**{**values, **sampling})
             requests.append(Request(f"r{len(requests)}", ids, params, seed=sample.seed, stop_ids=self.eos_ids))
-        scheduler = Scheduler(self.limits)
+        scheduler = make_scheduler(self.limits)
         scheduler._builder._composition = self._composition
         loop = Loop(scheduler, self.worker, overlap=overlap)
         for request, sample in zip(requests, samples, strict=True):

@@ -98,7 +98,7 @@ def test_forward_batch_embedding_takes_a_schedule_batch(folder: Path, expected: 
             new_pages=zeros[:0],
             emits=np.zeros(len(ids), bool),
         )
-        result = worker.collect(worker.forward_batch_embedding(batch))
+        result = worker.collect(worker.submit(batch))
         assert result.embeddings is not None
         np.testing.assert_allclose(result.embeddings, expected, atol=1e-4)
 

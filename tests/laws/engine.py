@@ -19,10 +19,11 @@ from sglcore.device.batch import ScheduleBatch
 from sglcore.device.swap_counts import SwapCounts
 from sglcore.device.worker import BatchResult, Limits, Ticket
 from sglcore.engine.start import start
+from sglcore.runtime.overlap.slices import Slices, SliceSteps
 from sglcore.runtime.tp_worker import TpModelWorker
 from sglcore.sampling.params import SamplingParams
+from sglcore.schedule.make_loop import make_scheduler
 from sglcore.schedule.request import Request
-from sglcore.schedule.scheduler import Scheduler
 from sglcore.schedule.step_loop import Loop
 
 TOLERANCE = 2e-4
@@ -95,7 +96,7 @@ class TokenEngine:
         worker = start(config).worker
         assert isinstance(worker, TpModelWorker)
         self.worker = worker
-        self.scheduler = Scheduler(worker.limits, prefix_cache=config.prefix_cache)
+        self.scheduler = make_scheduler(worker.limits, prefix_cache=config.prefix_cache)
         if scramble_pages is not None:
             self._scramble(scramble_pages)
         self.watched = watched = Watched(worker)
@@ -145,7 +146,7 @@ class TokenEngine:
 
     def _scramble(self, seed: int) -> None:
         """Put the free pages into a random order."""
-        pool = self.scheduler._running.memory.pool
+        pool = self.scheduler.running.memory.pool
         taken = pool.take(pool.free)
         np.random.default_rng(seed).shuffle(taken)
         pool.give(taken)
@@ -196,3 +197,10 @@ def random_prompts(seed: int, lengths: Sequence[int], vocab_size: int = 97) -> l
 def describe(folder: Path) -> str:
     """Return the architecture named by a checkpoint."""
     return json.loads((folder / "config.json").read_text())["architectures"][0]
+
+
+def running_slices(engine: TokenEngine) -> Slices:
+    """Return the object that runs an engine's prefill slices."""
+    (steps,) = engine.worker.kinds
+    assert isinstance(steps, SliceSteps)
+    return steps.slices

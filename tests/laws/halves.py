@@ -134,3 +134,10 @@ def all_steps(steps: Steps) -> list[Tensor]:
 def difference(found: list[Tensor], wanted: list[Tensor]) -> float:
     """Return the largest difference; NaN counts as infinity."""
     return max(float((one - other).abs().nan_to_num(torch.inf).max()) for one, other in zip(found, wanted, strict=True))
+
+
+def halves_of(steps: Steps) -> Halves:
+    """Return what runs the micro-batches of `in_halves`."""
+    found = steps.runner.halves
+    assert isinstance(found, Halves)
+    return found

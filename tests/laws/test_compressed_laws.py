@@ -57,7 +57,7 @@ class CompressedEngine(TokenEngine):
         self.scheduler = Scheduler(replace(limits, num_pages=pages, num_window_pages=window_pages), prefix_cache=True)
         self._scramble(3)
         self.paths, self.loop = watched.paths, Loop(self.scheduler, watched)
-        self.windows = self.scheduler._running.memory.windows
+        self.windows = self.scheduler.running.memory.windows
         self.freed = ForgettingRows(window_pages, runner.attn_backend.token_to_kv_pool, runner.streams)
         self.windows._pool = self.freed
 

@@ -126,7 +126,7 @@ class LeavesOutWhereRowsStay(SampleStep):
     """Mutant: sends masks only with a new composition, though they change in every step."""
 
     def inputs(self, batch: ScheduleBatch, rows: Any) -> Any:
-        if self._known.host.number == batch.composition:
+        if self.known.host.number == batch.composition:
             batch.masks = None
         return super().inputs(batch, rows)
 
@@ -151,9 +151,9 @@ def become(read: Callable[[TokenEngine], Any], kind: type) -> Callable[[TokenEng
 
 MUTANTS = {
     "plans ahead": become(lambda engine: engine.scheduler, PlansAhead),
-    "forgets when retracted": become(lambda engine: engine.scheduler._running, ForgetsWhenRetracted),
-    "masks with a new composition only": become(lambda engine: engine.worker._sampling, LeavesOutWhereRowsStay),
-    "on the row beside": become(lambda engine: engine.worker._sampling, OnTheRowBeside),
+    "forgets when retracted": become(lambda engine: engine.scheduler.running, ForgetsWhenRetracted),
+    "masks with a new composition only": become(lambda engine: engine.worker.sampling, LeavesOutWhereRowsStay),
+    "on the row beside": become(lambda engine: engine.worker.sampling, OnTheRowBeside),
 }
 
 

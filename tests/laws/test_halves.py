@@ -31,6 +31,7 @@ from tests.laws.halves import (
     StandIn,
     all_steps,
     difference,
+    halves_of,
     in_halves,
     like,
     loaded,
@@ -108,8 +109,7 @@ class Looks:
 
 def looked_at(one: Any, stagger: int) -> tuple[Looks, Halves]:
     steps, model = in_halves(one, stagger, 0.5), Looks()
-    halves = steps.runner.halves
-    assert halves is not None
+    halves = halves_of(steps)
     batch = steps.runner.prepared(steps.staged({1: [3, 9, 4], 2: [8]}))
     halves.run(model, steps.runner.context(batch), batch, 2)
     return model, halves
@@ -128,8 +128,7 @@ def test_get_forward_context_in_a_half_gives_that_halfs_own(one: Any, stagger: i
 
 def test_a_marker_of_the_parent_is_none_of_its_halves(one: Any) -> None:
     steps = in_halves(one, 0, 0.5)
-    halves, runner = steps.runner.halves, steps.runner
-    assert halves is not None
+    halves, runner = halves_of(steps), steps.runner
     batch = runner.prepared(steps.staged({1: [3, 9, 4], 2: [8]}))
     batch.mark_forward_metadata_ready(runner.attn_backend.plan(batch))
     before = batch.plan_record
@@ -143,7 +142,7 @@ def test_a_marker_of_the_parent_is_none_of_its_halves(one: Any) -> None:
 def test_one_backend_for_both_halves_is_refused(one: Any) -> None:
     backend = poisoned(one).runner.attn_backend
     with pytest.raises(ValueError, match="wanted one for each, with its own workspace"):
-        Halves((backend, backend), in_halves(one, 0, 0.5).runner.halves.terms)  # pyright: ignore[reportOptionalMemberAccess]
+        Halves((backend, backend), halves_of(in_halves(one, 0, 0.5)).terms)
 
 
 # -- planted defects
@@ -165,8 +164,7 @@ class KeepsPlan(ReferenceAttention):
 
 def with_workspaces(one: Any, stagger: int, is_shared: bool) -> list[Tensor]:
     steps = in_halves(one, stagger, 0.5)
-    runner, halves = steps.runner, steps.runner.halves
-    assert halves is not None
+    runner, halves = steps.runner, halves_of(steps)
     old = runner.attn_backend
     runner.attn_backend = KeepsPlan(old.shape, old.req_to_token_pool, old.token_to_kv_pool, old.kernels)
     halves.backends = (runner.attn_backend, runner.attn_backend if is_shared else like(runner.attn_backend))
@@ -281,8 +279,7 @@ def test_an_error_in_one_half_ends_the_other_and_leaves_no_context(one: Any, fai
             ended.append(number)
 
     steps = in_halves(one, 0, 0.5)
-    halves = steps.runner.halves
-    assert halves is not None
+    halves = halves_of(steps)
     batch = steps.runner.prepared(steps.staged({1: [3, 9], 2: [8, 2]}))
     outer = steps.runner.context(batch)
     with forward_context(outer):

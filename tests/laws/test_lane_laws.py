@@ -15,7 +15,7 @@ from sglcore.sampling.params import SamplingParams
 from sglcore.step.compute_shares import share
 from sglcore.step.slice_decisions import INTERLEAVE, PARTITION, PRIORITY
 from tests.checkpoints import qwen3_next, save
-from tests.laws.engine import TokenEngine, check_logprobs, random_prompts
+from tests.laws.engine import TokenEngine, check_logprobs, random_prompts, running_slices
 from tests.laws.test_slice_laws import CONTEXT, Case, ledger_row
 
 pytestmark = pytest.mark.needs("streams", "simulator")
@@ -33,18 +33,11 @@ def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Any
     yield save(oracle, tmp_path_factory.mktemp("hybrid")), oracle
 
 
-def slices_of(engine: TokenEngine) -> Slices:
-    """Return the object that runs an engine's prefill slices."""
-    found = engine.worker._slices
-    assert found is not None
-    return found
-
-
 def test_slices_have_a_stream_behind_that_of_decode_steps(plain: Case) -> None:
     engine = plain.engine(prompt_lane=PRIORITY)
     streams = engine.worker.runner.streams
     assert streams.lane is not None and streams.lane not in (streams.forward, streams.schedule)
-    assert slices_of(engine)._lane is streams.lane
+    assert running_slices(engine)._lane is streams.lane
     plain.check(engine)
     row = ledger_row(plain.folder, prompt_slices="auto", prompt_lane=PRIORITY, topic="prompt lane")
     assert (row.effective, row.remedy) == (PRIORITY, "--prompt-lane interleave")
@@ -52,7 +45,7 @@ def test_slices_have_a_stream_behind_that_of_decode_steps(plain: Case) -> None:
 
 def test_slices_between_decode_steps_have_no_stream(plain: Case) -> None:
     engine = plain.engine(prompt_lane=INTERLEAVE)
-    assert engine.worker.runner.streams.lane is None and slices_of(engine)._lane is None
+    assert engine.worker.runner.streams.lane is None and running_slices(engine)._lane is None
     plain.check(engine)
     assert (
         ledger_row(plain.folder, prompt_slices="9", prompt_lane=INTERLEAVE, topic="prompt lane").reason == "requested"
@@ -94,7 +87,7 @@ def give_up_and_come_at_once(engine: TokenEngine, prompts: list[list[int]]) -> A
     while not first.output_ids:
         engine.loop.step()
     engine.scheduler.add(gone := engine._request(prompts[1], SHORT))
-    while slices_of(engine)._open is None:
+    while running_slices(engine)._open is None:
         engine.loop.step()
     for each in (first, gone):
         engine.scheduler.abort(each.rid)
@@ -117,7 +110,7 @@ class ForgetsWithoutAWait(Slices):
 @pytest.mark.sim_faults("race")
 def test_a_prompt_that_does_not_wait_for_one_that_was_given_up_is_caught(plain: Case) -> None:
     engine = plain.engine(prompt_slices="1")
-    slices_of(engine).__class__ = ForgetsWithoutAWait
+    running_slices(engine).__class__ = ForgetsWithoutAWait
     with pytest.raises(Exception, match=r"\[race\]"):
         for seed in range(3):
             check_logprobs(give_up_and_come_at_once(engine, random_prompts(seed, (6, 24, 22))), plain.oracle)
@@ -156,7 +149,7 @@ def test_an_edge_that_is_missing_is_caught(kind: type, hybrid: tuple[Path, Any])
     folder, oracle = hybrid
     settings = {"max_model_len": CONTEXT, "max_batch_tokens": 24, "poison": True, "graph": "off"}
     engine = TokenEngine(folder, prompt_slices="1", **settings)
-    slices_of(engine).__class__ = kind
+    running_slices(engine).__class__ = kind
     with pytest.raises(Exception, match=r"\[race\]"):
         check_logprobs(engine.run(random_prompts(0, (5, 40, 33, 20, 1, 17)), 9, stagger=2), oracle)
 
@@ -168,7 +161,7 @@ def run_short_of_pages(case: Case, kind: type) -> None:
     engine = case.engine(
         kv_cache_memory=(CONTEXT // 4 + 2) * size, prefix_cache=False, prompt_slices="1", max_batch_tokens=8
     )
-    slices_of(engine).__class__ = kind
+    running_slices(engine).__class__ = kind
     for seed in range(4):
         check_logprobs(engine.run(random_prompts(seed, (5, 40, 33, 20, 30)), 30, stagger=1), case.oracle)
     assert engine.scheduler.stats().retractions
@@ -187,7 +180,7 @@ def test_pages_that_are_given_away_too_early_are_caught(plain: Case) -> None:
 def shares_taken(engine: TokenEngine) -> list[int]:
     """Record the number of decode rows at the start of each open prompt, and check that its slices
     run on the partition for this number."""
-    slices, seen = slices_of(engine), list[int]()
+    slices, seen = running_slices(engine), list[int]()
     open_prompt = slices.open
 
     def noted(host: Any, *given: Any) -> None:
@@ -267,6 +260,6 @@ def test_an_edge_that_is_missing_on_parts_is_caught(
     folder, oracle = hybrid
     settings = {"max_model_len": CONTEXT, "max_batch_tokens": 24, "poison": True, "graph": "off"}
     engine = TokenEngine(folder, prompt_slices="1", prompt_lane=PARTITION, **settings)
-    slices_of(engine).__class__ = kind
+    running_slices(engine).__class__ = kind
     with pytest.raises(Exception, match=r"\[race\]"):
         check_logprobs(engine.run(random_prompts(0, (5, 40, 33, 20, 1, 17)), 9, stagger=2), oracle)

@@ -293,7 +293,7 @@ def test_a_sampler_keyed_by_row_is_caught_by_arrivals(checkpoint: tuple[Path, An
     def tokens(stagger: int, broken: bool) -> list[list[int]]:
         engine = TokenEngine(folder, max_batch_tokens=8)
         if broken:
-            sampling = engine.worker._sampling
+            sampling = engine.worker.sampling
             state_for = sampling.state
 
             def by_row(*args: Any) -> Any:

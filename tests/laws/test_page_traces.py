@@ -136,7 +136,7 @@ class Traces:
         worker: Any = engine.worker
         worker.drafter = steered = STEERED[accepts](worker.drafter)
         watched = Guarded.of(engine)
-        watched.holders = engine.scheduler._running.holders
+        watched.holders = engine.scheduler.running.holders
         requests = [self.request(number, each) for number, each in enumerate(coming)]
         steered.begin([PROMPTS[each.which] + self.texts[each.which] for each in coming], requests)
         before, step = engine.scheduler.stats(), 0

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from sglcore.runtime.pooling import Pooler
+from sglcore.runtime.pooling import EmbeddingSteps, Pooler
 from sglcore.sampling.params import SamplingParams
 from sglcore.schedule.request import Request
 from tests.checkpoints import bert, gemma3, make_oracle, mistral, modernbert, qwen3, roberta, save
@@ -209,8 +209,9 @@ class Counted(Moved):
 
 def pools_as(kind: type[Pooler]) -> Callable[[TokenEngine], None]:
     def plant(made: TokenEngine) -> None:
-        pooler = made.worker._pooler
-        assert pooler is not None
+        (steps,) = made.worker.kinds
+        assert isinstance(steps, EmbeddingSteps)
+        pooler = steps.pooler
         pooler.__class__ = kind
 
     return plant
@@ -218,8 +219,9 @@ def pools_as(kind: type[Pooler]) -> Callable[[TokenEngine], None]:
 
 def pools_with(**changes: Any) -> Callable[[TokenEngine], None]:
     def plant(made: TokenEngine) -> None:
-        pooler = made.worker._pooler
-        assert pooler is not None
+        (steps,) = made.worker.kinds
+        assert isinstance(steps, EmbeddingSteps)
+        pooler = steps.pooler
         pooler._pooling = replace(pooler._pooling, **changes)
 
     return plant

@@ -37,7 +37,7 @@ from tests.checkpoints import (
     save,
 )
 from tests.latent import deepseek_v32
-from tests.laws.engine import TokenEngine, check_logprobs, environ, on_this_device, random_prompts
+from tests.laws.engine import TokenEngine, check_logprobs, environ, on_this_device, random_prompts, running_slices
 
 CONTEXT = 96
 MODELS: MappingProxyType[str, Callable[[], Any]] = MappingProxyType(
@@ -142,16 +142,14 @@ def test_states_that_a_prompt_by_slices_leaves_are_hit_by_others(name: str, tmp_
 
 def test_slices_plan_by_a_backend_of_their_own_over_the_same_pools(plain: Case) -> None:
     runner = plain.engine().worker.runner
-    slices = plain.engine().worker._slices
-    assert slices is not None
+    slices = running_slices(plain.engine())
     own, others = slices._attention, slices._runner.attn_backend
     assert own is not others and own.token_to_kv_pool is others.token_to_kv_pool
     assert own.req_to_token_pool is others.req_to_token_pool and runner.attn_backend is not own
 
 
 def test_a_slice_that_is_not_the_next_is_refused(plain: Case) -> None:
-    slices = plain.engine().worker._slices
-    assert slices is not None
+    slices = running_slices(plain.engine())
     with pytest.raises(ValueError, match="requests layers 1 to 2 of a prompt; no prompt is open"):
         slices.run(1, 2)
 
@@ -200,8 +198,7 @@ class ForgetsTheNorm(Slices):
 @pytest.mark.parametrize("kind", [ForgetsItsState, SkipsALayer, ForgetsTheNorm])
 def test_a_planted_defect_is_caught(plain: Case, kind: type) -> None:
     engine = plain.engine()
-    slices = engine.worker._slices
-    assert slices is not None
+    slices = running_slices(engine)
     slices.__class__ = kind
     with pytest.raises(AssertionError):
         plain.check(engine)
@@ -210,8 +207,7 @@ def test_a_planted_defect_is_caught(plain: Case, kind: type) -> None:
 @pytest.mark.needs("device")
 def test_a_pool_that_moved_between_two_slices_is_an_error(plain: Case) -> None:
     engine = plain.engine(prompt_slices="1")
-    slices = engine.worker._slices
-    assert slices is not None
+    slices = running_slices(engine)
     engine.scheduler.add(engine._request([5, 6, 7], PARAMS))
     engine.loop.step()
     engine.scheduler.add(engine._request([5, 6, 7] * 9, PARAMS))

@@ -109,6 +109,6 @@ def _of_the_root(positions: Tensor) -> Tensor:
 def test_a_defect_changes_a_text(plain: TokenEngine, proposing: TokenEngine, mutant: type[SampleStep]) -> None:
     wanted = run(plain, PROMPTS, samplings=SAMPLING)
     plant(proposing, "guessing", wanted)
-    proposing.worker._sampling.__class__ = mutant
+    proposing.worker.sampling.__class__ = mutant
     with pytest.raises(AssertionError):
         check_same(run(proposing, PROMPTS, samplings=SAMPLING), wanted)

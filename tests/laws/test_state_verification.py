@@ -173,7 +173,7 @@ def test_snapshots_by_steps_whose_end_only_the_device_knows_show(tmp_path: Path)
     oracle = qwen3_next(max_position_embeddings=CONTEXT)
 
     def prepare(engine: TokenEngine) -> None:
-        running = engine.scheduler._running
+        running = engine.scheduler.running
         limits = replace(running._limits, draft_tokens=0)
 
         class Saving(RunningRequests):

@@ -124,13 +124,13 @@ class KeepsDead(WindowTable):
 
 def frees_early(engine: WindowEngine) -> None:
     """Plant the defect on the host."""
-    engine.scheduler._running.memory.windows.__class__ = FreesEarly
+    engine.scheduler.running.memory.windows.__class__ = FreesEarly
 
 
 def keeps_dead(engine: WindowEngine) -> None:
     """Plant the defect on the device."""
-    assert engine.worker.runner.window_table is not None
-    engine.worker.runner.window_table.__class__ = KeepsDead
+    assert engine.worker.runner.extensions.window_table is not None
+    engine.worker.runner.extensions.window_table.__class__ = KeepsDead
 
 
 @pytest.mark.needs("device")

@@ -46,7 +46,7 @@ class WindowEngine(TokenEngine):
         super().__init__(
             folder, **{"max_batch_tokens": 8, "graph_token_buckets": (8,), "max_model_len": 96, **settings}
         )
-        windows, runner = self.scheduler._running.memory.windows, self.worker.runner
+        windows, runner = self.scheduler.running.memory.windows, self.worker.runner
         backend = runner.attn_backend
         assert isinstance(backend, WindowedAttention)
         self.freed = ForgettingPool(windows.num_pages, backend.window.token_to_kv_pool, runner.streams)

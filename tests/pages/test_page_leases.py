@@ -34,7 +34,7 @@ def alone(folder: Path) -> Iterator[Single]:
 def request_of(pair: Pair, name: str) -> Any:
     """A request of the decode engine."""
     scheduler: Any = pair.decode.engine.scheduler
-    return scheduler._requests[f"{name}/0"]
+    return scheduler.requests[f"{name}/0"]
 
 
 def waits(pair: Pair) -> bool:

@@ -12,7 +12,7 @@ from sglcore.config.engine_config import EngineConfig, resolve_config
 from sglcore.engine.ranks.ranks_start import RankOptions
 from sglcore.engine.ranks.watch import Patience
 from sglcore.engine.start import start
-from sglcore.schedule.data_parallel.dp_loop import make_loop
+from sglcore.schedule.make_loop import make_loop
 from tests.laws.engine import TokenEngine, Watched, environ, random_prompts
 from tests.parallel.forked import Defect, Forking
 

@@ -13,7 +13,7 @@ from sglcore.checkpoint.model_config import read_config
 from sglcore.checkpoint.parallel_sizes import check_topology
 from sglcore.device.errors import ConfigError
 from sglcore.device.topology import Topology
-from sglcore.layers.parallel.rank_part import Cut
+from sglcore.layers.rank_part import Cut
 from sglcore.models.weights.quantized_weight import QuantizedWeight
 from sglcore.models.weights.rank_weight import CutWeight
 from tests import deepseek_v4

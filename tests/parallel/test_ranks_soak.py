@@ -33,7 +33,7 @@ def test_what_is_left_behind_is_seen(folder: Path) -> None:
     with RankedEngine(folder) as engine:
         before = held(engine)
         number = os.open("/dev/null", os.O_RDONLY)
-        pages = engine.scheduler._running.memory.pool
+        pages = engine.scheduler.running.memory.pool
         taken = pages.take(1)
         after = held_without_audit(engine)
         pages.give(taken)

@@ -14,9 +14,8 @@ from sglcore.runtime.forward_batch import ForwardBatch
 from sglcore.runtime.forward_context import ForwardContext, get_forward_context
 from sglcore.runtime.graph_runner import GraphRunner
 from sglcore.runtime.graphs.full import FullGraphs
-from sglcore.runtime.overlap.captured_micro_batches import CapturedHalves
 from sglcore.runtime.overlap.interleave import pause
-from sglcore.runtime.overlap.micro_batches import Halves
+from sglcore.runtime.overlap.micro_batches import CapturedHalves, Halves
 from sglcore.step.micro_batch_cut import CutTerms, Staggers
 from tests.runtime.recording import GraphSite, RecordingCapture, make_graph_site
 from tests.runtime.test_graph_full import PlannedLengths, differs
@@ -100,15 +99,15 @@ def second_plan_stale(patch: pytest.MonkeyPatch) -> None:
 
 def one_workspace_for_both(patch: pytest.MonkeyPatch) -> None:
     """The plans of both micro-batches keep their lengths in one buffer."""
-    own = CapturedHalves.of
+    own = Halves.captured
 
-    def of(halves: Halves, size: int) -> CapturedHalves | None:
+    def captured(halves: Halves, size: int) -> CapturedHalves | None:
         found: Any = own(halves, size)
         if found is not None and found.plans[0].lengths.shape == found.plans[1].lengths.shape:
             found.plans[1].lengths = found.plans[0].lengths
         return found
 
-    patch.setattr(CapturedHalves, "of", of)
+    patch.setattr(Halves, "captured", captured)
 
 
 @pytest.mark.parametrize("plant", [counts_baked_in, second_plan_stale, one_workspace_for_both])
@@ -132,7 +131,7 @@ def test_a_backend_that_updates_graphs_is_refused() -> None:
     attention = made.site.attention
     pools = attention.req_to_token_pool, attention.token_to_kv_pool, attention.kernels
     pair = Updating(attention.shape, *pools), Updating(attention.shape, *pools)
-    found = CapturedHalves.of(Halves(pair, CutTerms()), 4)
+    found = Halves(pair, CutTerms()).captured(4)
     assert found is not None
     view = made.site.runner.decode_registry.view(4, 4, extend=False)
     with pytest.raises(TypeError, match="Updating updates captured graphs, which cannot hold two micro-batches"):

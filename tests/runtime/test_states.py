@@ -165,19 +165,17 @@ def test_moves_name_rows_of_snapshots_behind_those_of_slots() -> None:
 class NoZeroing(StatePool):
     """Does not zero the state of a slot that another request used."""
 
-    def copy_in(self, arrived: Mapping[str, Tensor]) -> None:
+    def apply(self, arrived: Mapping[str, Tensor]) -> None:
         """Copy everything except the zeros."""
-        super().copy_in(
-            {name: rows for name, rows in arrived.items() if name not in ("state_zeroed", "state_entering")}
-        )
+        super().apply({name: rows for name, rows in arrived.items() if name not in ("state_zeroed", "state_entering")})
 
 
 class EarlySnapshots(StatePool):
     """Takes snapshots before the forward."""
 
-    def copy_in(self, arrived: Mapping[str, Tensor]) -> None:
+    def apply(self, arrived: Mapping[str, Tensor]) -> None:
         """Copy in and out at once."""
-        super().copy_in(arrived)
+        super().apply(arrived)
         super().copy_out(arrived)
 
     def copy_out(self, arrived: Mapping[str, Tensor]) -> None:
@@ -200,10 +198,10 @@ class LateSnapshots(StatePool):
 class WrongSlot(StatePool):
     """Restores into the next higher slot."""
 
-    def copy_in(self, arrived: Mapping[str, Tensor]) -> None:
+    def apply(self, arrived: Mapping[str, Tensor]) -> None:
         """Copy to a slot that is one too high."""
         shifted = {name: rows + 1 if name == "state_restored" else rows for name, rows in arrived.items()}
-        super().copy_in(shifted)
+        super().apply(shifted)
 
 
 @pytest.mark.parametrize("pool", [NoZeroing, EarlySnapshots, LateSnapshots, WrongSlot])

@@ -23,7 +23,7 @@ from sglcore.runtime.attention.reference import ReferenceAttention
 from sglcore.runtime.kernels.table import KernelTable
 from sglcore.runtime.memory.pools import MHATokenToKVPool, ReqToTokenPool
 from sglcore.runtime.model_runner import ModelRunner
-from sglcore.runtime.pooling import Pooler
+from sglcore.runtime.pooling import EmbeddingSteps, Pooler
 from sglcore.runtime.readback import Readback, ReadbackQueue
 from sglcore.runtime.registry_builders import build_decode_registry, build_prefill_registry
 from sglcore.runtime.staging import RING, HostBlock, PinnedRing, StagedArrays
@@ -90,7 +90,7 @@ class WorkerSite:
         )
         limits = Limits(CONTEXT, SLOTS, PAGE, PAGES, SLOTS * CONTEXT, VOCAB)
         pooler = Pooler(Pooling(("mean",), is_normalized=True), self.model.logits, torch.float32)
-        self.worker = worker(self.runner, tokens, limits, pooler)
+        self.worker = worker(self.runner, tokens, limits, [EmbeddingSteps(pooler)])
 
     def collected(self, batch: ScheduleBatch) -> BatchResult:
         """Submit and collect."""

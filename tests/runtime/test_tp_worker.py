@@ -218,14 +218,14 @@ class KeepsMasks(SampleStep):
         found, arrived = super().run(*given), given[-1]
         if "masks" in arrived:
             masks = Masks(arrived["mask_rows"].long(), arrived["masks"])
-            self._known = replace(self._known, state=replace(self._known.state, masks=masks))
+            self.known = replace(self.known, state=replace(self.known.state, masks=masks))
         return found
 
 
 @pytest.mark.parametrize(("kind", "is_free"), [(SampleStep, True), (KeepsMasks, False)])
 def test_a_mask_holds_for_its_own_step_alone(kind: type[SampleStep], is_free: bool) -> None:
     site, desk, tokens = make_site(), Desk(4), list(PROMPTS[2])
-    site.worker._sampling.__class__ = kind
+    site.worker.sampling.__class__ = kind
     tokens += tokens_of(collected(site, desk.extend({2: tokens}, composition=0)), 0)
     allowed = (site.model.next_token(tokens) + 1) % VOCAB
     masks = np.packbits(np.arange(-(-VOCAB // 32) * 32) == allowed, bitorder="little").view(np.int32)[None]

@@ -120,8 +120,11 @@ def test_a_list_that_comes_without_anything_else_is_written() -> None:
     batch = host.decode(2)
     assert batch.window_pages is not None and not len(batch.new_pages)
     site.runner.init_batch(batch)
-    assert site.runner.window_table is not None
-    assert site.runner.window_table.page_table[2, : len(batch.window_pages)].tolist() == batch.window_pages.tolist()
+    assert site.runner.extensions.window_table is not None
+    assert (
+        site.runner.extensions.window_table.page_table[2, : len(batch.window_pages)].tolist()
+        == batch.window_pages.tolist()
+    )
 
 
 def test_the_longest_window_that_frees_something_in_time_is_what_such_layers_keep() -> None:
@@ -318,8 +321,8 @@ def test_a_backend_that_mixes_the_kinds_up_is_caught(defect: type[WindowedAttent
 
 def test_a_table_that_keeps_old_pages_is_caught() -> None:
     site = make_windowed()
-    assert site.runner.window_table is not None
-    site.runner.window_table.__class__ = StaleTable
+    assert site.runner.extensions.window_table is not None
+    site.runner.extensions.window_table.__class__ = StaleTable
     with pytest.raises(AssertionError):
         script(site, 3)
 

@@ -26,9 +26,10 @@ from sglcore.runtime.graph_runner import GraphRunner
 from sglcore.runtime.graphs.graph_backend import Step
 from sglcore.runtime.kernels.table import KernelTable
 from sglcore.runtime.memory.pools import MHATokenToKVPool, ReqToTokenPool, WindowTable
-from sglcore.runtime.model_runner import ModelRunner
-from sglcore.runtime.pooling import Pooler
+from sglcore.runtime.model_runner import Extensions, ModelRunner, RunnerOptions
+from sglcore.runtime.pooling import EmbeddingSteps, Pooler
 from sglcore.runtime.registry_builders import build_decode_registry, build_prefill_registry
+from sglcore.runtime.streams import Streams
 from sglcore.runtime.token_table import TokenTable
 from sglcore.runtime.tp_worker import TpModelWorker
 from sglcore.sampling.params import SamplingParams
@@ -196,14 +197,19 @@ def make_site(
     decode = build_decode_registry(facts, table, max_bs=max_bs, **inputs)
     prefill = build_prefill_registry(facts, table, max_bs=2, max_num_tokens=4, **inputs)
     tokens = TokenTable(SLOTS, CONTEXT, "cpu")
-    running = runner(model, backend, decode, prefill, tokens, window_table=window_table, **options)
+    added = {name: options.pop(name) for name in ("state_pool", "entered", "halves") if name in options}
+    streams = options.pop("streams", Streams())
+    extensions = Extensions(window_table=window_table, **added)
+    running = runner(model, backend, decode, prefill, tokens, RunnerOptions(**options), extensions, streams)
     graphs = RecordedGraphs() if buckets else None
     if graphs is not None:
         context = ForwardContext(backend, None, model.attention_layers, state_pool=running.state_pool)
         running.graphs = GraphRunner(graphs, decode, context, model, buckets)
     limits = Limits(CONTEXT, SLOTS, PAGE, PAGES, SLOTS * CONTEXT, VOCAB)
     pooler = Pooler(Pooling(("mean",), is_normalized=True), model.logits, torch.float32)
-    return Site(model, table, cells, backend, running, tokens, worker(running, tokens, limits, pooler), graphs)
+    return Site(
+        model, table, cells, backend, running, tokens, worker(running, tokens, limits, [EmbeddingSteps(pooler)]), graphs
+    )
 
 
 class Desk:

@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
+from sglcore.schedule.make_loop import make_scheduler
 from sglcore.schedule.request import Request
 from sglcore.schedule.request_output import EngineOutput
-from sglcore.schedule.scheduler import Scheduler
 from sglcore.schedule.step_loop import Loop
 from tests.schedule.fake_speculation import make_worker
 from tests.schedule.fake_worker import compose, make_limits, make_params
@@ -20,7 +20,7 @@ class Drive:
     def __init__(self, *, prefix_cache: bool = True, overlap: bool = True, **limits: object) -> None:
         self.limits = make_limits(**limits)
         self.worker = make_worker(self.limits)
-        self.scheduler = Scheduler(self.limits, prefix_cache=prefix_cache, compose=compose)
+        self.scheduler = make_scheduler(self.limits, prefix_cache=prefix_cache, compose=compose)
         self.loop = Loop(self.scheduler, self.worker, overlap=overlap)
         self.outputs: list[EngineOutput] = []
 

@@ -103,7 +103,7 @@ def test_the_same_stream_lets_decodes_take_their_turns() -> None:
 
 def test_retracting_the_oldest_to_the_back_of_the_queue_is_noticed() -> None:
     drive = Drive(max_model_len=32, page_size=4, num_pages=8, max_requests=4)
-    drive.scheduler._running.__class__ = SendsTheRetractedToTheBack
+    drive.scheduler.running.__class__ = SendsTheRetractedToTheBack
     watched = drive.add("old", 10, 20)
     with pytest.raises(AssertionError, match="not finished"):
         finish_under_a_stream(drive, watched, prompt=9, max_tokens=20, most=ENDLESS)

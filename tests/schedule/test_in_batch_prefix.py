@@ -95,7 +95,7 @@ def test_who_waits_waits_for_every_common_page_and_for_none_besides(common: int,
     second = drive.add("b", COMMON[:common] + [7] * 9, 2)
     drive.step()
     assert second.awaited == Awaited(first, pages)
-    must_wait = drive.scheduler._running._in_batch_prefixes.must_wait
+    must_wait = drive.scheduler.running._in_batch_prefixes.must_wait
     for shared, waits in ((pages - 1, True), (pages, False)):
         first.shared = shared
         assert must_wait(second) is waits
@@ -160,7 +160,7 @@ class KeepsAwaitedAtEnd(Scheduler):
     """Mutant: so does an aborted request."""
 
     def abort(self, rid: str) -> EngineOutput | None:
-        request = self._requests[rid]
+        request = self.requests[rid]
         awaited, output = request.awaited, super().abort(rid)
         request.awaited = awaited
         return output
@@ -170,7 +170,7 @@ class KeepsAwaitedAtEnd(Scheduler):
 def test_who_runs_or_has_ended_waits_for_nobody(mutant: type | None) -> None:
     drive = wide()
     if mutant is not None:
-        part: Any = drive.scheduler if issubclass(mutant, Scheduler) else drive.scheduler._running
+        part: Any = drive.scheduler if issubclass(mutant, Scheduler) else drive.scheduler.running
         part.__class__ = mutant
     _, starts, ends = add_alike(drive, 3)
     drive.step()

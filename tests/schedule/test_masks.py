@@ -94,9 +94,9 @@ class ForgetsWhenRetracted(RunningRequests):
 
 
 class AcceptsInPlainStepsOnly(Scheduler):
-    def _take_run(self, request: Request, *given: Any) -> Any:
+    def take_run(self, request: Request, *given: Any) -> Any:
         matcher, request.matcher = request.matcher, None
-        output = super()._take_run(request, *given)
+        output = super().take_run(request, *given)
         request.matcher = matcher if request.state is not State.FINISHED else None
         return output
 
@@ -106,7 +106,7 @@ MUTANTS: dict[str, Callable[[Scheduler], None]] = {
     "masks of the step before": lambda scheduler: setattr(scheduler._builder, "__class__", MasksOfTheStepBefore),
     "masks of other rows": lambda scheduler: setattr(scheduler._builder, "__class__", MasksOfOtherRows),
     "no masks for prompts": lambda scheduler: setattr(scheduler._builder, "__class__", MasksOnlyDecodes),
-    "forgets when retracted": lambda scheduler: setattr(scheduler._running, "__class__", ForgetsWhenRetracted),
+    "forgets when retracted": lambda scheduler: setattr(scheduler.running, "__class__", ForgetsWhenRetracted),
     "accepts in plain steps only": lambda scheduler: setattr(scheduler, "__class__", AcceptsInPlainStepsOnly),
 }
 

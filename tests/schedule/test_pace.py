@@ -13,8 +13,8 @@ from sglcore.sampling.params import SamplingParams
 from sglcore.schedule import step_loop
 from sglcore.schedule.layered_prefill.slice_choice import Slicing
 from sglcore.schedule.layered_prefill.slice_pace import Pace
+from sglcore.schedule.make_loop import make_scheduler
 from sglcore.schedule.request import Request
-from sglcore.schedule.scheduler import Scheduler
 from sglcore.schedule.step_loop import Loop
 from sglcore.schedule.steps_in_flight import BatchRecord
 from tests.schedule.fake_worker import make_limits
@@ -53,7 +53,7 @@ class Load:
         limits = make_limits(**sizes, runs_ahead=costs.is_ahead, sliced_layers=sliced_layers, slice_budget=slice_budget)
         self.worker = TimedWorker(limits, costs)
         patch.setattr(step_loop, "perf_counter", self.worker.clock)
-        self.scheduler = Scheduler(limits, prefix_cache=False)
+        self.scheduler = make_scheduler(limits, prefix_cache=False)
         self.loop = Loop(self.scheduler, self.worker)
         self.chats = [self.add(64, LONG) for _ in range(4)]
         while not all(chat.output_ids for chat in self.chats):
@@ -167,7 +167,7 @@ def test_a_pace_that_learns_from_the_wrong_steps_is_caught(
     kind: type, costs: Costs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     load = Load(costs, monkeypatch)
-    load.scheduler._slicing.__class__ = kind
+    load.scheduler._prefill.__class__ = kind
     quiet = float(np.median(load.gaps(50)))
     load.gaps(awaited=load.add(LONG, 1))
     begin = load.worker.now

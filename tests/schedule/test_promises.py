@@ -49,7 +49,7 @@ class GivesWay(RunningRequests):
 @pytest.mark.parametrize(("kind", "together"), [(RunningRequests, True), (GivesWay, False)])
 def test_nobody_is_admitted_in_a_step_in_which_somebody_gives_way(kind: type, together: bool) -> None:
     drive = Drive(max_batch_tokens=8)
-    drive.scheduler._running.__class__ = kind
+    drive.scheduler.running.__class__ = kind
     drive.add("old", 12, 2)
     drive.add("new", 3, 2)
     drive.run()
@@ -69,7 +69,7 @@ class NeverAsksAgain(Memory):
 @pytest.mark.parametrize(("kind", "is_early"), [(Memory, True), (NeverAsksAgain, False)])
 def test_who_was_refused_is_asked_again_when_pages_that_it_shares_are_there(kind: type, is_early: bool) -> None:
     drive = Drive(num_pages=16, page_size=4, max_batch_tokens=64)
-    drive.scheduler._running.memory.__class__ = kind
+    drive.scheduler.running.memory.__class__ = kind
     drive.add("old", [*range(40)], 20)
     drive.add("new", [*range(36), 1, 1], 2)
     drive.run()
@@ -97,7 +97,7 @@ def test_nobody_is_retracted_for_pages_that_are_on_their_way_back(
     limits: dict[str, Any], requests: tuple[tuple[str, int, int], ...], kind: type, retractions: int
 ) -> None:
     drive = Drive(page_size=4, prefix_cache=False, **limits)
-    drive.scheduler._running.__class__ = kind
+    drive.scheduler.running.__class__ = kind
     for rid, prompt, most in requests:
         drive.add(rid, prompt, most)
     drive.run()
@@ -115,7 +115,7 @@ class CountsAnew(RunningRequests):
 @pytest.mark.parametrize(("kind", "is_first"), [(RunningRequests, True), (CountsAnew, False)])
 def test_cached_tokens_are_those_of_the_first_start_though_the_request_is_retracted(kind: type, is_first: bool) -> None:
     drive = Drive(num_pages=16, page_size=4, max_batch_tokens=64)
-    drive.scheduler._running.__class__ = kind
+    drive.scheduler.running.__class__ = kind
     drive.add("old", 7, 50)
     young = drive.add("young", 40, 20)
     drive.run()

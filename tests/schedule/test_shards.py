@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from random import Random
 from types import MappingProxyType
 from typing import Any
@@ -18,6 +19,7 @@ from sglcore.device.plan import StepPlan
 from sglcore.device.worker import BatchResult, Limits, Ticket
 from sglcore.schedule.data_parallel.dp_loop import Sent, ShardLoop
 from sglcore.schedule.data_parallel.dp_ranks import SLACK, Shards, choose_shard
+from sglcore.schedule.make_loop import make_scheduler
 from sglcore.schedule.request import Request, State
 from sglcore.schedule.request_errors import RequestError
 from sglcore.schedule.request_output import EngineOutput
@@ -105,7 +107,7 @@ class Drive:
     def __init__(self, count: int = 3, loop: type[ShardLoop] = ShardLoop, overlap: bool = True, **limits: Any) -> None:
         self.limits = make_limits(**limits)
         self.worker = Ranks(self.limits, count)
-        self.shards = Shards(self.limits, count, compose=compose)
+        self.shards = Shards(self.limits, count, make=partial(make_scheduler, compose=compose))
         self.loop = loop(self.shards, self.worker, overlap=overlap)
         self.outputs: list[EngineOutput] = []
 
@@ -133,7 +135,7 @@ class Drive:
 
     def holder(self, rid: str) -> int:
         """The index of the shard that holds an unfinished request."""
-        return next(place for place, each in enumerate(self.shards.each) if rid in each._requests)
+        return next(place for place, each in enumerate(self.shards.each) if rid in each.requests)
 
 
 PROPOSING: MappingProxyType[str, Any] = MappingProxyType(

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from sglcore.device.batch import ForwardMode, ScheduleBatch
 from sglcore.device.errors import ConfigError
 from sglcore.schedule.layered_prefill.slice_choice import Slicing
-from sglcore.schedule.layered_prefill.sliced_prompt import SlicedPrompt
 from sglcore.schedule.request import Request
 from sglcore.schedule.result_checks import check_limits
 from sglcore.schedule.running_requests import RunningRequests
 from sglcore.schedule.scheduler import Scheduler
+from sglcore.schedule.sliced_prompt import SlicedPrompt
 from sglcore.schedule.steps_in_flight import BatchRecord
 from tests.schedule.fake_slices import FakeSlicedWorker
 from tests.schedule.fake_worker import FakeMatcher, make_limits, make_params
@@ -182,12 +182,12 @@ class ForgetsWindows(RunningRequests):
 
 
 PLANTED = [
-    (GivesBackAtOnce, "_running", ""),
-    (KeepsWhoLeft, "_running", "held twice"),
-    (AdvancesWhoLeft, "_running", ""),
-    (SkipsALayer, "_slicing", "have run"),
+    (GivesBackAtOnce, "running", ""),
+    (KeepsWhoLeft, "running", "held twice"),
+    (AdvancesWhoLeft, "running", ""),
+    (SkipsALayer, "_prefill", "have run"),
     (AdvancesAtTheFirstSlice, "", ""),
-    (ForgetsWindows, "_running", "window"),
+    (ForgetsWindows, "running", "window"),
 ]
 
 

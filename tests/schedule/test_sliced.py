@@ -8,8 +8,8 @@ import pytest
 
 from sglcore.device.batch import ScheduleBatch
 from sglcore.device.worker import Limits, Ticket
+from sglcore.schedule.make_loop import make_scheduler
 from sglcore.schedule.request import Request, State
-from sglcore.schedule.scheduler import Scheduler
 from sglcore.schedule.step_loop import Loop
 from tests.schedule.fake_slices import FakeSlicedWorker
 from tests.schedule.fake_worker import FakeMatcher, compose, make_limits, make_params
@@ -21,7 +21,7 @@ class Watched(FakeSlicedWorker):
 
     def __init__(self, limits: Limits) -> None:
         super().__init__(limits)
-        self.scheduler = Scheduler(limits, prefix_cache=False, compose=compose)
+        self.scheduler = make_scheduler(limits, prefix_cache=False, compose=compose)
         self.waits = list[tuple[int, bool]]()
 
     def submit(self, batch: ScheduleBatch) -> Ticket:
@@ -99,7 +99,7 @@ def test_who_gives_way_while_its_layers_run_has_computed_nothing_and_comes_back(
     staying, gone = found.add("staying", 8, 2), found.add("gone", length, 2)
     while not found.worker.waits:
         found.loop.step()
-    sliced = found.scheduler._running.sliced
+    sliced = found.scheduler.running.sliced
     assert sliced is not None and sliced.requests == [staying, gone]
     left = False
     for _ in range(400):
@@ -107,7 +107,7 @@ def test_who_gives_way_while_its_layers_run_has_computed_nothing_and_comes_back(
             break
         found.loop.step()
         found.scheduler.audit()
-        if (sliced := found.scheduler._running.sliced) is not None and gone in sliced.released:
+        if (sliced := found.scheduler.running.sliced) is not None and gone in sliced.released:
             left = True
             assert [request for request, _ in sliced.staying] == [staying] and gone.state is State.WAITING
     assert left and found.scheduler.stats().retractions
@@ -140,4 +140,4 @@ def test_the_rest_of_a_long_prompt_is_promised_where_others_have_turns() -> None
     while not found.worker.waits:
         found.loop.step()
     left = 100 - len(long.pages)
-    assert left > 50 and found.scheduler._running._promised() >= left
+    assert left > 50 and found.scheduler.running._promised() >= left

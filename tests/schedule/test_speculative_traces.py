@@ -16,6 +16,7 @@ from sglcore.schedule.batch_builder import BatchBuilder, Chunk
 from sglcore.schedule.cache.prefix_cache import PrefixCache
 from sglcore.schedule.cache.request_pages import Memory
 from sglcore.schedule.decode_rows import DecodeRows
+from sglcore.schedule.make_loop import make_scheduler
 from sglcore.schedule.request import Ints, Request, State
 from sglcore.schedule.request_output import EngineOutput
 from sglcore.schedule.result_checks import check_result
@@ -224,24 +225,24 @@ class PublishesTheBound(Memory):
 
 
 class IgnoresStopsWithinARun(Scheduler):
-    def _take_run(self, request: Request, run: list[int], logprobs: TokenLogprobs | None, start: int) -> EngineOutput:
+    def take_run(self, request: Request, run: list[int], logprobs: TokenLogprobs | None, start: int) -> EngineOutput:
         stops, request.stop_ids = request.stop_ids, request.stop_ids & {run[-1]}
-        output = super()._take_run(request, run, logprobs, start)
+        output = super().take_run(request, run, logprobs, start)
         request.stop_ids = stops
         return output
 
 
 class TakesMoreThanIsLeft(Scheduler):
-    def _take_run(self, request: Request, run: list[int], logprobs: TokenLogprobs | None, start: int) -> EngineOutput:
+    def take_run(self, request: Request, run: list[int], logprobs: TokenLogprobs | None, start: int) -> EngineOutput:
         request.final_seq_len += 1
-        output = super()._take_run(request, run, logprobs, start)
+        output = super().take_run(request, run, logprobs, start)
         request.final_seq_len -= 1
         return output
 
 
 class TakesTheScoresOfTheFirstRow(Scheduler):
-    def _take_run(self, request: Request, run: list[int], logprobs: TokenLogprobs | None, start: int) -> EngineOutput:
-        return super()._take_run(request, run, logprobs, 0)
+    def take_run(self, request: Request, run: list[int], logprobs: TokenLogprobs | None, start: int) -> EngineOutput:
+        return super().take_run(request, run, logprobs, 0)
 
 
 class KeepsWhoIsFinishing(Scheduler):
@@ -324,7 +325,7 @@ class IgnoresLookahead(PrefixCache):
         return tokens[start : start + self.page_size].tobytes()
 
 
-SCHEDULER, RUNNING, ROWS, BUILDER, MEMORY = "", "_running", "_running.rows", "_builder", "_running.memory"
+SCHEDULER, RUNNING, ROWS, BUILDER, MEMORY = "", "running", "running.rows", "_builder", "running.memory"
 MUTANTS = (
     (HasTheBoundOfHeadDrafting, RUNNING, "proposals without cells"),
     (HasTheBoundOfOneToken, RUNNING, "proposals without cells"),
@@ -350,7 +351,7 @@ MUTANTS = (
     (SendsTheTokenAfterTheNext, BUILDER, "after a chunk"),
     (SendsTheNextOnlyWithScores, BUILDER, "no tokens after the chunks"),
     (SendsHistoryOnlyToPenalties, BUILDER, "is not complete"),
-    (IgnoresLookahead, "_running.memory.cache", "other following tokens"),
+    (IgnoresLookahead, "running.memory.cache", "other following tokens"),
 )
 
 
@@ -372,7 +373,7 @@ def test_what_is_proposed_after_a_prompt_has_cells_of_its_own() -> None:
     """One KV cell per draft token, but none that the output cannot need."""
     limits = Limits(64, 2, 1, 64, 64, 97, allows_mixed_batches=False, draft_tokens=3)
     for most, wanted in ((20, 8), (2, 6)):
-        scheduler = Scheduler(limits)
+        scheduler = make_scheduler(limits)
         scheduler.add(Request("one", np.arange(5, dtype=np.int32), make_params(most), seed=0))
         batch = scheduler.next_batch()
         assert batch is not None and batch.cell_limits is not None and batch.cell_limits.tolist() == [wanted]

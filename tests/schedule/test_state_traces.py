@@ -110,7 +110,7 @@ class PublishesSnapshotsBeforeCollect(Scheduler):
     def _advance_chunks(self, record: BatchRecord, chunks: list[tuple[Request, int]]) -> None:
         super()._advance_chunks(record, chunks)
         for request, _ in chunks:
-            self._running.memory._publish_snapshots(request, request.num_cells // self.limits.page_size, leaving=False)
+            self.running.memory._publish_snapshots(request, request.num_cells // self.limits.page_size, leaving=False)
 
 
 class SharesPagesWithoutAState(Memory):
@@ -210,8 +210,8 @@ class LosesReplacedPages(PrefixCache):
         return super().replace(node, page) and page
 
 
-BUILDER, RUNNING, MEMORY = "_builder", "_running", "_running.memory"
-SNAPSHOTS, CACHE = "_running.memory.snapshots", "_running.memory.cache"
+BUILDER, RUNNING, MEMORY = "_builder", "running", "running.memory"
+SNAPSHOTS, CACHE = "running.memory.snapshots", "running.memory.cache"
 MUTANTS = (
     (LeavesTheSlotAsItIs, BUILDER, "the state of"),
     (RestoresAtEachChunk, BUILDER, "the state of"),

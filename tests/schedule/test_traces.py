@@ -62,7 +62,7 @@ class PublishesBeforeCollect(Scheduler):
     def _advance_chunks(self, record: BatchRecord, chunks: list[tuple[Request, int]]) -> None:
         super()._advance_chunks(record, chunks)
         for request, _ in chunks:
-            self._running.memory.publish(request, request.num_cells)
+            self.running.memory.publish(request, request.num_cells)
 
 
 class TakesStaleTokens(Scheduler):
@@ -262,7 +262,7 @@ class SharesUnscoredPrompts(Memory):
         return admitted
 
 
-SCHEDULER, RUNNING, BUILDER, MEMORY, CACHE = "", "_running", "_builder", "_running.memory", "_running.memory.cache"
+SCHEDULER, RUNNING, BUILDER, MEMORY, CACHE = "", "running", "_builder", "running.memory", "running.memory.cache"
 MUTANTS = (
     (PublishesBeforeCollect, SCHEDULER, "before its writer is collected"),
     (TakesStaleTokens, SCHEDULER, "outputs and results differ"),

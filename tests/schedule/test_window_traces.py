@@ -187,7 +187,7 @@ class PublishesBeforeCollect(Scheduler):
     def _advance_chunks(self, record: BatchRecord, chunks: list[tuple[Request, int]]) -> None:
         super()._advance_chunks(record, chunks)
         for request, _ in chunks:
-            self._running.memory.publish(request, request.num_cells)
+            self.running.memory.publish(request, request.num_cells)
 
 
 class PublishesWhatFailed(Memory):
@@ -243,7 +243,7 @@ class SendsNoListsToSteadyRows(BatchBuilder):
         return batch
 
 
-BUILDER, RUNNING, MEMORY, WINDOWS = "_builder", "_running", "_running.memory", "_running.memory.windows"
+BUILDER, RUNNING, MEMORY, WINDOWS = "_builder", "running", "running.memory", "running.memory.windows"
 MUTANTS = (
     (FreesAPageEarly, WINDOWS, "sees from"),
     (SeesATokenLess, WINDOWS, "sees from"),

@@ -64,7 +64,7 @@ def test_a_request_that_decodes_holds_the_window_and_the_page_that_it_writes(
     """Plus the pages that another request could continue from, if they lie before the window."""
     drive = make_drive(window=window, prefix_cache=False, lookahead=lookahead)
     most += -(-lookahead // 4)
-    assert drive.scheduler._running.memory.windows.span == most
+    assert drive.scheduler.running.memory.windows.span == most
     drive.add("long", [1, 2], 200)
     held = []
     for _ in range(150):
@@ -237,7 +237,7 @@ def test_kept_window_pages_are_on_their_way_back() -> None:
     drive.add("second", [*SYSTEM[:40], *[2] * 60], 9)
     drive.step()
     drive.scheduler.next_batch()
-    running = drive.scheduler._running
+    running = drive.scheduler.running
     windows = running.memory.windows
     assert windows.kept == 3
     expected = windows.available + windows.kept
@@ -284,7 +284,7 @@ def test_who_begins_with_cached_window_pages_needs_room_for_those_that_it_is_the
     """Of 8 window pages a node holds 3; a hit after the third KV page sees two of them, and a list
     has at most 3."""
     drive = make_drive(num_window_pages=8, max_batch_tokens=12)
-    memory = drive.scheduler._running.memory
+    memory = drive.scheduler.running.memory
     run_one(drive, "a", SYSTEM[:12])
     path = memory.cache.match(np.array(SYSTEM[:13], dtype=np.int32))
     for index in range(users):
@@ -358,7 +358,7 @@ def test_a_state_and_a_window_are_shared_where_both_are() -> None:
 def test_the_deepest_state_that_has_its_window_is_gone_on_from() -> None:
     """There is a state after page 4 but its window is missing; after page 6 there is a window but
     no state."""
-    memory = make_drive(keeps_state=True, num_snapshots=16).scheduler._running.memory
+    memory = make_drive(keeps_state=True, num_snapshots=16).scheduler.running.memory
     path = [Node(None, b"", page) for page in range(1, 7)]
     for index in (0, 1, 4, 5):
         path[index].window_page = index + 1

@@ -16,6 +16,7 @@ import pytest
 
 from sglcore.device.worker import Limits, TokenLogprobs
 from sglcore.schedule.cache.window_pages import least_window_pages
+from sglcore.schedule.make_loop import make_scheduler
 from sglcore.schedule.request import Request
 from sglcore.schedule.request_output import EngineOutput
 from sglcore.schedule.scheduler import Scheduler
@@ -164,7 +165,7 @@ def play(trace: Trace, plant: Callable[[Scheduler], None] | None = None) -> Outc
     worker = make_worker(trace.limits, trace.accepts)
     worker.fail_submit, worker.fail_collect = trace.fail_submit, trace.fail_collect
     worker.bad_requests = trace.bad_requests
-    scheduler = Scheduler(trace.limits, prefix_cache=trace.prefix_cache, compose=compose)
+    scheduler = make_scheduler(trace.limits, prefix_cache=trace.prefix_cache, compose=compose)
     if plant is not None:
         plant(scheduler)
     loop = WatchedLoop(scheduler, worker, overlap=trace.overlap)
@@ -250,14 +251,14 @@ def _step(outcome: Outcome, loop: Loop) -> None:
 
 
 def _computing(outcome: Outcome) -> set[Request]:
-    running = outcome.scheduler._running
+    running = outcome.scheduler.running
     return {*running.extending, *running.rows.requests}
 
 
 def _check_promises(outcome: Outcome) -> None:
     """After an admission, the free pages cover the known tokens of all prompts and one step of each
     other running request."""
-    memory, running = outcome.scheduler._running.memory, outcome.scheduler._running
+    memory, running = outcome.scheduler.running.memory, outcome.scheduler.running
     owed = sum(memory.pages_for(request.num_tokens) - len(request.pages) for request in running.extending)
     step = memory.pages_for(1 + 2 * outcome.trace.limits.draft_tokens)
     promised = owed + (len(_computing(outcome)) - 1) * step

@@ -237,8 +237,7 @@ def test_page_table_differences_are_appended_row_by_row() -> None:
     table, desk = ReqToTokenPool(8, 40, 4, "cpu"), Desk()
     for rows in ({2: [1] * 5, 7: [1] * 3}, {7: [1] * 2, 3: [1], 2: [1] * 8}, {3: [1]}):
         found = table.changes(desk.extend(rows))
-        if found is not None:
-            table.write(*map(torch.from_numpy, found))
+        table.apply({name: torch.from_numpy(values) for name, values in found.items()})
     for slot in range(9):
         pages = desk.pages.get(slot, [])
         assert table.page_table[slot].tolist() == pages + [0] * (table.max_pages - len(pages))
@@ -253,7 +252,7 @@ def last_page_fits(kind: type[ReqToTokenPool]) -> bool:
             found = table.changes(desk.extend({1: [1] * (4 * pages)}))
         except ValueError:
             return pages == 5
-        if found is None or found[0].tolist() != [table.max_pages + column for column in range(pages)]:
+        if found["page_entries"].tolist() != [table.max_pages + column for column in range(pages)]:
             return False
     return False
 

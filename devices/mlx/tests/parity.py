@@ -19,6 +19,7 @@ from sglcore.conformance.recording_worker import RecordingWorker
 from sglcore.device.worker import Limits, ModelWorker
 from sglcore.engine.start import start
 from sglcore.sampling.params import SamplingParams
+from sglcore.schedule.make_loop import make_scheduler
 from sglcore.schedule.request import Request
 from sglcore.schedule.scheduler import Scheduler
 from sglcore.schedule.step_loop import Loop
@@ -156,7 +157,7 @@ class Session:
 
     def __init__(self, recorder: RecordingWorker, drive: Drive) -> None:
         recorder.next_scheduler()
-        self.scheduler = Scheduler(narrowed(recorder.limits, drive), prefix_cache=drive.prefix_cache)
+        self.scheduler = make_scheduler(narrowed(recorder.limits, drive), prefix_cache=drive.prefix_cache)
         if drive.scramble is not None:
             scramble_pages(self.scheduler, drive.scramble)
         self.loop = Loop(self.scheduler, recorder, overlap=drive.overlap)
@@ -234,7 +235,7 @@ def narrowed(limits: Limits, drive: Drive) -> Limits:
 
 def scramble_pages(scheduler: Scheduler, seed: int) -> None:
     """Shuffle the order in which pages are allocated."""
-    pool = scheduler._running.memory.pool
+    pool = scheduler.running.memory.pool
     taken = pool.take(pool.free)
     np.random.default_rng(seed).shuffle(taken)
     pool.give(taken)

@@ -14,8 +14,8 @@ import pytest
 
 from devices.mlx.tests.running import running
 from sglcore.sampling.params import SamplingParams
+from sglcore.schedule.make_loop import make_scheduler
 from sglcore.schedule.request import Request
-from sglcore.schedule.scheduler import Scheduler
 from sglcore.schedule.step_loop import Loop
 from sglcore_mlx.speculative.stepper import SpeculativeStepper
 from sglcore_mlx.stepper import Stepper
@@ -27,7 +27,7 @@ CELLS = 96 << 20
 def bytes_beside(built: Mapping[str, Any], prompts: int) -> int:
     """Return the peak of bytes allocated in addition to those before the first step, while prompts
     run to their end with overlap."""
-    scheduler = Scheduler(built["worker"].limits)
+    scheduler = make_scheduler(built["worker"].limits)
     rng = np.random.default_rng(5)
     for number in range(prompts):
         params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)

@@ -12,8 +12,8 @@ import numpy as np
 from devices.mlx.tests.metal_on_host import RUNS_HERE, Host
 from devices.mlx.tests.running import running
 from sglcore.sampling.params import SamplingParams
+from sglcore.schedule.make_loop import make_scheduler
 from sglcore.schedule.request import Request
-from sglcore.schedule.scheduler import Scheduler
 from sglcore.schedule.step_loop import Loop
 from sglcore_mlx.attention.paged import MetalAttention
 from sglcore_mlx.speculative.stepper import SpeculativeStepper
@@ -35,7 +35,7 @@ def run(host: Host | None, tokens: int | None = None) -> list[Request]:
             kind = Stepper if tokens is None else partial(SpeculativeStepper, tokens=tokens)
             make = partial(kind, model, attention, built["pools"], sizes, compiles=False)
             worker._stepper = built["stream_thread"].call(make)
-        scheduler = Scheduler(worker.limits)
+        scheduler = make_scheduler(worker.limits)
         rng, requests = np.random.default_rng(2), []
         for number, length in enumerate((5, 40, 17)):
             drawn: dict[str, Any] = {"temperature": 0.0, "max_tokens": 6}

@@ -9,8 +9,8 @@ import pytest
 
 from devices.mlx.tests.running import running
 from sglcore.sampling.params import SamplingParams
+from sglcore.schedule.make_loop import make_scheduler
 from sglcore.schedule.request import Request
-from sglcore.schedule.scheduler import Scheduler
 from sglcore.schedule.step_loop import Loop
 from sglcore_mlx import stepper
 from sglcore_mlx.inputs import DecodeInputs
@@ -23,7 +23,7 @@ def run(sampling: dict[str, Any], overlap: bool = True, **settings: Any) -> tupl
     of the steps."""
     with running(dtype="float32", **settings) as built:
         worker, paths = built["worker"], set()
-        scheduler = Scheduler(worker.limits)
+        scheduler = make_scheduler(worker.limits)
         loop = Loop(scheduler, worker, overlap=overlap)
         rng = np.random.default_rng(11)
         requests = []

@@ -41,6 +41,7 @@ from sglcore.conformance.mutants.mutants_worker import (
 from sglcore.conformance.recording_worker import RecordingWorker
 from sglcore.device.batch import ScheduleBatch
 from sglcore.sampling.params import SamplingParams
+from sglcore.schedule.make_loop import make_scheduler
 from sglcore.schedule.request import Request
 from sglcore.schedule.scheduler import Scheduler
 from sglcore.schedule.scheduler_stats import SchedulerStats
@@ -134,7 +135,7 @@ def make_request(place: int, arrival: Arrival, leader: Request | None = None) ->
 def play(recorder: RecordingWorker, life: Life, *, overlap: bool) -> Lived:
     """Run a trace to its end, counting all pages and slots after every step."""
     recorder.next_scheduler()
-    scheduler = Scheduler(narrowed(recorder.limits, life.drive), prefix_cache=life.drive.prefix_cache)
+    scheduler = make_scheduler(narrowed(recorder.limits, life.drive), prefix_cache=life.drive.prefix_cache)
     loop = Loop(scheduler, recorder, overlap=overlap)
     requests: list[Request] = []
     for place, arrival in enumerate(life.arrivals):

@@ -80,7 +80,7 @@ class Spoiler:
 
     def __call__(self, scheduler: Scheduler, step: int) -> None:
         """After a step that was collected."""
-        free = set(scheduler._running.memory.windows._pool.free_pages())
+        free = set(scheduler.running.memory.windows._pool.free_pages())
         freed, self._free = free - self._free, free
         if freed:
             self._spoil(freed)

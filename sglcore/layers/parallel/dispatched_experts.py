@@ -12,7 +12,7 @@ from torch import Tensor
 from sglcore.checkpoint.model_config import MoeConfig
 from sglcore.layers.build_scope import Scope
 from sglcore.layers.moe import Routing
-from sglcore.layers.parallel.rank_part import Cut, Range
+from sglcore.layers.rank_part import Cut, Range
 from sglcore.runtime.kernels.table import KernelTable
 from sglcore.runtime.parallel.expert_dispatch import Dispatcher
 from sglcore.runtime.parallel.expert_placement import Placement, in_order

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from sglcore.checkpoint.model_config import EXPERT_PARTS
-from sglcore.layers.parallel.rank_part import Range
+from sglcore.layers.rank_part import Range
 from sglcore.runtime.kernels.mxfp4 import GROUP
 
 CutTensor = Callable[..., None]

@@ -46,7 +46,7 @@ from sglcore.layers.parallel.parallel_roles import (
     sections,
 )
 from sglcore.layers.parallel.parallel_vocab import SharedEmbedding, SharedHead
-from sglcore.layers.parallel.rank_part import Cut, Range, clipped
+from sglcore.layers.rank_part import Cut, Range, clipped
 from sglcore.layers.recurrent_layers import GatedDeltaNet, Mamba2, Rows, ShortConv
 from sglcore.layers.torch_layers import Build
 from sglcore.runtime.kernels.mxfp4 import GROUP

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from sglcore.layers.linear import Embedding, Head
-from sglcore.layers.parallel.rank_part import Range
+from sglcore.layers.rank_part import Range
 from sglcore.runtime.forward_batch import ForwardBatch
 from sglcore.runtime.parallel.process_group import AnyGroup
 

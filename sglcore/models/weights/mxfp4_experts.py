@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sglcore.checkpoint.safetensors_header import Entry
 from sglcore.device.errors import CheckpointError
-from sglcore.layers.parallel.rank_part import Cut
+from sglcore.layers.rank_part import Cut
 from sglcore.models.weights.quantized_weight import Stored
 from sglcore.models.weights.safetensors_file import SafetensorsFile
 from sglcore.runtime.kernels.mxfp4 import GROUP, dequantized

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from sglcore.layers.parallel.rank_part import Cut
+from sglcore.layers.rank_part import Cut
 from sglcore.models.weights.quantized_weight import QuantizedWeight, Stored
 
 

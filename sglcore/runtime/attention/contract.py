@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast, final
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, cast, final
 
 from torch import Tensor
 
@@ -18,10 +18,11 @@ from sglcore.runtime.memory.kv_rows import ROWS
 from sglcore.runtime.memory.pools import CELL_MAJOR
 
 if TYPE_CHECKING:
+    from sglcore.device.batch import ScheduleBatch
     from sglcore.runtime.attention.layer import Attention
-    from sglcore.runtime.hisparse.hisparse_coordinator import HiSparseCoordinator
     from sglcore.runtime.kernels.table import KernelTable
     from sglcore.runtime.memory.pools import KVPool, ReqToTokenPool, TokenToKVPool
+    from sglcore.step.hisparse_config import StepSwaps
 
 
 class Unavailable(ImportError):
@@ -99,6 +100,25 @@ HostUpdate = object
 """Values that a replay must patch into the graph. Only the vendor's graph backend reads them."""
 
 
+class RowsOnHost(Protocol):
+    """Brings rows of a pool in host memory to attention on the device.
+
+    Attention reads a plan with `rows_read`; only the backends with that feature know its type.
+    """
+
+    def plan(self, batch: ForwardBatch) -> Any:
+        """Return the host rows of one forward, and start the first copies of a prefill."""
+        ...
+
+    def capture_plan(self, num_tokens: int) -> Any:
+        """Return the plan of any decode step of `num_tokens` tokens."""
+        ...
+
+    def count(self, batch: ScheduleBatch) -> StepSwaps[Tensor]:
+        """Return the swap statistics of the step that was just queued. Does not wait."""
+        ...
+
+
 class AttentionBackend(ABC, Generic[Plan]):
     """Attention of every layer over the paged pool. The constructor receives everything it uses."""
 
@@ -112,7 +132,7 @@ class AttentionBackend(ABC, Generic[Plan]):
         kernels: KernelTable,
         hisparse: Any = None,
     ) -> None:
-        """`hisparse` is a `HiSparseCoordinator` or None, for backends with that feature.
+        """`hisparse` is a `RowsOnHost` or None, for backends with that feature.
 
         Raises ConfigError if the facts do not name the layout of the pool.
         """
@@ -130,7 +150,7 @@ class AttentionBackend(ABC, Generic[Plan]):
         # A backend knows the storage of each layout that its facts name.
         self.token_to_kv_pool: Any = token_to_kv_pool
         self.kernels = kernels
-        self.hisparse: HiSparseCoordinator | None = hisparse
+        self.hisparse: RowsOnHost | None = hisparse
 
     @property
     def parts(self) -> tuple[AttentionBackend[Any], ...]:

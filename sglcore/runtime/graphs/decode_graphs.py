@@ -6,7 +6,6 @@ The plan of a bucket is refreshed in place before each replay.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -23,32 +22,22 @@ from sglcore.runtime.graphs.graph_policy import (
     generation,
     read_host_arrays,
 )
-from sglcore.runtime.overlap.captured_micro_batches import CapturedHalves
-
-if TYPE_CHECKING:
-    from sglcore.runtime.overlap.micro_batches import Halves
+from sglcore.runtime.split_forward import CapturedSplit, SplitForward
 
 
 @dataclass(frozen=True, slots=True)
 class CapturedBucket:
     """A graph with everything that it reads.
 
-    These are the static batch view and the plan, or the plans of two micro-batches. `generation`
-    has the generations of the pools at capture.
+    These are the static batch view and the plan, or two micro-batches with their plans.
+    `generation` has the generations of the pools at capture.
     """
 
     batch: ForwardBatch
-    plan: AttentionPlan | CapturedHalves
+    plan: AttentionPlan | None
+    halves: CapturedSplit | None
     generation: tuple[int, int]
     step: CapturedStep
-
-
-def _refresh(
-    attention: AttentionBackend, plan: AttentionPlan | CapturedHalves, batch: ForwardBatch
-) -> HostUpdate | None:
-    if isinstance(plan, CapturedHalves):
-        return plan.refresh(batch)
-    return attention.refresh(plan, batch)
 
 
 class DecodeGraphs(SizedGraphs[CapturedBucket]):
@@ -62,7 +51,7 @@ class DecodeGraphs(SizedGraphs[CapturedBucket]):
         forward: Forward,
         buckets: tuple[int, ...],
         needs_host_lengths: bool = False,
-        halves: Halves | None = None,
+        halves: SplitForward | None = None,
     ) -> None:
         """`needs_host_lengths`: a replay needs lengths on the host.
 
@@ -75,7 +64,7 @@ class DecodeGraphs(SizedGraphs[CapturedBucket]):
     @property
     def in_halves(self) -> tuple[int, ...]:
         """The captured sizes with graphs of two micro-batches."""
-        return tuple(size for size in self.sizes if isinstance(self._captured[size].plan, CapturedHalves))
+        return tuple(size for size in self.sizes if self._captured[size].halves is not None)
 
     def can_run(self, batch: ForwardBatch) -> bool:
         """Return whether there is a bucket and the graph reads all inputs.
@@ -104,7 +93,7 @@ class DecodeGraphs(SizedGraphs[CapturedBucket]):
         self.registry.fill_from(batch, FillContext(batch.batch_size, size, batch.num_tokens, size))
         carry_host_arrays(batch, captured.batch)
         captured.batch.width = batch.width
-        update = _refresh(attention, captured.plan, captured.batch)
+        update = _refresh(attention, captured.plan, captured.halves, captured.batch)
         with forward_context(replace(self._context, batch=captured.batch)):
             output = captured.step.replay(update)
         return output[: batch.num_tokens]
@@ -112,17 +101,24 @@ class DecodeGraphs(SizedGraphs[CapturedBucket]):
     def _capture(self, size: int) -> CapturedBucket:
         attention, batch = self._context.attn_backend, self._static_batch(size, size, ForwardMode.DECODE)
         read_host_arrays(batch)
-        plan = self._plan(size)
-        _refresh(attention, plan, batch)
+        halves = None if self._halves is None else self._halves.captured(size)
+        plan = attention.capture_plan(Bucket(size, size)) if halves is None else None
+        _refresh(attention, plan, halves, batch)
         context = replace(self._context, batch=batch)
-        if isinstance(plan, CapturedHalves):
-            step = self.backend.capture(lambda: plan.forward(self._forward, context, batch))
-            return CapturedBucket(batch, plan, generation(self._context), step)
+        if halves is not None:
+            step = self.backend.capture(lambda: halves.forward(self._forward, context, batch))
+            return CapturedBucket(batch, None, halves, generation(self._context), step)
+        assert plan is not None
         batch.mark_forward_metadata_ready(plan)
         with forward_context(context):
             step = self.backend.capture(lambda: self._forward(batch))
-        return CapturedBucket(batch, plan, generation(self._context), step)
+        return CapturedBucket(batch, plan, None, generation(self._context), step)
 
-    def _plan(self, size: int) -> AttentionPlan | CapturedHalves:
-        found = None if self._halves is None else CapturedHalves.of(self._halves, size)
-        return self._context.attn_backend.capture_plan(Bucket(size, size)) if found is None else found
+
+def _refresh(
+    attention: AttentionBackend, plan: AttentionPlan | None, halves: CapturedSplit | None, batch: ForwardBatch
+) -> HostUpdate | None:
+    if halves is not None:
+        return halves.refresh(batch)
+    assert plan is not None
+    return attention.refresh(plan, batch)

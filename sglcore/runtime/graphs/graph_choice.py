@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from sglcore.config.engine_config import EngineConfig
 from sglcore.device.errors import ConfigError
@@ -22,8 +22,13 @@ from sglcore.runtime.model_runner import ModelRunner
 from sglcore.runtime.streams import Streams
 from sglcore.step.sizing import size_text
 
-if TYPE_CHECKING:
-    from sglcore.runtime.parallel.rank_groups import Groups
+
+class RanksInGraphs(Protocol):
+    """The communication groups of a rank, as far as graphs are concerned."""
+
+    def reason_against_graphs(self, kind: str) -> str:
+        """Return why the ranks cannot replay steps as this kind of graph; empty if they can."""
+        ...
 
 
 def make_backend(
@@ -33,7 +38,7 @@ def make_backend(
     streams: Streams,
     attn_backend: AttentionBackend,
     ledger: DecisionLedger,
-    groups: Groups | None = None,
+    groups: RanksInGraphs | None = None,
 ) -> GraphBackend | None:
     """Return the configured graph mechanism, or the device's own.
 
@@ -58,22 +63,12 @@ def make_backend(
     return resolve(package.graphs[kind], package.name)(facts, streams)
 
 
-def reason_of_ranks(groups: Groups | None, kind: str) -> str:
+def reason_of_ranks(groups: RanksInGraphs | None, kind: str) -> str:
     """Return why several ranks cannot replay steps as this kind of graph.
 
     Empty if they can, and for one rank.
     """
-    if groups is None:
-        return ""
-    if groups.place.topology.dp > 1:
-        return "data-parallel shards have different rows in each step, and do not agree on a graph"
-    if groups.has_experts_whole and not (groups.dispatch.is_fixed and groups.communication.in_graphs):
-        return f"rows go to their experts over {groups.communication.backend}, and no {kind} graph can contain that"
-    if groups.tp.goes_into(kind):
-        return ""
-    return (
-        f"sums of ranks over {groups.communication.backend} run between kernels, and no {kind} graph can contain them"
-    )
+    return "" if groups is None else groups.reason_against_graphs(kind)
 
 
 def _reason_against(facts: Facts, attn_backend: AttentionBackend) -> str:

@@ -14,22 +14,17 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from sglcore.runtime.hisparse.hisparse_staging import Copies, Staged, StagingRooms, plan_parts
-from sglcore.runtime.memory.kv_rows import swapped_rows
+from sglcore.runtime.attention.sparse.host_rows import ALL, HostRows
+from sglcore.runtime.hisparse.hisparse_staging import Copies, StagingRooms, plan_parts
 from sglcore.step.hisparse_config import StepSwaps
 
 if TYPE_CHECKING:
     from sglcore.device.batch import ScheduleBatch
-    from sglcore.runtime.attention.layer import Attention
     from sglcore.runtime.forward_batch import ForwardBatch
     from sglcore.runtime.hisparse.hisparse_shape import SwapShape
     from sglcore.runtime.kernels.table import KernelTable
     from sglcore.runtime.memory.kv_rows import RowPool
     from sglcore.runtime.memory.pools import ReqToTokenPool
-
-HISPARSE = "hisparse"
-"""The feature that layers with rows in host memory need from a backend."""
-ALL = slice(None)
 
 
 @dataclass(slots=True)
@@ -61,10 +56,6 @@ class Swapped:
         """
         assert self.copies is not None
         yield ALL, self.hisparse.load(layer_id, self.copies)
-
-
-HostRows = Swapped | Staged
-"""Where a forward finds rows in host memory; `table` and `owners` say how its choices name them."""
 
 
 class HiSparseCoordinator:
@@ -155,19 +146,3 @@ class HiSparseCoordinator:
         Does not wait.
         """
         self._held[:, slots] = -1
-
-
-def rows_read(host: HostRows | None, layer: Attention, rows: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """Yield parts of the tokens, each with the tensor of rows that it reads in a layer.
-
-    That is `rows`, for all tokens, if the rows are on the device; otherwise the tensors of `host`.
-    """
-    if host is None or swapped_rows(layer.rows) is None:
-        yield ALL, rows
-    else:
-        yield from host.read(layer.layer_id)
-
-
-def names_of(host: HostRows | None) -> tuple[Tensor, Tensor] | None:
-    """Return the `named` parameter of `choose_rows`."""
-    return None if host is None else (host.table, host.owners)

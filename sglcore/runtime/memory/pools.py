@@ -43,8 +43,11 @@ def pages_of(max_model_len: int, page_size: int) -> int:
 class ReqToTokenPool:
     """The page table: the pages of each slot's tokens.
 
-    `page_table` int32[slots + 1, pages per request] is on the device.
+    `page_table` int32[slots + 1, pages per request] is on the device. A `SlotTable`.
     """
+
+    names: ClassVar[tuple[str, str]] = ("page_entries", "new_pages")
+    """The names of the changed entries and of their pages among a step's arrays."""
 
     def __init__(self, max_requests: int, max_model_len: int, page_size: int, device: str) -> None:
         self.page_size = page_size
@@ -56,22 +59,28 @@ class ReqToTokenPool:
         """Tokens that a slot can hold."""
         return self.max_pages * self.page_size
 
-    def changes(self, batch: ScheduleBatch) -> tuple[NDArray[np.int32], NDArray[np.int32]] | None:
+    def changes(self, batch: ScheduleBatch) -> Mapping[str, NDArray[np.int32]]:
         """Return the page-table changes of a step: flat entries int32[N], and pages int32[N].
 
-        None if there are none. Raises ValueError if a request has more pages than its row holds.
+        Empty if there are none. Raises ValueError if a request has more pages than its row holds.
         """
         entries = self._new_entries(batch)
         if entries is None:
-            return None
+            return {}
         slots, columns, pages = entries
         most = int(columns.max()) + 1
         if most > self.max_pages:
             raise ValueError(f"a row of step {batch.step} has {most} pages, its slot holds {self.max_pages}")
-        return slots * np.int32(self.max_pages) + columns, pages
+        return dict(zip(self.names, (slots * np.int32(self.max_pages) + columns, pages), strict=True))
+
+    def apply(self, arrived: Mapping[str, Tensor]) -> None:
+        """Write the result of `changes`, once it is on the device. Does not wait."""
+        entries, pages = self.names
+        if pages in arrived:
+            self.write(arrived[entries], arrived[pages])
 
     def write(self, entries: Tensor, pages: Tensor) -> None:
-        """Write the result of `changes`, once it is on the device. Does not wait."""
+        """Write pages int32[N] at flat entries int32[N] of the table. Does not wait."""
         self.page_table.view(-1).scatter_(0, entries, pages)
 
     def _new_entries(self, batch: ScheduleBatch) -> Entries | None:
@@ -83,6 +92,8 @@ class WindowTable(ReqToTokenPool):
 
     A slot's first page is the one that holds the token `ScheduleBatch.window_starts`.
     """
+
+    names: ClassVar[tuple[str, str]] = ("window_entries", "window_pages")
 
     def __init__(self, max_requests: int, window: int, max_batch_tokens: int, page_size: int, device: str) -> None:
         """Size a slot for what a step of `max_batch_tokens` tokens sees, at any page alignment."""

@@ -80,7 +80,7 @@ class StatePool:
     """One tensor [1 + max_requests + num_snapshots, *shape] for each layer and name.
 
     Row s is the state of slot s, row max_requests + n is snapshot n. `generation` changes when an
-    address changes.
+    address changes. A `SlotTable`.
     """
 
     def __init__(
@@ -111,13 +111,13 @@ class StatePool:
         return self._states[layer_id]
 
     def changes(self, batch: ScheduleBatch) -> dict[str, NDArray]:
-        """Return the rows that a step moves, for `copy_in` and `copy_out` on the device."""
+        """Return the rows that a step moves, for `apply` and `copy_out` on the device."""
         moves = state_moves(batch, self._max_requests)
         if self._poison:
             moves |= {"state_entering": slots} if len(slots := entering_slots(batch)) else {}
         return moves
 
-    def copy_in(self, arrived: Mapping[str, Tensor]) -> None:
+    def apply(self, arrived: Mapping[str, Tensor]) -> None:
         """Zero or restore the slots named by `changes`, before the forward. Does not wait."""
         entering, zeroed = arrived.get("state_entering"), arrived.get("state_zeroed")
         for state in self._tensors():

@@ -5,8 +5,7 @@ Each has its own plan, workspace and context.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -14,14 +13,13 @@ import torch
 from torch import Tensor
 
 from sglcore.device.plan import StepPlan
-from sglcore.runtime.attention.contract import AttentionBackend
+from sglcore.runtime.attention.contract import AttentionBackend, AttentionPlan, Bucket
 from sglcore.runtime.batch_split import filter_batch, refusal
 from sglcore.runtime.forward_batch import ForwardBatch
 from sglcore.runtime.forward_context import ForwardContext, forward_context
 from sglcore.runtime.overlap.interleave import take_turns
+from sglcore.runtime.split_forward import Forward
 from sglcore.step.micro_batch_cut import CutTerms
-
-Model = Callable[[ForwardBatch], Tensor]
 
 
 class Halves:
@@ -61,7 +59,7 @@ class Halves:
             return None
         return plan.cuts[plan.shard]
 
-    def run(self, model: Model, context: ForwardContext, batch: ForwardBatch, cut: int) -> Tensor:
+    def run(self, model: Forward, context: ForwardContext, batch: ForwardBatch, cut: int) -> Tensor:
         """Return hidden states [T, H] of a batch split after `cut` tokens.
 
         `context` is common to both micro-batches. Does not wait for the device. An exception in one
@@ -72,6 +70,18 @@ class Halves:
             part.mark_forward_metadata_ready(backend.plan(part))
         return self.forward(model, context, parts)
 
+    def captured(self, size: int) -> CapturedHalves | None:
+        """Return the micro-batches of decodes with `size` rows, with plans for a capture.
+
+        None if these run whole.
+        """
+        cut = self.terms.of_decode(size)
+        if not cut:
+            return None
+        first, second = self.backends
+        plans = first.capture_plan(Bucket(cut, cut)), second.capture_plan(Bucket(size - cut, size - cut))
+        return CapturedHalves(self, cut, plans)
+
     def parts(self, batch: ForwardBatch, cut: int) -> tuple[ForwardBatch, ForwardBatch]:
         """Return the two micro-batches, without plans."""
         first, second = filter_batch(batch, 0, cut), filter_batch(batch, cut, batch.num_tokens)
@@ -80,7 +90,7 @@ class Halves:
             first.step_plan, second.step_plan = plan.halves()
         return first, second
 
-    def forward(self, model: Model, context: ForwardContext, parts: tuple[ForwardBatch, ForwardBatch]) -> Tensor:
+    def forward(self, model: Forward, context: ForwardContext, parts: tuple[ForwardBatch, ForwardBatch]) -> Tensor:
         """Return hidden states [T, H] of two planned micro-batches."""
         contexts = [
             replace(context, attn_backend=backend, batch=part)
@@ -93,6 +103,38 @@ class Halves:
         return torch.cat(take_turns(first, second, stagger))
 
 
-def _forward(model: Model, context: ForwardContext, part: ForwardBatch) -> Tensor:
+@dataclass(frozen=True, slots=True)
+class CapturedHalves:
+    """The two micro-batches of one bucket: where it is split, and the plan of each."""
+
+    halves: Halves
+    cut: int
+    plans: tuple[AttentionPlan, AttentionPlan]
+
+    def refresh(self, batch: ForwardBatch) -> None:
+        """Update both plans for a captured batch before a replay.
+
+        Raises TypeError for a backend with graph updates: a graph takes one.
+        """
+        parts = self.halves.parts(batch, self.cut)
+        backend: Any
+        for backend, plan, part in zip(self.halves.backends, self.plans, parts, strict=True):
+            if backend.refresh(plan, part) is not None:
+                raise TypeError(
+                    f"{type(backend).__name__} updates captured graphs, which cannot hold two micro-batches"
+                )
+
+    def forward(self, model: Forward, context: ForwardContext, batch: ForwardBatch) -> Tensor:
+        """Return hidden states [T, H] of the captured batch. Runs inside the capture.
+
+        The number of real rows of each micro-batch is computed on the device.
+        """
+        parts = self.halves.parts(batch, self.cut)
+        for part, plan in zip(parts, self.plans, strict=True):
+            part.mark_forward_metadata_ready(plan)
+        return self.halves.forward(model, context, parts)
+
+
+def _forward(model: Forward, context: ForwardContext, part: ForwardBatch) -> Tensor:
     with forward_context(context):
         return model(part)

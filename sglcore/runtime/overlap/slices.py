@@ -21,15 +21,19 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from sglcore.device.batch import ScheduleBatch
+from sglcore.device.worker import Ticket
 from sglcore.runtime.attention.contract import AttentionBackend
 from sglcore.runtime.forward_batch import ForwardBatch
 from sglcore.runtime.forward_context import forward_context
 from sglcore.runtime.model_runner import ModelRunner
 from sglcore.runtime.staging import StagedArrays
 from sglcore.runtime.streams import Streams, entered
+from sglcore.runtime.tp_worker import TpModelWorker
+from sglcore.sampling.state import SampledTokens
 from sglcore.step.compute_shares import share
-from sglcore.step.emitting_rows import RowPlan
+from sglcore.step.emitting_rows import RowPlan, plan_rows
 from sglcore.step.sampling_arrays import SamplingInputs
+from sglcore.step.step_output import StepOutput
 
 
 class SlicedModel(Protocol):
@@ -183,3 +187,48 @@ class Passed:
         """Wait for the stream to reach the event; return no tokens."""
         self._event.synchronize()
         return [np.zeros(0, dtype=np.int32), np.zeros(0, dtype=bool)]
+
+
+class SliceSteps:
+    """The steps of a worker that run some layers of a prefill."""
+
+    def __init__(self, slices: Slices) -> None:
+        self.slices = slices
+
+    def start(self, worker: TpModelWorker, batch: ScheduleBatch) -> Ticket | None:
+        """Run some layers of the open prefill on the current stream; the last slice samples.
+
+        The batch that runs the first layers opens the prefill. Any other batch with prefill rows
+        drops the open one, and None is returned. Does not wait.
+        """
+        if batch.layers is None:
+            if not batch.forward_mode.is_decode:
+                self.slices.forget()
+            return None
+        (first, last), states = batch.layers.tolist(), worker.runner.state_pool
+        if first == 0:
+            self._open(worker, batch)
+        prompt, hidden = self.slices.run(first, last)
+        path = f"layers {first} to {last}"
+        if hidden is None:
+            silent = batch, prompt.staged, prompt.arrays, _silent(prompt, path)
+            return worker.issue(*silent, self.slices.end(), is_counted=False)
+        arrived = {} if prompt.arrays is None else prompt.arrays.arrived
+        if states is not None:
+            states.copy_out(arrived)
+        tokens, scores = worker.sampling.run(prompt.host, prompt.staged, prompt.rows, hidden, prompt.inputs, arrived)
+        return worker.issue(batch, prompt.staged, prompt.arrays, StepOutput(prompt.rows, path, tokens, scores))
+
+    def _open(self, worker: TpModelWorker, batch: ScheduleBatch) -> None:
+        self.slices.forget()
+        rows = plan_rows(batch)
+        inputs = worker.sampling.inputs(batch, rows)
+        staged, arrays = worker.stage(batch, inputs)
+        self.slices.open(batch, rows, staged, arrays, inputs)
+
+
+def _silent(prompt: OpenPrompt, path: str) -> StepOutput[Tensor]:
+    """Return the output of a slice that samples nothing."""
+    device = prompt.staged.input_ids.device
+    ids, bad = (torch.zeros(0, dtype=dtype, device=device) for dtype in (torch.int32, torch.bool))
+    return StepOutput(RowPlan.silent(), path, SampledTokens(ids, bad))

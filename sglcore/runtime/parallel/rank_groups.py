@@ -42,6 +42,17 @@ class Groups:
         """True if each rank holds some experts whole, False if it holds a part of every expert."""
         return self.ep.size > 1
 
+    def reason_against_graphs(self, kind: str) -> str:
+        """Return why the ranks cannot replay steps as this kind of graph; empty if they can."""
+        backend = self.communication.backend
+        if self.place.topology.dp > 1:
+            return "data-parallel shards have different rows in each step, and do not agree on a graph"
+        if self.has_experts_whole and not (self.dispatch.is_fixed and self.communication.in_graphs):
+            return f"rows go to their experts over {backend}, and no {kind} graph can contain that"
+        if self.tp.goes_into(kind):
+            return ""
+        return f"sums of ranks over {backend} run between kernels, and no {kind} graph can contain them"
+
     def close(self) -> None:
         """Leave all groups. Idempotent."""
         self.tp.close()

@@ -85,14 +85,15 @@ def make_speculative_worker(
     limits: Limits,
     facts: Facts,
     draft_heads: Sequence[ModelRunner] = (),
+    is_agreed: bool = False,
 ) -> SpeculativeWorker:
     """Return the worker that verifies draft tokens in its decode steps.
 
+    `is_agreed`: data-parallel shards agree on the number of draft tokens of each step.
     A step has decode rows or prefill rows, never both. If a forward needs host lengths, or the host
     proposes tokens, each step waits for the one before.
     """
     from_host = speculation.kind == SUFFIX
-    is_agreed = runner.groups is not None and runner.groups.place.topology.dp > 1
     slots = limits.max_requests + 1
     drafter = make_drafter(speculation, draft_runner, facts.needs_host_lengths, draft_heads, slots)
     limits = replace(

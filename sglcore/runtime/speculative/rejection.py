@@ -158,7 +158,7 @@ class RejectionWorker(SpeculativeWorker):
         """
         self._laws = laws
         super().__init__(*given)
-        self.rule = rule(self._sampling.sampler)
+        self.rule = rule(self.sampling.sampler)
 
     def _place(self, staged: ForwardBatch, rows: VerifiedRows, nodes: Tensor | None) -> None:
         super()._place(staged, rows, None)
@@ -178,7 +178,7 @@ class RejectionWorker(SpeculativeWorker):
         lengths = self._lengths.index_select(0, rows.slots)
         chain = Chain(proposals, offered.to(torch.int32).cumprod(1) > 0, lengths, laws)
         processed = self.rule.sampler.process(logits, state).view(-1, width, logits.shape[1])
-        accepted, tokens, bad = self.rule.verify(processed, self._sampling.state_of_requests(width), chain)
+        accepted, tokens, bad = self.rule.verify(processed, self.draft_sampling.state_of_requests(width), chain)
         accepted, tokens = self.rule.sampler.decided(accepted, tokens)
         sampled = self._sampled(chain, logits, state.needs.top_logprobs, accepted[:, None].long(), tokens, bad)
         first = torch.arange(0, logits.shape[0], width, dtype=torch.int32, device=logits.device)
@@ -201,7 +201,7 @@ class RejectionWorker(SpeculativeWorker):
     def _drafting(self, width: int, slots: Tensor, lengths: Tensor) -> DrawDraft:
         if self._laws is None:
             return super()._drafting(width, slots, lengths)
-        return self.rule.drafting(self._sampling.state_of_requests(width), slots, lengths, self._laws)
+        return self.rule.drafting(self.draft_sampling.state_of_requests(width), slots, lengths, self._laws)
 
     def _propose(self, rows: DraftRows) -> None:
         super()._propose(rows)

@@ -24,7 +24,7 @@ from sglcore.runtime.memory.geometry import layer_shapes
 from sglcore.runtime.memory.make_pools import Pools, make_rows
 from sglcore.runtime.memory.pools import PER_HEAD, PoolKind
 from sglcore.runtime.memory.read_only import ReadOnlyPool
-from sglcore.runtime.model_runner import Model, ModelRunner
+from sglcore.runtime.model_runner import Extensions, Model, ModelRunner
 from sglcore.runtime.speculative.refused_combinations import ALL, HOST_ROWS, reason_against
 from sglcore.runtime.speculative.speculation_choice import (
     DRAFT_LOADER,
@@ -161,6 +161,7 @@ def draft_heads(
     streams: Streams,
     speculation: Speculation | None,
     draft_runner: ModelRunner | None,
+    groups: Groups | None = None,
 ) -> tuple[ModelRunner, ...]:
     """Return a runner for each further layer of a draft with one token per layer.
 
@@ -172,11 +173,11 @@ def draft_heads(
     model: Any = speculation.draft
     made = list[ModelRunner]()
     for head in model.heads[1:]:
-        each = beside(draft_runner, head, config, facts)
+        each = of_head(draft_runner, head)
         if draft_runner.graphs is not None:
             # The ledger rows of the first layer hold for all.
             unsaid, told = DecisionLedger(), partial(progress, "capturing graphs")
-            backend = make_backend(config, package, facts, streams, each.attn_backend, unsaid, each.groups)
+            backend = make_backend(config, package, facts, streams, each.attn_backend, unsaid, groups)
             assert backend is not None
             widths = speculation.shape_of(speculation.draft).widths
             each.graphs = capture(config, facts, backend, each, unsaid, told, widths)
@@ -184,21 +185,20 @@ def draft_heads(
     return tuple(made)
 
 
-def beside(runner: ModelRunner, model: Model, config: EngineConfig, facts: Facts) -> ModelRunner:
-    """Return an eager runner of another model with the pools, attention and buffers of `runner`."""
+def of_head(runner: ModelRunner, model: Model) -> ModelRunner:
+    """Return an eager runner of another model with the pools, attention and buffers of `runner`.
+
+    It does not close the communication groups, which belong to `runner`.
+    """
     return ModelRunner(
         model,
         runner.attn_backend,
         runner.decode_registry,
         runner.prefill_registry,
         runner.token_table,
-        poison=config.poison,
-        eager_input_no_copy=config.eager_input_no_copy,
-        streams=runner.streams,
-        is_narrow=runner.is_narrow,
-        needs_host_lengths=facts.needs_host_lengths,
-        window_table=runner.window_table,
-        groups=runner.groups,
+        replace(runner.options, reads_history=False),
+        Extensions(window_table=runner.extensions.window_table, make_sampler=runner.extensions.make_sampler),
+        runner.streams,
     )
 
 
@@ -221,7 +221,7 @@ def trial(
     """
     if speculation is None or not speculation.is_tried or not isinstance(worker, SpeculativeWorker):
         return None
-    plain = resolve(package.worker, package.name)(worker.runner, pools.token_table, limits, None)
+    plain = resolve(package.worker, package.name)(worker.runner, pools.token_table, limits)
     first = model.config.words.get("bos_token_id")
     prompt = np.array([first if isinstance(first, int) else 0], dtype=np.int32)
     return Trial(f"{speculation.summary}; {promise(speculation.rule)}", worker, plain, prompt, worker.drafter.close)

@@ -70,7 +70,7 @@ class TreeWorker(SpeculativeWorker):
         state: SamplingState,
         plan: RowPlan,
     ) -> Verified:
-        sampled, width = self._sampling.sampler.sample(logits, state), logits.shape[0] // rows.slots.shape[0]
+        sampled, width = self.sampling.sampler.sample(logits, state), logits.shape[0] // rows.slots.shape[0]
         steps = min(self.shape.steps, width)
         before = self._lengths.index_select(0, rows.slots)
         runs, path = self._walk(staged, rows, sampled, steps)

@@ -22,6 +22,7 @@ from sglcore.device.batch import ScheduleBatch
 from sglcore.device.worker import BatchResult, Limits, Ticket
 from sglcore.runtime.forward_batch import ForwardBatch
 from sglcore.runtime.model_runner import ModelRunner
+from sglcore.runtime.speculative.draft_sampling import DraftSampling
 from sglcore.runtime.speculative.drafter import NONE, Drafter, DraftRows, DrawDraft, no_rows
 from sglcore.runtime.speculative.target_features import features_of
 from sglcore.runtime.staging import StagedArrays
@@ -103,25 +104,25 @@ class SpeculativeWorker(TpModelWorker):
         self._wide: WideRows | None = None
         self._rows: VerifiedRows | None = None
         super().__init__(runner, token_table, limits)
+        self.draft_sampling = DraftSampling(self.sampling)
 
-    @torch.inference_mode()
     def forward_batch_generation(self, batch: ScheduleBatch) -> Ticket:
         """Run a prefill or a verification; then draft the next tokens."""
         return self._verify(batch) if batch.forward_mode.is_decode else self._extend(batch)
 
     def _extend(self, batch: ScheduleBatch) -> Ticket:
         rows, states = plan_rows(batch), self.runner.state_pool
-        inputs = self._sampling.inputs(batch, rows)
+        inputs = self.sampling.inputs(batch, rows)
         more = _chunk_arrays(batch, rows)
-        staged, arrays = self._stage(batch, inputs, more if states is None else more | states.changes(batch))
+        staged, arrays = self.stage(batch, inputs, more)
         assert arrays is not None
         hidden, path = self.runner.forward(staged)
         if states is not None:
             states.copy_out(arrays.arrived)
-        tokens, prompt = self._sampling.run(batch, staged, rows, hidden, inputs, arrays.arrived)
+        tokens, prompt = self.sampling.run(batch, staged, rows, hidden, inputs, arrays.arrived)
         self._advance_prompts(batch, staged, rows, hidden, arrays.arrived)
         output = StepOutput(rows, path, tokens, prompt, drafts=self._drafts(batch, staged.req_pool_indices))
-        return self._ticket(batch, staged, arrays, output)
+        return self.issue(batch, staged, arrays, output)
 
     def _advance_prompts(
         self, batch: ScheduleBatch, staged: ForwardBatch, rows: RowPlan, hidden: Tensor, arrived: Mapping[str, Tensor]
@@ -148,7 +149,7 @@ class SpeculativeWorker(TpModelWorker):
             self._wanted(batch),
             self._history,
             self._is_chain(batch),
-            self._sampling.ranking(1, lengths),
+            self.draft_sampling.ranking(1, lengths),
             arrived["begins"],
             bool(batch.page_counts.any()),
         )
@@ -157,11 +158,11 @@ class SpeculativeWorker(TpModelWorker):
     def _verify(self, batch: ScheduleBatch) -> Ticket:
         begin, planned, width = time.perf_counter(), self.length.tokens, self._verified(batch) + 1
         wide = self._widened(batch, width)
-        is_steady = batch.masks is None and self._sampling.is_steady(wide.number)
+        is_steady = batch.masks is None and self.sampling.is_steady(wide.number)
         many = batch if is_steady else widen(batch, wide)
-        inputs = NO_INPUTS if is_steady else self._sampling.inputs(many, wide.plan)
+        inputs = NO_INPUTS if is_steady else self.sampling.inputs(many, wide.plan)
         arrays = self._arrays(batch, inputs, width)
-        staged = self.runner.init_rows(batch, width, arrays)
+        staged = self.runner.init_batch(batch, arrays, width)
         rows = self._rows_of(batch, arrays.arrived)
         if (given := arrays.arrived.get("proposals")) is not None:
             replace_proposals(self._proposals, rows.slots, given)
@@ -171,24 +172,24 @@ class SpeculativeWorker(TpModelWorker):
         if states is not None:
             runs = states.runs(staged.req_pool_indices, width)
             staged.run_slots, staged.run_targets, staged.run_lens, staged.run_rows = runs
-        if self._sampling.looks_back(inputs):
+        if self.sampling.looks_back(inputs):
             self._table.admit_history(staged.req_pool_indices, staged.positions, staged.input_ids)
         hidden, path = self.runner.forward(staged)
         logits = self.runner.logits(hidden, None)
-        state = self._sampling.state(many, wide.plan, inputs, arrays.arrived, self._ends(staged))
+        state = self.sampling.state(many, wide.plan, inputs, arrays.arrived, self._ends(staged))
         found = self._decided(batch, staged, rows, hidden, logits, state, wide.plan)
         output = StepOutput(found.plan, path, found.sampled, runs=(found.runs[0], found.runs[1]))
         self.length.choose(batch.batch_size)
         is_same = self.length.tokens == planned
         self._times.begin(Started(batch.step, batch.batch_size, width - 1, begin, is_same))
         # The host continues while the drafter runs, unless it needs the draft tokens for masks.
-        ticket = self._ticket(batch, staged, arrays, output) if batch.masks is None else None
+        ticket = self.issue(batch, staged, arrays, output) if batch.masks is None else None
         if states is not None:
             states.take_in(staged.req_pool_indices, found.runs[0] + 1, width)
         self._advance_verified(batch, rows, found)
         if ticket is None:
             output.drafts = self._drafts(batch, rows.slots)
-            ticket = self._ticket(batch, staged, arrays, output)
+            ticket = self.issue(batch, staged, arrays, output)
         return ticket
 
     def _arrays(self, batch: ScheduleBatch, inputs: SamplingInputs, width: int) -> StagedArrays:
@@ -260,7 +261,7 @@ class SpeculativeWorker(TpModelWorker):
         So it is if sampling depends on earlier rows, by penalties or masks. This holds for all
         steps of such a request, so that none of its draft tokens are siblings.
         """
-        return batch.masks is not None or self._sampling.is_penalised
+        return batch.masks is not None or self.sampling.is_penalised
 
     def _ends(self, staged: ForwardBatch) -> Tensor:
         """Return int32[B * N]: the position in its text of the token drawn for each row."""
@@ -288,7 +289,7 @@ class SpeculativeWorker(TpModelWorker):
 
         Also updates the tables for the next step. Logits are float[B * N, V].
         """
-        sampled = self._sampling.sampler.sample(logits, state)
+        sampled = self.sampling.sampler.sample(logits, state)
         return sampled, self._accept(staged, rows, sampled)
 
     def _drafting(self, width: int, slots: Tensor, lengths: Tensor) -> DrawDraft:
@@ -296,7 +297,7 @@ class SpeculativeWorker(TpModelWorker):
 
         Roots are at lengths int32[R]. The step had `width` rows per request.
         """
-        return self._sampling.drafting(width, lengths)
+        return self.draft_sampling.drafting(width, lengths)
 
     def _accept(self, staged: ForwardBatch, rows: VerifiedRows, sampled: SampledTokens[Tensor]) -> Tensor:
         runs = torch.empty(4, rows.slots.shape[0], dtype=torch.int32, device=rows.slots.device)
@@ -329,17 +330,16 @@ class SpeculativeWorker(TpModelWorker):
             self._wanted(batch),
             self._history,
             self._is_chain(batch),
-            self._sampling.ranking(found.width, lengths),
+            self.draft_sampling.ranking(found.width, lengths),
         )
         self._propose(drafted)
 
-    @torch.inference_mode()
     def forward_idle(self, batch: ScheduleBatch) -> Ticket:
         """Run every forward of the step without rows, of the target and of the drafter."""
         staged, hidden, output = self._run_idle(batch)
         features = features_of(hidden, self._feature_size)
         self.drafter.advance(no_rows(staged, features, self._wanted(batch), self._history))
-        return self._ticket(batch, staged, None, output)
+        return self.issue(batch, staged, None, output)
 
     @property
     def _history(self) -> Tensor | None:

@@ -19,7 +19,6 @@ from sglcore.schedule.data_parallel.dp_plan import agree, vote_of
 from sglcore.schedule.data_parallel.dp_ranks import Shards
 from sglcore.schedule.request_output import EngineOutput
 from sglcore.schedule.scheduler import Scheduler
-from sglcore.schedule.step_loop import Loop
 from sglcore.schedule.steps_in_flight import BatchRecord, overlap_forward_isolation, record_batch_in_overlap
 from sglcore.step.micro_batch_cut import THETA, CutTerms
 
@@ -174,16 +173,3 @@ def idle_batch(step: int, plan: StepPlan, limits: Limits) -> ScheduleBatch:
         rows |= {"ngram_starts": none.copy(), "ngram_lens": none.copy()}
     emits = np.zeros(0, np.bool_)
     return ScheduleBatch(step, ForwardMode.IDLE, **rows, **offsets, emits=emits, step_plan=plan)
-
-
-def make_loop(
-    worker: ModelWorker, shards: int = 1, *, overlap: bool = True, prefix_cache: bool = True
-) -> tuple[Scheduler, Loop] | tuple[Shards, ShardLoop]:
-    """Make the scheduler of a worker's requests and its loop: one scheduler, or one for each of
-    `shards`. Each shard has the worker's full limits.
-    """
-    if shards == 1:
-        scheduler = Scheduler(worker.limits, prefix_cache=prefix_cache)
-        return scheduler, Loop(scheduler, worker, overlap=overlap)
-    schedulers = Shards(worker.limits, shards, prefix_cache=prefix_cache)
-    return schedulers, ShardLoop(schedulers, worker, overlap=overlap)

@@ -7,12 +7,11 @@ All shards are in one process, so an agreement among them is a plain loop.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from msgspec import structs
 
 from sglcore.device.worker import Limits
-from sglcore.schedule.batch_builder import Compose
 from sglcore.schedule.request import Request, State
 from sglcore.schedule.request_errors import RequestError
 from sglcore.schedule.request_output import EngineOutput
@@ -43,12 +42,10 @@ def choose_shard(hits: Sequence[int], loads: Sequence[int], room: int) -> int:
 class Shards:
     """Several schedulers with the interface of one. Not thread-safe."""
 
-    def __init__(
-        self, limits: Limits, count: int, *, prefix_cache: bool = True, compose: Compose | None = None
-    ) -> None:
-        """`limits` apply to each shard. See `Scheduler` for the other parameters."""
+    def __init__(self, limits: Limits, count: int, *, make: Callable[[Limits], Scheduler] = Scheduler) -> None:
+        """`limits` apply to each shard; `make` makes a shard's scheduler."""
         self.limits = limits
-        self.each = tuple(Scheduler(limits, prefix_cache=prefix_cache, compose=compose) for _ in range(count))
+        self.each = tuple(make(limits) for _ in range(count))
         self._room = max(1, limits.max_requests // ROOM)
         self._placed: dict[str, tuple[Request, int]] = {}
         self._pruned_at = SLACK

@@ -4,42 +4,23 @@ engine, or fails.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-
 from sglcore.device.worker import TokenLogprobs
 from sglcore.schedule.request import Request
 from sglcore.schedule.request_output import EngineOutput
-from sglcore.schedule.running_requests import RunningRequests
-
-TakeRun = Callable[[Request, list[int], TokenLogprobs | None, int], EngineOutput]
+from sglcore.schedule.scheduler import Scheduler
 
 
 class RemotePrompts:
-    """Requests of one scheduler that another engine prefills. `requests` are those that have not
-    ended; `take_run` takes emitted tokens, `end` ends a request.
-    """
+    """Requests of one scheduler that another engine prefills."""
 
-    def __init__(
-        self,
-        running: RunningRequests,
-        requests: Mapping[str, Request],
-        take_run: TakeRun,
-        end: Callable[..., EngineOutput],
-    ) -> None:
-        self._running, self._requests, self._take_run, self._end = running, requests, take_run, end
-        self.arrivals = running.arrivals
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler, self._running = scheduler, scheduler.running
+        self.arrivals = scheduler.running.arrivals
 
     @property
     def only_waits(self) -> bool:
         """Whether all requests wait for another engine and no step is in flight."""
-        return not len(self._running.in_flight) and len(self._requests) == self.arrivals.num_elsewhere
-
-    @property
-    def holds_up(self) -> bool:
-        """Whether another engine still has pages or requests of this one, so that requests here may
-        have to wait for it.
-        """
-        return bool(self.arrivals.num_elsewhere or self.arrivals.lent)
+        return not len(self._running.in_flight) and len(self._scheduler.requests) == self.arrivals.num_elsewhere
 
     def reserve(self) -> Request | None:
         """Allocate the prompt's pages for the first request that another engine will prefill.
@@ -53,16 +34,16 @@ class RemotePrompts:
         """
         self.arrivals.take_written(request)
         request.final_seq_len = self._running.final_len(request)
-        return self._take_run(request, [token], logprobs, 0)
+        return self._scheduler.take_run(request, [token], logprobs, 0)
 
     def fail(self, rid: str, error: str, *, refused: bool = False, is_unserved: bool = False) -> EngineOutput | None:
         """End a request that another engine could not prefill. Returns None if it is unknown or has
         ended. The output carries the other engine's `refused` and `is_unserved`.
         """
-        request = self._requests.get(rid)
+        request = self._scheduler.requests.get(rid)
         if request is None:
             return None
-        output = self._end(request, "error", error=error)
+        output = self._scheduler.end(request, "error", error=error)
         output.refused = output.refused or refused
         output.is_unserved = is_unserved
         return output

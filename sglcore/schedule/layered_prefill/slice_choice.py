@@ -13,9 +13,9 @@ import numpy as np
 from sglcore.device.batch import ForwardMode, ScheduleBatch, offsets_of
 from sglcore.device.worker import Limits
 from sglcore.schedule.layered_prefill.slice_pace import Fixed, Pace, layers_now
-from sglcore.schedule.layered_prefill.sliced_prompt import SlicedPrompt
 from sglcore.schedule.request import Request
 from sglcore.schedule.running_requests import RunningRequests
+from sglcore.schedule.sliced_prompt import SlicedPrompt
 from sglcore.schedule.steps_in_flight import BatchRecord
 
 MOST_QUIET = 4
@@ -58,11 +58,11 @@ class Slicing:
             batch.decode_rows = len(running.rows.requests)
             running.sliced = sliced
 
-    def go_on(self, running: RunningRequests, sliced: SlicedPrompt, step: int) -> BatchRecord:
-        """Return the record of the step that runs the next slice of the open prompt."""
+    def go_on(self, running: RunningRequests, sliced: SlicedPrompt, step: int) -> tuple[BatchRecord, ScheduleBatch]:
+        """Return the step that runs the next slice of the open prompt, and its record."""
         record = BatchRecord(step, sliced.requests, sliced.slots, sliced.spans)
         self._advance(running, sliced, record)
-        return record
+        return record, further_slice(record)
 
     def _advance(self, running: RunningRequests, sliced: SlicedPrompt, record: BatchRecord) -> None:
         """Plan the next layers: all that are left if no request decodes."""

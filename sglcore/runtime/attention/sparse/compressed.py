@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from sglcore.runtime.attention.contract import AttentionBackend, AttentionFacts, AttentionPlan, Bucket
+from sglcore.runtime.attention.sparse.host_rows import HISPARSE, HostRows, names_of, rows_read
 from sglcore.runtime.attention.sparse.sparse_layer import SparseLayer
 from sglcore.runtime.attention.sparse.token_queries import (
     Paged,
@@ -25,7 +26,6 @@ from sglcore.runtime.attention.sparse.token_queries import (
     joined,
     later_steps,
 )
-from sglcore.runtime.hisparse.hisparse_coordinator import HISPARSE, HostRows, names_of, rows_read
 from sglcore.runtime.memory.deepseek_v4_rows import BLOCKS, STATE, WINDOW, DeepSeekV4TokenToKVPool
 from sglcore.runtime.memory.kv_rows import INDEX_KEYS, ROWS, KeptRows, Place
 

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from sglcore.runtime.attention.contract import AttentionBackend, AttentionFacts, AttentionPlan, Bucket
+from sglcore.runtime.attention.sparse.host_rows import HISPARSE, HostRows, names_of, rows_read
 from sglcore.runtime.attention.sparse.sparse_layer import SparseLayer
 from sglcore.runtime.attention.sparse.token_queries import Paged, TokenRows, choose_rows, joined, later_steps
-from sglcore.runtime.hisparse.hisparse_coordinator import HISPARSE, HostRows, names_of, rows_read
 from sglcore.runtime.memory.kv_rows import INDEX_KEYS, ROWS, RowPool
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from sglcore.runtime.attention.layer import Attention
+from sglcore.runtime.attention.sparse.host_rows import HISPARSE
 from sglcore.runtime.forward_context import get_forward_context
-from sglcore.runtime.hisparse.hisparse_coordinator import HISPARSE
 from sglcore.runtime.memory.kv_rows import swapped_rows
 
 if TYPE_CHECKING:

@@ -40,6 +40,13 @@ class Arrivals:
         """Number of requests that are not in any step yet."""
         return self.num_elsewhere + len(self.written)
 
+    @property
+    def holds_up(self) -> bool:
+        """Whether another engine still has pages or requests of this one, so that requests here may
+        have to wait for it.
+        """
+        return bool(self.num_elsewhere or self.lent)
+
     def reserve(self, promised: int) -> Request | None:
         """Allocate the prompt's pages for the first waiting request and return it; None if it must
         wait.

@@ -1,0 +1,64 @@
+"""The steps of a bring-up that connect the ranks. With one rank they load no communication
+library.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+
+from sglcore.config.engine_config import EngineConfig
+from sglcore.device.ledger import DecisionLedger
+from sglcore.device.package import DevicePackage
+from sglcore.device.topology import Place
+from sglcore.runtime.model_runner import Extensions
+from sglcore.runtime.speculative.speculation_choice import most_rows
+
+if TYPE_CHECKING:
+    from sglcore.runtime.parallel.process_group import Group
+    from sglcore.runtime.parallel.rank_groups import Groups
+
+
+def world(
+    config: EngineConfig, package: DevicePackage, device: torch.device, place: Place | None = None
+) -> Group | None:
+    """Connect all ranks and return their group.
+
+    None with one rank: no communication library is loaded.
+    """
+    if place is None or package.communication is None:
+        return None
+    from sglcore.runtime.parallel.process_group import join
+
+    return join(place, package.communication, checks=config.poison)
+
+
+def groups(
+    config: EngineConfig,
+    package: DevicePackage,
+    ledger: DecisionLedger,
+    world: Group | None,
+    place: Place | None = None,
+) -> Groups | None:
+    """Return the communication groups of this rank.
+
+    None with one rank, which needs no collectives.
+    """
+    if world is None or place is None or package.communication is None:
+        return None
+    from sglcore.runtime.parallel.parallel_bring_up import choose_dispatcher
+    from sglcore.runtime.parallel.rank_groups import divided
+
+    make = choose_dispatcher(config, package, ledger)
+    most = max(config.max_batch_tokens, config.max_requests * most_rows(config))
+    return divided(world, place, package.communication, make, most)
+
+
+def for_ranks(extensions: Extensions, groups: Groups) -> Extensions:
+    """Return the extensions of a runner whose rank 0 decides what is sampled."""
+    from sglcore.runtime.parallel.rank_decided_sampling import SampledByOne
+
+    return replace(extensions, make_sampler=partial(SampledByOne, group=groups.attn_tp), close=groups.close)

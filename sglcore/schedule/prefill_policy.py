@@ -1,0 +1,75 @@
+"""How the prefill of a prompt is divided into steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Protocol
+
+from sglcore.device.batch import ScheduleBatch
+from sglcore.device.worker import Limits
+from sglcore.schedule.request import Request
+from sglcore.schedule.running_requests import RunningRequests
+from sglcore.schedule.sliced_prompt import SlicedPrompt
+from sglcore.schedule.steps_in_flight import BatchRecord
+
+
+class PrefillPolicy(Protocol):
+    """Decides how many tokens, and which layers, of a prompt a step computes."""
+
+    @property
+    def is_on(self) -> bool:
+        """Whether prompts may run in slices of layers."""
+        ...
+
+    def room(self, running: RunningRequests) -> int:
+        """Return the maximum tokens of the next step."""
+        ...
+
+    def begin(
+        self, running: RunningRequests, record: BatchRecord, batch: ScheduleBatch, chunks: list[tuple[Request, int]]
+    ) -> None:
+        """Choose the layers of a planned step. If these are not all layers, `running.sliced` is
+        set.
+        """
+        ...
+
+    def go_on(self, running: RunningRequests, sliced: SlicedPrompt, step: int) -> tuple[BatchRecord, ScheduleBatch]:
+        """Return the step that runs the next layers of the open prompt, and its record."""
+        ...
+
+    def takes_quiet(self) -> bool:
+        """Return whether a decode step must run before the next slice, to be measured."""
+        ...
+
+    def observe(self, record: BatchRecord, in_flight: Iterable[BatchRecord] = ()) -> None:
+        """Learn from the time of a collected step; `in_flight` are the steps submitted after it."""
+        ...
+
+
+class WholePrompts:
+    """Each step with tokens of a prompt runs all layers."""
+
+    is_on = False
+
+    def __init__(self, limits: Limits) -> None:
+        self._most = limits.max_batch_tokens
+
+    def room(self, running: RunningRequests) -> int:
+        """Return the maximum tokens of a step."""
+        return self._most
+
+    def begin(
+        self, running: RunningRequests, record: BatchRecord, batch: ScheduleBatch, chunks: list[tuple[Request, int]]
+    ) -> None:
+        """All layers run."""
+
+    def go_on(self, running: RunningRequests, sliced: SlicedPrompt, step: int) -> tuple[BatchRecord, ScheduleBatch]:
+        """Raise AssertionError: no prompt is open."""
+        raise AssertionError("a prompt is open, but the scheduler was made without slices")
+
+    def takes_quiet(self) -> bool:
+        """Return False."""
+        return False
+
+    def observe(self, record: BatchRecord, in_flight: Iterable[BatchRecord] = ()) -> None:
+        """Nothing depends on times."""
