@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
 from typing import Any
 
+from sglcore.config.draft_kinds import DRAFT_KINDS, IN_TREES, sources_text
 from sglcore.config.server_config import ServerConfig, read_keys
 from sglcore.config.settings import PREFIX, check_values, memory_bytes, resolve, setting
 
@@ -181,22 +182,9 @@ class EngineConfig:
     )
     speculative: str | None = setting(
         None,
-        "Speculative decoding; the text stays the same. Drafts come from ngram (earlier text"
-        " of the request), suffix (text"
-        " of earlier requests, else ngram), a draft model (eagle, eagle3, mtp, standalone, dflash, frozen-mtp), off,"
+        f"Speculative decoding; the text stays the same. Drafts come from {sources_text()}, off,"
         " or auto (what the checkpoint brings, if it is measured to be faster at start-up).",
-        choices=(
-            "auto",
-            "off",
-            "ngram",
-            "suffix",
-            "eagle",
-            "eagle3",
-            "mtp",
-            "standalone",
-            "dflash",
-            "frozen-mtp",
-        ),
+        choices=("auto", "off", *DRAFT_KINDS),
     )
     draft_model: str | None = setting(
         None,
@@ -214,7 +202,7 @@ class EngineConfig:
         1,
         "Number of draft tokens per position; more than 1 drafts a tree, whose --draft-tokens"
         " most likely nodes (default 7)"
-        " are verified. For eagle, eagle3, mtp, standalone and frozen-mtp.",
+        f" are verified. For {', '.join(IN_TREES[:-1])} and {IN_TREES[-1]}.",
         least=1,
         most=MOST_BEAMS,
     )

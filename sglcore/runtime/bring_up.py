@@ -55,6 +55,7 @@ from sglcore.runtime.registry_builders import (
     visible_buffer,
 )
 from sglcore.runtime.slot_tables import Entered
+from sglcore.runtime.speculative.draft_steps import StepShape
 from sglcore.runtime.speculative.make_worker import make_speculative_worker
 from sglcore.runtime.speculative.speculation_bring_up import (
     draft,
@@ -64,7 +65,7 @@ from sglcore.runtime.speculative.speculation_bring_up import (
     speculation,
     trial,
 )
-from sglcore.runtime.speculative.speculation_choice import TREE_MASK, Speculation, StepShape
+from sglcore.runtime.speculative.speculation_choice import TREE_MASK, Speculation
 from sglcore.runtime.speculative.target_features import with_features
 from sglcore.runtime.streams import Streams, make_streams
 from sglcore.runtime.tp_worker import StepKind, TpModelWorker

@@ -4,7 +4,10 @@ at times drafts nothing."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import MappingProxyType
+from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -84,3 +87,24 @@ class Guessing(Knowing):
 
 
 DRAFTERS = {"oracle": Knowing, "adversary": Adversary, "guessing": Guessing}
+
+
+MAKERS = MappingProxyType(
+    {
+        "NgramDrafter": "lookup",
+        "FeatureDrafter": "eagle",
+        "TreeDrafter": "eagle",
+        "MultiHeadDrafter": "mtp",
+        "StandaloneDrafter": "standalone",
+        "StandaloneTreeDrafter": "standalone",
+        "BlockDrafter": "dflash",
+        "FrozenDrafter": "frozen_mtp",
+        "FrozenTreeDrafter": "frozen_mtp",
+    }
+)
+"""The file of `speculative/kinds` that makes each drafter."""
+
+
+def make_instead(monkeypatch: pytest.MonkeyPatch, name: str, other: Any) -> None:
+    """Let starts make `other` in place of the drafter of this name."""
+    monkeypatch.setattr(f"sglcore.runtime.speculative.kinds.{MAKERS[name]}_steps.{name}", other)

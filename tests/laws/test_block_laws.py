@@ -110,7 +110,7 @@ def test_a_defect_of_a_block_shows(made: Made, part: str, defect: Any, monkeypat
         pass
 
     setattr(Defective, part, defect)
-    monkeypatch.setattr("sglcore.runtime.speculative.make_worker.BlockDrafter", Defective)
+    monkeypatch.setattr("sglcore.runtime.speculative.kinds.dflash_steps.BlockDrafter", Defective)
     assert difference(made, graph="off") > 0.01
 
 

@@ -307,7 +307,7 @@ def defective(monkeypatch: Patch, part: str, defect: Callable[..., Any]) -> None
         pass
 
     setattr(Defective, part, defect)
-    monkeypatch.setattr("sglcore.runtime.speculative.make_worker.FrozenDrafter", Defective)
+    monkeypatch.setattr("sglcore.runtime.speculative.kinds.frozen_mtp_steps.FrozenDrafter", Defective)
 
 
 @pytest.mark.needs("device")
@@ -383,7 +383,9 @@ def first_of_its_kind(cells: FrozenCells) -> FrozenCells:
 @pytest.mark.needs("device")
 @pytest.mark.parametrize("defect", [window_of_one_more, first_of_its_kind], ids=lambda each: each.__name__)
 def test_another_window_or_layer_of_the_target_shows(gemma: Made, defect: Any, monkeypatch: Patch) -> None:
-    monkeypatch.setattr("sglcore.models.drafts.draft_loader.FrozenCells", lambda *found: defect(FrozenCells(*found)))
+    monkeypatch.setattr(
+        "sglcore.models.drafts.gemma4_assistant.FrozenCells", lambda *found: defect(FrozenCells(*found))
+    )
     assert difference(gemma) > 0.01
 
 

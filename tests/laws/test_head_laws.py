@@ -213,7 +213,7 @@ def test_the_host_tells_the_length_of_every_row_where_steps_do_not_overlap(
             compared += int(is_there.sum())
             return super().ahead(window, depth)
 
-    monkeypatch.setattr("sglcore.runtime.speculative.make_worker.MultiHeadDrafter", Checked)
+    monkeypatch.setattr("sglcore.runtime.speculative.kinds.mtp_steps.MultiHeadDrafter", Checked)
     assert difference(made, graph="off", overlap=False, max_batch_tokens=5) < TOLERANCE
     assert compared > 100
 
@@ -276,7 +276,7 @@ def test_a_defect_shows(made: Made, part: str, defect: Any, monkeypatch: pytest.
         pass
 
     setattr(Defective, part, defect)
-    monkeypatch.setattr("sglcore.runtime.speculative.make_worker.MultiHeadDrafter", Defective)
+    monkeypatch.setattr("sglcore.runtime.speculative.kinds.mtp_steps.MultiHeadDrafter", Defective)
     changing: Any = {"draft_tokens": None, "changes": True} if defect is runs_no_more_than_wanted else {}
     assert difference(made, graph="off", **changing) > 0.01
 

@@ -192,7 +192,7 @@ def test_a_wrong_plan_of_eagle_is_caught(
     told: str,
     monkeypatch: Patch,
 ) -> None:
-    monkeypatch.setattr(make_worker, "FeatureDrafter", defect)
+    monkeypatch.setattr("sglcore.runtime.speculative.kinds.eagle_steps.FeatureDrafter", defect)
     with pytest.raises(error, match=told):
         check_eagle(proposers, marks, plain, overlap)
 
@@ -232,7 +232,7 @@ HEADS_DEFECTS: list[tuple[Callable[[], Any], Any, str]] = [
 def test_a_wrong_plan_of_a_multi_layer_draft_is_caught(
     proposers: Proposers, marks: Marks, plain: Ran, defect: Any, error: Any, told: str, monkeypatch: Patch
 ) -> None:
-    monkeypatch.setattr(make_worker, "MultiHeadDrafter", defect())
+    monkeypatch.setattr("sglcore.runtime.speculative.kinds.mtp_steps.MultiHeadDrafter", defect())
     with pytest.raises(error, match=told):
         test_each_layer_of_a_multi_layer_draft_marks_each_of_its_plans(proposers, marks, plain)
 
@@ -283,7 +283,7 @@ FROZEN_DEFECTS = [
 def test_a_wrong_plan_of_frozen_kv_mtp_is_caught(
     proposers: Proposers, marks: Marks, plain: Ran, defect: Any, error: Any, told: str, monkeypatch: Patch
 ) -> None:
-    monkeypatch.setattr(make_worker, "FrozenDrafter", defect)
+    monkeypatch.setattr("sglcore.runtime.speculative.kinds.frozen_mtp_steps.FrozenDrafter", defect)
     with pytest.raises(error, match=told):
         test_one_plan_of_frozen_kv_mtp_is_marked_for_as_many_forwards_as_it_serves(proposers, marks, plain, "off")
 
@@ -345,11 +345,11 @@ def test_a_wrong_plan_of_the_next_step_is_caught(
         test_the_plan_stream_plans_a_step_while_the_one_before_runs(proposers, marks, plain)
 
 
-OWN = "self._context.attn_backend.capture_plan(Bucket(size, size))"
+OWN = "attention.capture_plan(Bucket(size, size))"
 CAPTURE_DEFECTS = [
     ("        batch.mark_forward_metadata_ready(plan)\n", "", StalePlanError, "found a batch without a plan"),
     (OWN, OWN.replace("(size, size)", "(1, 1)"), AssertionError, "a plan of another size"),
-    (OWN, f"__import__('copy').copy({OWN[:26]}){OWN[26:]}", StalePlanError, "planned by"),
+    (OWN, f"__import__('copy').copy({OWN[:9]}){OWN[9:]}", StalePlanError, "planned by"),
 ]
 
 

@@ -16,7 +16,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from sglcore.runtime.speculative import make_worker
 from sglcore.runtime.speculative.block_drafts import BlockDrafter
 from sglcore.runtime.speculative.chain_drafts import FeatureDrafter, StandaloneDrafter
 from sglcore.runtime.speculative.drafter import NONE, DraftRows
@@ -27,6 +26,7 @@ from sglcore.schedule.draft_counts import sums_of
 from sglcore.schedule.prompt_embeds import PromptEmbeds
 from sglcore.schedule.request import Request
 from tests.laws import test_speculative_laws as laws
+from tests.laws.drafters import make_instead
 from tests.laws.engine import TokenEngine
 from tests.laws.proposers import BLOCK, PROPOSERS, TOKENS, TREE, Proposers, Steered, plain_fixture, proposers_fixture
 from tests.laws.test_speculative_laws import PROMPTS, SAMPLING, Ran, check_same
@@ -257,7 +257,7 @@ def test_what_goes_on_from_other_cells_than_those_of_its_text_shows(
     proposers: Proposers, plain: Ran, known: Any, proposer: str, defect: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wanted = known(proposer)
-    monkeypatch.setattr(make_worker, defect.__bases__[0].__name__, defect)
+    make_instead(monkeypatch, defect.__bases__[0].__name__, defect)
     with pytest.raises(AssertionError, match=r"\(\(\d+, \d+\), tensor"):
         check(proposers, plain, wanted, proposer, "large pages, in graphs")
     proposers.close()

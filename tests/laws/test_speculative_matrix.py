@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
+from sglcore.config.draft_kinds import IN_TREES, MODELS, WITHOUT_MODEL
 from sglcore.config.engine_config import EngineConfig
 from sglcore.config.settings import settings_of
 from sglcore.conformance.inputs.hashed_grammar import HashedMatcher
-from sglcore.runtime.speculative.speculation_choice import IN_TREES, MODELS, WITHOUT_MODEL
 from sglcore.schedule.draft_counts import sums_of
 from sglcore.schedule.request import Request
 from tests.laws import test_speculative_laws as laws

@@ -21,6 +21,7 @@ from sglcore.runtime.speculative.tree_worker import TreeWorker
 from tests.checkpoints import llama, save
 from tests.drafts import TARGET
 from tests.frozen_drafts import frozen
+from tests.laws.drafters import make_instead
 from tests.laws.engine import TokenEngine, random_prompts
 from tests.laws.test_draft_laws import TOLERANCE
 from tests.laws.test_frozen_laws import FULL, cells_of
@@ -141,7 +142,7 @@ def test_steps_whose_draws_count_the_text_get_chains(
                 chains.append(bool((tree.parents.cpu() == nodes).all() and (tree.depths.cpu() == nodes + 1).all()))
             return tree
 
-    monkeypatch.setattr(f"sglcore.runtime.speculative.make_worker.{NAMES[kind]}", Watched)
+    make_instead(monkeypatch, NAMES[kind], Watched)
     engine: Any = engine_of(made, kind, graph="off", overlap=overlap, **SHAPE)
     runner, forwards = engine.worker.drafter.runner, 0
     own = runner.forward
@@ -181,7 +182,7 @@ def test_a_draft_that_keeps_nothing_writes_to_nobodys_cells(made: dict[str, Made
             Watched.changed += not all(same)
             return found
 
-    monkeypatch.setattr("sglcore.runtime.speculative.make_worker.FrozenTreeDrafter", Watched)
+    monkeypatch.setattr("sglcore.runtime.speculative.kinds.frozen_mtp_steps.FrozenTreeDrafter", Watched)
     engine: Any = engine_of(made, "frozen-mtp", graph="off", **SHAPE)
     engine.run(random_prompts(5, [7]), 10)
     engine.worker.close()
@@ -266,7 +267,7 @@ class PlansForOne(FrozenTreeDrafter):
 @pytest.mark.needs("device")
 def test_one_plan_serves_all_forwards_of_beams(made: dict[str, Made], monkeypatch: Any) -> None:
     assert DEPTH > 2 and WIDTH > 1
-    monkeypatch.setattr("sglcore.runtime.speculative.make_worker.FrozenTreeDrafter", PlansForOne)
+    monkeypatch.setattr("sglcore.runtime.speculative.kinds.frozen_mtp_steps.FrozenTreeDrafter", PlansForOne)
     engine = engine_of(made, "frozen-mtp", graph="off", **SHAPE)
     with pytest.raises(StalePlanError, match="planned for 1 forwards, this is one more"):
         engine.run(random_prompts(5, [7]), 10)

@@ -22,6 +22,7 @@ from tests.checkpoints import llama, save
 from tests.drafts import TARGET, DenseDraft, eagle, eagle3, next_token
 from tests.laws import test_speculative_grammar as grammars
 from tests.laws import test_speculative_laws as laws
+from tests.laws.drafters import make_instead
 from tests.laws.engine import TokenEngine, random_prompts
 from tests.laws.test_draft_laws import TOLERANCE, features_of
 from tests.laws.test_speculative_laws import CONTEXT, PROMPTS, SAMPLING, TOKENS, VOCABULARY, Ran, check_same
@@ -228,7 +229,7 @@ def difference(
     """Run three texts with one engine, the second with the prefix of the first; returns the largest
     difference."""
     target, folder, dense = made
-    monkeypatch.setattr(f"sglcore.runtime.speculative.make_worker.{name}", base)
+    make_instead(monkeypatch, name, base)
     given = {"max_batch_tokens": 8, "scramble_pages": 2, **SHAPE, **settings}
     engine = TokenEngine(folder, speculative=kind, **given)
     worker: Any = engine.worker

@@ -116,7 +116,7 @@ class CheckedTrees(TreeDrafter):
 
 def grown(folder: Path, prompts: list[list[int]], samplings: Any, monkeypatch: Any, **settings: Any) -> CheckedTrees:
     """Return the drafter after these prompts have run."""
-    monkeypatch.setattr("sglcore.runtime.speculative.make_worker.TreeDrafter", CheckedTrees)
+    monkeypatch.setattr("sglcore.runtime.speculative.kinds.eagle_steps.TreeDrafter", CheckedTrees)
     engine = TokenEngine(folder, speculative="eagle", graph="off", **{**SHAPE, **settings})
     worker: Any = engine.worker
     worker.drafter.grown, worker.drafter.lacking = {}, set()
@@ -197,7 +197,7 @@ def test_beams_of_few_candidates_have_gaps_and_change_no_text(folder: Path, monk
     plain = TokenEngine(folder, graph="off")
     texts = laws.run(plain, samplings=samplings)
     plain.worker.close()
-    monkeypatch.setattr("sglcore.runtime.speculative.make_worker.TreeDrafter", CheckedTrees)
+    monkeypatch.setattr("sglcore.runtime.speculative.kinds.eagle_steps.TreeDrafter", CheckedTrees)
     given = {**SHAPE, "draft_tokens": 16}
     engine = TokenEngine(folder, speculative="eagle", graph="off", overlap=overlap, **given)
     worker: Any = engine.worker
@@ -321,7 +321,7 @@ class Chained(TreeDrafter):
 
 @pytest.mark.needs("device")
 def test_chains_in_place_of_trees_are_as_deep_as_these(folder: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr("sglcore.runtime.speculative.make_worker.TreeDrafter", Chained)
+    monkeypatch.setattr("sglcore.runtime.speculative.kinds.eagle_steps.TreeDrafter", Chained)
     engine = TokenEngine(folder, speculative="eagle", graph="off", **SHAPE)
     worker: Any = engine.worker
     worker.drafter.lengths = set()

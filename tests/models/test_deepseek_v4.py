@@ -14,7 +14,7 @@ from sglcore.checkpoint.model_config import read_config
 from sglcore.device.batch import ForwardMode
 from sglcore.device.errors import CheckpointError
 from sglcore.models.drafts.deepseek_v4_nextn import next_token_config
-from sglcore.models.drafts.draft_loader import DRAFTS
+from sglcore.models.drafts.draft_loader import draft_classes
 from sglcore.models.weights.model_loader import load_model
 from sglcore.runtime.kernels.table import KernelTable
 from tests.deepseek_v4 import DenseStreams, deepseek_v4, with_float8, with_module_names, with_published_names
@@ -30,7 +30,7 @@ def load_next_token(folder: Path) -> Any:
     """The next-token (MTP) layer, loaded with its target model."""
     config, target = next_token_config(read_config(folder)), load(folder)
     shared = {"model.embed_tokens": target.embed_ids, "lm_head": target.logits}
-    given = {"architectures": DRAFTS, "kernels": KernelTable(), "device": "cpu", "dtype": torch.float32}
+    given = {"architectures": draft_classes(), "kernels": KernelTable(), "device": "cpu", "dtype": torch.float32}
     return load_model(folder, config, given=shared, **given)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from sglcore.config.draft_kinds import IN_TREES, MODELS, NO_PREFIX_CACHE, RANKS, SHARDS, WITHOUT_MODEL
 from sglcore.config.engine_config import EngineConfig
 from sglcore.device.errors import ConfigError
 from sglcore.device.ledger import DecisionLedger
@@ -22,19 +23,16 @@ from sglcore.runtime.speculative.refused_combinations import (
     EMBEDS,
     HISTORY,
     HOST_ROWS,
-    NO_PREFIX_CACHE,
     OTHER_RULES,
     OTHER_STATE,
-    RANKS,
     ROWS,
-    SHARDS,
     STATE,
     TEXT,
     TREES,
     WINDOWS,
     reason_against,
 )
-from sglcore.runtime.speculative.speculation_choice import DFLASH, IN_TREES, MODELS, WITHOUT_MODEL, choose_speculation
+from sglcore.runtime.speculative.speculation_choice import choose_speculation
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "speculation.md"
 ELSEWHERE = (HOST_ROWS, TEXT)
@@ -107,7 +105,7 @@ def test_something_goes_and_something_is_refused() -> None:
     assert not reason_against(CELLS, TREES)
     assert reason_against(STATE, TREES) and not reason_against(STATE, "mtp")
     assert reason_against(OTHER_STATE, TREES) == reason_against(OTHER_STATE, ALL)
-    assert reason_against(RANKS, DFLASH)
+    assert reason_against(RANKS, "dflash")
     assert not reason_against(RANKS, "mtp")
 
 

@@ -6,12 +6,15 @@ KV slots hold keys and values of these features only. Tokens of a block also att
 
 from __future__ import annotations
 
-from typing import Protocol, cast
+from collections.abc import Collection
+from typing import Any, Protocol, cast
 
+from sglcore.checkpoint.model_config import ModelConfig
 from sglcore.models.architectures.llama import LlamaForCausalLM
 from sglcore.models.decoder import AnyLayer, DecoderLayer, LayerState, SelfAttention
+from sglcore.models.drafts.draft_checkpoint import DraftCheckpoint, Shapes, unfit
 from sglcore.models.drafts.eagle import Drafts
-from sglcore.models.layer_kinds import Array, Attention, Batch, Build
+from sglcore.models.layer_kinds import Architecture, Array, Attention, Batch, Build
 
 
 class Storing(Attention, Protocol):
@@ -94,3 +97,41 @@ class DFlashDraftModel(Drafts, LlamaForCausalLM):
             mixer = layer.self_attn
             assert isinstance(mixer, BlockAttention)
             mixer.inject(features, batch)
+
+
+def is_dflash(names: Collection[str]) -> bool:
+    """Return whether tensors of these names are a DFlash draft."""
+    return "fc.weight" in names and "hidden_norm.weight" in names
+
+
+def dflash_words(config: ModelConfig, shapes: Shapes, target: Architecture) -> dict[str, Any]:
+    """Return the words that `DFlashDraftModel` needs in addition to the configuration.
+
+    Raises ConfigError for sliding-window layers and for a draft that does not fit the target.
+    """
+    own, folder, layers = config.words.get("dflash_config", {}), config.path, target.config.num_hidden_layers
+    if any(each is not None for each in config.sliding_windows):
+        unfit(folder, "layer_types", config.words.get("layer_types"), "'full_attention' alone")
+    block, mask = config.words.get("block_size"), own.get("mask_token_id")
+    if not isinstance(block, int) or block < 2:
+        unfit(folder, "block_size", block, "2 or more")
+    if not isinstance(mask, int) or not 0 <= mask < target.config.vocab_size:
+        unfit(folder, "dflash_config.mask_token_id", mask, f"a token id below {target.config.vocab_size}")
+    ids, width = own.get("target_layer_ids"), target.feature_size
+    count = shapes["fc.weight"][1] // width
+    found = default_layers(count, layers) if ids is None else list(ids)
+    if not found or found != sorted(found) or found[0] < 0 or found[-1] >= layers or len(found) != count:
+        wanted = f"{count} ascending numbers of the model's {layers} layers, as fc.weight implies"
+        unfit(folder, "dflash_config.target_layer_ids", found, wanted)
+    aux_layers = tuple(each + 1 for each in found)
+    return {"aux_layers": aux_layers, "block_size": block, "mask_token_id": mask, "target_hidden_size": width}
+
+
+def default_layers(count: int, layers: int) -> list[int]:
+    """Return the default layers: a draft that names no layers reads the output of these."""
+    if count == 1:
+        return [layers // 2]
+    return [round(1 + each * (layers - 4) / (count - 1)) for each in range(count)]
+
+
+CHECKPOINT = DraftCheckpoint("sglcore.models.drafts.dflash:DFlashDraftModel", is_dflash, dflash_words)

@@ -9,51 +9,53 @@ from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from sglcore.checkpoint.checkpoint_files import DRAFT_FOLDER, checkpoint_files, read_json
-from sglcore.checkpoint.frozen_draft_config import BACKBONE, FrozenCells, flat_words
+from sglcore.checkpoint.frozen_draft_config import BACKBONE, flat_words
 from sglcore.checkpoint.gguf_header import is_gguf
 from sglcore.checkpoint.model_config import ModelConfig, config_of, read_config
 from sglcore.checkpoint.parallel_sizes import check_topology
+from sglcore.config.draft_kinds import DRAFT_KINDS
 from sglcore.config.engine_config import EngineConfig
 from sglcore.device.errors import ConfigError
 from sglcore.device.facts import Facts
 from sglcore.device.ledger import DecisionLedger, Row
+from sglcore.device.package import Ref, resolve
 from sglcore.models.checkpoint import load_checkpoint
 from sglcore.models.drafts import deepseek_v4_nextn
+from sglcore.models.drafts.draft_checkpoint import (
+    EMBEDDING,
+    HEAD,
+    LIBRARY_KIND,
+    OTHER,
+    SHARED,
+    DraftCheckpoint,
+    Shapes,
+    same,
+    unfit,
+)
 from sglcore.models.drafts.mtp import PREFIXES, layout_of, next_token_config
 from sglcore.models.layer_kinds import Architecture
 from sglcore.models.weights.model_loader import load_model
 from sglcore.models.weights.safetensors_file import SafetensorsFile
 from sglcore.runtime.kernels.table import KernelTable
-from sglcore.runtime.speculative.speculation_choice import DFLASH, DRAFT_TOKENS, EAGLE, EAGLE3, FROZEN, MTP, STANDALONE
+from sglcore.runtime.speculative.speculation_choice import DRAFT_TOKENS, MTP
 
 if TYPE_CHECKING:
     from sglcore.runtime.parallel.rank_groups import Groups
 
-DRAFTS: Mapping[str, str] = MappingProxyType(
-    {
-        EAGLE: "sglcore.models.drafts.eagle:EagleForCausalLM",
-        EAGLE3: "sglcore.models.drafts.eagle3:Eagle3ForCausalLM",
-        DFLASH: "sglcore.models.drafts.dflash:DFlashDraftModel",
-        FROZEN: "sglcore.models.drafts.gemma4_assistant:Gemma4AssistantForCausalLM",
-        MTP: "sglcore.models.drafts.mtp:NextToken",
-        deepseek_v4_nextn.ARCHITECTURE: "sglcore.models.drafts.deepseek_v4_nextn:DeepseekV4NextN",
-    }
-)
-"""The classes of drafts. No registry has them: most files name the architecture of the target."""
+STANDALONE = "standalone"
+"""The kind of any model with the target's vocabulary."""
+BY_TENSORS = tuple(kind.name for kind in DRAFT_KINDS.values() if kind.checkpoint)
+"""Kinds that the names of a draft's tensors tell."""
 LAYERS = "next_token_layers"
 """Key in `words`: the number of MTP layers in the checkpoint, used or not."""
-AUX_IDS = "eagle_aux_hidden_state_layer_ids"
-LIBRARY_KIND, LIBRARY_LAYER = "speculators_model_type", "transformer_layer_config"
-"""Keys that only configurations by the library speculators have."""
-
-Shapes = Mapping[str, tuple[int, ...]]
-"""The shapes of a checkpoint's tensors, by name."""
+LIBRARY_LAYER, LIBRARY_SERVED = "transformer_layer_config", "eagle3"
+"""The key of the layer in configurations by the library speculators, and its kind that is
+supported."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,20 +86,32 @@ def offered_head(folder: Path) -> str | None:
     return found if found == MTP else None
 
 
+def checkpoint_of(kind: str) -> DraftCheckpoint:
+    """Return how drafts of a kind lie in a checkpoint."""
+    ref = DRAFT_KINDS[kind].checkpoint
+    assert ref is not None
+    return resolve(ref)
+
+
+def draft_classes() -> dict[str, Ref]:
+    """Return the classes of drafts. No registry has them: most files name the architecture of the
+    target."""
+    return {
+        **{kind: checkpoint_of(kind).model for kind in BY_TENSORS},
+        MTP: "sglcore.models.drafts.mtp:NextToken",
+        deepseek_v4_nextn.ARCHITECTURE: "sglcore.models.drafts.deepseek_v4_nextn:DeepseekV4NextN",
+    }
+
+
 def kind_of(folder: Path) -> str:
     """Return the kind of draft in a folder, from the names of its tensors.
 
     The name of the architecture does not decide: in many drafts it is the target's.
     """
     names, raw = _shapes(folder), _read(folder)
-    if "pre_projection.weight" in names and "post_projection.weight" in names:
-        return FROZEN
-    if any(name.endswith(".hidden_norm.weight") for name in names):
-        return EAGLE3
-    if "fc.weight" in names and "hidden_norm.weight" in names:
-        return DFLASH
-    if "fc.weight" in names:
-        return EAGLE
+    for kind in BY_TENSORS:
+        if checkpoint_of(kind).is_in(names):
+            return kind
     layers = raw.get("text_config", raw).get("num_hidden_layers", 0)
     is_next_token = deepseek_v4_nextn.PART in names or layout_of(names.keys(), layers) is not None
     return MTP if is_next_token else STANDALONE
@@ -117,10 +131,10 @@ def load_draft(
 ) -> Draft:
     """Load the draft for a target, in the target's dtype and for its positions.
 
-    `folder` may be the target's own. `kind` is one of EAGLE, EAGLE3, DFLASH, FROZEN, MTP and
-    STANDALONE. With `groups`, loads this rank's part. Records the draft in the ledger. Raises
-    ConfigError before it reads weights if the draft has another kind or does not fit the target;
-    also raises the errors of `load_checkpoint`. Waits.
+    `folder` may be the target's own. `kind` is the name of one with a model. With `groups`, loads
+    this rank's part. Records the draft in the ledger. Raises ConfigError before it reads weights if
+    the draft has another kind or does not fit the target; also raises the errors of
+    `load_checkpoint`. Waits.
     """
     if folder == target.config.path and kind != MTP:
         folder = folder / DRAFT_FOLDER
@@ -132,11 +146,10 @@ def load_draft(
     if groups is not None:
         topology = groups.place.topology
         check_topology(draft, replace(topology, ep=1) if draft.moe is None else topology)
-    given = {"model.embed_tokens": target.embed_ids, "lm_head": target.logits}
-    if kind == FROZEN:
-        given = {"target.embed_tokens": target.embed_ids}
-    if kind == EAGLE3:
-        given = {name: layer for name, layer in given.items() if f"{name.removeprefix('model.')}.weight" not in shapes}
+    of_target, names = {EMBEDDING: target.embed_ids, HEAD: target.logits}, dict(SHARED)
+    if kind in BY_TENSORS:
+        names = checkpoint_of(kind).shared(shapes)
+    given = {name: of_target[part] for name, part in names.items()}
     model: Any = load_model(
         folder,
         draft,
@@ -144,7 +157,7 @@ def load_draft(
         device=facts.tensor_device,
         dtype=target.dtype,
         max_positions=config.max_model_len or target.config.context_length,
-        architectures=DRAFTS,
+        architectures=draft_classes(),
         progress=lambda done, total: progress("loading the draft", done, total),
         quantize=config.quantize,
         index_dtype=getattr(torch, facts.index_dtype),
@@ -153,7 +166,7 @@ def load_draft(
         given=given,
         groups=groups,
     )
-    shared = " and ".join(["embedding", "output layer"][name == "lm_head"] for name in given) or "nothing"
+    shared = " and ".join(names.values()) or "nothing"
     count = sum(each.numel() for each in model.weights.parameters)
     told = f"{count / 1e6:.1f} million weights of {folder}; shared with the model: {shared}"
     if heads == 1 < layers:
@@ -167,11 +180,11 @@ def _standalone(
 ) -> Draft:
     """Load any model that generates text and has the target's vocabulary."""
     found = read_config(folder)
-    _same(folder, "vocab_size", found.vocab_size, target.config.vocab_size)
+    same(folder, "vocab_size", found.vocab_size, target.config.vocab_size)
     ours, theirs = (_tokens(each) for each in (folder, target.config.path))
     if ours is not None and theirs is not None and ours != theirs:
         raise ConfigError(
-            f"{folder / 'tokenizer.json'} has other token ids than the model", wanted="the same ids", remedy=_OTHER
+            f"{folder / 'tokenizer.json'} has other token ids than the model", wanted="the same ids", remedy=OTHER
         )
     # Its own ledger keeps its decisions out of the target's. The target bounds its positions.
     own = replace(config, dtype=str(target.dtype).removeprefix("torch."), max_model_len=None, task="generate")
@@ -191,7 +204,7 @@ def _read(folder: Path) -> dict[str, Any]:
     if LIBRARY_KIND not in raw:
         return raw
     if other := _unserved(raw):
-        _unfit(folder, *other)
+        unfit(folder, *other)
     layer = raw.get(LIBRARY_LAYER) or {}
     return {"norm_before_residual": True, **layer, **{name: value for name, value in raw.items() if value is not None}}
 
@@ -201,13 +214,10 @@ def _unserved(raw: Mapping[str, Any]) -> tuple[str, str, str] | None:
 
     The result has the name of the word, the value found and the value wanted.
     """
-    kind, layer = raw.get(LIBRARY_KIND, EAGLE3), (raw.get(LIBRARY_LAYER) or {}).get("model_type", "llama")
-    if kind != EAGLE3:
-        return LIBRARY_KIND, repr(kind), repr(EAGLE3)
+    kind, layer = raw.get(LIBRARY_KIND, LIBRARY_SERVED), (raw.get(LIBRARY_LAYER) or {}).get("model_type", "llama")
+    if kind != LIBRARY_SERVED:
+        return LIBRARY_KIND, repr(kind), repr(LIBRARY_SERVED)
     return None if layer == "llama" else (f"{LIBRARY_LAYER}.model_type", repr(layer), "'llama'")
-
-
-_OTHER = "use a draft that was made for this model"
 
 
 def _draft_config(folder: Path, kind: str, target: Architecture, asked: EngineConfig) -> ModelConfig:
@@ -221,9 +231,9 @@ def _draft_config(folder: Path, kind: str, target: Architecture, asked: EngineCo
             f"{folder} has a draft of kind {found!r}", wanted=f"{kind!r}", remedy=f"--speculative {found}"
         )
     config, shapes = config_of(folder, _read(folder)), _shapes(folder)
-    _same(folder, "vocab_size", config.vocab_size, target.config.vocab_size)
+    same(folder, "vocab_size", config.vocab_size, target.config.vocab_size)
     if kind == MTP:
-        _same(folder, "hidden_size", config.hidden_size, target.config.hidden_size)
+        same(folder, "hidden_size", config.hidden_size, target.config.hidden_size)
         if deepseek_v4_nextn.PART in shapes:
             return deepseek_v4_nextn.next_token_config(config)
         layout = layout_of(shapes.keys(), config.num_hidden_layers)
@@ -232,9 +242,10 @@ def _draft_config(folder: Path, kind: str, target: Architecture, asked: EngineCo
         used = prefixes[: _heads(folder, len(prefixes), asked)]
         made = next_token_config(config, names, used)
         return replace(made, architecture=kind, words={**made.words, LAYERS: len(prefixes)})
-    words = {"num_nextn_predict_layers": 0} | _words_of(kind, config, shapes, target)
-    if kind != FROZEN and (kind != EAGLE3 or "embed_tokens.weight" not in shapes):
-        _same(folder, "hidden_size", config.hidden_size, target.config.hidden_size)
+    checkpoint = checkpoint_of(kind)
+    words = {"num_nextn_predict_layers": 0} | checkpoint.words(config, shapes, target)
+    if EMBEDDING in checkpoint.shared(shapes).values() and not checkpoint.has_own_width:
+        same(folder, "hidden_size", config.hidden_size, target.config.hidden_size)
     has_bias = any(name.endswith("q_proj.bias") for name in shapes)
     return replace(
         config,
@@ -259,157 +270,6 @@ def _heads(folder: Path, found: int, config: EngineConfig) -> int:
             remedy=f"--draft-tokens {found}, or fewer",
         )
     return min(found, DRAFT_TOKENS if tokens is None else max(tokens, 1))
-
-
-def _words_of(kind: str, config: ModelConfig, shapes: Shapes, target: Architecture) -> dict[str, Any]:
-    """Return the words that the class of this kind needs in addition to the configuration."""
-    if kind == EAGLE:
-        return {"fc_bias": "fc.bias" in shapes}
-    makers = {DFLASH: _dflash_words, FROZEN: _frozen_words}
-    return makers.get(kind, _eagle3_words)(config, shapes, target)
-
-
-def _eagle3_words(config: ModelConfig, shapes: Shapes, target: Architecture) -> dict[str, Any]:
-    """Return the words that `Eagle3ForCausalLM` needs in addition to the configuration.
-
-    Raises ConfigError for a draft that does not fit the target.
-    """
-    width = config.words.get("target_hidden_size", config.hidden_size)
-    _same(config.path, "target_hidden_size", width, target.feature_size)
-    rows = config.words.get("draft_vocab_size", config.vocab_size)
-    has_head = "lm_head.weight" in shapes
-    if rows > config.vocab_size:
-        _unfit(config.path, "draft_vocab_size", rows, f"{config.vocab_size} at most")
-    missing = [name for name in ("lm_head.weight", "d2t") if name not in shapes]
-    if rows != config.vocab_size and missing:
-        _lacking(config.path, "draft_vocab_size", rows, missing[0], f"{config.vocab_size}")
-    has_norm = "input_norm.weight" in shapes
-    if not has_norm and config.words.get("eagle_config", config.words).get("norm_before_fc", False):
-        _lacking(config.path, "norm_before_fc", True, "input_norm.weight", "false")
-    return {
-        "aux_layers": _aux_layers(config, shapes, target.config.num_hidden_layers, width),
-        "target_hidden_size": width,
-        "has_input_norm": has_norm,
-        "has_fc_norm": any(name.startswith(("fc_norm.", "aux_norm_")) for name in shapes),
-        "draft_vocab_size": rows,
-        "has_d2t": has_head and "d2t" in shapes,
-    }
-
-
-def _dflash_words(config: ModelConfig, shapes: Shapes, target: Architecture) -> dict[str, Any]:
-    """Return the words that `DFlashDraftModel` needs in addition to the configuration.
-
-    Raises ConfigError for sliding-window layers and for a draft that does not fit the target.
-    """
-    own, folder, layers = config.words.get("dflash_config", {}), config.path, target.config.num_hidden_layers
-    if any(each is not None for each in config.sliding_windows):
-        _unfit(folder, "layer_types", config.words.get("layer_types"), "'full_attention' alone")
-    block, mask = config.words.get("block_size"), own.get("mask_token_id")
-    if not isinstance(block, int) or block < 2:
-        _unfit(folder, "block_size", block, "2 or more")
-    if not isinstance(mask, int) or not 0 <= mask < target.config.vocab_size:
-        _unfit(folder, "dflash_config.mask_token_id", mask, f"a token id below {target.config.vocab_size}")
-    ids, width = own.get("target_layer_ids"), target.feature_size
-    count = shapes["fc.weight"][1] // width
-    found = _spread(count, layers) if ids is None else list(ids)
-    if not found or found != sorted(found) or found[0] < 0 or found[-1] >= layers or len(found) != count:
-        wanted = f"{count} ascending numbers of the model's {layers} layers, as fc.weight implies"
-        _unfit(folder, "dflash_config.target_layer_ids", found, wanted)
-    aux_layers = tuple(each + 1 for each in found)
-    return {"aux_layers": aux_layers, "block_size": block, "mask_token_id": mask, "target_hidden_size": width}
-
-
-def _frozen_words(config: ModelConfig, shapes: Shapes, target: Architecture) -> dict[str, Any]:
-    """Return the words that `Gemma4AssistantForCausalLM` needs in addition to the configuration.
-
-    Each sliding-window layer reads the KV slots of the target's last sliding-window layer, each
-    other layer those of the target's last layer without a window. Raises ConfigError for a draft
-    that does not fit the target.
-    """
-    folder, last = config.path, {layer.sliding_window is not None: layer for layer in target.attention_layers}
-    _same(folder, BACKBONE, config.words.get(BACKBONE, 0), target.config.hidden_size)
-    found = list[FrozenCells]()
-    for place, window in enumerate(config.sliding_windows):
-        layer, kind = last.get(window is not None), "full_attention" if window is None else "sliding_attention"
-        if layer is None or layer.rows or layer.is_exact:
-            _unfit(
-                folder, f"layer_types[{place}]", repr(kind), "a kind of layer with keys and values by head in the model"
-            )
-        size = shapes.get(f"model.layers.{place}.self_attn.q_norm.weight", (0,))[0]
-        if size != layer.head_dim or config.num_attention_heads % layer.num_kv_heads:
-            heads = f"{config.num_attention_heads} heads of {size} in layer {place}"
-            _unfit(
-                folder,
-                "num_attention_heads",
-                heads,
-                f"a multiple of the model's {layer.num_kv_heads} heads of {layer.head_dim}",
-            )
-        found.append(FrozenCells(layer.layer_id, layer.num_kv_heads, layer.head_dim, window))
-    return {"frozen_cells": tuple(found), "token_groups": _token_groups(config, shapes)}
-
-
-def _token_groups(config: ModelConfig, shapes: Shapes) -> tuple[int, int] | None:
-    """Return the number of token groups and the number that a forward selects.
-
-    None if a forward takes all tokens. Raises ConfigError for numbers that the tensors contradict.
-    """
-    if not config.words.get("use_ordered_embeddings", False):
-        return None
-    groups, most = (config.words.get(name, 0) for name in ("num_centroids", "centroid_intermediate_top_k"))
-    stored = shapes.get("masked_embedding.centroids.weight", (0,))[0]
-    if groups != stored or groups < 1 or config.vocab_size % groups:
-        _unfit(
-            config.path,
-            "num_centroids",
-            groups,
-            f"{stored}, as masked_embedding.centroids has, and a divisor of {config.vocab_size}",
-        )
-    if not 0 < most <= groups:
-        _unfit(config.path, "centroid_intermediate_top_k", most, f"1 to {groups}")
-    return groups, most
-
-
-def _spread(count: int, layers: int) -> list[int]:
-    """Return the default layers: a draft that names no layers reads the output of these."""
-    if count == 1:
-        return [layers // 2]
-    return [round(1 + each * (layers - 4) / (count - 1)) for each in range(count)]
-
-
-def _aux_layers(config: ModelConfig, shapes: Shapes, layers: int, width: int) -> tuple[int, ...]:
-    """Return the target's layers before which the draft takes the residual sum.
-
-    The ids in a configuration name the layer before the sum. In configurations by the library
-    speculators they name the layer after it.
-    """
-    eagle = config.words.get("eagle_config", {})
-    if not eagle.get("use_aux_hidden_state", True):
-        return ()
-    ids, behind = eagle.get(AUX_IDS, config.words.get(AUX_IDS)), 0 if LIBRARY_KIND in config.words else 1
-    found = [2, layers // 2, layers - 3] if ids is None else [each + behind for each in ids]
-    if not found or found != sorted(found) or found[0] < 0 or found[-1] > layers:
-        _unfit(config.path, AUX_IDS, ids, f"ascending numbers of the model's {layers} layers")
-    inputs = shapes.get("fc.weight", (0, 0))[1]
-    if inputs != len(found) * width:
-        _unfit(config.path, AUX_IDS, ids, f"{inputs // width} layers, because fc.weight has {inputs} columns")
-    return tuple(found)
-
-
-def _same(folder: Path, name: str, found: int, wanted: int) -> None:
-    if found != wanted:
-        _unfit(folder, name, found, f"{wanted}, the model's")
-
-
-def _lacking(folder: Path, name: str, found: object, tensor: str, otherwise: str) -> None:
-    raise ConfigError(
-        f"{folder / 'config.json'} has {name} = {found}, and its files have no {tensor}",
-        wanted=f"{tensor}, or {otherwise}",
-        remedy="download the checkpoint again",
-    )
-
-
-def _unfit(folder: Path, name: str, found: object, wanted: str) -> NoReturn:
-    raise ConfigError(f"{folder / 'config.json'} has {name} = {found}", wanted=wanted, remedy=_OTHER)
 
 
 def _shapes(folder: Path) -> Shapes:

@@ -6,11 +6,14 @@ versions have the same model and differ in how they select draft tokens.
 
 from __future__ import annotations
 
-from typing import ClassVar
+from collections.abc import Collection
+from typing import Any, ClassVar
 
+from sglcore.checkpoint.model_config import ModelConfig
 from sglcore.models.architectures.llama import LlamaForCausalLM
 from sglcore.models.decoder import AnyLayer, CausalLM, DecoderLayer, LayerState, SelfAttention
-from sglcore.models.layer_kinds import Array, Batch, Build, Norm
+from sglcore.models.drafts.draft_checkpoint import DraftCheckpoint, Shapes
+from sglcore.models.layer_kinds import Architecture, Array, Batch, Build, Norm
 
 
 class Drafts(CausalLM):
@@ -74,3 +77,16 @@ class EagleForCausalLM(Drafts, LlamaForCausalLM):
     def embed(self, batch: Batch) -> LayerState:
         """Return the first layer's input: `fc` of each token and the features of the one before."""
         return LayerState(self.fc(self.concat(self.embed_tokens(batch.input_ids), batch.features)), None, batch)
+
+
+def is_eagle(names: Collection[str]) -> bool:
+    """Return whether tensors of these names are an EAGLE draft."""
+    return "fc.weight" in names and not any(name.endswith("hidden_norm.weight") for name in names)
+
+
+def eagle_words(config: ModelConfig, shapes: Shapes, target: Architecture) -> dict[str, Any]:
+    """Return the words that `EagleForCausalLM` needs in addition to the configuration."""
+    return {"fc_bias": "fc.bias" in shapes}
+
+
+CHECKPOINT = DraftCheckpoint("sglcore.models.drafts.eagle:EagleForCausalLM", is_eagle, eagle_words)

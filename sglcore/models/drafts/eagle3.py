@@ -5,10 +5,15 @@ The draft predicts a token from the target's hidden states of the token before i
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from sglcore.checkpoint.model_config import ModelConfig
 from sglcore.models.architectures.llama import LlamaForCausalLM
 from sglcore.models.decoder import AnyLayer, LayerState, SelfAttention
+from sglcore.models.drafts.draft_checkpoint import LIBRARY_KIND, SHARED, DraftCheckpoint, Shapes, lacking, same, unfit
 from sglcore.models.drafts.eagle import Drafts
-from sglcore.models.layer_kinds import Array, Batch, Build, Layer
+from sglcore.models.layer_kinds import Architecture, Array, Batch, Build, Layer
 
 AUX_NORMS = ("aux_norm_low", "aux_norm_mid", "aux_norm_high")
 """Names of the norms before `fc` in older files."""
@@ -117,3 +122,65 @@ class Eagle3ForCausalLM(Drafts, LlamaForCausalLM):
             parts = [norm(features[:, i * width : (i + 1) * width]) for i, norm in enumerate(self.fc_norms)]
             features = self.concat(*parts)
         return self.fc(features)
+
+
+AUX_IDS = "eagle_aux_hidden_state_layer_ids"
+
+
+def is_eagle3(names: Collection[str]) -> bool:
+    """Return whether tensors of these names are an EAGLE-3 draft."""
+    return any(name.endswith(".hidden_norm.weight") for name in names)
+
+
+def shared(shapes: Shapes) -> Mapping[str, str]:
+    """Return the names by which the draft uses the target's parts: those that it has not itself."""
+    return {name: part for name, part in SHARED.items() if f"{name.removeprefix('model.')}.weight" not in shapes}
+
+
+def eagle3_words(config: ModelConfig, shapes: Shapes, target: Architecture) -> dict[str, Any]:
+    """Return the words that `Eagle3ForCausalLM` needs in addition to the configuration.
+
+    Raises ConfigError for a draft that does not fit the target.
+    """
+    width = config.words.get("target_hidden_size", config.hidden_size)
+    same(config.path, "target_hidden_size", width, target.feature_size)
+    rows = config.words.get("draft_vocab_size", config.vocab_size)
+    has_head = "lm_head.weight" in shapes
+    if rows > config.vocab_size:
+        unfit(config.path, "draft_vocab_size", rows, f"{config.vocab_size} at most")
+    missing = [name for name in ("lm_head.weight", "d2t") if name not in shapes]
+    if rows != config.vocab_size and missing:
+        lacking(config.path, "draft_vocab_size", rows, missing[0], f"{config.vocab_size}")
+    has_norm = "input_norm.weight" in shapes
+    if not has_norm and config.words.get("eagle_config", config.words).get("norm_before_fc", False):
+        lacking(config.path, "norm_before_fc", True, "input_norm.weight", "false")
+    return {
+        "aux_layers": aux_layers_of(config, shapes, target.config.num_hidden_layers, width),
+        "target_hidden_size": width,
+        "has_input_norm": has_norm,
+        "has_fc_norm": any(name.startswith(("fc_norm.", "aux_norm_")) for name in shapes),
+        "draft_vocab_size": rows,
+        "has_d2t": has_head and "d2t" in shapes,
+    }
+
+
+def aux_layers_of(config: ModelConfig, shapes: Shapes, layers: int, width: int) -> tuple[int, ...]:
+    """Return the target's layers before which the draft takes the residual sum.
+
+    The ids in a configuration name the layer before the sum. In configurations by the library
+    speculators they name the layer after it.
+    """
+    eagle = config.words.get("eagle_config", {})
+    if not eagle.get("use_aux_hidden_state", True):
+        return ()
+    ids, behind = eagle.get(AUX_IDS, config.words.get(AUX_IDS)), 0 if LIBRARY_KIND in config.words else 1
+    found = [2, layers // 2, layers - 3] if ids is None else [each + behind for each in ids]
+    if not found or found != sorted(found) or found[0] < 0 or found[-1] > layers:
+        unfit(config.path, AUX_IDS, ids, f"ascending numbers of the model's {layers} layers")
+    inputs = shapes.get("fc.weight", (0, 0))[1]
+    if inputs != len(found) * width:
+        unfit(config.path, AUX_IDS, ids, f"{inputs // width} layers, because fc.weight has {inputs} columns")
+    return tuple(found)
+
+
+CHECKPOINT = DraftCheckpoint("sglcore.models.drafts.eagle3:Eagle3ForCausalLM", is_eagle3, eagle3_words, shared)

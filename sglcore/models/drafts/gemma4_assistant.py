@@ -7,11 +7,13 @@ alone it sees its earlier draft tokens.
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from typing import Any, Protocol, cast
 
 from sglcore.checkpoint.frozen_draft_config import BACKBONE, FrozenCells
-from sglcore.checkpoint.model_config import RopeConfig
+from sglcore.checkpoint.model_config import ModelConfig, RopeConfig
 from sglcore.models.architectures.gemma.gemma2 import NORMS
+from sglcore.models.drafts.draft_checkpoint import EMBEDDING, DraftCheckpoint, Shapes, same, unfit
 from sglcore.models.layer_kinds import Architecture, Array, Attention, Batch, Build, Layer
 
 
@@ -122,3 +124,75 @@ class Gemma4AssistantForCausalLM(Architecture):
     def logits(self, hidden: Array) -> Array:
         """Return float32 [N, vocab] of a forward's output [N, H + F]."""
         return self.lm_head(hidden[:, : self.config.hidden_size].contiguous())
+
+
+def is_frozen(names: Collection[str]) -> bool:
+    """Return whether tensors of these names are a frozen MTP draft."""
+    return "pre_projection.weight" in names and "post_projection.weight" in names
+
+
+def shared(shapes: Shapes) -> Mapping[str, str]:
+    """Return the name by which the draft uses the target's embedding.
+
+    Its output layer is its own.
+    """
+    return {"target.embed_tokens": EMBEDDING}
+
+
+def frozen_words(config: ModelConfig, shapes: Shapes, target: Architecture) -> dict[str, Any]:
+    """Return the words that `Gemma4AssistantForCausalLM` needs in addition to the configuration.
+
+    Each sliding-window layer reads the KV slots of the target's last sliding-window layer, each
+    other layer those of the target's last layer without a window. Raises ConfigError for a draft
+    that does not fit the target.
+    """
+    folder, last = config.path, {layer.sliding_window is not None: layer for layer in target.attention_layers}
+    same(folder, BACKBONE, config.words.get(BACKBONE, 0), target.config.hidden_size)
+    found = list[FrozenCells]()
+    for place, window in enumerate(config.sliding_windows):
+        layer, kind = last.get(window is not None), "full_attention" if window is None else "sliding_attention"
+        if layer is None or layer.rows or layer.is_exact:
+            unfit(
+                folder, f"layer_types[{place}]", repr(kind), "a kind of layer with keys and values by head in the model"
+            )
+        size = shapes.get(f"model.layers.{place}.self_attn.q_norm.weight", (0,))[0]
+        if size != layer.head_dim or config.num_attention_heads % layer.num_kv_heads:
+            heads = f"{config.num_attention_heads} heads of {size} in layer {place}"
+            unfit(
+                folder,
+                "num_attention_heads",
+                heads,
+                f"a multiple of the model's {layer.num_kv_heads} heads of {layer.head_dim}",
+            )
+        found.append(FrozenCells(layer.layer_id, layer.num_kv_heads, layer.head_dim, window))
+    return {"frozen_cells": tuple(found), "token_groups": _token_groups(config, shapes)}
+
+
+def _token_groups(config: ModelConfig, shapes: Shapes) -> tuple[int, int] | None:
+    """Return the number of token groups and the number that a forward selects.
+
+    None if a forward takes all tokens. Raises ConfigError for numbers that the tensors contradict.
+    """
+    if not config.words.get("use_ordered_embeddings", False):
+        return None
+    groups, most = (config.words.get(name, 0) for name in ("num_centroids", "centroid_intermediate_top_k"))
+    stored = shapes.get("masked_embedding.centroids.weight", (0,))[0]
+    if groups != stored or groups < 1 or config.vocab_size % groups:
+        unfit(
+            config.path,
+            "num_centroids",
+            groups,
+            f"{stored}, as masked_embedding.centroids has, and a divisor of {config.vocab_size}",
+        )
+    if not 0 < most <= groups:
+        unfit(config.path, "centroid_intermediate_top_k", most, f"1 to {groups}")
+    return groups, most
+
+
+CHECKPOINT = DraftCheckpoint(
+    "sglcore.models.drafts.gemma4_assistant:Gemma4AssistantForCausalLM",
+    is_frozen,
+    frozen_words,
+    shared,
+    has_own_width=True,
+)

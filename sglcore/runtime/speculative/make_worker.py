@@ -4,24 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 
+from sglcore.config.draft_kinds import DRAFT_KINDS
 from sglcore.device.facts import Facts
+from sglcore.device.package import resolve
 from sglcore.device.worker import Limits
 from sglcore.runtime.model_runner import ModelRunner
-from sglcore.runtime.speculative.block_drafts import BlockDrafter
-from sglcore.runtime.speculative.chain_drafts import FeatureDrafter, StandaloneDrafter
+from sglcore.runtime.speculative.draft_steps import DrafterParts, LookupSteps
 from sglcore.runtime.speculative.drafter import Drafter
-from sglcore.runtime.speculative.frozen_drafts import FrozenDrafter
-from sglcore.runtime.speculative.mtp_drafts import MultiHeadDrafter
-from sglcore.runtime.speculative.ngram_drafts import NgramDrafter
 from sglcore.runtime.speculative.rejection import RULES, RejectionWorker
-from sglcore.runtime.speculative.speculation_choice import DFLASH, FROZEN, SUFFIX, WITHOUT_MODEL, Speculation
+from sglcore.runtime.speculative.speculation_choice import Speculation, model_steps
 from sglcore.runtime.speculative.target_features import FeatureModel
-from sglcore.runtime.speculative.tree import TreeShape
-from sglcore.runtime.speculative.tree_drafts import FrozenTreeDrafter, StandaloneTreeDrafter, TreeDrafter
 from sglcore.runtime.speculative.tree_worker import TreeWorker
 from sglcore.runtime.speculative.verify_worker import SpeculativeWorker
 from sglcore.runtime.token_table import TokenTable
@@ -39,30 +34,16 @@ def make_drafter(
     `draft_runner` runs its model, if it has one; `draft_heads` run the layers after the first if
     each layer proposes one token. `is_exact`: the host must give exact lengths.
     """
-    if speculation.kind in WITHOUT_MODEL:
-        return NgramDrafter(speculation.tokens)
+    if not DRAFT_KINDS[speculation.kind].has_model:
+        return lookup_steps(speculation.kind).make(speculation.tokens)
     assert draft_runner is not None
-    model: Any = draft_runner.model
-    if speculation.tree is not None:
-        return make_tree_drafter(speculation, speculation.tree, draft_runner, model)
-    if speculation.aux_layers is None:
-        return StandaloneDrafter(draft_runner, speculation.tokens)
-    if speculation.kind == DFLASH:
-        return BlockDrafter(draft_runner, speculation.tokens, model, is_exact)
-    if draft_heads:
-        return MultiHeadDrafter((draft_runner, *draft_heads), slots, model)
-    if speculation.kind == FROZEN:
-        return FrozenDrafter(draft_runner, speculation.tokens, model.feature_size)
-    return FeatureDrafter(draft_runner, speculation.tokens, model.project)
+    sizes = speculation.tokens, speculation.tree
+    return model_steps(speculation.kind).make(DrafterParts(*sizes, draft_runner, draft_heads, slots, is_exact))
 
 
-def make_tree_drafter(speculation: Speculation, shape: TreeShape, runner: ModelRunner, model: Any) -> Drafter:
-    """Return a drafter of trees."""
-    if speculation.aux_layers is None:
-        return StandaloneTreeDrafter(runner, speculation.tokens).shaped(shape)
-    if speculation.kind == FROZEN:
-        return FrozenTreeDrafter(runner, shape, model.feature_size)
-    return TreeDrafter(runner, speculation.tokens, model.project).shaped(shape)
+def lookup_steps(kind: str) -> LookupSteps:
+    """Return how drafts of a kind without a model run."""
+    return resolve(DRAFT_KINDS[kind].steps)
 
 
 def cells_of_drafts(speculation: Speculation, drafter: Drafter) -> int:
@@ -73,7 +54,8 @@ def cells_of_drafts(speculation: Speculation, drafter: Drafter) -> int:
     """
     if speculation.tree is None:
         return 0
-    written = 0 if speculation.kind == FROZEN else speculation.tree.cells + 1 - drafter.lookahead
+    has_own = model_steps(speculation.kind).writes_cells
+    written = speculation.tree.cells + 1 - drafter.lookahead if has_own else 0
     return max(drafter.tokens, written)
 
 
@@ -93,7 +75,8 @@ def make_speculative_worker(
     A step has decode rows or prefill rows, never both. If a forward needs host lengths, or the host
     proposes tokens, each step waits for the one before.
     """
-    from_host = speculation.kind == SUFFIX
+    has_model = DRAFT_KINDS[speculation.kind].has_model
+    from_host = not has_model and lookup_steps(speculation.kind).from_host
     slots = limits.max_requests + 1
     drafter = make_drafter(speculation, draft_runner, facts.needs_host_lengths, draft_heads, slots)
     limits = replace(

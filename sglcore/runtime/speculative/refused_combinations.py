@@ -9,13 +9,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from sglcore.config.draft_kinds import DRAFT_KINDS, NO_PREFIX_CACHE, RANKS, SHARDS
+
 ALL, TREES = "all", "trees"
 """Used in place of a kind: every kind, and every kind with draft trees."""
 CELLS, WINDOWS, ROWS = "keys and values", "windows", "rows"
 STATE, OTHER_STATE, HISTORY, EMBEDS = "state", "other state", "history", "embeds"
 DRAFT_STATE, DRAFT_RINGS = "draft state", "draft rings"
-RANKS, SHARDS, HOST_ROWS = "ranks", "shards", "host rows"
-NO_PREFIX_CACHE, OTHER_RULES, TEXT = "no prefix cache", "rejection", "text"
+HOST_ROWS, OTHER_RULES, TEXT = "host rows", "rejection", "text"
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +34,12 @@ def _refused(name: str, **reasons: str) -> Combination:
     return Combination(name, MappingProxyType(reasons))
 
 
-_UNCUT = "its draft is not divided among ranks"
-_NOT_AGREED = "data-parallel shards do not agree on a plan of its draft's forwards"
+def _of_kinds(feature: str, name: str, **reasons: str) -> Combination:
+    """Return the combination of a feature that the kinds themselves refuse."""
+    own = {kind.name: kind.refused[feature] for kind in DRAFT_KINDS.values() if feature in kind.refused}
+    return _refused(name, **own, **reasons)
+
+
 COMBINATIONS: Mapping[str, Combination] = MappingProxyType(
     {
         CELLS: _refused("a model that keeps keys and values of all tokens"),
@@ -70,25 +75,13 @@ COMBINATIONS: Mapping[str, Combination] = MappingProxyType(
             "a draft that keeps its last tokens in rings",
             all="its last tokens in rings, where draft tokens overwrite tokens that it needs again",
         ),
-        RANKS: Combination(
-            "several ranks",
-            MappingProxyType({"dflash": _UNCUT, "frozen-mtp": _UNCUT}),
-        ),
-        SHARDS: Combination(
-            "data-parallel shards (`--dp`)",
-            MappingProxyType(
-                {
-                    "dflash": _NOT_AGREED,
-                    "frozen-mtp": _NOT_AGREED,
-                    TREES: "data-parallel shards agree only on chains",
-                }
-            ),
-        ),
+        RANKS: _of_kinds(RANKS, "several ranks"),
+        SHARDS: _of_kinds(SHARDS, "data-parallel shards (`--dp`)", trees="data-parallel shards agree only on chains"),
         HOST_ROWS: _refused(
             "rows in host memory (`--hisparse`)",
             all="rows lie in host memory, and a step loads the rows of one token per request",
         ),
-        NO_PREFIX_CACHE: _refused("no prefix cache", suffix="the prefix cache is off, and draft tokens come from it"),
+        NO_PREFIX_CACHE: _of_kinds(NO_PREFIX_CACHE, "no prefix cache"),
         OTHER_RULES: _refused("`--speculative-verify rejection` or `block`", trees="these accept only chains"),
         TEXT: _refused("grammars, schemas and penalties, for which trees become chains"),
     }

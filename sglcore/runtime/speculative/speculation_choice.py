@@ -7,20 +7,20 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sglcore.config.draft_kinds import DRAFT_KINDS, IN_TREES, MODELS, NO_PREFIX_CACHE, RANKS
 from sglcore.config.engine_config import EngineConfig
 from sglcore.device.errors import ConfigError
 from sglcore.device.ledger import DecisionLedger, Row
 from sglcore.device.package import Ref, resolve
+from sglcore.runtime.speculative.draft_steps import DraftSizes, KindSteps, StepShape
 from sglcore.runtime.speculative.refused_combinations import (
     ALL,
     DRAFT_RINGS,
     DRAFT_STATE,
     EMBEDS,
     HISTORY,
-    NO_PREFIX_CACHE,
     OTHER_RULES,
     OTHER_STATE,
-    RANKS,
     ROWS,
     STATE,
     TREES,
@@ -37,17 +37,8 @@ if TYPE_CHECKING:
 
 DRAFT_TOKENS = 4
 """Default for the maximum draft tokens per step."""
-NGRAM, SUFFIX = WITHOUT_MODEL = ("ngram", "suffix")
-"""Kinds without a model: they look up the same text, or other requests' texts first."""
-EAGLE, EAGLE3, MTP, STANDALONE, DFLASH, FROZEN = MODELS = (
-    "eagle",
-    "eagle3",
-    "mtp",
-    "standalone",
-    "dflash",
-    "frozen-mtp",
-)
-"""Kinds with a draft model."""
+MTP = "mtp"
+"""The kind that lies in the checkpoint of its target, after the last layer."""
 COUPLED, REJECTION, BLOCK = "coupled", "rejection", "block"
 """The choices of `speculative_verify`.
 
@@ -61,8 +52,6 @@ OFFERED: Ref = "sglcore.models.drafts.draft_loader:offered_head"
 References, because models import the runtime.
 """
 
-IN_TREES = (EAGLE, EAGLE3, MTP, STANDALONE, FROZEN)
-"""Kinds that may draft trees: those with a model that drafts one token at a time."""
 TREE_MASK = "tree_mask"
 """The feature of attention backends that can mask single KV slots for a row."""
 TREE_TOKENS, TREE_DEPTH = 7, 5
@@ -76,31 +65,11 @@ LoadDraft = Callable[[Path, str], Any]
 
 
 @dataclass(frozen=True, slots=True)
-class StepShape:
-    """The shape of one runner's decode steps.
-
-    `widths` are the possible rows per request. `feature_size` is the number of feature elements of
-    each row. `aux_layers` are the layers before which a drafter reads the model (empty: the model
-    runs unchanged). `takes_prompts`: it also runs prefill.
-    """
-
-    widths: tuple[int, ...] = (1,)
-    feature_size: int = 0
-    aux_layers: tuple[int, ...] = ()
-    takes_prompts: bool = True
-
-    @property
-    def most(self) -> int:
-        """Maximum rows per request."""
-        return max(self.widths)
-
-
-@dataclass(frozen=True, slots=True)
 class Speculation:
     """What a start has decided about speculation. `choose_speculation` makes it."""
 
     kind: str
-    """Kind of drafter, one of WITHOUT_MODEL or MODELS."""
+    """Kind of drafter, a name in DRAFT_KINDS."""
     lengths: tuple[int, ...]
     """Possible numbers of draft tokens in a step, ascending."""
     draft: LoadedModel | None = None
@@ -138,33 +107,16 @@ class Speculation:
         return () if self.rule == COUPLED or self.draft is None else (requests + 1, self.tokens, vocab_size)
 
     def shape_of(self, model: LoadedModel) -> StepShape:
-        """Return the shape of the decode steps of the target or of the draft.
-
-        The draft also runs one row per request; a draft without features runs the new roots with
-        the target's rows.
-        """
-        widths = tuple(each + 1 for each in self.lengths)
+        """Return the shape of the decode steps of the target or of the draft."""
+        sizes = DraftSizes(self.lengths, self.tree, self.heads)
         if model is not self.draft:
-            return StepShape(widths, aux_layers=self.aux_layers or ())
-        if self.tree is not None:
-            return self._shape_of_beams(self.tree, model)
-        if self.kind == DFLASH:
-            return StepShape((model.config.words["block_size"],))
-        if self.heads > 1:
-            # The draft rewrites `heads` - 1 KV slots before those of the target.
-            return StepShape(tuple(each + self.heads - 1 for each in widths), model.feature_size)
-        if self.kind == FROZEN:
-            return StepShape((1,), model.feature_size, takes_prompts=False)
-        if self.aux_layers is None:
-            return StepShape((1, *(each + 1 for each in widths)))
-        return StepShape(tuple(sorted({1, *widths})), model.feature_size)
+            return StepShape(sizes.widths, aux_layers=self.aux_layers or ())
+        return model_steps(self.kind).shape(sizes, model)
 
-    def _shape_of_beams(self, tree: TreeShape, model: LoadedModel) -> StepShape:
-        if self.kind == FROZEN:
-            return StepShape((1, tree.width), model.feature_size, takes_prompts=False)
-        if self.aux_layers is None:
-            return StepShape(tuple(sorted({1, tree.width, tree.steps + 1})))
-        return StepShape(tuple(sorted({1, tree.width, tree.steps})), model.feature_size)
+
+def model_steps(kind: str) -> KindSteps:
+    """Return how drafts of a kind with a model run."""
+    return resolve(DRAFT_KINDS[kind].steps)
 
 
 def most_drafts(config: EngineConfig) -> int:
@@ -180,11 +132,13 @@ def most_rows(config: EngineConfig) -> int:
     """Return the maximum rows per request in one forward of a decode step.
 
     In addition to the tokens to verify, a draft may run a new root, or KV slots that its further
-    layers rewrite.
+    layers rewrite. If the checkpoint decides the kind, the maximum over all kinds.
     """
     drafts = most_drafts(config)
-    more = {STANDALONE: 1, **dict.fromkeys((*WITHOUT_MODEL, EAGLE, EAGLE3), 0)}
-    return drafts if drafts == 1 else drafts + more.get(config.speculative or "", max(drafts - 2, 1))
+    if drafts == 1:
+        return drafts
+    named = (config.speculative,) if config.speculative in DRAFT_KINDS else MODELS
+    return drafts + max((model_steps(name).more_rows(drafts) for name in named if name in MODELS), default=0)
 
 
 def _lengths(config: EngineConfig, is_divided: bool = False) -> tuple[int, ...]:
@@ -275,8 +229,8 @@ def _with_draft(config: EngineConfig, made: Speculation, draft: Any, ledger: Dec
         raise ConfigError(
             f"draft_width is {config.draft_width}, and the draft keeps {reason}", remedy="--draft-width 1"
         )
-    if made.kind == DFLASH:
-        made = replace(made, lengths=_lengths_in_block(config, made, draft.model.config.words["block_size"]))
+    if (fit := model_steps(made.kind).fit_lengths) is not None:
+        made = replace(made, lengths=fit(config, made.lengths, draft.model))
     if draft.heads > 1:
         made = _by_heads(config, made, draft.heads, ledger)
     return replace(made, draft=draft.model, aux_layers=draft.aux_layers)
@@ -317,7 +271,7 @@ def _tree(config: EngineConfig, kind: str) -> TreeShape | None:
             "supported"
         )
         remedy = "lower --draft-width or --draft-depth"
-    elif shape.cells > MOST_NODES and kind != FROZEN:
+    elif shape.cells > MOST_NODES and model_steps(kind).writes_cells:
         reason = (
             f"{width} beams that are {depth} deep write {shape.cells} KV slots, and at most {MOST_NODES} can be masked"
         )
@@ -325,18 +279,6 @@ def _tree(config: EngineConfig, kind: str) -> TreeShape | None:
     if reason:
         raise ConfigError(f"draft_width is {width}, and {reason}", remedy=remedy)
     return shape
-
-
-def _lengths_in_block(config: EngineConfig, made: Speculation, block: int) -> tuple[int, ...]:
-    """Return the lengths that fit in a block after its root.
-
-    Raises ConfigError if more were configured.
-    """
-    most = block - 1
-    if config.draft_tokens is not None and made.tokens > most:
-        found = f"draft_tokens is {made.tokens}, and a block of the draft has {most}"
-        raise ConfigError(found, remedy=f"--draft-tokens {most}, or fewer")
-    return tuple(sorted({min(each, most) for each in made.lengths}))
 
 
 def promise(rule: str) -> str:

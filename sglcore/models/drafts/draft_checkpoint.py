@@ -1,0 +1,68 @@
+"""How drafts lie in a checkpoint, as each kind declares it, and the errors of drafts that do not
+fit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NoReturn
+
+from sglcore.checkpoint.model_config import ModelConfig
+from sglcore.device.errors import ConfigError
+from sglcore.device.package import Ref
+from sglcore.models.layer_kinds import Architecture
+
+Shapes = Mapping[str, tuple[int, ...]]
+"""The shapes of a checkpoint's tensors, by name."""
+LIBRARY_KIND = "speculators_model_type"
+"""A key that only configurations by the library speculators have."""
+OTHER = "use a draft that was made for this model"
+EMBEDDING, HEAD = "embedding", "output layer"
+"""The target's parts that a draft may use."""
+SHARED: Mapping[str, str] = MappingProxyType({"model.embed_tokens": EMBEDDING, "lm_head": HEAD})
+"""The draft's names of both."""
+
+
+def shares_both(shapes: Shapes) -> Mapping[str, str]:
+    """Return the names by which a draft uses the target's embedding and output layer."""
+    return SHARED
+
+
+@dataclass(frozen=True, slots=True)
+class DraftCheckpoint:
+    """How drafts of a kind lie in a checkpoint."""
+
+    model: Ref
+    """The class of the draft model."""
+    is_in: Callable[[Collection[str]], bool]
+    """Whether tensors of these names are a draft of this kind. True for one kind at most."""
+    words: Callable[[ModelConfig, Shapes, Architecture], dict[str, Any]]
+    """The words that the class needs in addition to the configuration. Raises ConfigError for a
+    draft that does not fit the target."""
+    shared: Callable[[Shapes], Mapping[str, str]] = shares_both
+    """The names by which it uses the target's parts."""
+    has_own_width: bool = False
+    """Its hidden size may differ from the target's, although it uses the target's embedding."""
+
+
+def same(folder: Path, name: str, found: int, wanted: int) -> None:
+    """Raise ConfigError unless a number of the configuration is the target's."""
+    if found != wanted:
+        unfit(folder, name, found, f"{wanted}, the model's")
+
+
+def lacking(folder: Path, name: str, found: object, tensor: str, otherwise: str) -> NoReturn:
+    """Raise ConfigError: a value of the configuration needs a tensor that the files do not have."""
+    raise ConfigError(
+        f"{folder / 'config.json'} has {name} = {found}, and its files have no {tensor}",
+        wanted=f"{tensor}, or {otherwise}",
+        remedy="download the checkpoint again",
+    )
+
+
+def unfit(folder: Path, name: str, found: object, wanted: str) -> NoReturn:
+    """Raise ConfigError: a value of the configuration does not fit the target."""
+    raise ConfigError(f"{folder / 'config.json'} has {name} = {found}", wanted=wanted, remedy=OTHER)

@@ -1,0 +1,1 @@
+"""How the drafts of each kind run, one file for a kind or for kinds that run alike."""

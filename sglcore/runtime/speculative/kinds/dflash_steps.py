@@ -1,0 +1,42 @@
+"""DFlash: a model that fills in a block of mask tokens in one forward."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from sglcore.config.engine_config import EngineConfig
+from sglcore.device.errors import ConfigError
+from sglcore.runtime.speculative.block_drafts import BlockDrafter
+from sglcore.runtime.speculative.draft_steps import DrafterParts, DraftSizes, KindSteps, StepShape, rewritten
+from sglcore.runtime.speculative.drafter import Drafter
+
+if TYPE_CHECKING:
+    from sglcore.runtime.loaded_model import LoadedModel
+
+BLOCK_SIZE = "block_size"
+"""Key in `words`: tokens of a block, its root included."""
+
+
+def shape(sizes: DraftSizes, model: LoadedModel) -> StepShape:
+    """Return the shape of the draft's steps: a whole block."""
+    return StepShape((model.config.words[BLOCK_SIZE],))
+
+
+def make(parts: DrafterParts) -> Drafter:
+    """Return a drafter of blocks."""
+    return BlockDrafter(parts.runner, parts.tokens, parts.model, parts.is_exact)
+
+
+def fit_lengths(config: EngineConfig, lengths: tuple[int, ...], model: LoadedModel) -> tuple[int, ...]:
+    """Return the lengths that fit in a block after its root.
+
+    Raises ConfigError if more were configured.
+    """
+    most = model.config.words[BLOCK_SIZE] - 1
+    if config.draft_tokens is not None and lengths[-1] > most:
+        found = f"draft_tokens is {lengths[-1]}, and a block of the draft has {most}"
+        raise ConfigError(found, remedy=f"--draft-tokens {most}, or fewer")
+    return tuple(sorted({min(each, most) for each in lengths}))
+
+
+STEPS = KindSteps(make, shape, rewritten, fit_lengths)

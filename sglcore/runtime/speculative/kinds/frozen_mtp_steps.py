@@ -1,0 +1,29 @@
+"""Frozen MTP: a model that reads the target's KV slots and writes none."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from sglcore.runtime.speculative.draft_steps import DrafterParts, DraftSizes, KindSteps, StepShape, rewritten
+from sglcore.runtime.speculative.drafter import Drafter
+from sglcore.runtime.speculative.frozen_drafts import FrozenDrafter
+from sglcore.runtime.speculative.tree_drafts import FrozenTreeDrafter
+
+if TYPE_CHECKING:
+    from sglcore.runtime.loaded_model import LoadedModel
+
+
+def shape(sizes: DraftSizes, model: LoadedModel) -> StepShape:
+    """Return the shape of the draft's steps: one row, or the beams; never a prefill."""
+    widths = (1,) if sizes.tree is None else (1, sizes.tree.width)
+    return StepShape(widths, model.feature_size, takes_prompts=False)
+
+
+def make(parts: DrafterParts) -> Drafter:
+    """Return a drafter of chains or trees."""
+    if parts.tree is not None:
+        return FrozenTreeDrafter(parts.runner, parts.tree, parts.model.feature_size)
+    return FrozenDrafter(parts.runner, parts.tokens, parts.model.feature_size)
+
+
+STEPS = KindSteps(make, shape, rewritten, writes_cells=False)
