@@ -229,8 +229,12 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
                 "shared_expert_intermediate_size": 5632,
             }
         ),
-        "Qwen2_5_VLForConditionalGeneration": MappingProxyType({"max_window_layers": 80}),
-        "Qwen3VLForConditionalGeneration": MappingProxyType({"head_dim": 128}),
+        "Qwen2_5_VLForConditionalGeneration": MappingProxyType(
+            {"max_window_layers": 80, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1000000.0}
+        ),
+        "Qwen3VLForConditionalGeneration": MappingProxyType(
+            {"head_dim": 128, "num_key_value_heads": 32, "rope_theta": 500000.0}
+        ),
         "Qwen3ForCausalLM": MappingProxyType({"max_window_layers": 28, "head_dim": 128}),
         "Qwen3NextForCausalLM": MappingProxyType(
             {

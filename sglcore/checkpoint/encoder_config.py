@@ -41,13 +41,14 @@ def common_words(architecture: str, raw: Mapping[str, Any]) -> Mapping[str, Any]
     - Vision-language models: the words in `text_config` of newer files.
     - ModernBERT: its layer types; its windows reach `local_attention` / 2 tokens to either side.
     - RoBERTa: its first position, which is the padding token's id + 1.
+    - All encoders: their activation, if the file names none.
     """
     if architecture.endswith(LANGUAGE_PARTS):
         return {name: value for name, value in (raw.get("text_config") or {}).items() if value is not None}
     if "RobertaFor" in architecture or "RobertaModel" in architecture:
-        return {"first_position": whole_number(raw, "pad_token_id", 1) + 1}
+        return {"first_position": whole_number(raw, "pad_token_id", 1) + 1, "hidden_act": "gelu"}
     if not architecture.startswith("ModernBert"):
-        return {}
+        return {"hidden_act": "gelu"} if architecture in ENCODERS else {}
     every, layers = (
         whole_number(raw, name, usual) for name, usual in (("global_attn_every_n_layers", 3), ("num_hidden_layers", 22))
     )

@@ -62,6 +62,9 @@ def gguf_config(header: GgufHeader) -> dict[str, Any]:
 
     heads, hidden, layers = number("attention.head_count"), number("embedding_length"), number("block_count")
     head_dim = number("attention.key_length", hidden // heads)
+    if head_dim < 1:
+        found = f"{header.path} gives {hidden} elements to {heads} heads"
+        raise CheckpointError(found, wanted="at least one element per head", remedy=REMEDY)
     _check_sizes(header, hidden, layers)
     own = ARCHITECTURES[kind]
     config = {
