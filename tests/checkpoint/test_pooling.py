@@ -121,6 +121,20 @@ def test_a_classifier_has_scores(tmp_path: Path, raw: Any, pooling: Pooling) -> 
     assert (found.modes, found.labels, found.is_sigmoid) == (pooling.modes, pooling.labels, pooling.is_sigmoid)
 
 
+@pytest.mark.parametrize(
+    ("pooling", "said"),
+    [
+        (Pooling(("mean",)), "mean"),
+        (Pooling(("cls", "max"), is_normalized=True), "cls+max, length 1"),
+        (Pooling(("cls",), labels=1, is_sigmoid=True), "cls, a score, sigmoid"),
+        (Pooling(("cls",), labels=2), "cls, scores of 2 labels"),
+        (Pooling(("lasttoken",), labels=2, is_sigmoid=True), "lasttoken, scores of 2 labels, sigmoid"),
+    ],
+)
+def test_a_pooling_has_words(pooling: Pooling, said: str) -> None:
+    assert str(pooling) == said
+
+
 @pytest.mark.parametrize(("architecture", "task"), [("BertModel", "generate"), (CLASSIFIER, "generate")])
 def test_a_task_that_is_not_the_checkpoints_is_refused(tmp_path: Path, architecture: str, task: str) -> None:
     with pytest.raises(ConfigError, match=r"task"):

@@ -199,9 +199,9 @@ def indexed(**changes: Any) -> LatentConfig:
 @pytest.mark.parametrize("first", [0, 1, 2, 4, 9])
 @pytest.mark.parametrize("every", [0, 1, 2, 4])
 def test_layers_that_share_a_choice_are_the_librarys_for_every_period(every: int, first: int) -> None:
-    words = {"index_topk_freq": every, "index_skip_topk_offset": first}
-    own = transformers.GlmMoeDsaConfig(num_hidden_layers=5, **{**words, "index_topk_freq": max(every, 1)})
-    kinds: Any = own.indexer_types
+    words: dict[str, Any] = {"index_topk_freq": every, "index_skip_topk_offset": first}
+    own: Any = transformers.GlmMoeDsaConfig(num_hidden_layers=5, **{**words, "index_topk_freq": max(every, 1)})
+    kinds = own.indexer_types
     if kinds[0] != FULL:
         with pytest.raises(ConfigError, match="wanted 5, each 'full' or 'shared', the first 'full'"):
             indexed(**words)

@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import _SIZE, _TYPES, save_file
 
-from sglcore.checkpoint.checkpoint_files import INDEX, read_json, read_list, weight_names
+from sglcore.checkpoint.checkpoint_files import INDEX, checkpoint_files, read_json, read_list, weight_names
 from sglcore.checkpoint.gguf_header import read_header
 from sglcore.checkpoint.safetensors_header import ELEMENT_BYTES, PLAIN_BYTES, read_entries
 from sglcore.device.errors import CheckpointError, ConfigError, SglcoreError
@@ -21,6 +23,11 @@ def test_every_type_that_is_read_has_its_size() -> None:
         name: ELEMENT_BYTES[name] for name in READABLE
     }
     assert {name: dtype.itemsize for name, dtype in DTYPES.items()} == PLAIN_BYTES
+
+
+def test_every_type_that_is_checked_has_the_librarys_size() -> None:
+    sizes = {name: _SIZE[dtype] for name, dtype in (*_TYPES.items(), ("F8_E8M0", torch.float8_e8m0fnu))}
+    assert ELEMENT_BYTES.items() <= sizes.items()
 
 
 def written(folder: Path, data: int, **tensors: tuple[str, list[int], int, int]) -> Path:
@@ -47,6 +54,48 @@ def test_tensors_that_share_bytes_are_damage_and_empty_ones_are_not(tmp_path: Pa
         read_entries(written(tmp_path, 8, b=("F32", [1], 3, 7), a=("F32", [1], 0, 4)))
     file = written(tmp_path, 8, a=("F32", [1], 0, 4), none=("F32", [0], 4, 4), b=("F32", [1], 4, 8))
     assert [each.name for each in read_entries(file)] == ["a", "none", "b"]
+
+
+def test_entries_are_those_of_the_library(tmp_path: Path) -> None:
+    given = {name: torch.zeros(2, 3).to(dtype) for name, dtype in _TYPES.items() if not name.startswith("C")}
+    save_file(given, tmp_path / "model.safetensors", {"format": "pt"})
+    found = {each.name: each for each in read_entries(tmp_path / "model.safetensors")}
+    assert {name: (each.dtype, each.shape) for name, each in found.items()} == {name: (name, (2, 3)) for name in given}
+    assert {name: each.num_bytes for name, each in found.items()} == {name: each.nbytes for name, each in given.items()}
+
+
+@pytest.mark.parametrize("size", range(8))
+def test_a_file_shorter_than_its_length_is_damage(size: int, tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(bytes(size))
+    with pytest.raises(CheckpointError, match=f"is damaged: it has {size} bytes, and its header alone would need 8"):
+        read_entries(tmp_path / "model.safetensors")
+
+
+@pytest.mark.parametrize("over", [1, 8, 16, 17, 2**62])
+def test_a_header_may_reach_the_files_end_and_no_further(over: int, tmp_path: Path) -> None:
+    header, file = b'{"__metadata__": {"format": "pt"}}', tmp_path / "model.safetensors"
+    file.write_bytes(len(header).to_bytes(8, "little") + header)
+    assert read_entries(file) == ()
+    file.write_bytes((len(header) + over).to_bytes(8, "little") + header)
+    found = f"it has {len(header) + 8} bytes, and its header alone would need {len(header) + 8 + over}"
+    with pytest.raises(CheckpointError, match=f"is damaged: {found}"):
+        read_entries(file)
+
+
+def test_weight_files_are_those_of_the_index_in_order_and_each_is_there(tmp_path: Path) -> None:
+    (tmp_path / "pytorch_model.bin").touch()
+    with pytest.raises(CheckpointError, match=r"has neither model.safetensors nor .* \(other weight files: pytorch_mo"):
+        checkpoint_files(tmp_path)
+    (tmp_path / "model.safetensors").touch()
+    assert checkpoint_files(tmp_path) == (tmp_path / "model.safetensors",)
+    names = {"c": "2.safetensors", "a": "1.safetensors", "b": "2.safetensors"}
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": names}))
+    assert weight_names(tmp_path) == ("1.safetensors", "2.safetensors")
+    (tmp_path / "2.safetensors").touch()
+    with pytest.raises(CheckpointError, match=rf"lacks 1.safetensors; wanted the 2 files of {INDEX}"):
+        checkpoint_files(tmp_path)
+    (tmp_path / "1.safetensors").touch()
+    assert checkpoint_files(tmp_path) == (tmp_path / "1.safetensors", tmp_path / "2.safetensors")
 
 
 GOOD = {"dtype": "F32", "shape": [1, 2], "data_offsets": [0, 8]}

@@ -60,8 +60,9 @@ def test_windows_of_a_modern_encoder_are_the_librarys(architecture: str, given: 
 
 @pytest.mark.parametrize("architecture", sorted(name for name in ENCODERS if "Roberta" in name))
 @pytest.mark.parametrize("given", [{}, {"pad_token_id": 0}, {"pad_token_id": 5}], ids=str)
-def test_positions_of_a_roberta_begin_after_the_padding_tokens(architecture: str, given: dict[str, int]) -> None:
-    first = transformers.RobertaConfig(**given).pad_token_id + 1
+def test_positions_of_a_roberta_begin_after_the_padding_tokens(architecture: str, given: dict[str, Any]) -> None:
+    oracle: Any = transformers.RobertaConfig(**given)
+    first = oracle.pad_token_id + 1
     found = read(architecture, **given)
     assert (found.first_position, found.context_length) == (first, SIZES["max_position_embeddings"] - first)
 
