@@ -308,6 +308,18 @@ def test_a_file_that_says_it_is_its_only_part_is_whole(tmp_path: Path) -> None:
     assert read_header(tmp_path / "m.gguf").metadata["split.count"] == 1
 
 
+@pytest.mark.parametrize("alignment", [1, 8, 64])
+def test_data_begins_at_a_multiple_of_the_files_alignment(alignment: int, tmp_path: Path) -> None:
+    writer = GGUFWriter(tmp_path / "m.gguf", "llama")
+    writer.add_custom_alignment(alignment)
+    writer.add_tensor("factors", np.array([1.0, 2.5], np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    assert read_header(tmp_path / "m.gguf").floats("factors") == (1.0, 2.5)
+
+
 def test_only_plain_numbers_are_read_as_floats(tmp_path: Path) -> None:
     writer = GGUFWriter(tmp_path / "m.gguf", "llama")
     writer.add_tensor("before", np.zeros(3, np.float32))
