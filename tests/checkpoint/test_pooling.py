@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 
+from sglcore.checkpoint.encoder_config import ENCODERS
 from sglcore.checkpoint.pooling_config import MODES, Pooling, read_pooling, read_prompts
 from sglcore.device.errors import ConfigError
+from sglcore.models.architecture_registry import ARCHITECTURES
 
 CLASSIFIER = "BertForSequenceClassification"
 
@@ -44,6 +46,78 @@ def test_modes_are_those_of_new_and_old_files(tmp_path: Path, values: Any, modes
     assert found is not None and found.modes == modes and not found.is_normalized
     assert "1_Pooling/config.json" in found.reason
     assert read_pooling(tmp_path, "Qwen3ForCausalLM", {}, "generate") is None
+
+
+SWITCHES = {
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_max_tokens": "max",
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
+    "pooling_mode_weightedmean_tokens": "weightedmean",
+    "pooling_mode_lasttoken": "lasttoken",
+}
+"""The switches of older files by sentence-transformers, in the order in which it concatenates."""
+
+
+def test_switches_are_those_of_sentence_transformers_in_its_order(tmp_path: Path) -> None:
+    modules(tmp_path, "Transformer", "Pooling", pooling=dict.fromkeys(reversed(SWITCHES), True))
+    found = read_pooling(tmp_path, "Qwen3ForCausalLM", {})
+    assert found is not None and found.modes == tuple(SWITCHES.values())
+
+
+def test_every_model_without_an_output_layer_makes_vectors(tmp_path: Path) -> None:
+    for architecture in ARCHITECTURES:
+        found = read_pooling(tmp_path, architecture, {})
+        headless = architecture.endswith(("Model", "ForSequenceClassification")) or architecture in ENCODERS
+        assert (found is not None) == headless, architecture
+        if headless and not architecture.endswith("ForSequenceClassification"):
+            assert found is not None and (found.modes, found.is_normalized, found.labels) == (
+                ("mean" if architecture in ENCODERS else "lasttoken",),
+                True,
+                0,
+            )
+            assert found.reason.endswith("usual for encoders" if architecture in ENCODERS else "usual for decoders")
+
+
+def test_modules_lie_where_the_list_says(tmp_path: Path) -> None:
+    listed = [{"path": "", "type": "a.Transformer"}, {"path": "other", "type": "a.Pooling"}]
+    write(tmp_path, "modules.json", listed)
+    write(tmp_path, "1_Pooling/config.json", {"pooling_mode": "max"})
+    write(tmp_path, "other/config.json", {"pooling_mode": "cls"})
+    found = read_pooling(tmp_path, "BertModel", {})
+    assert found == Pooling(("cls",), reason="modules.json and other/config.json")
+    write(tmp_path, "modules.json", [{**listed[0], "path": "0_Transformer"}, listed[1]])
+    with pytest.raises(ConfigError, match="has its model in '0_Transformer'; move those files next to modules.json"):
+        read_pooling(tmp_path, "BertModel", {})
+
+
+@pytest.mark.parametrize(
+    ("raw", "said"),
+    [
+        ({}, "Identity: usual for its number of labels"),
+        ({"num_labels": 1}, "Sigmoid: usual for its number of labels"),
+        ({"num_labels": 0}, "Identity: usual for its number of labels"),
+        ({"num_labels": 1, "id2label": {"0": "a", "1": "b"}}, "Identity: usual for its number of labels"),
+        ({"sentence_transformers": {"activation_fn": "a.Sigmoid"}}, "Sigmoid: config.json"),
+        (
+            {
+                "sentence_transformers": {"activation_fn": "a.Identity"},
+                "sbert_ce_default_activation_function": "a.Sigmoid",
+            },
+            "Identity: config.json",
+        ),
+    ],
+)
+def test_the_function_after_scores_is_decided_with_its_reason(tmp_path: Path, raw: Any, said: str) -> None:
+    found = read_pooling(tmp_path, CLASSIFIER, raw)
+    assert found is not None and found.reason == f"the head of {CLASSIFIER}; {said}"
+    assert found.is_sigmoid == said.startswith("Sigmoid")
+
+
+def test_a_decoders_classifier_reads_the_last_token_whatever_the_file_says(tmp_path: Path) -> None:
+    raw = {"classifier_pooling": "mean", "num_labels": 3}
+    found = read_pooling(tmp_path, "Qwen3ForSequenceClassification", raw)
+    assert found is not None and (found.modes, found.labels) == (("lasttoken",), 3)
 
 
 @pytest.mark.parametrize("mode", MODES)
