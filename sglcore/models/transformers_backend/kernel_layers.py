@@ -142,10 +142,11 @@ class NormForm:
 
 class Norm(nn.Module):
     """Root mean square norm over the last dimension, fused with the addition before it if its input
-    is a `Sum`. `heads`: the heads of its inputs [1, T, heads, size]; None for inputs [1, T,
-    size]."""
+    is a `Sum`. `heads`: the heads of its inputs [1, T, heads, size], or [1, heads, T, size] if
+    `is_transposed`; None for inputs [1, T, size]."""
 
     heads: int | None = None
+    is_transposed = False
     waits = False
     """Whether attention norms the heads, together with the rotary embedding. Does not hold under a
     compiler."""
@@ -190,6 +191,9 @@ class Norm(nn.Module):
         x = added(x)
         if x.dim() == 2 or x.shape[0] != 1:
             return self._norm(x)
+        if self.is_transposed:
+            # Kernels take [T, heads, size]; some are compiled for each number in the middle.
+            return self._norm(x[0].transpose(0, 1)).transpose(0, 1)[None]
         return handed(self._norm(x[0]), x.shape, self.is_addend)
 
 

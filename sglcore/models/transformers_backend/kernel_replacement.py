@@ -270,7 +270,7 @@ def _linears(places: Iterable[Place], head: nn.Module | None) -> Iterator[Put[Pa
 def _join(trace: Trace) -> None:
     """Set in the layers what the walk found: heads of norms, addends, and joint products."""
     for norm, heads in trace.heads().items():
-        norm.heads = next(iter(heads)) if len(heads) == 1 else None
+        norm.heads, norm.is_transposed = next(iter(heads)) if len(heads) == 1 else (None, False)
     for layer in trace.addends():
         layer.is_addend = True
     for group in shared_inputs(trace.products):

@@ -104,12 +104,13 @@ class Trace(TorchDispatchMode):
         read."""
         return any(step > after for step in self._reads.get(_memory(tensor), ()))
 
-    def heads(self) -> dict[Norm, set[int | None]]:
-        """Return for each norm the numbers of heads that it was called with; None stands for a call
-        with rows [1, T, size]."""
-        found: dict[Norm, set[int | None]] = {}
+    def heads(self) -> dict[Norm, set[tuple[int | None, bool]]]:
+        """Return for each norm the numbers of heads that it was called with, and whether these were
+        transposed to [1, heads, T, size]; (None, False) stands for a call with rows [1, T,
+        size]."""
+        found: dict[Norm, set[tuple[int | None, bool]]] = {}
         for norm, x in self._normed:
-            found.setdefault(norm, set()).add(x.shape[2] if x.dim() == 4 and x.is_contiguous() else None)
+            found.setdefault(norm, set()).add(_heads(x))
         return found
 
     def addends(self) -> set[Giver]:
@@ -161,6 +162,15 @@ class Trace(TorchDispatchMode):
             and not self.is_read(each, addition.step)
             for each in addition.operands
         )
+
+
+def _heads(x: Tensor) -> tuple[int | None, bool]:
+    """Return the number of heads, and whether they come before the tokens. In memory the heads of a
+    token follow each other; a single head is the dimension with one element."""
+    if x.dim() != 4:
+        return None, False
+    first, second = zip(x.stride()[1:3], x.shape[1:3], strict=True)
+    return (first[1], True) if first < second else (second[1], False)
 
 
 def _sum(first: Tensor, second: Tensor) -> Tensor:
