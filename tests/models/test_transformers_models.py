@@ -567,10 +567,22 @@ def test_masks_tell_windows() -> None:
         lambda b, h, q, k: k >= 0,
         lambda b, h, q, k: (k <= q) & (k // 64 == q // 64),
         lambda b, h, q, k: (k <= q) & ((k > q - 8) | (k < 4)),
+        lambda b, h, q, k: (k <= q) & ((k > q - 8) | (k == 0)),
+        lambda b, h, q, k: (k <= q + 1) & (k > q - 8),
+        lambda b, h, q, k: (k <= q) & (k > q - 8) & (k != q - 6),
         lambda b, h, q, k: k < q,
         lambda b, h, q, k: k < 0,
     ],
-    ids=["both ways", "chunks", "a window and the beginning", "not itself", "nothing"],
+    ids=[
+        "both ways",
+        "chunks",
+        "a window and the beginning",
+        "a window and the first",
+        "a window and the next",
+        "a window with a gap",
+        "not itself",
+        "nothing",
+    ],
 )
 def test_a_mask_of_another_kind_is_refused(mask: Any) -> None:
     with pytest.raises(ConfigError, match="mask of the model"):

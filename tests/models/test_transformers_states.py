@@ -3,6 +3,7 @@ chunks, refusals, and independence of the rows in a batch."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -179,6 +180,46 @@ def test_a_result_of_one_number_per_token_comes_back_in_its_shape() -> None:
     results = Results(torch.ones(2, 3, 4), found)
     several, one = results.unpack(results.pack(found))
     assert torch.equal(several, found[0].reshape(1, 6, 4)) and torch.equal(one, found[1].reshape(1, 6))
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_another_number_of_results_than_on_shapes_is_an_error(count: int) -> None:
+    results = Results(torch.ones(1, 3, 4), (torch.ones(1, 3, 4), torch.ones(1, 3)))
+    with pytest.raises(ValueError, match="zip"):
+        results.pack((torch.ones(1, 3, 4),) * count)
+
+
+def test_a_single_result_comes_back_by_itself_and_one_of_another_shape_is_none() -> None:
+    hidden, found = torch.ones(1, 3, 4), torch.arange(12.0).view(1, 3, 4)
+    alone, dropped = Results(hidden, (found,)), Results(hidden, (found, torch.ones(2), None))
+    assert torch.equal(alone.unpack(alone.pack((found,))), found)
+    kept, *others = dropped.unpack(dropped.pack((found, torch.ones(2), None)))
+    assert torch.equal(kept, found) and others == [None, None]
+
+
+class Mixes(Keeper):
+    """Multiplies random numbers by a matrix, and tells `see` how large the products are."""
+
+    def __init__(self, see: Callable[[float], None]) -> None:
+        super().__init__("sum")
+        self.matrix, self.see = nn.Parameter(torch.ones(64, 256)), see
+
+    def forward(self, hidden: Tensor, cache_params: Any = None) -> Tensor:
+        """[rows, T, 4]."""
+        if not hidden.is_meta:
+            self.see(float((torch.randn(100, 256) @ self.matrix.t()).std()))
+        return super().forward(hidden, cache_params)
+
+
+def test_random_weights_of_a_trial_keep_the_scale_of_values() -> None:
+    """With values that grow by every layer, a limit or a rounding of one layer would hide all
+    others."""
+    seen: list[float] = []
+    with torch.device("meta"):
+        made = Mixer(0, Mixes(seen.append))
+        made.module(torch.ones(1, 3, 4))
+    check_mixers((made,))
+    assert seen and all(0.5 < each < 2 for each in seen)
 
 
 def test_layers_of_one_class_are_tried_each_by_what_it_is() -> None:

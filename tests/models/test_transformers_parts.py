@@ -1,0 +1,204 @@
+"""Parts of the backend for transformers' classes by themselves: what routers, output layers and
+rotating functions are known by, and the sizes of the model that is compared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from sglcore.models.transformers_backend.kernel_layers import Rows, as_rows
+from sglcore.models.transformers_backend.output_head import PackedHead, replace_ends
+from sglcore.models.transformers_backend.rotary_convention import turns
+from sglcore.models.transformers_backend.router_detection import CHOOSING, routing_of, telling_logits
+from sglcore.models.transformers_backend.small_config import _smaller
+from tests.models.test_transformers_models import empty
+from tests.models.test_transformers_replacements import halves
+from tests.models.test_transformers_routers import Choice, by_sigmoids
+
+# -- routers
+# --------------------------------------------------------------------------------------------------
+
+
+class Rounds(Choice):
+    """A router that computes in float32 and rounds its weights to the dtype of its rows."""
+
+    def forward(self, x: Tensor) -> Any:
+        """Route x [T, 16]."""
+        logits, weights, experts = self.formula(linear(x.float(), self.weight.float()), self.get_buffer(CHOOSING))
+        return logits, weights.to(x.dtype), experts
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("scale", [1.0, 2.5, 2.826])
+@pytest.mark.parametrize("normalize", [True, False])
+def test_a_scale_of_rounded_weights_is_not_rounded_itself(scale: float, normalize: bool, dtype: torch.dtype) -> None:
+    router = Rounds(lambda logits, bias: by_sigmoids(logits, bias, scale, normalize), CHOOSING)
+    form = routing_of(router, dtype)
+    assert form is not None and (form.rules.scale, form.rules.normalize) == (scale, normalize)
+
+
+@pytest.mark.parametrize("experts", [8, 48])
+def test_no_router_may_choose_between_equal_logits_in_a_trial(experts: int) -> None:
+    """Two right routers may order equals differently."""
+    groups = [each for each in range(2, experts // 2 + 1) if experts % each == 0]
+    assert all(len(row.unique()) == experts for row in telling_logits(experts, groups))
+
+
+# -- rotary embedding
+# --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [lambda q, k: (q, k, k), lambda q, k: (q,), lambda q, k: q, lambda q, k: None],
+    ids=["three", "queries alone", "a tensor", "nothing"],
+)
+def test_a_function_that_returns_anything_but_queries_and_keys_is_not_the_kernels(changed: Any) -> None:
+    def function(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Any:
+        return changed(*halves(q, k, cos, sin))
+
+    assert not turns(function, 8, 8) and turns(halves, 8, 8)
+
+
+# -- output layers
+# --------------------------------------------------------------------------------------------------
+
+
+class Halved(nn.Linear):
+    """A linear layer of a class's own."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Half of the product."""
+        return super().forward(input) / 2
+
+
+def with_bias(model: Any) -> None:
+    model.lm_head = nn.Linear(64, 97, bias=True, device="meta")
+
+
+def of_its_own(model: Any) -> None:
+    model.lm_head = Halved(64, 97, bias=False, device="meta")
+
+
+def inside_another(model: Any) -> None:
+    own = model.lm_head
+    model.lm_head = nn.Sequential(own)
+    model.get_output_embeddings = lambda: own
+
+
+def shared_with_another(model: Any) -> None:
+    model.other = nn.Linear(64, 97, bias=False, device="meta")
+    model.other.weight = model.lm_head.weight
+
+
+def none_at_all(model: Any) -> None:
+    model.get_output_embeddings = lambda: None
+
+
+def as_it_is(model: Any) -> None:
+    """Change nothing."""
+
+
+class Shifted(nn.Embedding):
+    """An embedding of a class's own."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Rows plus one."""
+        return super().forward(input) + 1
+
+
+def of_its_own_below(model: Any) -> None:
+    model.set_input_embeddings(Shifted(97, 64, device="meta"))
+
+
+def shared_below(model: Any) -> None:
+    model.other = nn.Embedding(97, 64, device="meta")
+    model.other.weight = model.model.embed_tokens.weight
+
+
+@pytest.mark.parametrize(
+    ("change", "kept", "is_head", "is_embedding"),
+    [
+        (as_it_is, "", True, True),
+        (with_bias, "", False, True),
+        (of_its_own, "", False, True),
+        (inside_another, "", False, True),
+        (shared_with_another, "", False, True),
+        (none_at_all, "", False, True),
+        (as_it_is, "lm_head.weight", False, True),
+        (as_it_is, "model.embed_tokens.weight", True, False),
+        (of_its_own_below, "", True, False),
+        (shared_below, "", True, False),
+    ],
+)
+def test_an_end_that_is_more_than_its_weight_stays_the_classes_own(
+    change: Callable[[Any], None], kept: str, is_head: bool, is_embedding: bool
+) -> None:
+    model: Any = empty("llama")
+    change(model)
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    ends = replace_ends(model, model.state_dict(keep_vars=True), lambda name: name == kept)
+    assert (ends.head is not None, ends.embedding is not None) == (is_head, is_embedding)
+    assert (type(model.get_output_embeddings()) is PackedHead) is is_head
+    assert (type(model.get_input_embeddings()) is Rows) is is_embedding
+    assert is_head or model.get_output_embeddings() is head
+    assert is_embedding or model.get_input_embeddings() is embedding
+
+
+def test_rows_for_kernels_are_contiguous_and_copied_only_where_they_are_not() -> None:
+    whole = torch.arange(48.0).view(1, 6, 8)
+    for x in (whole, whole[:, ::2], whole[..., :4]):
+        assert as_rows(x).data_ptr() == x.data_ptr() and torch.equal(as_rows(x), x[0])
+    for x in (whole.transpose(1, 2), whole[..., ::2], whole[..., :1].expand(1, 6, 8)):
+        assert as_rows(x).stride(1) == 1 and torch.equal(as_rows(x), x[0])
+
+
+# -- small configurations
+# --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("values", "small"),
+    [
+        ({"num_experts": 8}, {"num_experts": 4}),
+        ({"num_experts": 8, "num_experts_per_tok": 2}, {"num_experts": 4}),
+        ({"num_local_experts": 60, "num_experts_per_tok": 4}, {"num_local_experts": 10}),
+        ({"n_routed_experts": 256, "num_experts_per_tok": 8, "n_group": 8}, {"n_routed_experts": 16}),
+        ({"num_experts": 6, "num_experts_per_tok": 4}, {"num_experts": 6}),
+        ({"num_experts": 3}, {"num_experts": 3}),
+        ({"vocab_size": 512}, {"vocab_size": 512}),
+        ({"vocab_size": 513, "vocab_size_per_layer_input": 7}, {"vocab_size": 512, "vocab_size_per_layer_input": 7}),
+        ({"eos_token_id": 512, "bos_token_id": 511}, {"eos_token_id": 0, "bos_token_id": 511}),
+        ({"eos_token_id": [1025, 3]}, {"eos_token_id": [1, 3]}),
+        ({"sliding_window": 7, "window_size": 5}, {"sliding_window": 6, "window_size": 5}),
+        ({"intermediate_size": 129, "moe_intermediate_size": 127}, {"intermediate_size": 128}),
+        ({"num_kv_shared_layers": 20}, {"num_kv_shared_layers": 10}),
+        ({"use_cache": True, "sliding_window": None}, {"use_cache": True, "sliding_window": None}),
+        ({"num_attention_heads": 32, "hidden_size": 4096}, {"num_attention_heads": 4, "hidden_size": 512}),
+        ({"num_attention_heads": 32, "hidden_size": 256}, {"num_attention_heads": 8, "hidden_size": 64}),
+        ({"num_attention_heads": 7, "hidden_size": 448}, {"num_attention_heads": 7, "hidden_size": 448}),
+        (
+            {"num_attention_heads": 32, "num_key_value_heads": 32},
+            {"num_attention_heads": 4, "num_key_value_heads": 4},
+        ),
+        ({"num_attention_heads": 32, "num_key_value_heads": 8}, {"num_key_value_heads": 2}),
+        ({"num_attention_heads": 40, "num_key_value_heads": 8}, {"num_attention_heads": 4, "num_key_value_heads": 2}),
+        ({"num_attention_heads": 20, "num_key_value_heads": 4}, {"num_attention_heads": 4, "num_key_value_heads": 2}),
+        ({"num_attention_heads": 25, "num_key_value_heads": 5}, {"num_attention_heads": 5, "num_key_value_heads": 1}),
+        ({"num_attention_heads": 32, "num_key_value_heads": 1}, {"num_key_value_heads": 1}),
+        ({"mamba_num_heads": 128, "n_groups": 8}, {"mamba_num_heads": 8, "n_groups": 8}),
+        ({"num_hidden_layers": 30, "layer_types": ["a"] * 30}, {"num_hidden_layers": 4, "layer_types": ["a"] * 4}),
+        ({"num_hidden_layers": 3, "layer_types": ["a"] * 3}, {"num_hidden_layers": 3, "layer_types": ["a"] * 3}),
+        ({"num_hidden_layers": 30, "other": ["a"] * 29}, {"other": ["a"] * 29}),
+        ({"by": {"3": "a", "4": "b", "all": "c"}}, {"by": {"3": "a", "all": "c"}}),
+        ({"text": {"model_type": "x", "vocab_size": 999}}, {"text": {"model_type": "x", "vocab_size": 512}}),
+    ],
+)
+def test_a_small_configuration_has_the_same_options_in_small_sizes(values: Any, small: dict[str, Any]) -> None:
+    found = _smaller(values, 4)
+    assert found.keys() == values.keys() and {name: found[name] for name in small} == small
