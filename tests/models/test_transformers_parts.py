@@ -3,19 +3,26 @@ rotating functions are known by, and the sizes of the model that is compared."""
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from sglcore.device.errors import ConfigError
 from sglcore.models.transformers_backend.kernel_layers import Rows, as_rows
 from sglcore.models.transformers_backend.output_head import PackedHead, replace_ends
 from sglcore.models.transformers_backend.rotary_convention import turns
 from sglcore.models.transformers_backend.router_detection import CHOOSING, routing_of, telling_logits
 from sglcore.models.transformers_backend.small_config import _smaller
+from sglcore.models.transformers_backend.transformers_config import transformers_config
 from tests.models.test_transformers_models import empty
 from tests.models.test_transformers_replacements import halves
 from tests.models.test_transformers_routers import Choice, by_sigmoids
@@ -202,3 +209,37 @@ def test_rows_for_kernels_are_contiguous_and_copied_only_where_they_are_not() ->
 def test_a_small_configuration_has_the_same_options_in_small_sizes(values: Any, small: dict[str, Any]) -> None:
     found = _smaller(values, 4)
     assert found.keys() == values.keys() and {name: found[name] for name in small} == small
+
+
+# -- configurations
+# --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "words"),
+    [
+        ("llama", {"hidden_size": 0}, "has hidden_size = 0; wanted"),
+        ("gpt2", {"n_embd": -1}, "has n_embd = -1; wanted"),
+        ("llama", {"vocab_size": 0}, "has vocab_size = 0; wanted"),
+        ("llama", {"max_position_embeddings": 0}, "has max_position_embeddings = 0; wanted"),
+        ("mpt", {"max_seq_len": -5}, "has max_seq_len = -5; wanted"),
+        ("llama", {"num_nextn_predict_layers": "one"}, "has num_nextn_predict_layers = 'one'; wanted"),
+        ("llama", {"classifier_pooling": 3}, "has classifier_pooling = 3; wanted"),
+        ("llama", {"num_labels": "two"}, "transformers refuses"),
+    ],
+)
+def test_a_wrong_number_is_named_as_in_the_file(kind: str, changes: dict[str, Any], words: str, tmp_path: Path) -> None:
+    raw = {**CONFIG_MAPPING[kind]().to_dict(), "architectures": [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]], **changes}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        transformers_config(tmp_path)
+
+
+@pytest.mark.parametrize("tie", [True, False])
+def test_what_the_engine_reads_of_a_configuration_is_the_types_own(tie: bool, tmp_path: Path) -> None:
+    given = {"n_embd": 48, "n_layer": 3, "vocab_size": 91, "n_positions": 77, "tie_word_embeddings": tie}
+    raw = {**CONFIG_MAPPING["gpt2"](**given).to_dict(), "architectures": ["GPT2LMHeadModel"]}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    config = transformers_config(tmp_path)
+    assert (config.hidden_size, config.num_hidden_layers, config.vocab_size) == (48, 3, 91)
+    assert (config.context_length, config.max_position_embeddings, config.tie_word_embeddings) == (77, 77, tie)
