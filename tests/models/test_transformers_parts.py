@@ -7,12 +7,14 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
+from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -23,6 +25,7 @@ from sglcore.models.transformers_backend.rotary_convention import turns
 from sglcore.models.transformers_backend.router_detection import CHOOSING, routing_of, telling_logits
 from sglcore.models.transformers_backend.small_config import _smaller
 from sglcore.models.transformers_backend.transformers_config import transformers_config
+from sglcore.models.transformers_backend.weight_names import Naming
 from tests.models.test_transformers_models import empty
 from tests.models.test_transformers_replacements import halves
 from tests.models.test_transformers_routers import Choice, by_sigmoids
@@ -243,3 +246,65 @@ def test_what_the_engine_reads_of_a_configuration_is_the_types_own(tie: bool, tm
     config = transformers_config(tmp_path)
     assert (config.hidden_size, config.num_hidden_layers, config.vocab_size) == (48, 3, 91)
     assert (config.context_length, config.max_position_embeddings, config.tie_word_embeddings) == (77, 77, tie)
+
+
+# -- names of weights
+# --------------------------------------------------------------------------------------------------
+
+
+def named(
+    stored: dict[str, tuple[int, ...]], operations: list[Any], sources: list[str], patch: pytest.MonkeyPatch
+) -> tuple[dict[str, str], dict[str, Tensor], Tensor]:
+    """The names of stored tensors, the places that they are read to, and the class's weight
+    [3, 8, 6], in which `sources` are put together by `operations`."""
+    converter = WeightConverter(sources, "mlp.all.weight", operations=operations)
+    patch.setattr(
+        "sglcore.models.transformers_backend.weight_names.get_model_conversion_mapping", lambda model: [converter]
+    )
+    weight = torch.zeros(3, 8, 6)
+    targets = {"model.layers.0.mlp.all.weight": weight}
+    model: Any = SimpleNamespace(base_model_prefix="model")
+    return Naming(model, targets)(stored), targets, weight
+
+
+PARTS = ["mlp.a.weight", "mlp.b.weight"]
+
+
+@pytest.mark.parametrize(("dim", "sizes"), [(1, (5, 3)), (2, (2, 4)), (0, (1, 2))])
+def test_concatenated_weights_are_read_into_their_parts_in_order(
+    dim: int, sizes: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shapes = [tuple(size if axis == dim else whole for axis, whole in enumerate((3, 8, 6))) for size in sizes]
+    stored = {f"model.layers.0.{part}": shape for part, shape in zip(PARTS, shapes, strict=True)}
+    names, targets, weight = named(stored, [Concatenate(dim)], PARTS, monkeypatch)
+    assert names == {name: name for name in stored} and targets.keys() == stored.keys()
+    given = [torch.rand(shape) for shape in shapes]
+    for name, tensor in zip(stored, given, strict=True):
+        targets[name].copy_(tensor)
+    assert torch.equal(weight, torch.cat(given, dim))
+
+
+@pytest.mark.parametrize(
+    ("stored", "words"),
+    [({"a": 5, "b": 2}, "have [5, 2]"), ({"a": 5}, "have [5, 0]"), ({"b": 8, "a": 1}, "have [1, 8]")],
+)
+def test_concatenated_weights_of_other_sizes_are_told(
+    stored: dict[str, int], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shapes = {f"model.layers.0.mlp.{part}.weight": (3, rows, 6) for part, rows in stored.items()}
+    with pytest.raises(ConfigError, match=re.escape("all.weight' has 8 rows, and model.layers.0.mlp.a.")) as error:
+        named(shapes, [Concatenate(1)], PARTS, monkeypatch)
+    assert words in str(error.value)
+
+
+def test_experts_one_by_one_are_read_into_the_halves_of_their_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    sources = ["mlp.*.a.weight", "mlp.*.b.weight"]
+    stored = {f"model.layers.0.mlp.{expert}.{part}.weight": (4, 6) for part in "ba" for expert in (2, 0, 1)}
+    names, targets, weight = named(stored, [MergeModulelist(0), Concatenate(1)], sources, monkeypatch)
+    assert names == {name: name for name in stored} and targets.keys() == stored.keys()
+    given = {name: torch.rand(4, 6) for name in stored}
+    for name, tensor in given.items():
+        targets[name].copy_(tensor)
+    for expert in range(3):
+        halves_of_one = [given[f"model.layers.0.mlp.{expert}.{part}.weight"] for part in "ab"]
+        assert torch.equal(weight[expert], torch.cat(halves_of_one))

@@ -10,12 +10,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import LinearAttentionLayer
 
 from sglcore.device.errors import ConfigError
 from sglcore.models.transformers_backend import equivalence_check
 from sglcore.models.transformers_backend.equivalence_check import whole
-from sglcore.models.transformers_backend.stateful_layers import Held, Mixer, Results, check_mixers, find_mixers
+from sglcore.models.transformers_backend.stateful_layers import Mixer, Results, check_mixers, find_mixers
 from sglcore.runtime.memory.states import StateTensor
 from tests.checkpoints import qwen3_next, save
 from tests.laws.engine import TokenEngine
@@ -162,38 +161,6 @@ def test_a_layer_that_gives_more_than_it_takes_is_as_wide_on_both_sides(monkeypa
     several, one = made.module(hidden)
     assert (several.shape, one.shape, seen[0].shape) == ((1, 5, 8), (1, 5, 1), (5, 9))
     assert torch.equal(seen[0][:, :4], hidden[0]) and not seen[0][:, 4:].any()
-
-
-@pytest.mark.parametrize("kernel", [1, 3, 4, None])
-@pytest.mark.parametrize("sizes", [(6,), (2, 1, 1), (1, 1, 1, 1, 1), (5, 3, 7), (1, 9)])
-def test_states_are_kept_as_in_transformers_own_cache(sizes: tuple[int, ...], kernel: int | None) -> None:
-    """`kernel`: the size that a class gives. None: the first call's length."""
-    states: dict[str, Tensor] = {}
-    theirs, generator = LinearAttentionLayer(number_of_states=2), torch.Generator().manual_seed(0)
-    named = {} if kernel is None else {"conv_kernel_size": kernel}
-    for size in sizes:
-        held = Held(states)
-        for state in (0, 1):
-            new, matrix = (torch.randn(2, 3, each, generator=generator) for each in (size, 4))
-            before = held.get_conv_state(7, state), held.get_recurrent_state(7, state)
-            assert [each is None for each in before] == [not theirs.has_previous_state[state]] * 2
-            assert torch.equal(
-                held.update_conv_state(new, 7, state, **named), theirs.update_conv_state(new, state, **named)
-            )
-            assert torch.equal(
-                held.update_recurrent_state(matrix, 7, state), theirs.update_recurrent_state(matrix, state)
-            )
-    kept: dict[str, Any] = {f"conv{state}": theirs.conv_states[state] for state in (0, 1)}
-    kept |= {f"recurrent{state}": theirs.recurrent_states[state] for state in (0, 1)}
-    assert states.keys() == kept.keys() and all(torch.equal(states[name], kept[name]) for name in kept)
-
-
-def test_the_linear_cache_of_one_type_is_the_first_matrix() -> None:
-    states: dict[str, Tensor] = {}
-    matrix = torch.randn(1, 2, 2)
-    Held(states).set_linear_cache(3, matrix)
-    assert Held(states).get_linear_cache(3) is matrix is Held(states).get_recurrent_state(3)
-    assert Held(states).get_recurrent_state(3, 1) is None and not Held(states).is_recording_past(3)
 
 
 class Scored(Keeper):
