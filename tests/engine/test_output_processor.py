@@ -87,10 +87,17 @@ def test_a_prompts_scores_are_taken_once_though_every_sample_brings_them() -> No
 
 def test_accepted_tokens_are_those_beside_the_one_that_each_step_brings() -> None:
     samples = processor()
-    for ids, proposed in (([5], -1), ([5, 6, 7], 4), ([5], 4), ([], 4), ([6, 7], 1)):
+    for ids, proposed in (([5], -1), ([5, 6, 7], 4), ([5], 4), ([], 4), ([6, 7], 1), ([5], 0)):
         samples.take(EngineOutput("r", 0, ids, proposed=proposed))
     found = samples.output.outputs[0]
-    assert (found.verified_steps, found.proposed_tokens, found.accepted_tokens) == (3, 9, 3)
+    assert (found.verified_steps, found.proposed_tokens, found.accepted_tokens) == (4, 9, 3)
+
+
+def test_cached_tokens_of_a_prompt_are_the_most_that_a_sample_had() -> None:
+    samples = processor()
+    for index, cached, known in ((1, -1, 0), (0, 3, 3), (0, -1, 3), (1, 8, 8), (1, -1, 8), (0, 5, 8)):
+        samples.take(EngineOutput("r", index, [5], cached_tokens=cached))
+        assert samples.output.cached_tokens == known
 
 
 def test_from_the_first_token_on_again_nothing_is_left_of_what_was_taken() -> None:

@@ -310,6 +310,8 @@ def test_the_chat_template_that_is_made_of_a_tekken_file_is_used_unless_the_fold
         "transformers.integrations.mistral.tokenizer._resolve_chat_template", lambda *_: "{{ bos_token }}"
     )
     assert TextCodec(tmp_path).render_chat([{"role": "user", "content": "hi"}]) == "<s>"
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": "set {{ eos_token }}"}))
+    assert TextCodec(tmp_path).render_chat([{"role": "user", "content": "hi"}]) == "set </s>"
     (tmp_path / "chat_template.jinja").write_text("own")
     assert TextCodec(tmp_path).render_chat([{"role": "user", "content": "hi"}]) == "own"
 

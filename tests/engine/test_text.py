@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 from sglcore.engine.start import embedded_model
 from sglcore.engine.tokenizers.text_codec import (
@@ -249,3 +249,38 @@ def test_the_first_tokens_of_a_text_are_its_beginning_up_to_their_end() -> None:
         found = CODEC.first_tokens(content, count)
         assert content.startswith(found) and CODEC.encode(found, special=False) == ids[:count]
     assert len(CODEC.encode("🙂", special=False)) > 1 and CODEC.first_tokens("🙂🙂", 1) == "🙂"
+
+
+@pytest.mark.parametrize("count", [LONG_TEXT, LONG_TEXT + 1])
+def test_texts_of_any_length_are_decoded_with_or_without_special_tokens(count: int) -> None:
+    mark = min(CODEC.special_ids)
+    ids = [*CODEC.encode("fox", special=False), *[mark] * count]
+    assert CODEC.decode(ids) == "fox"
+    assert CODEC.decode(ids, skip_special_tokens=False) == "fox" + CODEC.token(mark) * count
+
+
+def test_a_text_of_as_many_tokens_as_are_kept_stays_whole(tmp_path: Path) -> None:
+    words = Tokenizer(models.WordLevel({"[UNK]": 0, "a": 1, "b": 2}, unk_token="[UNK]"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    words.save(str(tmp_path / "tokenizer.json"))
+    codec = TextCodec(tmp_path)
+    assert [codec.first_tokens(" a b  ", count) for count in (1, 2, 3)] == [" a", " a b  ", " a b  "]
+
+
+@pytest.mark.parametrize("second", [None, "the sea"])
+def test_a_text_can_be_cut_to_one_token_and_not_to_none(second: str | None) -> None:
+    texts = 1 if second is None else 2
+    least = CODEC.tokenizer.num_special_tokens_to_add(texts > 1) + texts
+    ids, _ = CODEC.encode_texts("a fox ran", second, most=least)
+    firsts = [CODEC.encode(text, special=False)[0] for text in ("a fox ran", "the sea")[:texts]]
+    assert len(ids) == least and [each for each in ids if each not in CODEC.special_ids] == firsts
+    with pytest.raises(TextError, match=f"cut to {least - 1} tokens; wanted at least {least}"):
+        CODEC.encode_texts("a fox ran", second, most=least - 1)
+
+
+def test_a_text_after_a_prompt_that_ends_inside_a_character_begins_after_that_character() -> None:
+    ids = CODEC.encode("🙂 fox", special=False)
+    inside = len(CODEC.encode("🙂", special=False)) - 1
+    assert inside > 1
+    text = IncrementalDetokenizer(CODEC, [], skip_special=True, include_stop=False, prompt=ids[:inside])
+    assert "".join(text.push([each]) for each in ids[inside:]) + text.finish() == " fox"

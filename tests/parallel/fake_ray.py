@@ -80,6 +80,8 @@ class FakeRay:
         return SimpleNamespace(options=lambda **options: SimpleNamespace(remote=lambda *given: start(options, *given)))
 
     def _wait(self, methods: list[Method], num_returns: int, timeout: float) -> tuple[list[Method], list[Method]]:
+        if not 0 < num_returns <= len(methods):
+            raise ValueError(f"num_returns is {num_returns} for {len(methods)} references, as in ray.wait")
         until = time.monotonic() + timeout
         while True:
             ended = [each for each in methods if self.lost or each.actor.made._process.poll() is not None]

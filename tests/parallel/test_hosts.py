@@ -349,14 +349,20 @@ def remote_of(quiet: Quiet, silence: float) -> RemoteHost:
     return remote
 
 
-@pytest.mark.parametrize("is_cut", [True, False])
-def test_a_leader_takes_the_ranks_of_a_host_that_is_gone_or_silent_for_gone(is_cut: bool, quiet: Quiet) -> None:
+@pytest.mark.parametrize(("is_cut", "is_tied_later"), [(True, False), (False, False), (False, True)])
+def test_a_leader_takes_the_ranks_of_a_host_that_is_gone_or_silent_for_gone(
+    is_cut: bool, is_tied_later: bool, quiet: Quiet
+) -> None:
     ours, theirs = socket.socketpair()
     remote = remote_of(quiet, 0.5 if is_cut else 60.0)
-    remote.hang_up_with([Channel(ours, EPOCH)])
+    if not is_tied_later:
+        remote.hang_up_with([Channel(ours, EPOCH)])
     if not is_cut:
         quiet.far.close()
     assert remote.ranks[1].wait(30.0) == HOST_GONE
+    if is_tied_later:
+        remote.hang_up_with([Channel(ours, EPOCH)])
+    theirs.settimeout(30.0)
     assert theirs.recv(1) == b"", "its ranks hear that they are to end"
     theirs.close()
 

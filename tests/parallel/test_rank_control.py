@@ -7,11 +7,26 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
+import msgspec
+import numpy as np
 import pytest
 
+from sglcore.config.engine_config import EngineConfig, plain_config
+from sglcore.device.batch import ScheduleBatch
+from sglcore.device.choice import ChosenDevice
+from sglcore.device.topology import Place, Topology
+from sglcore.device.worker import BatchResult
+from sglcore.engine.ranks import rank_process
+from sglcore.engine.ranks.codec import decode, encode
 from sglcore.engine.ranks.rank_process import LEADER_GONE, Control
+from sglcore.engine.ranks.spec import RankSpec
 from sglcore.engine.ranks.wire import Channel, Kind
+from sglcore.sampling.params import SamplingParams
+from sglcore.sampling.params_batch import SamplingBatch
+from tests.schedule.drive import Drive
 
 BEAT = 0.01
 
@@ -54,3 +69,148 @@ def test_a_rank_that_is_closed_ends_by_itself_when_its_leader_hangs_up(exits: li
     control.say(Kind.BEAT, [0, "closing"])
     time.sleep(5 * BEAT)
     assert exits == []
+
+
+class Recorded:
+    """A worker, and a control channel, that record what they are asked for."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, Any]] = []
+        self.phase, self.step = "", -1
+
+    def submit(self, batch: ScheduleBatch) -> int:
+        self.asked.append(("submit", batch.sampling))
+        return batch.step
+
+    def collect(self, ticket: int) -> BatchResult:
+        self.asked.append(("collect", ticket))
+        return BatchResult(ticket, np.zeros(1, np.int32), np.zeros(0, np.int32), np.zeros(0, np.bool_))
+
+    def close(self) -> None:
+        self.asked.append(("close", self.phase))
+
+    def let_go(self) -> None:
+        self.asked.append(("let go", None))
+
+    def say(self, kind: Kind, values: Any) -> None:
+        self.asked.append((kind.name, values))
+
+
+def steps_of(count: int) -> list[ScheduleBatch]:
+    """The first steps of a request; from the second one on without the sampling of its
+    composition."""
+    drive, found = Drive(overlap=False), list[ScheduleBatch]()
+    drive.add("a", 3)
+    batch = drive.scheduler.next_batch()
+    assert batch is not None
+    sampling = SamplingBatch.from_params([(SamplingParams(), 0)])
+    for step in range(count):
+        batch.step, batch.sampling = step, sampling if step == 0 else None
+        found.append(decode(bytearray(encode(batch))))
+    return found
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_a_rank_takes_steps_in_order_and_frees_its_device_before_it_says_that_it_is_closed(
+    rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks 0 and 2 are the first of their shards, and alone send results."""
+    seen = Recorded()
+    control: Any = seen
+    monkeypatch.setattr(rank_process, "start_rank", lambda *given: (seen, {"limits": {}}))
+    near, far = (Channel(each, 0) for each in socket.socketpair())
+    first, second = steps_of(2)
+    for kind, body in (
+        *((Kind.STEP, encode(batch)) for batch in (first, second)),
+        *((Kind.COLLECT, b""), (Kind.COLLECT, b""), (Kind.CLOSE, b"")),
+    ):
+        far.send(kind, body)
+    chosen = ChosenDevice("cpu", "", "", 1, "").encode()
+    place = Place(rank, Topology(tp=4, dp=2), "", rank, 4)
+    rank_process.serve(RankSpec(plain_config(EngineConfig()), chosen, {}, "", 0, ""), place, near, control)
+    (ready, *submitted), rest = seen.asked[:3], seen.asked[3:]
+    assert ready == ("READY", {"limits": {}}) and seen.step == 1
+    assert [name for name, _ in submitted] == ["submit", "submit"]
+    assert all(sampling is not None for _, sampling in submitted), "a composition's sampling is kept"
+    assert rest == [("collect", 0), ("collect", 1), ("close", "closing"), ("let go", None)]
+    results = [decode(far.receive().body).step for _ in range(2 if rank != 1 else 0)]
+    assert results == ([] if rank == 1 else [0, 1]) and far.receive().kind is Kind.CLOSED
+    near.close()
+    far.close()
+
+
+def test_sampling_of_another_composition_is_not_taken_for_that_of_a_step() -> None:
+    known, (first, later) = rank_process.KnownSampling(), steps_of(2)
+    assert known.completed(later).sampling is None
+    assert known.completed(first).sampling is known.completed(later).sampling is not None
+    (other,) = steps_of(1)
+    other.composition, other.sampling = first.composition + 1, None
+    assert known.completed(other).sampling is None
+
+
+@pytest.mark.parametrize("is_followed", [False, True])
+def test_progress_is_told_when_a_phase_begins_and_ends_and_now_and_then(
+    is_followed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = [100.0]
+    monkeypatch.setattr(rank_process, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    near, far = (Channel(each, 0) for each in socket.socketpair())
+    monkeypatch.setattr(threading, "Thread", lambda **how: SimpleNamespace(start=lambda: None))
+    control = Control(near, 60.0)
+    step = rank_process.PROGRESS_EVERY * (0.6 if is_followed else 0.1)
+    for done in range(5):
+        control.progress("weights", done, 4)
+        clock[0] += step
+    control.progress("graphs", 0, 9)
+    near.close()
+    found = list[list[Any]]()
+    try:
+        while True:
+            found.append(msgspec.msgpack.decode(far.receive().body))
+    except rank_process.Gone:
+        pass
+    far.close()
+    between = [["weights", 2, 4]] if is_followed else []
+    assert found == [["weights", 0, 4], *between, ["weights", 4, 4], ["graphs", 0, 9]]
+    assert control.phase == "graphs"
+
+
+class CollectiveError(Exception):
+    """An error of this name follows from the end of another rank."""
+
+
+def raised(kind: type[Exception], inner: Exception | None, *, hides: bool) -> Exception:
+    try:
+        try:
+            if inner is not None:
+                raise inner
+            raise kind("outer")
+        except type(inner) if inner is not None else () as error:
+            raise kind("outer") from (None if hides else error)
+    except kind as error:
+        return error
+
+
+@pytest.mark.parametrize(
+    ("error", "follows"),
+    [
+        (raised(ValueError, None, hides=False), False),
+        (raised(CollectiveError, None, hides=False), True),
+        (raised(ValueError, CollectiveError("inner"), hides=False), True),
+        (raised(ValueError, CollectiveError("inner"), hides=True), True),
+        (raised(ValueError, KeyError("inner"), hides=False), False),
+    ],
+)
+def test_a_failure_says_whether_it_only_follows_from_another_ranks(error: Exception, follows: bool) -> None:
+    near, far = (Channel(each, 0) for each in socket.socketpair())
+    control = Control(near, 60.0)
+    control.let_go()
+    control.phase = "a step"
+    control.fail(error)
+    frame = far.receive()
+    while frame.kind is Kind.BEAT:
+        frame = far.receive()
+    told = [f"{type(error).__name__}: outer", follows, 1, "a step"]
+    assert (frame.kind, msgspec.msgpack.decode(frame.body)) == (Kind.FAILED, told)
+    near.close()
+    far.close()
