@@ -6,11 +6,14 @@ from __future__ import annotations
 import os
 import re
 import signal
+import subprocess
+import sys
 import time
 from concurrent.futures import Future
 from threading import Event
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from numpy.typing import NDArray
@@ -21,7 +24,8 @@ from sglcore.engine.structured_output.grammar_cache import Grammars
 from sglcore.engine.structured_output.grammar_check import GrammarChecks, GrammarLimits, failure_of
 from sglcore.engine.structured_output.grammar_size import written_out
 from sglcore.engine.structured_output.grammar_vocabulary import Vocabulary, first_steps
-from sglcore.engine.structured_output.killable_checks import OnVerdict, Verdict
+from sglcore.engine.structured_output.killable_checks import CheckJob, OnVerdict, Verdict
+from sglcore.engine.structured_output.killable_checks_process import Check
 from sglcore.sampling.grammar_spec import Grammar, GrammarBusy, GrammarError, GrammarKind
 from tests.engine.test_grammar_backends import EOS, SIZE, Fake, Startable
 
@@ -239,3 +243,12 @@ def test_a_pattern_too_large_is_refused_before_anything_is_compiled(grammar: Gra
     with pytest.raises(GrammarError, match=place):
         Grammars(Fake(lambda grammar: Startable()), checks).compile(grammar).start()
     assert not checks.asked
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the system does not report CPU time of another process")
+def test_a_check_has_taken_the_cpu_time_of_its_process_whatever_time_has_passed() -> None:
+    """Without its process, the time that has passed is all that is known."""
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as waiting:
+        check = Check(CheckJob(1, msgspec.Raw(b"{}")), waiting.pid, -1, time.monotonic() - 1000.0)
+        assert check.processor_seconds < 100.0
+    assert check.processor_seconds >= 1000.0

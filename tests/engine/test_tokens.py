@@ -15,6 +15,7 @@ from sglcore.engine.token_engine import TokenEngine
 from sglcore.sampling.grammar_spec import Grammar, GrammarBusy, GrammarError
 from sglcore.sampling.params import SamplingParams
 from sglcore.schedule.request import Matcher, Request
+from sglcore.schedule.request_errors import RequestError
 from sglcore.schedule.request_output import EngineOutput
 from tests.engine.test_ended_requests import ConstantWorker
 from tests.schedule.fake_worker import FakeWorker, make_limits
@@ -83,6 +84,39 @@ def test_a_request_that_is_aborted_while_its_grammar_is_compiled_never_runs(
     engine.close()
 
 
+DRY = SamplingParams(max_tokens=4, dry_multiplier=0.8)
+
+
+@pytest.mark.parametrize(
+    ("params", "masks", "changes", "compiles", "refusal"),
+    [
+        (BOUND, True, True, True, ""),
+        (BOUND, True, False, True, ""),
+        (BOUND, False, True, True, "sampler takes no masks"),
+        (BOUND, True, True, False, "this engine follows no grammars"),
+        (DRY, True, True, True, ""),
+        (DRY, True, False, True, "sampler takes no additions to logits, so there is no DRY"),
+        (DRY, False, True, True, "sampler takes no masks"),
+    ],
+)
+def test_a_request_that_binds_its_output_needs_a_sampler_and_a_compiler_for_it(
+    params: SamplingParams, masks: bool, changes: bool, compiles: bool, refusal: str
+) -> None:
+    limits = make_limits(takes_masks=masks, takes_changes=changes)
+    grammars = Grammars(Failing(GrammarError("no such grammar")))
+    engine = TokenEngine(FakeWorker(limits), frozenset(), open_grammars=lambda: grammars if compiles else None)
+    if refusal:
+        with pytest.raises(RequestError, match=refusal):
+            engine.add("r", [1, 2], params, 0)
+        assert not engine.has_work
+    else:
+        engine.add("r", [1, 2], params, 0)
+        assert engine.num_compiling == 1
+    engine.add("r", [1, 2], SamplingParams(max_tokens=4), 0)
+    engine.close()
+    grammars.close()
+
+
 def make_engine(error: Exception) -> TokenEngine:
     """An engine with a compilation that has failed before the request comes."""
     grammars = Grammars(Failing(error))
@@ -96,6 +130,7 @@ def test_a_grammar_that_is_refused_is_told_of_though_the_step_beside_it_fails() 
     engine.add("bound", [1, 2], BOUND, 0)
     with pytest.raises(RuntimeError, match="no step is taken"):
         engine.step()
+    assert engine.has_work, "outputs of the failed step are still to come"
     outputs = engine.drain()
     assert sorted((each.request_id, each.index, each.finish_reason, each.refused) for each in outputs) == [
         ("bound", 0, "error", True),
@@ -132,6 +167,65 @@ def test_an_end_that_the_vocabulary_does_not_have_ends_nothing() -> None:
     by them."""
     engine = TokenEngine(FakeWorker(make_limits(vocab_size=50)), frozenset({49, 50, 51}))
     assert engine.eos_ids == {49}
+    engine.close()
+
+
+@pytest.mark.parametrize("shards", [1, 2, 3])
+def test_as_many_requests_run_as_all_shards_take(shards: int) -> None:
+    limits = make_limits()
+    engine = TokenEngine(FakeWorker(limits), frozenset(), shards=shards)
+    assert engine.max_requests == limits.max_requests * shards
+    engine.close()
+
+
+def test_samples_are_numbered_from_the_first_index_on() -> None:
+    engine = TokenEngine(ConstantWorker(make_limits()), frozenset())
+    found = engine.add("r", [1, 2], SamplingParams(max_tokens=2, n=2), 5, first_index=3)
+    assert [(each.rid, each.sample_index, each.seed) for each in found] == [("r/3", 3, 5), ("r/4", 4, 5)]
+    ended: list[int] = []
+    while engine.has_work:
+        ended += [each.index for each in engine.step() if each.finished]
+    assert sorted(ended) == [3, 4]
+    engine.close()
+
+
+class Elsewhere:
+    """A page side of which the prompts are never written; it records how long it may wait."""
+
+    has_work, lacks = False, ""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+
+    def mark(self, requests: list[Request]) -> None:
+        for request in requests:
+            request.is_remote = request.rid.startswith("away")
+
+    def begin(self, seconds: float) -> list[EngineOutput]:
+        self.seconds.append(seconds)
+        return []
+
+    def end(self, outputs: list[EngineOutput]) -> list[EngineOutput]:
+        return outputs
+
+    def fileno(self) -> int:
+        return -1
+
+    def close(self) -> None: ...
+
+
+def test_a_step_waits_for_another_engine_only_where_all_requests_do() -> None:
+    side = Elsewhere()
+    engine = TokenEngine(ConstantWorker(make_limits()), frozenset(), open_pages=lambda engine: side)
+    assert engine.only_waits
+    engine.add("away", [1, 2], SamplingParams(max_tokens=2), 0)
+    assert engine.has_work and engine.only_waits
+    engine.step()
+    assert engine.only_waits
+    engine.add("here", [1, 2], SamplingParams(max_tokens=2), 0)
+    assert not engine.only_waits
+    engine.step()
+    assert [seconds > 0 for seconds in side.seconds] == [True, False]
     engine.close()
 
 

@@ -4,7 +4,9 @@ compared when two engines connect."""
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,10 +14,12 @@ import pytest
 from sglcore.config.engine_config import EngineConfig
 from sglcore.config.server_config import ServerConfig
 from sglcore.device.errors import ConfigError
-from sglcore.engine.disaggregation.disaggregation_start import PageOptions, options_of, settled
+from sglcore.device.worker import Limits
+from sglcore.engine.disaggregation.disaggregation_start import PageOptions, check_worker, options_of, settled
 from tests import latent
 from tests.checkpoints import llama, mistral, qwen3_next, save
 from tests.pages.pair import HERE, Pair, Single
+from tests.schedule.fake_worker import make_limits
 
 PROMPT = PageOptions("prompt", address="127.0.0.1:9000")
 DECODE = PageOptions("decode", ("one:9000",))
@@ -39,7 +43,11 @@ WRONG = {
     "pages_address is a:1": PageOptions("decode", ("one:1",), "a:1"),
     "found 'one'": PageOptions("decode", ("one",)),
     "found 'one:70000'": PageOptions("decode", ("one:70000",)),
+    "found 'one:65536'": PageOptions("decode", ("one:65536",)),
+    "found ':9000'": PageOptions("prompt", address=":9000", secret="s"),
+    "found 'one:x'": PageOptions("decode", ("two:1", "one:x")),
     "there is no pages_secret": PageOptions("prompt", address="0.0.0.0:9000"),
+    r"pages_address is \[::\]:9000, which other machines can reach": PageOptions("prompt", address="[::]:9000"),
 }
 
 
@@ -47,6 +55,43 @@ WRONG = {
 def test_a_wrong_part_is_told(found: str) -> None:
     with pytest.raises(ConfigError, match=found):
         settled(EngineConfig(), WRONG[found])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        *(PageOptions("prompt", address=f"{host}:9000") for host in ("127.0.0.1", "localhost", "[::1]", "127.9.9.9")),
+        *(PageOptions("prompt", address=f"{host}:65535", secret="s") for host in ("0.0.0.0", "[::]", "some.host")),
+        PageOptions("decode", ("one:0", "[fd00::1]:65535")),
+    ],
+    ids=str,
+)
+def test_addresses_that_only_this_machine_reaches_need_no_secret(options: PageOptions) -> None:
+    assert settled(EngineConfig(), options).speculative == "off"
+
+
+LIMITS = make_limits(takes_masks=True)
+UNSENT: dict[str, Limits] = {
+    "it generates no text": replace(LIMITS, generates=False),
+    "its layers keep a state of each request": replace(LIMITS, keeps_state=True),
+    "its sliding-window layers keep separate pages": replace(LIMITS, num_window_pages=1),
+    "its pages depend on later tokens": replace(LIMITS, lookahead=1),
+    "its embeddings depend on earlier tokens": replace(LIMITS, reads_history=True),
+    "its device cannot export pages": LIMITS,
+    "": LIMITS,
+}
+
+
+@pytest.mark.parametrize("why", UNSENT)
+def test_a_worker_whose_pages_can_not_be_sent_says_why(why: str) -> None:
+    memory = object()
+    worker = SimpleNamespace(limits=UNSENT[why], page_memory=lambda: None if "export" in why else memory)
+    started: Any = SimpleNamespace(worker=worker)
+    if not why:
+        assert check_worker(started) is memory
+        return
+    with pytest.raises(ConfigError, match=f"cannot be sent to another engine: .*{why}"):
+        check_worker(started)
 
 
 def test_nothing_is_proposed_where_prompts_come_from_elsewhere_and_all_else_stays() -> None:

@@ -14,6 +14,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from sglcore.device.errors import ConfigError
 from sglcore.engine.tokenizers.chat_template import ChatTemplate, TextError
 from sglcore.engine.tokenizers.template_bounds import Bounds
+from sglcore.engine.tokenizers.template_sandbox import MAX_BITS, MAX_WIDTH
 from sglcore.engine.tokenizers.text_codec import TextCodec
 from tests.serving.chat.checkpoints import FAMILIES, make_codec
 
@@ -35,6 +36,20 @@ def test_templates_render_as_transformers_renders_them(name: str) -> None:
             [TALK], tools=given, chat_template=source, add_generation_prompt=True, bos_token="<s>"
         )
         assert ChatTemplate({"default": source}, {"bos_token": "<s>"}).render(TALK, tools=given) == expected[0]
+
+
+@pytest.mark.parametrize("tools", [None, [], [{"type": "function"}]], ids=str)
+@pytest.mark.parametrize(
+    "variables", [{}, {"bos_token": "B", "documents": [{"text": "d"}]}, {"documents": []}], ids=str
+)
+def test_values_that_a_template_gets_are_those_of_transformers(
+    tools: list[Any] | None, variables: dict[str, Any]
+) -> None:
+    source = "{{ bos_token }} {{ tools is none }} {{ documents is none }} {{ documents }} {{ unknown is defined }}"
+    given = {"bos_token": "<s>", **variables}
+    expected, _ = render_jinja_template([TALK], tools=tools or None, chat_template=source, **given)
+    template = ChatTemplate({"default": source}, {"bos_token": "<s>"})
+    assert template.render(TALK, tools=tools, variables=variables) == expected[0]
 
 
 def test_what_templates_use_is_there() -> None:
@@ -69,6 +84,7 @@ def test_what_templates_use_is_there() -> None:
             "{% set b %}{{ n.s }}{{ n.s }}{% endset %}{% set n.s = b %}{% endfor %}",
             str(BOUNDS.made),
         ),
+        ("{% for a in range(90) %}{{ (('x' * 50000 ~ 'y') | length) ~ '' }}{% endfor %}", str(BOUNDS.made)),
         ("{% for a in range(1000) %}" + "x" * 1000 + "{% endfor %}", str(BOUNDS.output)),
         ("{{ 'x' * 1000000000 }}", "100000"),
         ("{{ 'x'.ljust(1000000000) }}", "100000"),
@@ -84,6 +100,43 @@ def test_what_templates_use_is_there() -> None:
 def test_a_template_that_does_too_much_is_stopped_with_the_number(source: str, said: str) -> None:
     with pytest.raises(TextError, match=said):
         ChatTemplate({"default": source}, {}, BOUNDS).render(TALK)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        *("{{ 'x'.ljust(N) }}", "{{ 'x'.rjust(N) }}", "{{ 'x'.center(N) }}", "{{ '7'.zfill(N) }}"),
+        *("{{ '\\t'.expandtabs(N) }}", "{{ 'x' | center(N) }}", "{{ 'x' | center(width=N) }}"),
+        *("{{ 'x\\ny' | indent(N) }}", "{{ 'x y' | wordwrap(N) }}", "{{ 'x' * N }}", "{{ ([1] * N) | length }}"),
+    ],
+)
+def test_text_is_as_wide_as_the_limit_and_no_wider(source: str) -> None:
+    assert render(source.replace("N", str(MAX_WIDTH)))
+    with pytest.raises(TextError, match=str(MAX_WIDTH)):
+        render(source.replace("N", str(MAX_WIDTH + 1)))
+
+
+@pytest.mark.parametrize(
+    ("source", "most"),
+    [("{{ 3 ** N }}", MAX_BITS // 2), ("{{ (2 ** 2000) * (2 ** 2000) * (2 ** N) }}", MAX_BITS - 4002)],
+)
+def test_numbers_are_as_long_as_the_limit_and_no_longer(source: str, most: int) -> None:
+    assert render(source.replace("N", str(most)))
+    with pytest.raises(TextError, match=str(MAX_BITS)):
+        render(source.replace("N", str(most + 1)))
+
+
+def test_json_is_indented_by_a_few_blanks_at_most() -> None:
+    found = [render("{{ [1] | tojson(indent=N) }}".replace("N", str(blanks))) for blanks in (0, 4, 10**9)]
+    assert found == ["[\n1\n]", "[\n    1\n]", f"[\n{' ' * 16}1\n]"]
+
+
+def test_special_tokens_are_text_or_records_and_stay_with_another_template(tmp_path: Path) -> None:
+    settings = {"bos_token": "<s>", "eos_token": {"content": "</s>", "lstrip": False}, "pad_token": None, "unk": "u"}
+    source = "{{ bos_token }}{{ eos_token }}{{ pad_token }}{{ unk }}"
+    template = make_codec(tmp_path, source, settings=settings).template
+    assert template.render(TALK) == "<s></s>"
+    assert template.replaced("other " + source).render(TALK) == "other <s></s>"
 
 
 @pytest.mark.parametrize(
@@ -142,5 +195,6 @@ def test_templates_are_found_in_every_place_a_checkpoint_keeps_them(tmp_path: Pa
     (tmp_path / "saved").mkdir()
     (tmp_path / "saved" / "chat_template.json").write_text(json.dumps({"chat_template": "S"}))
     assert make_codec(tmp_path / "saved", None).template.render(TALK) == "S"
+    assert make_codec(tmp_path / "saved", "from the settings").template.render(TALK) == "from the settings"
     with pytest.raises(TextError, match="no chat template"):
         make_codec(tmp_path / "none", None).template.render(TALK)
