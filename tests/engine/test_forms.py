@@ -394,7 +394,7 @@ GOOD = (CLUSTERS / "two-hosts.toml").read_text()
         ("[device", "is not TOML"),
         (GOOD.replace("memory_gb", "memory"), r"\[device\] has no memory_gb"),
         (GOOD.replace("gb_s = 450", "gb_s = 0"), r"\[inside\] has gb_s = 0"),
-        (GOOD.replace("count = 2", "count = 2.5"), r"\[hosts\] has count = 2.5"),
+        *((GOOD.replace("count = 2", f"count = {n}"), rf"\[hosts\] has count = {n}; wanted") for n in (2.5, 0)),
         (GOOD.replace("tflops = 989", "tflops = true"), r"\[device\] has tflops = True"),
         (GOOD.replace('"rank"', '"token"'), r"\[experts\] has copies = 'token'"),
         (GOOD.replace("imbalance", "balance"), r"\[experts\] has balance"),

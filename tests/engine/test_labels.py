@@ -49,3 +49,11 @@ def test_labels_without_names_have_the_usual_ones(tmp_path: Path) -> None:
     raw = {"architectures": ["BertForSequenceClassification"], "num_labels": 3, "id2label": None}
     (tmp_path / "config.json").write_text(json.dumps(raw))
     assert read_labels(tmp_path).names == ("LABEL_0", "LABEL_1", "LABEL_2")
+
+
+@pytest.mark.parametrize("problem", [None, "multi_label_classification"])
+def test_probabilities_of_large_scores_are_numbers(problem: str | None, tmp_path: Path) -> None:
+    raw = {"architectures": ["BertForSequenceClassification"], "problem_type": problem, "num_labels": 3}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    found = read_labels(tmp_path).probabilities(np.array([500.0, 0.0, 80.0], np.float32))
+    assert found.tolist() == pytest.approx([1.0, 0.5, 1.0] if problem else [1.0, 0.0, 0.0])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import transformers
 from safetensors.numpy import save_file
 
 from sglcore.device.errors import ConfigError
-from sglcore.engine.checkpoint_digest import identity_of
+from sglcore.engine.checkpoint_digest import BLOCK_BYTES, SAMPLED_BLOCKS, digest_of, identity_of
 from sglcore.engine.model_card import read_card
 from sglcore.engine.start import embedded_model
 from tests.models.gguf_checkpoints import write
@@ -58,3 +59,38 @@ def test_a_gguf_file_tells_the_same_of_the_same_model(tmp_path: Path) -> None:
 def test_a_folder_without_a_configuration_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no config\.json"):
         read_card(tmp_path)
+
+
+def test_the_newest_of_the_files_of_weights_dates_a_model(tmp_path: Path) -> None:
+    index = {"weight_map": {"a": "a.safetensors", "b": "b.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    (tmp_path / "config.json").write_text("{}")
+    for place, name in enumerate("ab"):
+        save_file({name: np.zeros(4, np.float32)}, tmp_path / f"{name}.safetensors")
+        os.utime(tmp_path / f"{name}.safetensors", (0, 1000 + 500 * place))
+    card = read_card(tmp_path)
+    assert (card.modified, card.parameters) == (1500, 8)
+    assert card.num_bytes == sum((tmp_path / f"{name}.safetensors").stat().st_size for name in "ab")
+
+
+@pytest.mark.parametrize("suffix", ["safetensors", "bin", "gguf"])
+def test_a_digest_is_that_of_the_configuration_and_the_weights_and_of_nothing_else(suffix: str, tmp_path: Path) -> None:
+    folder, weights = tmp_path / "one", bytearray(3 * SAMPLED_BLOCKS * BLOCK_BYTES + 7)
+
+    def digest() -> str:
+        (folder / f"model.{suffix}").write_bytes(weights)
+        return digest_of(folder)
+
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    found = [digest()]
+    for place in (0, BLOCK_BYTES - 1, -BLOCK_BYTES, -1):
+        weights[place] ^= 1
+        found.append(digest())
+    weights.append(0)
+    found.append(digest())
+    (folder / "config.json").write_text("[]")
+    found.append(digest())
+    assert len(set(found)) == len(found), "each change gives another digest"
+    (folder / "README.md").write_text("more")
+    assert digest_of(folder.rename(tmp_path / "two")) == found[-1]

@@ -218,8 +218,8 @@ def test_code_beside_ranks_that_states_no_tokenizer_is_refused_with_the_remedy(
         "()",
         "{'a'}",
         "'a'",
-        "tuple(f'{a}' for a in range(9) if a != 3)",
-        *("tuple(f'{a:02}' for a in range(9))", "tuple(f'{a!r}' for a in range(9))"),
+        "tuple(f'<|{a}|>' for a in range(9) if a != 3)",
+        *("tuple(f'<|{a:02}|>' for a in range(9))", "tuple(f'<|{a!r}|>' for a in range(9))"),
     ],
 )
 def test_what_is_no_list_of_constants_is_no_special_token(value: str, tmp_path: Path) -> None:

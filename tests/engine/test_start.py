@@ -6,20 +6,30 @@ import gc
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import pytest
 
 from sglcore.config.engine_config import EngineConfig, resolve_config
-from sglcore.device.errors import ConfigError, DeviceError
+from sglcore.device.errors import BringUpError, ConfigError, DeviceError
+from sglcore.device.ledger import DecisionLedger
+from sglcore.device.package import resolve
 from sglcore.device.worker import Limits
+from sglcore.engine import start as start_module
 from sglcore.engine.llm import LLM
 from sglcore.engine.start import (
     IN_TURN,
+    _with_draft,
+    bring_up,
+    choose,
     choose_overlap,
     choose_prefix_cache,
     choose_sampling,
     embedded_model,
+    fetched,
     model_folder,
+    no_progress,
     start,
 )
 from sglcore.sampling.params import SamplingParams
@@ -141,6 +151,85 @@ def test_a_child_process_starts_on_what_its_parent_chose_and_on_nothing_else() -
 def test_a_device_of_a_number_that_is_not_there_is_refused() -> None:
     with pytest.raises(DeviceError, match="there is no device cpu:1, from --device; wanted one of cpu:0 "):
         start(EngineConfig(max_requests=1, threads=1, device="cpu:1"))
+
+
+class Recorded:
+    """A hub that records how it is asked, and has every model."""
+
+    asked: ClassVar[list[tuple[Any, ...]]] = []
+    commit = "0123456789abcdef0123456789abcdef01234567"
+
+    def __init__(
+        self, progress: Any, revision: str | None = None, token: str | None = None, runs_code: bool = False
+    ) -> None:
+        self.how = (progress, revision, token, runs_code)
+
+    def fetch(self, name: str) -> Path:
+        self.asked.append((name, *self.how))
+        return Path("/cache/models--o--m/snapshots") / self.commit / name.partition("/")[2]
+
+
+def test_models_of_the_hub_are_fetched_as_the_configuration_says_and_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(start_module, "Hub", Recorded)
+    monkeypatch.setattr(Recorded, "asked", [])
+    config = EngineConfig(
+        model="o/m", revision="v2", hf_token="t", trust_remote_code=True, draft_model="o/d", tp=2, max_requests=3
+    )
+    found, folder = fetched(config, no_progress)
+    assert found == replace(config, revision=Recorded.commit) and folder.parent.name == Recorded.commit
+    drafted = _with_draft(config, no_progress)
+    assert drafted == replace(config, draft_model=str(folder.with_name("d")))
+    assert Recorded.asked == [("o/m", no_progress, "v2", "t", True), ("o/d", no_progress, None, "t", False)]
+    local = EngineConfig(model=str(embedded_model()), draft_model=str(embedded_model()))
+    assert fetched(local, no_progress) == (local, embedded_model()) and _with_draft(local, no_progress) is local
+    assert len(Recorded.asked) == 2
+
+
+def test_a_path_may_begin_with_the_home_of_its_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "model").mkdir()
+    assert model_folder(EngineConfig(model="~/model")) == tmp_path / "model"
+
+
+@pytest.mark.parametrize("failing", ["choose_overlap", "choose_prefix_cache"])
+def test_a_worker_is_closed_if_the_start_fails_after_its_bring_up(
+    failing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Worker:
+        limits, closed = LIMITS, 0
+
+        def close(self) -> None:
+            self.closed += 1
+
+    def fail(*given: Any) -> None:
+        raise ConfigError("too late")
+
+    worker = Worker()
+    monkeypatch.setattr(start_module, "bring_up", lambda *given: ({"worker": worker}, {}))
+    monkeypatch.setattr(start_module, failing, fail)
+    with pytest.raises(ConfigError, match="too late"):
+        start(EngineConfig(device="cpu"))
+    assert worker.closed == 1
+
+
+@pytest.mark.parametrize("generates", [True, False])
+def test_sampling_is_decided_for_models_that_generate(generates: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = SimpleNamespace(limits=replace(LIMITS, generates=generates))
+    monkeypatch.setattr(start_module, "bring_up", lambda *given: ({"worker": worker}, {"load": 2.0}))
+    started = start(EngineConfig(device="cpu"))
+    assert ("sampling" in {row.topic for row in started.ledger.rows}) is generates
+    assert started.seconds["load"] == 2.0 and "total" in started.seconds
+
+
+def test_a_bring_up_ends_with_the_step_that_is_named() -> None:
+    config = EngineConfig(device="cpu", threads=1)
+    choice = choose(config, DecisionLedger())
+    steps = resolve(choice.package.bring_up, choice.package.name).steps
+    given = (config, embedded_model(), choice, DecisionLedger(), no_progress)
+    built, seconds = bring_up(*given, last=steps[0].provides)
+    assert steps[0].provides in built and steps[1].provides not in built and len(seconds) == 1
+    with pytest.raises(BringUpError, match=f"has no step 'none'; wanted one of {steps[0].provides}, "):
+        bring_up(*given, last="none")
 
 
 def test_no_garbage_is_collected_during_a_start_and_afterwards_it_is_again() -> None:

@@ -130,7 +130,6 @@ def test_a_grammar_that_is_refused_is_told_of_though_the_step_beside_it_fails() 
     engine.add("bound", [1, 2], BOUND, 0)
     with pytest.raises(RuntimeError, match="no step is taken"):
         engine.step()
-    assert engine.has_work, "outputs of the failed step are still to come"
     outputs = engine.drain()
     assert sorted((each.request_id, each.index, each.finish_reason, each.refused) for each in outputs) == [
         ("bound", 0, "error", True),
@@ -196,6 +195,7 @@ class Elsewhere:
 
     def __init__(self) -> None:
         self.seconds: list[float] = []
+        self.error: Exception | None = None
 
     def mark(self, requests: list[Request]) -> None:
         for request in requests:
@@ -203,6 +203,8 @@ class Elsewhere:
 
     def begin(self, seconds: float) -> list[EngineOutput]:
         self.seconds.append(seconds)
+        if self.error is not None:
+            raise self.error
         return []
 
     def end(self, outputs: list[EngineOutput]) -> list[EngineOutput]:
@@ -226,6 +228,23 @@ def test_a_step_waits_for_another_engine_only_where_all_requests_do() -> None:
     assert not engine.only_waits
     engine.step()
     assert [seconds > 0 for seconds in side.seconds] == [True, False]
+    engine.close()
+
+
+def test_a_grammar_that_is_refused_is_told_of_after_another_engines_messages_could_not_be_read() -> None:
+    side, grammars = Elsewhere(), Grammars(Failing(GrammarError("no such grammar")))
+    assert BOUND.grammar is not None and grammars.compile(BOUND.grammar).wait()
+    engine = TokenEngine(
+        FakeWorker(make_limits()), frozenset(), open_grammars=lambda: grammars, open_pages=lambda engine: side
+    )
+    engine.add("bound", [1, 2], BOUND, 0)
+    side.error = RuntimeError("no message")
+    with pytest.raises(RuntimeError, match="no message"):
+        engine.step()
+    assert engine.has_work and not engine.num_compiling
+    side.error = None
+    assert [(each.index, each.refused) for each in engine.step()] == [(0, True), (1, True)]
+    assert not engine.has_work
     engine.close()
 
 
