@@ -73,11 +73,12 @@ class Engine:
         return self.tokens.has_work
 
     def add(self, prompt: Prompt, params: SamplingParams, request_id: str | None = None) -> RequestOutput:
-        """Queue a prompt; its output object fills up as steps run. Raises RequestError or
-        TextError; then nothing was queued."""
+        """Queue a prompt; its output object fills up as steps run. Without a `request_id` it gets a
+        name that no other request has. Raises RequestError or TextError; then nothing was
+        queued."""
         if self.tokens.is_closed:
             raise TextError("this engine is closed", remedy="start another")
-        name = request_id if request_id is not None else self._free_name()
+        name = request_id or self._free_name()
         if name in self._texts:
             raise TextError(f"request id {name!r} is in use", remedy="give each request its own id")
         check_ids(params, self.vocab_size)

@@ -174,6 +174,9 @@ def check_experts(module: Any) -> None:
     assert whole.blocks(layer, module.Rows(2, 2, 10)).total == 0
     many = whole.experts(layer, module.Rows(500, 500, 10))
     assert many.weights == pytest.approx(8 * 60 * 2 / 10), "no rank reads more than it has"
+    slow = replace(SLOW, bandwidth=1e18, flops=1.0, launch=0.0)
+    busiest = module.Costs(SPARSE, cluster(imbalance=1.25, device=slow), Topology(2, dp=2, ep=2))
+    assert busiest.experts(layer, module.Rows(2, 2, 10)).arithmetic == 2 * (2 * 2 * 60) * 1.25
 
 
 def check_links(module: Any) -> None:
@@ -228,6 +231,7 @@ def test_a_step_costs_what_is_worked_out_by_hand(check: Any) -> None:
         (check_experts, "distinct(every * self.model.chosen,", "distinct(every,"),
         (check_experts, "min(touched * most, model.experts / ep)", "touched * most"),
         (check_experts, "min(touched * most, model.experts / ep)", "min(touched, model.experts / ep)"),
+        (check_experts, "layer.expert * most,", "layer.expert,"),
         (check_experts, "tokens = choices / at_once", "tokens = choices"),
         (check_links, "there_and_back = 2 *", "there_and_back ="),
         (check_links, "if topology.dp == 1:", "if topology.dp < 9:"),

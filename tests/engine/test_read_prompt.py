@@ -1,14 +1,21 @@
-"""A prompt is text or token ids; other values that Python would convert to numbers are refused."""
+"""What an engine takes: prompts of text or token ids, parameters of its vocabulary, and names that
+no other request has."""
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import numpy as np
 import pytest
 
-from sglcore.engine.core import read_prompt
+from sglcore.engine.core import Engine, check_ids, cut_tokens, read_prompt
+from sglcore.engine.start import embedded_model
 from sglcore.engine.tokenizers.text_codec import TextError
+from sglcore.sampling.grammar_spec import Grammar, TokenRules
+from sglcore.sampling.params import SamplingParams
+from tests.engine.test_ended_requests import ConstantWorker
+from tests.schedule.fake_worker import make_limits
 
 CODEC: Any = None
 """Token ids need no codec."""
@@ -27,3 +34,55 @@ def test_whole_numbers_of_any_sequence_are_token_ids(prompt: Any) -> None:
 def test_what_is_neither_text_nor_token_ids_is_refused(prompt: Any) -> None:
     with pytest.raises(TextError, match="wanted text, or a list of token ids"):
         read_prompt(CODEC, prompt)
+
+
+@pytest.mark.parametrize("field", ["logit_bias", "stop_token_ids", "allowed_token_ids"])
+def test_ids_of_parameters_are_those_of_the_vocabulary(field: str) -> None:
+    def given(token_id: int) -> SamplingParams:
+        if field == "allowed_token_ids":
+            return SamplingParams(token_rules=TokenRules(allowed=(3, token_id)))
+        values: Any = {3: 1.0, token_id: 1.0} if field == "logit_bias" else (3, token_id)
+        return SamplingParams(**{field: values})
+
+    check_ids(given(99), 100)
+    with pytest.raises(TextError, match=f"{field} has the token id 100; wanted 0..99") as told:
+        check_ids(given(100), 100)
+    assert told.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("asked", "prompt", "context", "left"),
+    [(10, 6, 16, None), (11, 6, 16, 10), (1, 16, 16, 0), (None, 6, 16, None), (16, 1, 16, 15)],
+)
+def test_tokens_are_cut_where_the_context_has_fewer_than_are_asked_for(
+    asked: int | None, prompt: int, context: int, left: int | None
+) -> None:
+    assert cut_tokens(SamplingParams(max_tokens=asked), prompt, context) == left
+
+
+def test_requests_without_a_name_get_one_that_none_has() -> None:
+    engine = Engine(ConstantWorker(make_limits(max_model_len=32)), embedded_model())
+    few = SamplingParams(max_tokens=100, seed=4)
+    names = [engine.add([1, 2], few, name).request_id for name in ("request-0", None, "", "request-3", None)]
+    assert names == ["request-0", "request-1", "request-2", "request-3", "request-4"]
+    for name in names:
+        with pytest.raises(TextError, match=f"request id '{name}' is in use"):
+            engine.add([1, 2], few, name)
+    output = engine.add([1, 2, 3], few)
+    assert (output.max_tokens, output.outputs[0].seed) == (29, 4)
+    while engine.has_work:
+        engine.step()
+    assert len(output.outputs[0].token_ids) == 29 and output.outputs[0].finish_reason == "length"
+    assert engine.add([1, 2], few, "request-0").request_id == "request-0", "an ended request gives its name back"
+    engine.close()
+    with pytest.raises(TextError, match="this engine is closed"):
+        engine.add([1, 2], few)
+
+
+def test_parts_of_a_schema_that_are_not_enforced_are_warned_of_where_the_request_is_added() -> None:
+    worker = ConstantWorker(make_limits(takes_masks=True))
+    engine = Engine(worker, embedded_model())
+    schema = json.dumps({"type": "array", "items": {"type": "string"}, "uniqueItems": True})
+    with pytest.warns(UserWarning, match="not held to #/uniqueItems of its schema"):
+        engine.add([1, 2], SamplingParams(grammar=Grammar("json_schema", schema)))
+    engine.close()
