@@ -185,6 +185,22 @@ def test_the_first_token_brings_what_its_engine_had_of_the_prompt(cached: int, t
     assert [(each.token_ids[:1], each.cached_tokens) for each in outputs[:1]] == [([9], told)]
 
 
+@pytest.mark.parametrize(("cached", "told"), [(0, 8), (4, 8), (12, 12)])
+def test_cached_tokens_are_the_most_that_one_of_both_engines_had(cached: int, told: int, playing: Playing) -> None:
+    prompt = list(range(1, 14))
+    playing.engine.add("a", prompt, SamplingParams(max_tokens=2), 7)
+    playing.hear()
+    playing.hear((1, First(1, 9, 0)))
+    while playing.engine.has_work:
+        playing.engine.step()
+    playing.engine.add("b", prompt[:11] + [40, 41], SamplingParams(max_tokens=2), 7)
+    playing.hear()
+    _, ask = playing.transfer.asked[-1]
+    assert ask.first_page == 2, "the first two pages are here"
+    (output, *_) = playing.hear((1, First(2, 9, cached)))
+    assert output.cached_tokens == told
+
+
 def test_pages_of_a_request_that_has_ended_stay_lent_until_its_writer_has_stopped(playing: Playing) -> None:
     playing.add("a")
     playing.hear()

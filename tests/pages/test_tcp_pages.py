@@ -112,6 +112,57 @@ def test_pages_are_written_where_they_were_offered_and_nowhere_else(ends: Ends) 
         np.testing.assert_array_equal(data, wanted)
 
 
+@pytest.mark.parametrize(
+    ("layers", "regions"),
+    [(None, {0, 1, 2}), ((0, 1), {0, 1}), ((1, 2), {2}), ((0, 2), {0, 1, 2}), ((2, 9), set()), ((0, 0), set())],
+)
+def test_pages_of_the_layers_that_are_named_are_written(
+    ends: Ends, layers: tuple[int, int] | None, regions: set[int]
+) -> None:
+    lease = ends.target.offer(ends.at_target, ints(3))
+    transfer = ends.source.write(ends.at_source, lease, ints(5), ints(3), layers)
+    assert regions or transfer.progress is Progress.DONE
+    ends.source.tell(ends.at_source, b"all there")
+    assert heard(ends.target) == [Told(ends.at_target, b"all there")]
+    until(lambda: transfer.progress is Progress.DONE)
+    assert {n for n, data in enumerate(ends.target_memory.data) if (data[3] == 100 + n).all()} == regions
+
+
+def test_a_peer_ends_and_writes_its_own_leases_and_no_other_peers(ends: Ends, stack: ExitStack) -> None:
+    second = tcp_transfer.TcpPages(Memory(50), layout_of(Memory(), "m"), "127.0.0.1:0", "word", 30.0)
+    stack.callback(second.close)
+    other = ends.target.connect(second.address)
+    until(lambda: bool(second.peers))
+    lease, own = ends.target.offer(ends.at_target, ints(3)), ends.target.offer(other, ints(4))
+    second._queue(second.peers[0], Kind.DRAINED, lease)
+    second.tell(second.peers[0], b"drained")
+    heard(ends.target)
+    assert not ends.target.drained(lease)
+    second.write(second.peers[0], lease, ints(1), ints(3))
+    (told,) = heard(ends.target)
+    assert told.peer == other and told.lost.endswith(f"it wrote pages that lease {lease} does not have")
+    assert (ends.target_memory.data[0][3] == 0).all() and ends.target.peers == (ends.at_target,)
+    assert ends.target.drained(own) and not ends.target.drained(lease)
+    assert ends.target.drained(ends.target.offer(other, ints(5))), "nobody will write it"
+
+
+def test_a_region_that_the_memory_does_not_have_breaks_the_connection(ends: Ends) -> None:
+    lease = ends.target.offer(ends.at_target, ints(2))
+    connection = ends.source._connections[ends.at_source]
+    connection.queue(Kind.PAGES, len(SIZES), lease, (ints(2).tobytes(), bytes(8)))
+    assert "wrote pages" in heard(ends.target)[0].lost
+
+
+def test_a_welcome_does_not_tell_the_secret(ends: Ends) -> None:
+    host, _, port = ends.source.address.rpartition(":")
+    with socket.create_connection((host, int(port)), timeout=30) as stream:
+        hello = tcp_transfer.Hello(asdict(layout_of(Memory(), "m")), "word")
+        send_frame(stream, Kind.HELLO, parts=(msgspec.msgpack.encode(hello),))
+        answer = receive_frame(stream)
+    assert answer.kind is Kind.WELCOME
+    assert msgspec.msgpack.decode(answer.body, type=tcp_transfer.Hello).secret == ""
+
+
 @pytest.mark.parametrize("target", [(4, 2), (2, PAGES + 3)])
 def test_a_write_outside_its_lease_breaks_the_connection_and_writes_nothing(
     ends: Ends, target: tuple[int, int]
