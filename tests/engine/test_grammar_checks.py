@@ -3,6 +3,7 @@ requests; later requests do not wait for them."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -22,7 +23,7 @@ from tokenizers import Tokenizer, models
 from sglcore.engine.start import embedded_model
 from sglcore.engine.structured_output.grammar_cache import Grammars
 from sglcore.engine.structured_output.grammar_check import GrammarChecks, GrammarLimits, failure_of
-from sglcore.engine.structured_output.grammar_size import written_out
+from sglcore.engine.structured_output.grammar_size import MOST_WRITTEN_OUT, refuse_large, written_out
 from sglcore.engine.structured_output.grammar_vocabulary import Vocabulary, first_steps
 from sglcore.engine.structured_output.killable_checks import CheckJob, OnVerdict, Verdict
 from sglcore.engine.structured_output.killable_checks_process import Check
@@ -230,12 +231,26 @@ def test_the_size_of_a_pattern_is_what_its_counts_write_out(pattern: str, size: 
     assert written_out(pattern) == size
 
 
+TAG = {"begin": "<a>", "schema": {"pattern": ENDLESS}, "end": "</a>"}
+TAGGED = {"structures": [{**TAG, "begin": "<b>", "schema": {}}, TAG], "triggers": ["<a", "<b"]}
+
+
+def test_a_pattern_as_large_as_the_limit_is_compiled() -> None:
+    for grammar in (Grammar("regex", f"a{{{MOST_WRITTEN_OUT}}}"), Grammar("lark", f"start: /{ENDLESS}/")):
+        refuse_large(grammar)
+
+
 @pytest.mark.parametrize(
     "grammar, place",
     [
         (Grammar("regex", ENDLESS), "this regex needs 1000000 characters"),
         (Grammar("json_schema", f'{{"items": {{"pattern": "{ENDLESS}"}}}}'), "the pattern at #/items needs"),
         (Grammar("json_schema", f'{{"patternProperties": {{"{ENDLESS}": true}}}}'), "the pattern at # needs"),
+        (Grammar("structural_tag", json.dumps(TAGGED)), "the pattern at # needs"),
+        (
+            Grammar("regex", f"a{{{MOST_WRITTEN_OUT + 1}}}"),
+            f"{MOST_WRITTEN_OUT + 1} characters.*at most {MOST_WRITTEN_OUT}",
+        ),
     ],
 )
 def test_a_pattern_too_large_is_refused_before_anything_is_compiled(grammar: Grammar, place: str) -> None:

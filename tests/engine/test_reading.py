@@ -130,6 +130,41 @@ def test_frames_are_read_from_any_descriptor_and_a_frame_that_ends_early_is_the_
         read(here)
 
 
+CHANNEL, PAGES = struct.Struct("<HHIQ"), struct.Struct("<HHIQQ")
+BEAT, TOLD = wire.Kind.BEAT, tcp_frames.Kind.TOLD
+MISTAKES = {
+    "channel": [(0, BEAT, 0, 3), (wire.MAGIC + 1, BEAT, 0, 3), (wire.MAGIC, BEAT, 0, 4)],
+    "pages": [
+        (0, TOLD, 0, 0, 3),
+        (tcp_frames.MAGIC, TOLD, 0, 0, 4),
+        (tcp_frames.MAGIC, 0, 0, 0, 3),
+        (tcp_frames.MAGIC, tcp_frames.Kind.DRAINED + 1, 0, 0, 3),
+    ],
+}
+
+
+@pytest.mark.parametrize("head", MISTAKES["channel"])
+def test_a_channel_takes_frames_up_to_the_limit_and_nothing_else(head: tuple[int, ...]) -> None:
+    here, there = socket.socketpair()
+    with closing(wire.Channel(here, epoch=0)) as channel, closing(there):
+        other, own = (CHANNEL.pack(wire.MAGIC, BEAT, epoch, 3) for epoch in (1, 0))
+        there.sendall(other + b"old" + own + b"abc" + CHANNEL.pack(*head) + b"abcd")
+        assert channel.receive(most=3).body == b"abc" and channel.dropped == 1
+        with pytest.raises(wire.Gone, match="data that is not a frame"):
+            channel.receive(most=3)
+
+
+@pytest.mark.parametrize("head", MISTAKES["pages"])
+def test_pages_are_received_in_frames_up_to_the_limit_and_in_nothing_else(head: tuple[int, ...]) -> None:
+    here, there = socket.socketpair()
+    with closing(here), closing(there):
+        there.sendall(PAGES.pack(tcp_frames.MAGIC, TOLD, 5, 6, 3) + b"abc" + PAGES.pack(*head) + b"abcd")
+        found = tcp_frames.receive_frame(here, peer=9, most=3)
+        assert found == tcp_frames.Frame(9, TOLD, 5, 6, bytearray(b"abc"))
+        with pytest.raises(PeerLost, match="data that is not a frame of this protocol"):
+            tcp_frames.receive_frame(here, most=3)
+
+
 def test_a_channel_that_is_closed_here_says_that_it_is_gone() -> None:
     here, there = socket.socketpair()
     with closing(there):

@@ -10,9 +10,12 @@ import msgspec
 import numpy as np
 import pytest
 
-from sglcore.device.page_transfer import Told
+from sglcore.device.page_transfer import Progress, Told, Transfer
 from sglcore.engine.disaggregation.prefill_side import PromptSide
-from sglcore.engine.disaggregation.transfer_messages import Ask
+from sglcore.engine.disaggregation.transfer_messages import Ask, First, Refusal
+from sglcore.sampling.params import SamplingError, SamplingParams
+from sglcore.sampling.plain_params import pack_params
+from sglcore.schedule.request_errors import RequestError
 from sglcore.schedule.request_output import EngineOutput
 
 LEASES, PEERS = (1, 2), (1, 2, 3)
@@ -83,3 +86,131 @@ def test_an_answer_goes_to_who_has_asked(peer: int) -> None:
     played, side = asked()
     side.end([EngineOutput(f"@{peer}:1", 0, [], "error", None, "no room")])
     assert played.told == [peer] and len(side._jobs) == len(LEASES) * len(PEERS) - 1
+
+
+class Prompted(Played):
+    """A transfer and an engine for one prompt of which the test sets the progress."""
+
+    has_news = False
+
+    def __init__(self, refusal: Exception | None = None) -> None:
+        super().__init__()
+        self.refusal = refusal
+        self.added: list[tuple[str, list[int], SamplingParams, int, int]] = []
+        self.answers: list[First | Refusal] = []
+        self.written: list[tuple[int, int, list[int], list[int]]] = []
+        self.transfers: list[Transfer] = []
+        self.released: list[Any] = []
+        self.remote = SimpleNamespace(arrivals=SimpleNamespace(let_go=self.released.append))
+        self.request = SimpleNamespace(
+            num_cells=0,
+            prompt_ids=np.arange(14),
+            output_ids=[],
+            pages=[],
+            finish_reason=None,
+            logprobs=[],
+            prompt_logprobs=[],
+            cached_tokens=-1,
+        )
+
+    def add(self, name: str, prompt: np.ndarray, *given: Any, **named: Any) -> list[Any]:
+        if self.refusal is not None:
+            raise self.refusal
+        params, seed = given
+        self.added.append((name, prompt.tolist(), params, seed, named["first_index"]))
+        return [self.request]
+
+    def tell(self, peer: int, body: bytes) -> None:
+        super().tell(peer, body)
+        self.answers.append(msgspec.msgpack.decode(body, type=First | Refusal))
+
+    def write(self, peer: int, lease: int, source: np.ndarray, target: np.ndarray) -> Transfer:
+        self.written.append((peer, lease, source.tolist(), target.tolist()))
+        self.transfers.append(Transfer())
+        return self.transfers[-1]
+
+
+def prompted(refusal: Exception | None = None, first_page: int = 1, **params: Any) -> tuple[Prompted, PromptSide]:
+    """Peer 2 has requested a prompt of 14 tokens, on pages of 4, from page `first_page` on."""
+    played = Prompted(refusal)
+    side = PromptSide(played, played)  # pyright: ignore[reportArgumentType]
+    prompt, pages = (np.arange(count, dtype="<i4").tobytes() for count in (14, 4 - first_page))
+    given = pack_params(SamplingParams(**params))
+    played.news.append(Told(2, msgspec.msgpack.encode(Ask(5, prompt, given, 77, 3, first_page, pages))))
+    side.begin(0.0)
+    return played, side
+
+
+@pytest.mark.parametrize("least", [0, 1, 9])
+def test_a_prompt_of_a_peer_is_a_request_of_one_token(least: int) -> None:
+    played, _ = prompted(n=3, max_tokens=50, min_tokens=least, temperature=0.25)
+    params = SamplingParams(n=1, max_tokens=1, min_tokens=min(least, 1), temperature=0.25)
+    assert played.added == [("@2:5", list(range(14)), params, 77, 3)]
+    assert played.request.is_lent, "its pages are kept until they are read"
+
+
+@pytest.mark.parametrize("first_page", [0, 1, 3])
+def test_pages_are_sent_once_they_are_full_and_the_last_one_with_the_first_token(first_page: int) -> None:
+    played, side = prompted(first_page=first_page)
+    request, sent = played.request, list[int]()
+    request.pages = [10, 11, 12, 13]
+    for cells, tokens, full in (
+        (3, [], 0),
+        (4, [], 1),
+        (11, [], 2),
+        (0, [], 2),
+        (14, [], 3),
+        (15, [9], 4),
+        (16, [9], 4),
+    ):
+        request.num_cells, request.output_ids = cells, tokens
+        side.end([])
+        sent = list(range(first_page, full))
+        assert [page for _, _, pages, _ in played.written for page in pages] == [10 + each for each in sent]
+        assert [page for *_, pages in played.written for page in pages] == [each - first_page for each in sent]
+    assert all((peer, lease) == (2, 5) for peer, lease, *_ in played.written) and not played.answers
+
+
+@pytest.mark.parametrize(
+    ("cached", "fails", "wanted"),
+    [
+        (-1, False, First(5, 9, 0)),
+        (8, False, First(5, 9, 8)),
+        (8, True, Refusal(5, "the prompt engine: it broke")),
+    ],
+)
+def test_the_first_token_is_told_when_all_pages_are_read(cached: int, fails: bool, wanted: First | Refusal) -> None:
+    played, side = prompted()
+    request = played.request
+    request.pages, request.num_cells, request.cached_tokens = [10, 11, 12, 13], 8, cached
+    side.end([])
+    request.num_cells, request.output_ids = 14, [9]
+    side.end([EngineOutput("@2:5", 3, [9], "length")])
+    first, last = played.transfers
+    last.progress = Progress.DONE
+    side.end([])
+    assert not played.answers and not played.released
+    first.progress, first.reason = (Progress.FAILED, "it broke") if fails else (Progress.DONE, "")
+    side.end([])
+    assert played.answers == [wanted] and played.released == [request] and not side.has_work
+
+
+@pytest.mark.parametrize("refused", [True, False])
+def test_a_prompt_that_fails_is_refused_and_none_of_its_pages_are_sent(refused: bool) -> None:
+    played, side = prompted()
+    request = played.request
+    request.pages, request.num_cells, request.finish_reason = [10, 11, 12, 13], 12, "error"
+    side.end([EngineOutput("@2:5", 3, [], "error", None, "no room", refused=refused)])
+    assert played.answers == [Refusal(5, "the prompt engine: no room", refused=refused)] and not played.written
+
+
+@pytest.mark.parametrize("error", [RequestError("it is too long"), SamplingError("it is too long")])
+def test_a_prompt_that_can_not_run_is_the_requesters_error(error: Exception) -> None:
+    played, side = prompted(error)
+    assert played.answers == [Refusal(5, "it is too long", refused=True)] and not side.has_work
+
+
+def test_outputs_of_its_own_clients_are_returned() -> None:
+    _, side = prompted()
+    own = EngineOutput("r", 0, [4])
+    assert side.end([EngineOutput("@2:5", 3, [9]), own]) == [own]

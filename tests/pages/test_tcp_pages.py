@@ -178,9 +178,10 @@ def test_a_write_outside_its_lease_breaks_the_connection_and_writes_nothing(
         np.testing.assert_array_equal(found, wanted)
 
 
-def test_a_write_to_a_lease_that_has_ended_breaks_the_connection(ends: Ends) -> None:
+@pytest.mark.parametrize("is_drained", [False, True])
+def test_a_write_to_a_lease_that_has_ended_breaks_the_connection(is_drained: bool, ends: Ends) -> None:
     lease = ends.target.offer(ends.at_target, ints(2))
-    ends.target.end(lease)
+    ends.source._queue(ends.at_source, Kind.DRAINED, lease) if is_drained else ends.target.end(lease)
     ends.source.write(ends.at_source, lease, ints(5), ints(2))
     assert "wrote pages" in heard(ends.target)[0].lost
 

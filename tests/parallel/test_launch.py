@@ -15,15 +15,17 @@ import pytest
 
 from sglcore.cli.serve import _placed as placed_server
 from sglcore.config.engine_config import EngineConfig, resolve_config, resolve_server_config
+from sglcore.device.choice import ChosenDevice
 from sglcore.device.errors import ConfigError, WorkerLost
 from sglcore.device.topology import Communication, Place, Topology
 from sglcore.engine.ranks import host_process, interface, team
 from sglcore.engine.ranks.agreement import BLOCK, differences, files_digest, shared_facts
-from sglcore.engine.ranks.hosts import Joined
+from sglcore.engine.ranks.host_process import Node
+from sglcore.engine.ranks.hosts import Joined, Order
 from sglcore.engine.ranks.interface import interface_of
 from sglcore.engine.ranks.rank_launch import LEADER_PORT, Placement, find_placement
 from sglcore.engine.ranks.rank_process import HOST_INTERFACE, tell_interface
-from sglcore.engine.ranks.spec import RankSpec
+from sglcore.engine.ranks.spec import RankSpec, spec_of
 
 TORCHRUN = MappingProxyType(
     {
@@ -61,7 +63,7 @@ def test_torchrun_starts_a_node_for_each_of_its_processes() -> None:
     assert (found.nodes, found.node, found.local, found.neighbours) == (4, 3, 1, 2)
     assert found.leader == ("10.0.0.1", 29501), "its own store listens at MASTER_PORT"
     assert "torchrun" in found.row("auto").effective and "RANK" in found.row("auto").reason
-    assert placed({**TORCHRUN, "WORLD_SIZE": "1", "RANK": "0"}).nodes == 1
+    assert placed({**TORCHRUN, "WORLD_SIZE": "1", "RANK": "0"}) == placed()
     assert placed({**TORCHRUN, "LOCAL_WORLD_SIZE": ""}).neighbours == 1
     assert placed(TORCHRUN, leader="10.0.0.9:80").leader == ("10.0.0.9", 80)
 
@@ -69,7 +71,15 @@ def test_torchrun_starts_a_node_for_each_of_its_processes() -> None:
 def test_a_leader_worker_set_starts_a_node_in_each_pod() -> None:
     found = placed(WORKER_SET)
     assert (found.nodes, found.node, found.leader) == (2, 1, ("model-0.model.default", LEADER_PORT))
-    assert placed({**WORKER_SET, "LWS_GROUP_SIZE": "1"}).nodes == 1
+    assert placed({**WORKER_SET, "LWS_GROUP_SIZE": "1"}) == placed()
+
+
+@pytest.mark.parametrize("variables", [TORCHRUN, WORKER_SET])
+def test_a_launcher_of_which_a_variable_is_missing_started_nothing(variables: Mapping[str, str]) -> None:
+    for name in variables.keys() - {"LOCAL_WORLD_SIZE"}:
+        for rest in ({}, {name: ""}):
+            given = {other: value for other, value in variables.items() if other != name}
+            assert placed({**given, **rest}) == placed()
 
 
 def test_ray_is_taken_where_it_is_asked_for_or_nothing_else_says_who_starts_the_others(
@@ -77,6 +87,8 @@ def test_ray_is_taken_where_it_is_asked_for_or_nothing_else_says_who_starts_the_
 ) -> None:
     assert placed(nodes=2, leader="ray:head:6379").cluster == "head:6379"
     assert placed({"RAY_ADDRESS": "head:1"}, nodes=2, leader="ray").cluster == "head:1"
+    assert placed({"RAY_ADDRESS": "head:1"}, nodes=2, leader="ray:head:2").cluster == "head:2"
+    assert placed(nodes=2, leader="ray").cluster == "auto"
     monkeypatch.setattr("sglcore.engine.ranks.rank_launch.find_spec", lambda name: object())
     found = placed(nodes=2)
     assert (found.launcher, found.cluster) == ("Ray", "auto") and "Ray is installed" in found.reason
@@ -167,6 +179,24 @@ def spec_for(own_address: str, neighbours: int = 1) -> tuple[RankSpec, Place]:
     return spec, place
 
 
+@pytest.mark.parametrize(("is_host", "index"), [(False, 3), (True, 2)])
+def test_ranks_of_one_machine_have_consecutive_devices_or_share_the_processor(is_host: bool, index: int) -> None:
+    """Rank 5 is the second one of its machine, whose first rank has device 2."""
+    chosen = ChosenDevice("x", "", "", 1, "", 2)
+    place = Place(5, Topology(tp=8), "tcp://10.0.0.1:1", 1, 4)
+    here = spec_of(EngineConfig(), chosen, place, is_host=is_host, address="a", epoch=7, secret="s", beat=0.5)
+    nothing: Any = None
+    order = Order([], "10.0.0.1", 1, 2, 7, "s", 0.5, 5.0, ("X",), {})
+    node = Node(Placement("hand", ""), nothing, 1.0)
+    there = node._spec(order, place.as_plain(), "10.0.0.1", "10.0.0.2", EngineConfig(), (chosen, is_host))
+    for spec in (here, there):
+        assert ChosenDevice.decode(spec.chosen).index == index
+        assert spec.config["device"] == ("x" if is_host else "x:3")
+        assert (spec.epoch, spec.secret, spec.beat) == (7, "s", 0.5)
+        assert Place.from_plain(spec.place).rank == 5
+    assert (there.own_address, there.interface_variables) == ("10.0.0.2", ("X",))
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="interfaces are asked of Linux")
 def test_libraries_are_told_the_interface_of_the_address_that_others_reach() -> None:
     environ = {"RANK": "1", "TORCHELASTIC_USE_AGENT_STORE": "True", "PATH": "/bin"}
@@ -186,6 +216,13 @@ def test_hosts_name_each_thing_in_which_they_differ(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("[]")
     assert files_digest(tmp_path) != before
     assert EngineConfig().nodes == 1
+
+
+def test_what_a_node_leaves_to_the_leader_is_no_difference() -> None:
+    decided, open_ = ({"--speculative": value, "--tp": 2} for value in ("ngram", "auto"))
+    assert differences(decided, open_) == [] == differences(open_, open_)
+    assert differences(open_, decided) == ["--speculative is auto and ngram"]
+    assert differences(decided, {**open_, "--tp": "auto"}) == ["--tp is 2 and auto"]
 
 
 def test_files_that_differ_in_name_size_or_beginning_are_not_the_same(tmp_path: Path) -> None:

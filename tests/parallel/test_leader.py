@@ -27,7 +27,7 @@ from sglcore.device.topology import Communication, Place, Topology
 from sglcore.device.worker import BatchResult, Ticket
 from sglcore.engine.ranks import ranks_start
 from sglcore.engine.ranks.codec import decode, encode
-from sglcore.engine.ranks.hosts import NodeFacts, Order, spec_at
+from sglcore.engine.ranks.hosts import Gathering, Joined, NodeFacts, Order, spec_at
 from sglcore.engine.ranks.rank_group import RankGroup, close_all
 from sglcore.engine.ranks.rank_launch import Placement
 from sglcore.engine.ranks.team import Maker
@@ -261,6 +261,27 @@ def test_a_node_that_follows_starts_no_ranks_for_requests() -> None:
     with pytest.raises(ConfigError, match="this is node 1 by hand, which takes no requests; start it with"):
         ranks_start.start_ranks(config, embedded_model(), choice, ledger, lambda *word: told.append(word))
     assert not told and not ledger.rows
+
+
+def test_nodes_are_those_that_the_leader_waits_for_and_each_of_them_once() -> None:
+    nothing: Any = None
+    fits: list[tuple[int, str]] = []
+    gathering = Gathering(nothing, 3, {"a": 1}, nothing, lambda facts, address: fits.append((facts.node, address)))
+
+    def joined(node: int, **shared: int) -> Joined:
+        return Joined(NodeFacts(node, "", 0, 0, 1, {"a": 1, **shared}), nothing, f"host{node}", "")
+
+    for node in (-1, 0, 3):
+        with pytest.raises(ConfigError, match=f"host host{node} says that it is node {node} of 3"):
+            gathering._check(joined(node))
+    for node in (1, 2):
+        gathering._check(joined(node))
+    assert fits == [(1, "host1"), (2, "host2")]
+    gathering.found[2] = joined(2)
+    with pytest.raises(ConfigError, match="hosts host2 and host2 both say that they are node 2"):
+        gathering._check(joined(2))
+    with pytest.raises(ConfigError, match=r"node 0 and node 1 \(host host1\) differ: a is 1 and 2"):
+        gathering._check(joined(1, a=2))
 
 
 def test_a_leader_with_a_longer_address_is_found_by_it() -> None:

@@ -4,11 +4,14 @@ messages arrive."""
 from __future__ import annotations
 
 import signal
+import time
 from itertools import permutations
 
 import pytest
 
 from sglcore.device.errors import ConfigError, WorkerLost
+from sglcore.engine.ranks.spec import HOST_GONE
+from sglcore.engine.ranks.watch import Patience, ended
 from sglcore.engine.ranks.wire import Kind
 from tests.parallel.test_leader import Far, Process, far
 
@@ -69,3 +72,34 @@ def test_a_cause_that_is_the_users_to_mend_is_told_as_such() -> None:
         while (error := ranks.watch.go_round()) is None:
             pass
         assert isinstance(error, ConfigError) and "tp is 3" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("is_ready", "silent", "is_lost"),
+    [(False, 30.0, False), (False, 70.0, True), (True, 10.0, False), (True, 30.0, True)],
+)
+def test_a_rank_may_be_silent_for_longer_while_it_starts(is_ready: bool, silent: float, is_lost: bool) -> None:
+    with far(2) as ranks:
+        ranks.watch.patience = Patience(silence=20.0, starting=60.0, round=0.01)
+        now = time.monotonic()
+        for member in ranks.members:
+            member.ready, member.heard, member.phase = {} if is_ready else None, now, "its model"
+        ranks.members[1].heard = now - silent
+        error = ranks.watch.go_round()
+        assert (error is not None) is is_lost
+        assert error is None or str(error).startswith(
+            f"rank 1 (process 1) has sent nothing for {silent:.1f} s, last in its model"
+        )
+
+
+@pytest.mark.parametrize(
+    ("code", "told"),
+    [
+        (-signal.SIGKILL, "ended by SIGKILL"),
+        (0, "ended with exit code 0"),
+        (3, "ended with exit code 3"),
+        (HOST_GONE, "is gone with its host"),
+    ],
+)
+def test_an_exit_code_is_told_in_words(code: int, told: str) -> None:
+    assert ended(code).startswith(told)
