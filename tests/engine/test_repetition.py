@@ -167,3 +167,14 @@ def test_whole_texts_are_those_of_transformers_with_a_search_by_hand(llm: LLM, o
         assert output.outputs[0].token_ids == wanted[0, len(ids) :].tolist()
     assert outputs[2].outputs[0].token_ids != outputs[0].outputs[0].token_ids
     assert outputs[2].outputs[0].token_ids == llm.generate(prompts[0], plain)[0].outputs[0].token_ids
+
+
+def test_a_text_of_any_length_is_kept() -> None:
+    """More tokens than there is room for at first, with and without a prompt."""
+    asked = Repetition(1.0, 2.0, 2, -1, ())
+    for prompt in (0, module.LEAST_ROOM + 3):
+        tokens = [LETTERS[place % 3] for place in range(prompt + 3 * module.LEAST_ROOM + 1)]
+        matcher = module.RepetitionRules(asked, VOCABULARY, None).start(np.array(tokens[:prompt], np.int32))
+        assert all(matcher.accept(token) for token in tokens[prompt:])
+        ids, lost = matcher.change()
+        assert ids.tolist() == [LETTERS[len(tokens) % 3]] and lost[0] < -1e20

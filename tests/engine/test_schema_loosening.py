@@ -18,9 +18,10 @@ from tokenizers import Tokenizer
 from sglcore.engine.start import embedded_model
 from sglcore.engine.structured_output.grammar_llguidance import Llguidance
 from sglcore.engine.structured_output.grammar_vocabulary import Vocabulary
-from sglcore.engine.structured_output.guidance_schema import left_out_of
+from sglcore.engine.structured_output.grammar_xgrammar import _refuse_mixtures
+from sglcore.engine.structured_output.guidance_schema import check_schema, left_out_of
 from sglcore.engine.structured_output.schema_loosening import loosened, readable
-from sglcore.sampling.grammar_spec import Grammar
+from sglcore.sampling.grammar_spec import Grammar, GrammarError
 from sglcore.serving.replicas.unenforced_schemas import unenforced
 from tests.engine.grammar_keywords import CASES
 from tests.engine.test_grammar_backends import EOS, SIZE, takes
@@ -212,3 +213,133 @@ def test_a_pattern_loses_what_only_forbids(pattern: str, simpler: str | None) ->
 def test_names_whose_pattern_can_not_be_read_lose_no_value(backend: Llguidance, tokenizer: Tokenizer) -> None:
     closed = {"type": "object", "patternProperties": {r"\bx": {"type": "integer"}}, "additionalProperties": False}
     assert takes(backend, grammar_of(closed), '{"x": 1}', tokenizer)
+
+
+def tagged(kind: object, **more: Any) -> dict[str, Any]:
+    return {"properties": {"kind": {"const": kind}, "n": {"type": "integer"}}, "required": ["kind"], **more}
+
+
+@pytest.mark.parametrize(
+    ("parts", "is_apart"),
+    [
+        ([{"type": "string"}, {"type": "integer"}], True),
+        ([{"type": "string"}, {"type": "number"}, {"type": "null"}], True),
+        ([{"type": "integer"}, {"type": "number"}], False),
+        ([{"type": "string"}, {"type": "string", "maxLength": 2}], False),
+        ([{"type": "string"}, {"maxLength": 2}], False),
+        ([tagged("a"), tagged("b"), tagged(3)], True),
+        ([tagged("a"), tagged("b", required=["n"])], False),
+        ([tagged("a"), tagged("b", required=[])], False),
+        ([tagged("a"), tagged("b"), tagged("a")], False),
+        ([tagged("a"), {"properties": {"n": {"type": "integer"}}, "required": ["kind"]}], False),
+    ],
+)
+def test_a_choice_of_exactly_one_is_left_out_where_a_value_may_have_two(
+    parts: list[dict[str, Any]], is_apart: bool
+) -> None:
+    assert loosened({"oneOf": parts}) == ({"anyOf": parts}, () if is_apart else ("#/oneOf",))
+    assert loosened({"oneOf": parts, "discriminator": {"propertyName": "kind"}}).left_out == ()
+
+
+def test_a_choice_is_added_to_the_other_choices_of_its_schema() -> None:
+    kept, one, any_ = {"minimum": 1}, [{"type": "string"}, {"type": "integer"}], [{"maximum": 9}]
+    assert loosened({"oneOf": one, "anyOf": any_}).schema == {"anyOf": any_, "allOf": [{"anyOf": one}]}
+    given = {"oneOf": one, "anyOf": any_, "allOf": [kept]}
+    assert loosened(given).schema == {"anyOf": any_, "allOf": [kept, {"anyOf": one}]}
+
+
+@pytest.mark.parametrize("kind", ["string", "object", None, "integer", "number", "boolean"])
+def test_a_format_that_is_not_enforced_is_named_unless_its_value_can_not_be_text(kind: str | None) -> None:
+    schema = {"format": "jwt", **({"type": kind} if kind else {})}
+    is_named = kind not in ("integer", "number", "boolean")
+    assert loosened(schema).left_out == (("#/format 'jwt'",) if is_named else ())
+    assert ("format" in loosened(schema).schema) is not is_named
+    assert loosened({**schema, "format": "date"}) == ({**schema, "format": "date"}, ())
+
+
+@pytest.mark.parametrize(
+    ("keywords", "names"),
+    [
+        ({"uniqueItems": True}, ("#/uniqueItems",)),
+        ({"uniqueItems": False}, ()),
+        ({"contains": {}, "minContains": 2, "maxContains": 3}, ("#/contains",)),
+        ({"if": {}, "then": {}, "else": {}}, ("#/if",)),
+        ({"propertyNames": True}, ()),
+        ({"propertyNames": {"type": "string", "title": "a name"}}, ()),
+        ({"propertyNames": {"type": "integer"}}, ("#/propertyNames",)),
+        ({"propertyNames": {"enum": ["a"], "pattern": "^b"}}, ("#/propertyNames",)),
+        ({"propertyNames": {"enum": ["a"]}}, ()),
+        ({"propertyNames": {"enum": ["a"]}, "required": ["a"]}, ("#/propertyNames",)),
+        ({"propertyNames": {"pattern": "^(?=a)"}}, ("#/propertyNames",)),
+        ({"properties": {"a": True}, "minProperties": 1, "maxProperties": 2}, ("#/minProperties", "#/maxProperties")),
+        ({"properties": {"a": True}, "required": ["a"], "minProperties": 1}, ()),
+        ({"minProperties": 1}, ()),
+        ({"x-order": 1, "nullable": True, "examples": [1]}, ()),
+    ],
+    ids=str,
+)
+def test_what_only_forbids_is_left_out_and_named_once(keywords: dict[str, Any], names: tuple[str, ...]) -> None:
+    assert loosened(keywords).left_out == names
+    assert loosened({"items": {"properties": {"p": keywords}, "required": ["p"]}}).left_out == tuple(
+        f"#/items/properties/p{name.removeprefix('#')}" for name in names
+    )
+
+
+@pytest.mark.parametrize(
+    ("schema", "is_narrow"),
+    [
+        ({"exclusiveMinimum": 0, "maximum": 0.5}, True),
+        ({"exclusiveMinimum": 0, "exclusiveMaximum": 0.5}, True),
+        ({"exclusiveMinimum": 2.0, "maximum": 2.5}, True),
+        ({"exclusiveMinimum": 0, "maximum": 1}, False),
+        ({"minimum": 0, "maximum": 0.5}, False),
+        ({"exclusiveMinimum": 0.5, "maximum": 0.9}, False),
+        ({"exclusiveMinimum": -1, "maximum": -0.5}, False),
+        ({"exclusiveMaximum": 0, "minimum": -0.5}, True),
+        ({"exclusiveMaximum": -2, "minimum": -2.5}, True),
+        ({"exclusiveMaximum": 0, "minimum": -1}, False),
+        ({"exclusiveMaximum": 1, "minimum": 0.5}, False),
+        ({"type": "number", "exclusiveMinimum": 0, "maximum": 0.5}, True),
+        ({"type": "integer", "exclusiveMinimum": 0, "maximum": 0.5}, False),
+        ({"allOf": [{"exclusiveMinimum": 0}, {"maximum": 0.5}]}, True),
+        ({"exclusiveMinimum": 0, "anyOf": [{"maximum": 0.5}]}, True),
+        ({"maximum": 0.5, "$ref": "#/$defs/a", "$defs": {"a": {"exclusiveMinimum": 0}}}, True),
+        ({"anyOf": [{"exclusiveMinimum": 0}, {"maximum": 0.5}]}, False),
+        ({"properties": {"a": {"exclusiveMinimum": 0}, "b": {"maximum": 0.5}}}, False),
+    ],
+    ids=str,
+)
+def test_bounds_between_which_a_whole_number_would_be_accepted_are_refused(
+    schema: dict[str, Any], is_narrow: bool
+) -> None:
+    if not is_narrow:
+        check_schema(schema)
+        return
+    with pytest.raises(GrammarError, match="with a whole number as exclusive bound"):
+        check_schema(schema)
+
+
+@pytest.mark.parametrize(
+    ("node", "found"),
+    [
+        ({"type": "integer", "minimum": 1, "multipleOf": 2}, ""),
+        ({"type": "number", "exclusiveMaximum": 1}, ""),
+        ({"type": "string", "minimum": 1}, "'minimum' without its type"),
+        ({"minLength": 1}, "'minLength' without its type"),
+        ({"type": "string", "maxLength": 2}, ""),
+        ({"type": "string", "maxLength": 2, "pattern": "a"}, "'pattern' with a length"),
+        ({"type": "string", "format": "jwt"}, "format 'jwt'"),
+        ({"type": "string", "format": "uuid", "title": "t"}, ""),
+        ({"enum": [1], "description": "d"}, ""),
+        ({"enum": [1], "minimum": 1, "type": "integer"}, "'enum' with 'minimum'"),
+        ({"type": "object", "required": ["a"]}, "'required' for a property that is not in 'properties'"),
+        ({"type": "object", "properties": {"a": True}, "required": ["a"]}, ""),
+    ],
+    ids=str,
+)
+def test_keywords_that_a_backend_enforces_only_apart_are_refused_together(node: dict[str, Any], found: str) -> None:
+    if not found:
+        _refuse_mixtures("#/items", node)
+        return
+    with pytest.raises(GrammarError, match=f"the schema uses {found} at #/items, which the grammar backend xgrammar"):
+        _refuse_mixtures("#/items", node)

@@ -155,3 +155,16 @@ def test_a_schema_that_can_not_be_enforced_is_refused() -> None:
     given = {"structures": [{"begin": "<a>", "schema": {"x-guidance": {}}, "end": ""}], "triggers": ["<a>"]}
     with pytest.raises(GrammarError, match="x-guidance"):
         Llguidance(VOCABULARY).compile(Grammar("structural_tag", json.dumps(given)))
+
+
+@pytest.mark.parametrize("backend", [Llguidance, Xgrammar])
+@pytest.mark.parametrize(
+    "trigger", ["</f>", "a\nb", "x.y", "[c]", "(d", "e|f", "g*", "h\\i", '"j"', "k{2}", "^l$", "m?"]
+)
+def test_a_trigger_is_text_whatever_its_characters_mean_in_a_pattern(backend: Any, trigger: str) -> None:
+    tag = {"begin": trigger, "schema": {"type": "integer"}, "end": trigger[::-1]}
+    grammar = compiled(backend(VOCABULARY), {"structures": [tag], "triggers": [trigger]})
+    assert follow(grammar, "free: xzy c d e f gg hi k2 l") is True
+    assert follow(grammar, f"one {trigger}12") is False
+    assert follow(grammar, f"one {trigger}12{trigger[::-1]} more") is True
+    assert follow(grammar, f"one {trigger}word") is None
