@@ -165,6 +165,14 @@ def test_pieces_are_merged_as_by_sentencepiece(tmp_path: Path) -> None:
         assert codec.decode(ids) == text
 
 
+def test_a_run_of_characters_without_bytes_is_one_unknown_token(tmp_path: Path) -> None:
+    """As in sentencepiece."""
+    tokens = ["<unk>", "a", "b", "ab"]
+    values = {"ggml.model": "llama", "ggml.tokens": tokens, "ggml.scores": [0.0, -1.0, -2.0, 0.0]}
+    file = write(tmp_path / "m.gguf", {**values, "ggml.add_space_prefix": False, "ggml.unknown_token_id": 0})
+    assert TextCodec(file).encode("xxayyyabz", special=False) == [0, 1, 0, 3, 0]
+
+
 @pytest.mark.parametrize(
     ("values", "text"),
     [
