@@ -3,7 +3,7 @@
 # make test   lint, types, tests on every lane that needs no hardware: the cheap ones, and slow ones by turns (docs/testing.md)
 # make test-all  the same with all slow ones, which records what each test costs and which code it runs
 # make near   the tests nearest to what has changed, in less than a minute; make near FILES="sglcore/schedule/scheduler.py"
-# make mutation  a sample of planted defects in the host's half of a step, and what no test caught (docs/testing.md)
+# make mutation  a sample of planted defects, and which of them no test caught (docs/testing.md)
 # make bench-cpu  this processor's speed beside other engines: installs those it can, and says why not the others
 # make wheels  source distributions and wheels of all packages below dist/, checked (tools/wheels)
 # make bench-gpu  what this accelerator does, as shares of its bounds, in ten minutes (docs/devices.md)

@@ -1,15 +1,16 @@
-"""Mutation testing of the host side of a step with cosmic-ray: mutants of a sample of source
-positions, each against the fastest tests that run its line. The sample depends only on the code at
-a position: a change elsewhere does not change it.
+"""Mutation testing of a set of folders with cosmic-ray: mutants of a sample of source positions,
+each against the fastest tests that run its line. The sample depends only on the code at a position:
+a change elsewhere does not change it.
 
-    python tools/mutation.py                 # the whole sample
+    python tools/mutation.py                 # the whole sample of the set `step`
+    python tools/mutation.py --set server    # of another set in mutation.toml
     python tools/mutation.py --minutes 20    # the part that fits, equally from each folder
     python tools/mutation.py --again   # only mutants that survived and are not in mutation.toml
     python tools/mutation.py --file sglcore/step/emitting_rows.py --all   # every mutant of a file
 
-Works in a copy of the tree below build/mutation, and leaves cosmic-ray's session (for `cr-report`,
-`cr-html`) and report.md there. Fails if the share of killed mutants of a folder is below the floor
-in mutation.toml.
+Works in a copy of the tree below build/mutation/SET, and leaves cosmic-ray's session (for
+`cr-report`, `cr-html`) and report.md there. Fails if the share of killed mutants of a folder is
+below the floor in mutation.toml.
 """
 
 from __future__ import annotations
@@ -35,8 +36,6 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build" / "mutation"
-TREE = BUILD / "tree"
-SESSION = BUILD / "session.sqlite"
 sys.path.append(str(BUILD / "tool"))
 
 import cosmic_ray.plugins  # noqa: E402  # pyright: ignore[reportMissingImports]
@@ -76,20 +75,26 @@ def main() -> int:
     config = tomllib.loads((ROOT / "tools" / "mutation.toml").read_text())
     providers = cosmic_ray.plugins.OPERATOR_PROVIDERS
     providers["core"] = Chosen(providers["core"], "|".join(config["operators"]))
-    answers = {(e["file"], e["in"], e["was"], e["becomes"]) for e in config["equivalent"]}
-    known = dict.fromkeys(answers, "passed") | _killed() if asked.again else {}
-    _copy_tree()
-    os.chdir(TREE)
+    config |= config["sets"][asked.set]
+    folders = tuple(f"{folder}/" for folder in config["folders"])
+    answers = {
+        (e["file"], e["in"], e["was"], e["becomes"]) for e in config["equivalent"] if e["file"].startswith(folders)
+    }
+    build = BUILD / asked.set
+    tree, session_file = build / "tree", build / "session.sqlite"
+    known = dict.fromkeys(answers, "passed") | _killed(session_file) if asked.again else {}
+    _copy_tree(tree)
+    os.chdir(tree)
     total, items = _sample(config, asked)
     mutants = [_mutant(item) for item in items]
-    with use_db(SESSION, WorkDB.Mode.create) as session:
+    with use_db(session_file, WorkDB.Mode.create) as session:
         session.clear()
         session.add_work_items(items)
-        tests = Tests(TREE, BUILD / "tests.log")
+        tests = Tests(tree, build / "tests.log", config.get("waits", False))
         if asked.recorded:
-            record = tests.recorded(BUILD / "record.json")
+            record = tests.recorded(build / "record.json")
         else:
-            record = tests.record(config["tests"], config["folders"], BUILD / "record.json")
+            record = tests.record(config["tests"], config["folders"], build / "record.json")
         began = time.monotonic()
         for mutant in mutants:
             if mutant.name in known:
@@ -104,13 +109,15 @@ def main() -> int:
         is_part = bool(asked.file) or asked.minutes < inf
         report, is_good = _report(session, mutants, total, config["floor"], answers, is_part)
     report += f"{time.monotonic() - began:.0f} s\n"
-    (BUILD / "report.md").write_text(report)
+    report += "".join(f"fails without a mutant: {test}\n" for test in record.failing)
+    (build / "report.md").write_text(report)
     print(report)
     return 0 if is_good else 1
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="mutation testing of the host's half of a step")
+    parser = argparse.ArgumentParser(description="mutation testing of a set of folders")
+    parser.add_argument("--set", default="step", help="a set of tools/mutation.toml")
     parser.add_argument(
         "--again", action="store_true", help="leave out mutants that the last run killed or that are answered"
     )
@@ -123,20 +130,20 @@ def _arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _copy_tree() -> None:
+def _copy_tree(tree: Path) -> None:
     """Copy the files that git knows or would add, and built libraries, in their current state."""
-    shutil.rmtree(TREE, ignore_errors=True)
+    shutil.rmtree(tree, ignore_errors=True)
     listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     names = subprocess.run(listed, cwd=ROOT, capture_output=True, check=True, text=True).stdout.split("\0")
     built = [str(file.relative_to(ROOT)) for file in (ROOT / "devices").glob("*/*/*.so")]
     for name in filter(None, {*names, *built}):
         if (ROOT / name).is_file():
-            (TREE / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(ROOT / name, TREE / name)
+            (tree / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, tree / name)
 
 
 def _files(config: dict[str, Any], only: list[str] | None) -> list[Path]:
-    files = (str(f.relative_to(TREE)) for folder in config["folders"] for f in (TREE / folder).rglob("*.py"))
+    files = (str(f) for folder in config["folders"] for f in Path(folder).rglob("*.py"))
     left_out = config["leave_out"]
     wanted = (name for name in sorted(files) if not any(fnmatchcase(name, pattern) for pattern in left_out))
     return [Path(name) for name in wanted if only is None or name in only]
@@ -240,7 +247,7 @@ def _tried(mutant: Mutant, tests: Tests, record: Record, config: dict[str, Any])
     estimate = sum(record.seconds[test] for test in chosen)
     with use_mutation(path, cosmic_ray.plugins.get_operator(mutant.operator)(), mutant.occurrence):
         outcome = tests.run(chosen, 2 * estimate + 8)
-        if outcome == "passed" and mutant.file.startswith(config["streams"]["folder"]):
+        if outcome == "passed" and mutant.file.startswith(f"{config['streams']['folder']}/"):
             outcome = tests.run(config["streams"]["arguments"], 40)
     # Restore the timestamps, so that Python's compiled file stays valid.
     os.utime(path, ns=(stamps.st_atime_ns, stamps.st_mtime_ns))
@@ -257,11 +264,11 @@ def _result(outcome: str, mutant: Mutant) -> WorkResult:
     )
 
 
-def _killed() -> dict[Name, str]:
+def _killed(session_file: Path) -> dict[Name, str]:
     """Return the mutants that the last run killed, with the outcome."""
-    if not SESSION.is_file():
+    if not session_file.is_file():
         return {}
-    with use_db(SESSION, WorkDB.Mode.open) as session:
+    with use_db(session_file, WorkDB.Mode.open) as session:
         killed = [result for _, result in session.results if result.test_outcome == TestOutcome.KILLED]
     return {tuple(result.diff.split("\n")): result.output for result in killed}
 

@@ -44,7 +44,7 @@ def _acts(node: Any) -> bool:
         return target.type in ("atom_expr", "power") or (
             node.children[1].type == "operator" and node.children[1].value != "="
         )
-    return node.type in ("atom_expr", "power") and node.children[-1].children[0] == "("
+    return node.type in ("atom_expr", "power") and str(node.children[-1].get_first_leaf().value) == "("
 
 
 class Chosen:

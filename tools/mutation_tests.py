@@ -12,8 +12,8 @@ import resource
 import signal
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,19 +21,21 @@ import pytest
 from hypothesis import Phase, settings
 
 PROFILE = "mutation"
-WALL = 40
+WALL = 6
 """Factor between the CPU limit and the wall-clock limit of a run: other processes may use the
 machine."""
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """`lines`: tests by file and line; `seconds`: CPU seconds by test; `modules`: the modules that
-    the tests import from outside the tree."""
+    """`lines`: tests by file and line; `seconds`: seconds by test; `modules`: the modules that
+    the tests import from outside the tree; `failing`: tests that fail without a mutant, which
+    `seconds` and `lines` leave out."""
 
     seconds: dict[str, float]
     lines: dict[str, dict[str, list[str]]]
     modules: list[str]
+    failing: list[str]
 
     def tests_of(self, file: str, lines: Iterable[int], seconds: float) -> list[str]:
         """Choose tests that together fit into `seconds`, at least one: first tests that run these
@@ -68,20 +70,22 @@ class Record:
 class Tests:
     """The tests of a copy of the tree; `tree` is absolute."""
 
-    def __init__(self, tree: Path, log: Path) -> None:
+    def __init__(self, tree: Path, log: Path, waits: bool = False) -> None:
+        """`waits`: tests wait, so their time is measured by a clock; False: CPU time."""
         self._tree = tree
+        self._clock = time.monotonic if waits else time.process_time
         self._log = log
         os.environ.update(OMP_NUM_THREADS="1", TRITON_INTERPRET="1")
         settings.register_profile(PROFILE, deadline=None, database=None, phases=(Phase.explicit, Phase.generate))
 
     def record(self, folders: Sequence[str], sources: Sequence[str], file: Path) -> Record:
         """Run all tests of these folders once with coverage, write the record, and import the
-        modules that they import. Waits. Raises RuntimeError if a test fails that is not excluded
-        (`--deselect`)."""
+        modules that they import. Waits. Raises RuntimeError if pytest ends before all of them
+        ran."""
         process = _forked(self._watched, folders, sources, file)
         process.join()
-        if process.exitcode:
-            raise RuntimeError(f"the tests do not pass without a mutation; see {self._log}")
+        if process.exitcode not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
+            raise RuntimeError(f"the tests do not run without a mutant; see {self._log}")
         return self.recorded(file)
 
     def recorded(self, file: Path) -> Record:
@@ -109,19 +113,21 @@ class Tests:
 
         cover = coverage.Coverage(data_file=None, config_file=False, source=[str(self._tree / s) for s in sources])
         cover.start()
-        watcher = _Watcher(cover)
+        watcher = _Watcher(cover, self._clock)
         code = self._pytest(folders, [watcher])
         cover.stop()
         data = cover.get_data()
+        seconds = {test: spent for test, spent in watcher.seconds.items() if test not in watcher.failing}
         lines = {
             str(Path(name).relative_to(self._tree)): {
                 str(line): kept
                 for line, tests in data.contexts_by_lineno(name).items()
-                if (kept := [test for test in tests if test in watcher.seconds])
+                if (kept := [test for test in tests if test in seconds])
             }
             for name in data.measured_files()
         }
-        file.write_text(json.dumps({"seconds": watcher.seconds, "lines": lines, "modules": self._modules()}))
+        record = Record(seconds, lines, self._modules(), sorted(watcher.failing))
+        file.write_text(json.dumps(asdict(record)))
         return code
 
     def _modules(self) -> list[str]:
@@ -143,6 +149,8 @@ class Tests:
         os.chdir(self._tree)
         folders = (self._tree, self._tree / "simulator", *sorted((self._tree / "devices").iterdir()))
         sys.path[:0] = [str(folder) for folder in folders]
+        # For processes that tests start.
+        os.environ["PYTHONPATH"] = os.pathsep.join(str(folder) for folder in folders)
         fixed = (
             "-n0",
             "--tb=short",
@@ -155,20 +163,25 @@ class Tests:
 
 
 class _Watcher:
-    """Tells coverage which test runs, and records each test's CPU seconds."""
+    """Tells coverage which test runs, and records each test's seconds."""
 
-    def __init__(self, cover: Any) -> None:
-        self._cover = cover
+    def __init__(self, cover: Any, clock: Callable[[], float]) -> None:
+        self._cover, self._clock = cover, clock
         self.seconds: dict[str, float] = {}
+        self.failing: set[str] = set()
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[Any]:
         self._cover.switch_context(item.nodeid)
-        started = time.process_time()
+        started = self._clock()
         result = yield
-        self.seconds[item.nodeid] = time.process_time() - started
+        self.seconds[item.nodeid] = self._clock() - started
         self._cover.switch_context("")
         return result
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            self.failing.add(report.nodeid)
 
 
 def _forked(call: Any, *arguments: Any) -> Any:
