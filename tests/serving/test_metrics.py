@@ -9,10 +9,12 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from sglcore.serving.replicas.ipc import EngineStats
+from sglcore.serving.replicas.metrics.engine_stats import past_only
 from sglcore.serving.replicas.metrics.server_metrics import CLOCKS, Histogram, Metrics, RequestClock, kv_usage
 from sglcore.serving.replicas.metrics.vllm_metrics import VllmFamilies
 from tests.serving.conftest import Server
 
+LISTED = ("paths", "drafts")
 STATS = EngineStats(
     waiting=3,
     running=5,
@@ -73,63 +75,98 @@ def metrics() -> Metrics:
     return Metrics("tiny", "1.2.3", lambda: [("0", "ready", STATS), ("1", "starting", None)])
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("num_requests_waiting", 3),
-        ("num_requests_running", 5),
-        ("kv_cache_usage_ratio", 0.5),
-        ("kv_cache_pages", 100),
-        ("state_snapshots", 8),
-        ("state_snapshots_in_use", 5),
-        ("prefix_cache_snapshots", 4),
-        ("state_snapshot_hits_total", 9),
-        ("state_snapshots_evicted_total", 6),
-        ("window_pages", 16),
-        ("window_pages_free", 6),
-        ("prefix_cache_window_pages", 7),
-        ("window_pages_evicted_total", 12),
-        ("kv_cache_bytes", 4000),
-        ("window_bytes", 500),
-        ("state_bytes", 600),
-        ("state_snapshot_bytes", 800),
-        ("host_cache_bytes", 900),
-        ("prefix_cache_queries_tokens_total", 90),
-        ("prefix_cache_hits_tokens_total", 70),
-        ("prompt_tokens_total", 1000),
-        ("prompt_tokens_computed_total", 930),
-        ("generation_tokens_total", 456),
-        ("retractions_total", 2),
-        ("step_host_seconds_sum", 0.25),
-        ("step_host_seconds_count", 11),
-        ("step_seconds_total", 1.5),
-        ("stale_rows_total", 4),
-        ("invalid_rows_total", 1),
-        ("hisparse_rows_total", 1000),
-        ("hisparse_hits_total", 960),
-        ("hisparse_waits_total", 21),
-        ("hisparse_load_bytes_total", 5120),
-        ("hisparse_store_bytes_total", 2048),
-        ("accepted_draft_tokens_sum", 7),
-        ("accepted_draft_tokens_count", 10),
-    ],
+NUMBERS = EngineStats(
+    **{name: 101 + 7 * place for place, name in enumerate(EngineStats.__struct_fields__) if name not in LISTED},
+    paths={"eager": 4},
 )
-def test_an_engines_numbers_have_model_and_replica(metrics: Metrics, name: str, value: float) -> None:
-    assert sample(metrics, name, model="tiny", replica="0") == value
+"""Numbers of which no two are the same."""
+
+OWN_NAMES = {
+    "num_requests_waiting": "waiting",
+    "num_requests_running": "running",
+    "num_grammars_compiling": "compiling",
+    "kv_cache_pages": "num_pages",
+    "prefix_cache_pages": "cached_pages",
+    "state_snapshots": "num_snapshots",
+    "prefix_cache_snapshots": "cached_snapshots",
+    "state_snapshot_hits_total": "snapshot_hits",
+    "state_snapshots_evicted_total": "evicted_snapshots",
+    "window_pages": "num_window_pages",
+    "window_pages_free": "free_window_pages",
+    "prefix_cache_window_pages": "cached_window_pages",
+    "window_pages_evicted_total": "evicted_window_pages",
+    "kv_cache_bytes": "kv_bytes",
+    "window_bytes": "window_bytes",
+    "state_bytes": "state_bytes",
+    "state_snapshot_bytes": "snapshot_bytes",
+    "host_cache_bytes": "host_bytes",
+    "prefix_cache_queries_tokens_total": "looked_up_tokens",
+    "prefix_cache_hits_tokens_total": "hit_tokens",
+    "prompt_tokens_total": "prompt_tokens",
+    "prompt_tokens_computed_total": "computed_prompt_tokens",
+    "generation_tokens_total": "generation_tokens",
+    "retractions_total": "retractions",
+    "failed_steps_total": "failed_steps",
+    "step_host_seconds_sum": "host_seconds",
+    "step_host_seconds_count": "host_steps",
+    "step_seconds_total": "step_seconds",
+    "stale_rows_total": "stale_rows",
+    "invalid_rows_total": "invalid_rows",
+    "hisparse_rows_total": "swap_rows",
+    "hisparse_hits_total": "swap_hits",
+    "hisparse_waits_total": "swap_waits",
+    "hisparse_load_bytes_total": "loaded_bytes",
+    "hisparse_store_bytes_total": "stored_bytes",
+}
+"""Names on the page -> fields of the numbers."""
+
+
+def of_engine(numbers: EngineStats) -> dict[str, float]:
+    """What the page shows of one engine by names that have no further label."""
+    page = samples(Metrics("tiny", "1", lambda: [("0", "ready", numbers)]))
+    where = (("model", "tiny"), ("replica", "0"))
+    return {name.removeprefix("sglcore_"): value for (name, labels), value in page.items() if labels == where}
+
+
+def test_each_number_of_an_engine_stands_under_its_own_name() -> None:
+    used = 1 - (NUMBERS.free_pages + NUMBERS.unused_cached_pages) / NUMBERS.num_pages
+    found = of_engine(NUMBERS)
+    assert found.pop("kv_cache_usage_ratio") == pytest.approx(used)
+    assert found.pop("state_snapshots_in_use") == NUMBERS.num_snapshots - NUMBERS.free_snapshots
+    assert found == {name: getattr(NUMBERS, field) for name, field in OWN_NAMES.items()}
+
+
+def test_of_an_engine_that_has_ended_what_it_counted_stays_and_what_it_holds_is_nothing() -> None:
+    before, after = of_engine(NUMBERS), of_engine(past_only(NUMBERS))
+    counted = {name for name in before if name.endswith(("_total", "_sum", "_count"))}
+    assert after == {name: value if name in counted else 0 for name, value in before.items()}
+    assert past_only(STATS).drafts == STATS.drafts and past_only(STATS).paths == STATS.paths
+
+
+def test_accepted_draft_tokens_are_counted_by_step(metrics: Metrics) -> None:
+    about = {"model": "tiny", "replica": "0"}
+    assert sample(metrics, "accepted_draft_tokens_sum", **about) == 7
+    assert sample(metrics, "accepted_draft_tokens_count", **about) == 10
 
 
 def test_a_servers_own_numbers_are_on_the_page(metrics: Metrics) -> None:
     metrics.in_flight = 2
     metrics.connections, metrics.engine_deaths = lambda: 3, lambda: 4
     metrics.lost_log_records, metrics.lost_spans = lambda: 5, lambda: 6
-    names = (
-        "http_requests_in_flight",
-        "http_connections",
-        "engine_deaths_total",
-        "log_records_lost_total",
-        "spans_lost_total",
-    )
-    assert [sample(metrics, name) for name in names] == [2, 3, 4, 5, 6]
+    for _ in range(7):
+        metrics.refused("overloaded")
+    for _ in range(8):
+        metrics.responded("POST", "/v1/completions", 429)
+    metrics.unknown_fields["/v1/completions",] += 9
+    assert sample(metrics, "http_requests_in_flight") == 2
+    assert sample(metrics, "http_connections") == 3
+    assert sample(metrics, "engine_deaths_total") == 4
+    assert sample(metrics, "log_records_lost_total") == 5
+    assert sample(metrics, "spans_lost_total") == 6
+    assert sample(metrics, "http_refusals_total", code="overloaded") == 7
+    assert sample(metrics, "http_responses_total", method="POST", endpoint="/v1/completions", status="429") == 8
+    assert sample(metrics, "unknown_fields_total", endpoint="/v1/completions") == 9
+    assert sample(metrics, "build_info", version="1.2.3") == 1
 
 
 def test_steps_are_told_by_what_ran_them(metrics: Metrics) -> None:
@@ -224,6 +261,18 @@ def test_retry_after_is_how_long_those_who_wait_will_take(monkeypatch: pytest.Mo
         metrics.request_ended("stop", 0.1)
         now[0] += 0.5
     assert [metrics.retry_after(waiting) for waiting in (0, 1, 2, 3, 20, 10_000)] == [1, 1, 1, 2, 10, 60]
+
+
+def test_retry_after_comes_from_the_newest_ends_and_from_more_than_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr("sglcore.serving.replicas.metrics.server_metrics.time.monotonic", lambda: now[0])
+    metrics = Metrics("tiny", "1", list)
+    for seconds in (9.0, *[100.0] * 4, *[0.5] * 64, *[1.5] * 64):
+        metrics.request_ended("stop", 0.1)
+        now[0] += seconds
+        if seconds == 9.0:
+            assert metrics.retry_after(5) == 1, "one end is no rate"
+    assert metrics.retry_after(10) == 10, "those before the newest 128 took longer"
 
 
 def test_a_prompts_clock_is_noted_in_the_request_that_brought_it(metrics: Metrics) -> None:

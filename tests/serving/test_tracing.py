@@ -14,18 +14,23 @@ import pytest
 
 from sglcore.device.errors import ConfigError
 from sglcore.serving.http.middleware.exchanges import Exchanges
-from sglcore.serving.http.tracing import Parent, Traces, _url
+from sglcore.serving.http.tracing import Answered, Parent, Traces, _span, _url
 from sglcore.serving.replicas.metrics.server_metrics import Metrics
 
 TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 
 
 class Collector:
-    """A collector that keeps everything sent to it."""
+    """A collector that keeps everything sent to it. `statuses` are those of its next answers, 200
+    after them; each answer waits for `release`."""
 
     def __init__(self) -> None:
         self.spans: list[dict[str, Any]] = []
+        self.sizes: list[int] = []
         self.paths: list[str] = []
+        self.statuses: list[int] = []
+        self.arrived, self.release = threading.Event(), threading.Event()
+        self.release.set()
         collector = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -33,9 +38,13 @@ class Collector:
                 body = json.loads(self.rfile.read(int(self.headers["content-length"])))
                 (resource,) = body["resourceSpans"]
                 assert resource["resource"]["attributes"][0]["value"] == {"stringValue": "sglcore"}
-                collector.spans += resource["scopeSpans"][0]["spans"]
+                spans = resource["scopeSpans"][0]["spans"]
+                collector.spans += spans
+                collector.sizes.append(len(spans))
                 collector.paths.append(self.path)
-                self.send_response(200)
+                collector.arrived.set()
+                collector.release.wait()
+                self.send_response(collector.statuses.pop(0) if collector.statuses else 200)
                 self.end_headers()
 
             def log_message(self, format: str, *args: Any) -> None:
@@ -47,6 +56,7 @@ class Collector:
         self._thread.start()
 
     def close(self) -> None:
+        self.release.set()
         self._server.shutdown()
         self._thread.join()
         self._server.server_close()
@@ -113,6 +123,79 @@ def test_a_collector_that_is_not_there_costs_spans_and_nothing_else(caplog: pyte
     assert traces.lost == 2 and caplog.text.count("sending traces to the collector") == 1
 
 
+def test_a_span_begins_with_its_request_and_tells_the_first_of_all_first_tokens() -> None:
+    metrics, first, second = Metrics("demo", "0", lambda: []), 0.125, 0.25
+    clocks = [metrics.clock() for _ in range(3)]
+    clocks[0].first_token_seconds, clocks[1].first_token_seconds = second, first
+    for clock, reason in zip(clocks, ("stop", "length", "abort"), strict=True):
+        clock.on_prompt(5, 2)
+        clock.on_end(reason)
+    clocks[0].tokens, clocks[1].tokens = 7, 4
+    answered = Answered("POST", "/v1/models/{name}", "/v1/models/a", "mine", 404, 0.5, clocks)
+    span = _span(answered, None, "demo", 2_000_000_000)
+    assert (span["startTimeUnixNano"], span["endTimeUnixNano"]) == ("1500000000", "2000000000")
+    assert span["events"] == [{"name": "first token", "timeUnixNano": "1625000000"}]
+    assert span["name"] == "POST /v1/models/{name}"
+    assert {each["key"]: each["value"] for each in span["attributes"]} == {
+        "http.request.method": {"stringValue": "POST"},
+        "http.route": {"stringValue": "/v1/models/{name}"},
+        "url.path": {"stringValue": "/v1/models/a"},
+        "http.response.status_code": {"intValue": "404"},
+        "http.request.header.x-request-id": {"stringValue": "mine"},
+        "gen_ai.request.model": {"stringValue": "demo"},
+        "gen_ai.usage.input_tokens": {"intValue": "15"},
+        "gen_ai.usage.output_tokens": {"intValue": "11"},
+        "gen_ai.response.finish_reasons": {
+            "arrayValue": {"values": [{"stringValue": reason} for reason in ("stop", "length", "abort")]}
+        },
+        "gen_ai.latency.time_to_first_token": {"doubleValue": first},
+    }
+
+
+def test_a_request_without_a_prompt_has_no_words_of_models_and_no_first_token() -> None:
+    span = _span(Answered("GET", "/v1/models", "/v1/models", "mine", 200, 0.5, ()), None, "demo", 2_000_000_000)
+    assert span["events"] == [] and not [each for each in span["attributes"] if each["key"].startswith("gen_ai")]
+
+
+def test_spans_go_together_up_to_a_number(collector: Collector, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sglcore.serving.http.tracing.MOST_AT_ONCE", 3)
+    monkeypatch.setattr("sglcore.serving.http.tracing.COLLECT_SECONDS", 60.0)
+    traces = Traces(collector.url, "demo")
+    for _ in range(7):
+        ask(traces)
+    traces.close()
+    assert collector.sizes == [3, 3, 1] and traces.lost == 0
+
+
+def test_a_collector_that_fails_is_told_of_once_until_it_has_taken_a_message(
+    collector: Collector, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("sglcore.serving.http.tracing.MOST_AT_ONCE", 1)
+    collector.statuses = [503, 503, 200, 503, 503]
+    traces = Traces(collector.url, "demo")
+    for _ in range(5):
+        ask(traces)
+    traces.close()
+    assert traces.lost == 4 and caplog.text.count("sending traces to the collector") == 2
+
+
+def test_spans_that_find_no_place_in_the_queue_are_lost_and_counted(
+    collector: Collector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sglcore.serving.http.tracing.MOST_AT_ONCE", 1)
+    monkeypatch.setattr("sglcore.serving.http.tracing.MOST_WAITING", 2)
+    collector.release.clear()
+    traces = Traces(collector.url, "demo")
+    ask(traces)
+    collector.arrived.wait()
+    for _ in range(5):
+        ask(traces)
+    assert traces.lost == 3
+    collector.release.set()
+    traces.close()
+    assert len(collector.spans) == 3 and traces.lost == 3
+
+
 @pytest.mark.parametrize("url", ["127.0.0.1:4318", "grpc://host:4317", ""])
 def test_an_endpoint_that_is_no_url_of_http_is_refused(url: str) -> None:
     with pytest.raises(ConfigError, match="otlp_traces_endpoint"):
@@ -132,7 +215,9 @@ def test_an_endpoint_without_a_path_has_the_usual_one(given: str, wanted: str) -
 
 
 def test_a_parent_is_what_the_header_says_or_nobody() -> None:
-    assert Parent.of(f"00-{TRACE}-{SPAN}-03".encode()) == Parent(TRACE, SPAN, True)
+    for flags, is_sampled in (("00", False), ("01", True), ("02", False), ("03", True), ("fe", False)):
+        assert Parent.of(f"00-{TRACE}-{SPAN}-{flags}".encode()) == Parent(TRACE, SPAN, is_sampled)
+    assert Parent.of(f"01-{TRACE}-{SPAN}-01-later".encode()) == Parent(TRACE, SPAN, True), "a later version has more"
     wrong = (f"00-{'0' * 32}-{SPAN}-01", f"00-{TRACE}-{'0' * 16}-01", f"ff-{TRACE}-{SPAN}-01")
     for each in (None, b"", b"00-xyz", *map(str.encode, wrong)):
         assert Parent.of(each) is None
