@@ -60,8 +60,14 @@ def test_a_path_can_not_make_lines_of_its_own(tmp_path: Path) -> None:
 
 
 def test_probes_are_logged_only_when_asked_for(tmp_path: Path) -> None:
-    assert written(tmp_path, "/livez", "/metrics") == []
-    assert len(written(tmp_path, "/livez", "/metrics", level="debug")) == 2
+    quiet = ("/livez", "/readyz", "/startupz", "/health", "/metrics", "/server_info/stats")
+    assert [text.split('"')[1] for text in written(tmp_path, *quiet, "/", "/server_info", "/v1/models", "/livez/")] == [
+        "/",
+        "/server_info",
+        "/v1/models",
+        "/livez/",
+    ]
+    assert len(written(tmp_path, *quiet, level="debug")) == 4 + len(quiet)
 
 
 def test_the_line_has_the_tokens_and_times_of_every_prompt() -> None:

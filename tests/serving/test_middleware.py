@@ -277,7 +277,7 @@ class TestAdmission:
 
 
 class TestExchanges:
-    @pytest.mark.parametrize("given", ["abc-1:2", "req_9"])
+    @pytest.mark.parametrize("given", ["abc-1:2", "req_9", "x" * 128, "azAZ09._:+=/-"])
     def test_a_request_keeps_its_own_id(self, given: str) -> None:
         assert answer_of(ServerConfig(), headers={"x-request-id": given}).headers["x-request-id"] == given
 
@@ -361,6 +361,7 @@ class TestExchanges:
 
     def test_methods_that_a_client_makes_up_are_one_series(self) -> None:
         app, frontend = wrapped(echo, ServerConfig())
-        for method in ("GET", "PROPFIND", "X1", "X2"):
+        known = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "other")
+        for method in (*known, "PROPFIND", "X1", "X2"):
             run(call(app, method=method))
-        assert dict(frontend.metrics.responses) == {("GET", "other", 200): 1, ("other", "other", 200): 3}
+        assert dict(frontend.metrics.responses) == {(each, "other", 200): 1 + 3 * (each == "other") for each in known}

@@ -1,0 +1,155 @@
+"""Facts that every protocol tells in its own words: by which name the model answers, and how long
+an answer took."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import httpx
+import pytest
+
+from sglcore.engine.outputs import RequestOutput, TextDelta
+from sglcore.serving.chat.chat_frontend import ChatFrontend
+from sglcore.serving.http.http_app import make_app
+from tests.serving.stubs import DEMO, StubGeneration, gives, make_frontend
+
+NAMES = ("first", "second:7b", "third")
+MESSAGES = [{"role": "user", "content": "How is it?"}]
+OLLAMA = {"/api/chat": {"messages": MESSAGES, "stream": False}, "/api/generate": {"prompt": "a", "stream": False}}
+ASKED: dict[str, Any] = {
+    "/v1/chat/completions": {"messages": MESSAGES},
+    "/v1/completions": {"prompt": "a"},
+    "/v1/messages": {"messages": MESSAGES, "max_tokens": 4},
+    "/v1/responses": {"input": "a"},
+    "/completion": {"prompt": "a"},
+    **OLLAMA,
+}
+"""A request of each protocol whose answers name the model."""
+
+
+class Served:
+    """One application for all tests. A test may replace what its frontend generates."""
+
+    def __init__(self) -> None:
+        self.frontend: ChatFrontend = make_frontend()
+        self.frontend.names, self.frontend.model_path = NAMES, DEMO
+        self._app = make_app(self.frontend)
+
+    def send(self, method: str, path: str, body: Any = None) -> httpx.Response:
+        """Send one request."""
+
+        async def ask() -> httpx.Response:
+            transport = httpx.ASGITransport(self._app)
+            async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+                return await client.request(method, path, json=body)
+
+        return asyncio.run(ask())
+
+
+@pytest.fixture(scope="module")
+def alone() -> Served:
+    return Served()
+
+
+@pytest.fixture
+def served(alone: Served) -> Served:
+    """The application, with a model that says A."""
+    alone.frontend.generate = gives(TextDelta("r", 0, "A", (5,), "stop"))  # pyright: ignore[reportAttributeAccessIssue]
+    return alone
+
+
+@pytest.mark.parametrize("path", ASKED)
+def test_an_answer_has_the_name_that_was_asked_for_and_else_the_first(served: Served, path: str) -> None:
+    for asked, wanted in ((None, NAMES[0]), ("", NAMES[0]), *zip(NAMES, NAMES, strict=True)):
+        answer = served.send("POST", path, {**ASKED[path], **({} if asked is None else {"model": asked})})
+        assert answer.json()["model"] == wanted, asked
+    refused = served.send("POST", path, {**ASKED[path], "model": "fourth"})
+    assert refused.status_code == 404 and all(name in refused.text for name in ("'fourth'", *NAMES))
+
+
+@pytest.mark.parametrize("path", OLLAMA)
+def test_the_tag_latest_may_be_added_and_another_one_may_not(served: Served, path: str) -> None:
+    assert served.send("POST", path, {**OLLAMA[path], "model": "third:latest"}).json()["model"] == "third:latest"
+    for other in ("second", "second:latest", "third:7b"):
+        assert served.send("POST", path, {**OLLAMA[path], "model": other}).status_code == 404, other
+
+
+def test_lists_have_all_names_in_their_order(served: Served) -> None:
+    models = served.send("GET", "/v1/models").json()["data"]
+    assert [each["id"] for each in models] == list(NAMES) and {each["root"] for each in models} == {NAMES[0]}
+    tags = served.send("GET", "/api/tags").json()["models"]
+    assert [each["name"] for each in tags] == ["first:latest", "second:7b", "third:latest"]
+
+
+class Timed(StubGeneration):
+    """The first of three tokens comes after a quarter of a second, the last one half a second
+    later."""
+
+    def __init__(self, now: list[float], has_first: bool) -> None:
+        super().__init__([TextDelta("r", 0, "A", (5, 6, 7), "stop")])
+        self._now, self._has_first = now, has_first
+
+    async def wait(self) -> RequestOutput:
+        """Return the whole output."""
+        await self.ended()
+        return await super().wait()
+
+    async def ended(self) -> None:
+        """Let the time pass."""
+        self._now[0] += 0.25
+        self.first_token_at = self._now[0] if self._has_first else None
+        self._now[0] += 0.5
+        self.output.outputs[0].token_ids = [5, 6, 7]
+        self.output.cached_tokens = 1
+
+
+@pytest.fixture
+def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The time by `time.perf_counter()`."""
+    found = [1000.0]
+    monkeypatch.setattr("time.perf_counter", lambda: found[0])
+    return found
+
+
+def timed(served: Served, now: list[float], path: str, *, has_first: bool = True) -> Any:
+    async def generate(*given: Any, **named: Any) -> Timed:
+        return Timed(now, has_first)
+
+    served.frontend.generate = generate  # pyright: ignore[reportAttributeAccessIssue]
+    answer = served.send("POST", path, {"/generate": {"text": "a"}, **ASKED}[path])
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+@pytest.mark.parametrize("path", OLLAMA)
+def test_times_of_ollama_are_nanoseconds_before_and_after_the_first_token(
+    served: Served, path: str, now: list[float]
+) -> None:
+    found = timed(served, now, path)
+    times = [found[name] for name in ("total_duration", "prompt_eval_duration", "eval_duration", "load_duration")]
+    assert times == [750_000_000, 250_000_000, 500_000_000, 0]
+    assert (found["prompt_eval_count"], found["eval_count"]) == (2, 3)
+
+
+def test_without_a_first_token_all_time_is_the_prompts_and_no_time_is_zero(served: Served, now: list[float]) -> None:
+    """Clients divide by these times."""
+    found = timed(served, now, "/api/chat", has_first=False)
+    assert (found["prompt_eval_duration"], found["eval_duration"]) == (750_000_000, 1)
+
+
+def test_times_of_llama_server_are_milliseconds_and_counts_leave_out_what_was_cached(
+    served: Served, now: list[float]
+) -> None:
+    assert timed(served, now, "/completion")["timings"] == {
+        "prompt_n": 1,
+        "cache_n": 1,
+        "predicted_n": 3,
+        "predicted_ms": 750.0,
+        "predicted_per_second": 4.0,
+    }
+
+
+def test_the_latency_of_sglang_is_in_seconds(served: Served, now: list[float]) -> None:
+    about = timed(served, now, "/generate")["meta_info"]
+    assert (about["e2e_latency"], about["prompt_tokens"], about["cached_tokens"]) == (0.75, 2, 1)
