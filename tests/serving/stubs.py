@@ -109,12 +109,24 @@ def raises(error: Exception) -> Generate:
     return generate
 
 
+class Application:
+    """An app over the frontend, without a socket: to make one takes longer than a request."""
+
+    def __init__(self, frontend: ChatFrontend) -> None:
+        self._app = make_app(frontend)
+
+    def send(self, method: str, path: str, body: Any = None, **headers: str) -> httpx.Response:
+        """Send one request; `_` in the name of a header stands for `-`."""
+        named = {name.replace("_", "-"): value for name, value in headers.items()}
+
+        async def ask() -> httpx.Response:
+            transport = httpx.ASGITransport(self._app)
+            async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+                return await client.request(method, path, json=body, headers=named)
+
+        return asyncio.run(ask())
+
+
 def call(frontend: ChatFrontend, method: str, path: str, body: Any = None) -> httpx.Response:
     """Send one request to an app over the frontend, without a socket."""
-
-    async def send() -> httpx.Response:
-        transport = httpx.ASGITransport(make_app(frontend))
-        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
-            return await client.request(method, path, json=body)
-
-    return asyncio.run(send())
+    return Application(frontend).send(method, path, body)

@@ -3,16 +3,12 @@ an answer took."""
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
-import httpx
 import pytest
 
 from sglcore.engine.outputs import RequestOutput, TextDelta
-from sglcore.serving.chat.chat_frontend import ChatFrontend
-from sglcore.serving.http.http_app import make_app
-from tests.serving.stubs import DEMO, StubGeneration, gives, make_frontend
+from tests.serving.stubs import DEMO, Application, StubGeneration, gives, make_frontend
 
 NAMES = ("first", "second:7b", "third")
 MESSAGES = [{"role": "user", "content": "How is it?"}]
@@ -28,23 +24,13 @@ ASKED: dict[str, Any] = {
 """A request of each protocol whose answers name the model."""
 
 
-class Served:
+class Served(Application):
     """One application for all tests. A test may replace what its frontend generates."""
 
     def __init__(self) -> None:
-        self.frontend: ChatFrontend = make_frontend()
+        self.frontend: Any = make_frontend()
         self.frontend.names, self.frontend.model_path = NAMES, DEMO
-        self._app = make_app(self.frontend)
-
-    def send(self, method: str, path: str, body: Any = None) -> httpx.Response:
-        """Send one request."""
-
-        async def ask() -> httpx.Response:
-            transport = httpx.ASGITransport(self._app)
-            async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
-                return await client.request(method, path, json=body)
-
-        return asyncio.run(ask())
+        super().__init__(self.frontend)
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +41,7 @@ def alone() -> Served:
 @pytest.fixture
 def served(alone: Served) -> Served:
     """The application, with a model that says A."""
-    alone.frontend.generate = gives(TextDelta("r", 0, "A", (5,), "stop"))  # pyright: ignore[reportAttributeAccessIssue]
+    alone.frontend.generate = gives(TextDelta("r", 0, "A", (5,), "stop"))
     return alone
 
 
@@ -116,7 +102,7 @@ def timed(served: Served, now: list[float], path: str, *, has_first: bool = True
     async def generate(*given: Any, **named: Any) -> Timed:
         return Timed(now, has_first)
 
-    served.frontend.generate = generate  # pyright: ignore[reportAttributeAccessIssue]
+    served.frontend.generate = generate
     answer = served.send("POST", path, {"/generate": {"text": "a"}, **ASKED}[path])
     assert answer.status_code == 200, answer.text
     return answer.json()

@@ -114,7 +114,8 @@ class TestHosts:
         assert answer_of(ServerConfig(host="0.0.0.0"), headers={"host": "any.example"}).status == 200
 
     def test_a_page_of_another_origin_is_refused_and_the_own_page_is_not(self) -> None:
-        assert answer_of(ServerConfig(), headers={"host": "localhost:1", "origin": "http://localhost:1"}).status == 200
+        for origin in ("http://localhost:1", "http://LOCALHOST:1"):
+            assert answer_of(ServerConfig(), headers={"host": "localhost:1", "origin": origin}).status == 200
         answer = answer_of(ServerConfig(), headers={"host": "localhost:1", "origin": "http://evil.example"})
         assert (answer.status, answer.error["code"]) == (403, "origin_not_allowed")
 
