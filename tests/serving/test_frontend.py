@@ -61,6 +61,23 @@ def test_so_many_may_wait_and_the_next_is_told_when_to_come_again_until_one_has_
     asyncio.run(play())
 
 
+def test_the_load_of_a_replica_is_each_sample_of_each_prompt_until_the_prompt_has_ended() -> None:
+    async def play() -> None:
+        async with staged_frontend() as (frontend, stage):
+            engine = await stage.ready_engine()
+            (replica,) = frontend.supervisor.replicas.values()
+            several = await frontend.generate([5, 6, 7], replace(PARAMS, n=3))
+            one = await begin(frontend)
+            assert replica.load == 4
+            several.abort()
+            assert replica.load == 1
+            engine.emit(one.request_id, 9, reason="length")
+            await one.wait()
+            assert replica.load == 0
+
+    asyncio.run(play())
+
+
 def test_prompts_that_are_read_at_once_beside_the_loop_are_no_more_than_may_wait(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -191,14 +191,15 @@ def test_where_all_are_in_a_long_step_requests_are_given_to_them() -> None:
     run(play())
 
 
-def test_a_start_may_be_silent_for_longer_and_before_its_first_word_for_ever() -> None:
+@pytest.mark.parametrize("limit", [float(SILENCE), LONGEST_READ, LONGEST_READ + 30])
+def test_a_start_may_be_silent_for_longer_and_before_its_first_word_for_ever(limit: float) -> None:
     async def play() -> None:
-        async with staged(replicas=2, heartbeat_timeout=float(SILENCE)) as stage:
+        async with staged(replicas=2, heartbeat_timeout=limit) as stage:
             assert stage.supervisor._looks is not None
             stage.supervisor._looks.cancel()
             begun, waits = await stage.launched(), await stage.launched()
             await beat(stage, begun, 0)
-            silence(stage, int(LONGEST_READ))
+            silence(stage, int(max(limit, LONGEST_READ)))
             assert not begun.has_ended
             silence(stage, 1)
             assert begun.has_ended and not waits.has_ended

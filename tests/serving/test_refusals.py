@@ -13,8 +13,13 @@ from sglcore.serving.http.middleware.refusal import SMALL
 from tests.serving import idle_clock
 from tests.serving.wrapped import Answered, call, echo, wrapped
 
-LONGEST = 1.0
+LONGEST = 0.2
 """Seconds for which the rest of a body is waited for."""
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sglcore.serving.http.middleware.refusal._LONGEST", LONGEST)
 
 
 def refused(config: ServerConfig, **asked: Any) -> tuple[Answered, float]:
@@ -51,11 +56,11 @@ def test_a_connection_is_closed_unless_its_request_has_ended_or_ends_soon(
     answer, seconds = refused(ServerConfig(api_key=("key",)), headers=headers, chunks=chunks, ends=ends)
     assert (answer.status, answer.headers.get("connection")) == (401, "close" if closes else None)
     assert answer.sent[-1].get("more_body", False) is False
-    assert seconds < 0.5 if ends else 0.9 * LONGEST < seconds < 3 * LONGEST
+    assert seconds < 0.5 * LONGEST if ends else 0.9 * LONGEST < seconds < 3 * LONGEST
 
 
 def test_who_was_too_slow_already_is_not_waited_for_before_the_answer() -> None:
-    config = ServerConfig(body_timeout=0.5)
+    config = ServerConfig(body_timeout=0.1)
     answer, seconds = refused(config, headers={"content-length": "9"}, chunks=[b"abc"], ends=False)
     assert (answer.status, answer.headers["connection"]) == (408, "close")
-    assert 0.5 + 0.9 * LONGEST < seconds < 0.5 + 1.5 * LONGEST, "the rest is dropped after the answer alone"
+    assert 0.1 + 0.9 * LONGEST < seconds < 0.1 + 1.5 * LONGEST, "the rest is dropped after the answer alone"

@@ -1,0 +1,84 @@
+"""Rounds of an engine's loop over a scripted channel: when it waits, and what its counters begin
+with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+from sglcore.engine.metered_worker import Meter
+from sglcore.engine.token_engine import TokenEngine
+from sglcore.sampling.params import SamplingParams
+from sglcore.serving.replicas.engine_service import IDLE_MS, EngineService
+from sglcore.serving.replicas.ipc import (
+    Embed,
+    EngineReply,
+    EngineRequest,
+    EngineStats,
+    GenerateRequest,
+    Shutdown,
+    pack_ids,
+    pack_params,
+)
+from tests.serving.test_engine_service import Counting, Encoder
+
+
+class Script:
+    """A channel that brings one request in each round, and the order to end once nothing is left to
+    do."""
+
+    def __init__(self, *requests: EngineRequest) -> None:
+        self._requests = list(requests)
+        self.is_busy: Callable[[], bool] = bool
+        self.sent: list[EngineReply] = []
+        self.waits: list[int] = []
+
+    def receive(self, timeout_ms: int) -> list[EngineRequest]:
+        self.waits.append(timeout_ms)
+        if self._requests:
+            return [self._requests.pop(0)]
+        return [] if self.is_busy() else [Shutdown()]
+
+    def send(self, reply: EngineReply) -> None:
+        self.sent.append(reply)
+
+    @property
+    def numbers(self) -> EngineStats:
+        """The counters that were sent last."""
+        return next(each for each in reversed(self.sent) if isinstance(each, EngineStats))
+
+
+def made(script: Script, device: Counting) -> EngineService:
+    meter = Meter(device)
+    engine = TokenEngine(meter, frozenset(), overlap=True, open_grammars=lambda: None)
+    script.is_busy = lambda: engine.has_work
+    return EngineService(engine, meter, cast(Any, script))
+
+
+def asked(name: str, tokens: int) -> GenerateRequest:
+    return GenerateRequest(name, pack_ids([1, 2, 3]), pack_params(SamplingParams(max_tokens=tokens)), 0)
+
+
+def test_an_engine_waits_for_requests_only_while_it_has_nothing_to_do_and_tells_its_counters_then() -> None:
+    script = Script(asked("a", 4), asked("b", 2))
+    assert made(script, Counting()).run() == 0
+    assert script.waits[0] == script.waits[-1] == IDLE_MS and set(script.waits[1:-1]) == {0}
+    numbers = script.numbers
+    assert (numbers.requests, numbers.prompt_tokens, numbers.generation_tokens, numbers.running) == (2, 6, 6, 0)
+
+
+def test_embeddings_are_requests_with_tokens_and_generate_none() -> None:
+    script = Script(*(Embed(name, pack_ids([1, 2])) for name in "abc"))
+    assert made(script, Encoder()).run() == 0
+    numbers = script.numbers
+    assert (numbers.requests, numbers.prompt_tokens, numbers.generation_tokens) == (3, 6, 0)
+
+
+def test_counters_leave_out_what_the_device_did_before_the_loop() -> None:
+    script = Script(asked("a", 4))
+    service = made(script, Counting())
+    service._meter.wait_seconds += 1000.0
+    service.engine.scheduler.drafts[1, 0, 2, 1] += 3
+    assert service.run() == 0
+    numbers = service.stats()
+    assert numbers.drafts == {} and 0 < numbers.host_seconds <= numbers.step_seconds < 1000.0
