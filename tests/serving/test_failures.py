@@ -1,0 +1,128 @@
+"""The answer to each error: status, kind, code, field, and when to come again."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from sglcore.engine.tokenizers.text_codec import TextError
+from sglcore.sampling.params import SamplingError, SamplingParams
+from sglcore.schedule.request_errors import ContextError, RequestError
+from sglcore.serving.replicas.server_errors import (
+    INVALID,
+    EngineDied,
+    Failure,
+    InvalidRequest,
+    NotAnswering,
+    NotReady,
+    Overloaded,
+    ShuttingDown,
+    StorageError,
+    Unanswered,
+    Unserved,
+    blame,
+    ended_badly,
+    failure,
+    parameter_of,
+    told,
+)
+
+UNAVAILABLE = "unavailable_error"
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "kind", "code", "later"),
+    [
+        (Overloaded("full", retry_after=0.0), 429, "rate_limit_error", "overloaded", "1"),
+        (Overloaded("full", retry_after=2.0), 429, "rate_limit_error", "overloaded", "2"),
+        (Overloaded("full", retry_after=2.1), 429, "rate_limit_error", "overloaded", "3"),
+        (NotReady("loading"), 503, UNAVAILABLE, "not_ready", "1"),
+        (ShuttingDown("told to stop"), 503, UNAVAILABLE, "shutting_down", None),
+        (Unserved("no other engine"), 503, UNAVAILABLE, "unserved", "1"),
+        (NotAnswering("replica 0", "silent"), 503, UNAVAILABLE, "not_answering", "5"),
+        (EngineDied("signal 9", "again"), 503, UNAVAILABLE, "engine_died", None),
+        (StorageError("full", is_full=True), 507, "server_error", "insufficient_storage", None),
+        (StorageError("broken", is_full=False), 500, "server_error", "storage_failed", None),
+        (InvalidRequest("no"), 400, INVALID, None, None),
+        (InvalidRequest("no", code="not_found", status=404), 404, INVALID, "not_found", None),
+        (SamplingError("n is 0, wanted 1"), 400, INVALID, None, None),
+        (RequestError("no"), 400, INVALID, None, None),
+        (ContextError("too long"), 400, INVALID, "context_length_exceeded", None),
+        (TextError("no"), 400, INVALID, None, None),
+        (Unanswered(ended_badly("abort", "")), 503, UNAVAILABLE, "aborted", None),
+        (Unanswered(ended_badly("error", "")), 500, "server_error", "engine_error", None),
+    ],
+)
+def test_each_error_has_its_answer(
+    error: Exception, status: int, kind: str, code: str | None, later: str | None
+) -> None:
+    found = failure(error)
+    assert found is not None and found.message == str(error)
+    assert (found.status, found.type, found.code, found.headers.get("retry-after")) == (status, kind, code, later)
+
+
+def test_a_defect_of_ours_is_told_by_its_id_alone(caplog: pytest.LogCaptureFixture) -> None:
+    assert failure(ValueError("secret")) is None
+    with caplog.at_level(logging.ERROR, "sglcore.serving"):
+        first, second = told(ValueError("secret")), told(ValueError("secret"))
+    assert (first.status, first.type, first.code) == (500, "server_error", "internal_error")
+    assert "secret" not in first.message and first.message != second.message
+    assert all(each.message.rpartition(" ")[2] in caplog.text for each in (first, second))
+
+
+@pytest.mark.parametrize("field", [None, "stop"])
+@pytest.mark.parametrize(
+    "error", [RequestError("no"), ContextError("too long"), TextError("no"), InvalidRequest("no", code="c", status=404)]
+)
+def test_an_error_is_blamed_on_a_field_unless_it_names_another(error: Exception, field: str | None) -> None:
+    if field is not None and isinstance(error, InvalidRequest):
+        error = InvalidRequest("no", param=field, code="c", status=404)
+    elif field is not None:
+        error = TextError("no", field=field)
+    before = failure(error)
+    assert before is not None
+    with pytest.raises(InvalidRequest) as refused, blame("prompt[2]"):
+        raise error
+    after = failure(refused.value)
+    assert after == Failure(before.status, before.message, INVALID, field or "prompt[2]", before.code)
+
+
+@pytest.mark.parametrize("error", [ValueError("ours"), NotReady("loading"), Overloaded("full", retry_after=1.0)])
+def test_an_error_that_no_field_causes_is_blamed_on_none(error: Exception) -> None:
+    with pytest.raises(type(error)) as raised, blame("prompt"):
+        raise error
+    assert raised.value is error
+
+
+def test_only_errors_of_the_kinds_that_are_meant_are_blamed() -> None:
+    error = RequestError("no")
+    with pytest.raises(RequestError) as raised, blame("prompt", TextError):
+        raise error
+    assert raised.value is error
+    with pytest.raises(InvalidRequest, match="no") as refused, blame("prompt", TextError):
+        raise TextError("no")
+    assert refused.value.param == "prompt"
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("top_p is 2, wanted at most 1", "top_p"),
+        ("logit_bias[3]: no number", "logit_bias"),
+        ("stop: too long", "stop"),
+        ("2 parameters differ", None),
+        ("", None),
+    ],
+)
+def test_the_parameter_that_an_error_is_about_stands_at_its_beginning(text: str, name: str | None) -> None:
+    assert parameter_of(SamplingError(text)) == name
+
+
+@pytest.mark.parametrize(
+    "values", [{"temperature": -1.0}, {"top_p": 2.0}, {"n": 0}, {"max_tokens": 0}, {"logprobs": -1}, {"seed": -5}]
+)
+def test_the_parameters_own_errors_begin_with_their_names(values: dict[str, float]) -> None:
+    with pytest.raises(SamplingError) as refused:
+        SamplingParams(**values)  # pyright: ignore[reportArgumentType]
+    assert parameter_of(refused.value) == next(iter(values))
