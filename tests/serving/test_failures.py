@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 import pytest
 
+from sglcore.engine.outputs import TextDelta
 from sglcore.engine.tokenizers.text_codec import TextError
 from sglcore.sampling.params import SamplingError, SamplingParams
 from sglcore.schedule.request_errors import ContextError, RequestError
@@ -27,6 +29,7 @@ from sglcore.serving.replicas.server_errors import (
     parameter_of,
     told,
 )
+from tests.serving.stubs import Application, StubGeneration, make_frontend
 
 UNAVAILABLE = "unavailable_error"
 
@@ -126,3 +129,44 @@ def test_the_parameters_own_errors_begin_with_their_names(values: dict[str, floa
     with pytest.raises(SamplingError) as refused:
         SamplingParams(**values)  # pyright: ignore[reportArgumentType]
     assert parameter_of(refused.value) == next(iter(values))
+
+
+@pytest.fixture(scope="module")
+def served() -> tuple[Any, Application]:
+    """A frontend that generates nothing yet, and an application over it."""
+    frontend = make_frontend()
+    return frontend, Application(frontend)
+
+
+def prompts(served: tuple[Any, Application], several: list[str]) -> tuple[Any, list[StubGeneration], list[str | None]]:
+    """The answer to a request for completions of these prompts, the generations that were begun,
+    and their ids. The prompt "long" is refused."""
+    begun: list[StubGeneration] = []
+    ids: list[str | None] = []
+
+    async def generate(prompt: str, *given: Any, request_id: str | None, **named: Any) -> StubGeneration:
+        if prompt == "long":
+            raise ContextError("too long")
+        ids.append(request_id)
+        begun.append(StubGeneration([TextDelta("r", 0, "A", (5,), "stop")]))
+        return begun[-1]
+
+    frontend, application = served
+    frontend.generate = generate
+    return application.send("POST", "/v1/completions", {"prompt": several}).json(), begun, ids
+
+
+def test_the_first_prompt_that_is_refused_is_named_and_ends_those_before_it(served: tuple[Any, Application]) -> None:
+    for several, param, count in ((["long"], "prompt", 0), (["a", "b", "long", "long"], "prompt[2]", 2)):
+        answer, begun, _ = prompts(served, several)
+        assert (answer["error"]["param"], answer["error"]["code"]) == (param, "context_length_exceeded")
+        assert [each.aborted for each in begun] == [True] * count
+
+
+def test_each_prompt_of_a_request_has_an_id_that_begins_with_that_of_the_answer(
+    served: tuple[Any, Application],
+) -> None:
+    for several in (["a"], ["a", "b", "c"]):
+        answer, _, ids = prompts(served, several)
+        assert ids == ([answer["id"]] if len(several) == 1 else [f"{answer['id']}-{place}" for place in range(3)])
+        assert [choice["index"] for choice in answer["choices"]] == list(range(len(several)))

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import httpx
 import numpy as np
@@ -13,6 +15,7 @@ import pytest
 
 from sglcore.config.server_config import ServerConfig
 from sglcore.serving.replicas.engine_process import fingerprint
+from sglcore.serving.replicas.runs import Runs
 from tests.serving.scripted import Stage, content, staged
 
 ROW: dict[str, object] = {"topic": "graphs", "effective": "full"}
@@ -74,3 +77,18 @@ def test_an_answer_has_the_fingerprint_of_the_replica_that_gave_it(path: str, st
     answer = httpx.post(f"{stage.url}{path}", json={"stream": streams, **ENDPOINTS[path]}, trust_env=False)
     assert answer.status_code == 200, answer.text
     assert set(re.findall(r'"system_fingerprint": ?"([^"]*)"', answer.text)) == {"fp_other"}
+
+
+@pytest.mark.parametrize(
+    ("marks", "shown"),
+    [
+        (["fp_1"], "fp_1"),
+        (["fp_1", "fp_1"], "fp_1"),
+        (["fp_2", "fp_1", "fp_2"], "fp_1,fp_2"),
+        (["", "fp_1"], "fp_1"),
+        (["", ""], ""),
+    ],
+)
+def test_prompts_of_one_request_have_each_fingerprint_once(marks: list[str], shown: str) -> None:
+    generations = [SimpleNamespace(fingerprint=mark, output=None) for mark in marks]
+    assert Runs(cast(Any, generations), AsyncExitStack()).fingerprint == shown

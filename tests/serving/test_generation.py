@@ -16,7 +16,7 @@ from sglcore.engine.outputs import PromptProgress, TextDelta
 from sglcore.engine.start import embedded_model
 from sglcore.engine.tokenizers.text_codec import TextCodec
 from sglcore.sampling.params import SamplingParams
-from sglcore.schedule.request_output import EngineOutput, TokenLogprob
+from sglcore.schedule.request_output import EngineOutput, FinishReason, TokenLogprob
 from sglcore.serving.replicas.channel import EngineChannel, FrontendChannel
 from sglcore.serving.replicas.ipc import (
     Address,
@@ -27,7 +27,7 @@ from sglcore.serving.replicas.ipc import (
     pack_ids,
     pack_params,
 )
-from sglcore.serving.replicas.prompt_generation import Generation
+from sglcore.serving.replicas.prompt_generation import Generation, joined
 from sglcore.serving.replicas.server_errors import InvalidRequest, Overloaded, failure
 
 REPORTS = 200
@@ -242,3 +242,34 @@ def test_a_sample_that_fails_before_its_first_token_has_no_time_to_it() -> None:
     generation = make(clock, SamplingParams(max_tokens=2))
     generation.deliver(EngineOutput("r", 0, [], "error", error="planted"))
     assert (clock.firsts, clock.gaps, clock.ends) == (0, [], ["error"])
+
+
+def test_joined_deltas_end_as_the_last_and_have_the_log_probabilities_of_those_that_have_some() -> None:
+    first, second = TextDelta("r", 1, "a", (5,)), TextDelta("r", 1, "b", (6, 7))
+    last = TextDelta("r", 1, "", (), "error", None, "planted")
+    assert joined([first]) is first
+    assert joined([first, second]) == TextDelta("r", 1, "ab", (5, 6, 7))
+    assert joined([first, second, last]) == TextDelta("r", 1, "ab", (5, 6, 7), "error", None, "planted")
+    scores = tuple(TokenLogprob(token, -0.5, 1, ()) for token in (6, 7))
+    scored = TextDelta("r", 1, "b", (6, 7), None, scores)
+    assert joined([first, scored, last]).logprobs == scores and joined([scored, first]).logprobs == scores
+
+
+@pytest.mark.parametrize(
+    ("reasons", "counted"),
+    [
+        (("stop", "length", "length"), "stop"),
+        (("length", "stop", "stop"), "length"),
+        (("stop", "abort", "length"), "abort"),
+        (("length", "abort", "error"), "error"),
+        (("error", "stop", "abort"), "error"),
+    ],
+)
+def test_a_request_counts_as_failed_or_aborted_if_one_of_its_samples_is(
+    reasons: tuple[FinishReason, ...], counted: str
+) -> None:
+    clock = KeptClock()
+    generation = make(clock, SamplingParams(n=3, max_tokens=2))
+    for index, reason in enumerate(reasons):
+        generation.deliver(EngineOutput("r", index, [9], reason, error="planted" if reason == "error" else ""))
+    assert clock.ends == [counted]

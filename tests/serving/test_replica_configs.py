@@ -100,3 +100,13 @@ def test_who_decided_and_who_was_told_have_the_same_fingerprint(tmp_path: Path) 
     for decides, told in pairs:
         assert fingerprint(tmp_path, "x", decides) == fingerprint(tmp_path, "x", told)
     assert fingerprint(tmp_path, "x", pairs[0][0]) != fingerprint(tmp_path, "x", pairs[1][0])
+
+
+def test_the_last_decision_of_an_engine_counts_where_one_was_asked_for() -> None:
+    ledger = (row("off"), row("ngram; text as without"), {"topic": "graphs", "effective": "full"})
+    facts = msgspec.structs.replace(info(), ledger=ledger)
+    assert decided(EngineConfig(speculative="auto"), facts).speculative == "ngram"
+    assert decided(EngineConfig(speculative="off"), facts).speculative == "off"
+    assert decided(EngineConfig(speculative="auto"), msgspec.structs.replace(facts, ledger=ledger[2:])) == EngineConfig(
+        speculative="auto"
+    )
