@@ -7,14 +7,17 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from sglcore.config.engine_config import EngineConfig
 from sglcore.config.server_config import ServerConfig
+from sglcore.engine.structured_output.answer_check import AnswerChecks
 from sglcore.sampling.params import SamplingParams
 from sglcore.schedule.request_errors import ContextError
-from sglcore.serving.replicas.engine_frontend import Frontend
+from sglcore.serving.replicas.engine_frontend import Frontend, names_of
 from sglcore.serving.replicas.ipc import Done, Embed, Embedded, Pause
 from sglcore.serving.replicas.prompt_generation import Generation
 from sglcore.serving.replicas.server_errors import InvalidRequest, Overloaded, ShuttingDown
@@ -37,8 +40,8 @@ async def staged_frontend(**settings: object) -> AsyncIterator[tuple[Frontend, S
         await frontend.stop()
 
 
-async def begin(frontend: Frontend) -> Generation:
-    return await frontend.generate([5, 6, 7], PARAMS)
+async def begin(frontend: Frontend, samples: int = 1) -> Generation:
+    return await frontend.generate([5, 6, 7], replace(PARAMS, n=samples))
 
 
 def test_so_many_may_wait_and_the_next_is_told_when_to_come_again_until_one_has_ended() -> None:
@@ -66,7 +69,7 @@ def test_the_load_of_a_replica_is_each_sample_of_each_prompt_until_the_prompt_ha
         async with staged_frontend() as (frontend, stage):
             engine = await stage.ready_engine()
             (replica,) = frontend.supervisor.replicas.values()
-            several = await frontend.generate([5, 6, 7], replace(PARAMS, n=3))
+            several = await begin(frontend, 3)
             one = await begin(frontend)
             assert replica.load == 4
             several.abort()
@@ -253,3 +256,53 @@ def test_metrics_tell_of_engines_that_died_and_have_the_names_of_vllm_where_that
             assert "sglcore_engine_deaths_total 1.0" in page and ("vllm:num_requests_running{" in page) is is_shown
 
     asyncio.run(play())
+
+
+def test_all_samples_of_a_request_that_has_ended_make_room_for_others() -> None:
+    async def play() -> None:
+        async with staged_frontend(max_queued_requests=2) as (frontend, stage):
+            await stage.ready_engine()
+            for _ in range(2):
+                several = await begin(frontend, PLACES + 2)
+                with pytest.raises(Overloaded):
+                    await begin(frontend)
+                several.abort()
+
+    asyncio.run(play())
+
+
+@pytest.mark.parametrize(
+    ("name", "caller", "names"),
+    [
+        ("chatcmpl-a1", "", {"chatcmpl-a1"}),
+        ("cmpl-a1-0", "", {"cmpl-a1-0", "cmpl-a1"}),
+        ("cmpl-a1-12", "mine", {"cmpl-a1-12", "cmpl-a1", "mine"}),
+        ("7", "mine", {"7", "mine"}),
+    ],
+)
+def test_a_prompt_is_known_by_its_own_id_by_that_of_its_answer_and_by_that_of_its_caller(
+    name: str, caller: str, names: set[str]
+) -> None:
+    generation: Any = SimpleNamespace(request_id=name, caller=caller)
+    assert names_of(generation) == names
+
+
+def test_a_frontend_that_stops_ends_the_process_that_checks_answers() -> None:
+    class Checks(AnswerChecks):
+        closed = 0
+
+        def close(self) -> None:
+            self.closed += 1
+            super().close()
+
+    async def play() -> None:
+        stage = Stage(is_remote=False)
+        frontend = Frontend(EngineConfig(), ServerConfig(), launcher=stage, answer_checks=checks)
+        stage.supervisor = frontend.supervisor
+        await frontend.start()
+        assert frontend.answer_checks is checks and not checks.closed
+        await frontend.stop()
+
+    checks = Checks()
+    asyncio.run(play())
+    assert checks.closed == 1

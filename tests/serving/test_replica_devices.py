@@ -52,7 +52,8 @@ def test_replicas_have_devices_in_a_row_of_which_none_has_two(
     [
         (1, 0, 1, "2 replicas need 2 devices, and 'acme' has 1, 1 of them from number 0 on.*--replicas 1"),
         (7, 0, 4, "2 replicas with 4 devices each need 8 devices, and 'acme' has 7.*--replicas 1"),
-        (3, 2, 1, "need 2 devices, and 'acme' has 3, 1 of them from number 2 on"),
+        (3, 2, 1, "need 2 devices, and 'acme' has 3, 1 of them from number 2 on.*--replicas 1,"),
+        (3, 2, 2, "2 replicas with 2 devices each need 4 devices, and 'acme' has 3, 1 of them from.*--replicas 1,"),
     ],
 )
 def test_too_few_devices_are_refused_with_their_number(count: int, index: int, tp: int, message: str) -> None:

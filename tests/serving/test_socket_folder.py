@@ -103,3 +103,17 @@ def test_what_has_no_lock_or_is_a_link_is_left_alone(tmp_path: Path) -> None:
     sweep(tmp_path)
     sweep(tmp_path / "absent")
     assert (other / "data").exists() and linked.is_dir()
+
+
+def test_the_folder_of_another_user_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever may remove any folder, such as root, must not remove those of others."""
+    left = tmp_path / f"{PREFIX}left"
+    left.mkdir()
+    (left / "lock").touch()
+    own = os.getuid()
+    monkeypatch.setattr(os, "getuid", lambda: own + 1)
+    sweep(tmp_path)
+    assert left.is_dir()
+    monkeypatch.undo()
+    sweep(tmp_path)
+    assert not left.exists()
