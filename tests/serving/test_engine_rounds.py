@@ -6,9 +6,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, cast
 
+import pytest
+
 from sglcore.engine.metered_worker import Meter
 from sglcore.engine.token_engine import TokenEngine
 from sglcore.sampling.params import SamplingParams
+from sglcore.serving.replicas.engine_process import REPLY_EVERY, PhaseReplies
 from sglcore.serving.replicas.engine_service import IDLE_MS, EngineService
 from sglcore.serving.replicas.ipc import (
     Embed,
@@ -16,6 +19,7 @@ from sglcore.serving.replicas.ipc import (
     EngineRequest,
     EngineStats,
     GenerateRequest,
+    Phase,
     Shutdown,
     pack_ids,
     pack_params,
@@ -82,3 +86,28 @@ def test_counters_leave_out_what_the_device_did_before_the_loop() -> None:
     assert service.run() == 0
     numbers = service.stats()
     assert numbers.drafts == {} and 0 < numbers.host_seconds <= numbers.step_seconds < 1000.0
+
+
+def test_the_first_and_last_part_of_each_phase_are_told_and_of_the_others_a_few(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = [50.0]
+    monkeypatch.setattr("sglcore.serving.replicas.engine_process.time.monotonic", lambda: now[0])
+    script, told = Script(), list[tuple[str, int]]()
+    progress = PhaseReplies(cast(Any, script))
+    for pause, phase, done in (
+        (0.0, "weights", 0),
+        (0.5, "weights", 1),
+        (0.6, "weights", 2),
+        (0.5, "weights", 3),
+        (0.1, "weights", 4),
+        (0.0, "kv cache", 0),
+        (0.1, "kv cache", 1),
+        (0.0, "kv cache", 4),
+    ):
+        now[0] += pause * REPLY_EVERY
+        progress(phase, done, 4)
+    for each in script.sent:
+        assert isinstance(each, Phase) and each.total == 4
+        told.append((each.name, each.done))
+    assert told == [("weights", 0), ("weights", 2), ("weights", 4), ("kv cache", 0), ("kv cache", 4)]

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import pytest
+from fastapi.exceptions import RequestValidationError
+from pydantic import Field, ValidationError, create_model
 
 from sglcore.engine.outputs import TextDelta
 from sglcore.engine.tokenizers.text_codec import TextError
 from sglcore.sampling.params import SamplingError, SamplingParams
 from sglcore.schedule.request_errors import ContextError, RequestError
+from sglcore.serving.apis.shared_body import Body, Int
+from sglcore.serving.http.http_errors import body_of, refused
 from sglcore.serving.replicas.server_errors import (
     INVALID,
     EngineDied,
@@ -85,9 +89,9 @@ def test_an_error_is_blamed_on_a_field_unless_it_names_another(error: Exception,
         error = TextError("no", field=field)
     before = failure(error)
     assert before is not None
-    with pytest.raises(InvalidRequest) as refused, blame("prompt[2]"):
+    with pytest.raises(InvalidRequest) as found, blame("prompt[2]"):
         raise error
-    after = failure(refused.value)
+    after = failure(found.value)
     assert after == Failure(before.status, before.message, INVALID, field or "prompt[2]", before.code)
 
 
@@ -103,9 +107,9 @@ def test_only_errors_of_the_kinds_that_are_meant_are_blamed() -> None:
     with pytest.raises(RequestError) as raised, blame("prompt", TextError):
         raise error
     assert raised.value is error
-    with pytest.raises(InvalidRequest, match="no") as refused, blame("prompt", TextError):
+    with pytest.raises(InvalidRequest, match="no") as found, blame("prompt", TextError):
         raise TextError("no")
-    assert refused.value.param == "prompt"
+    assert found.value.param == "prompt"
 
 
 @pytest.mark.parametrize(
@@ -126,9 +130,9 @@ def test_the_parameter_that_an_error_is_about_stands_at_its_beginning(text: str,
     "values", [{"temperature": -1.0}, {"top_p": 2.0}, {"n": 0}, {"max_tokens": 0}, {"logprobs": -1}, {"seed": -5}]
 )
 def test_the_parameters_own_errors_begin_with_their_names(values: dict[str, float]) -> None:
-    with pytest.raises(SamplingError) as refused:
+    with pytest.raises(SamplingError) as found:
         SamplingParams(**values)  # pyright: ignore[reportArgumentType]
-    assert parameter_of(refused.value) == next(iter(values))
+    assert parameter_of(found.value) == next(iter(values))
 
 
 @pytest.fixture(scope="module")
@@ -170,3 +174,111 @@ def test_each_prompt_of_a_request_has_an_id_that_begins_with_that_of_the_answer(
         answer, _, ids = prompts(served, several)
         assert ids == ([answer["id"]] if len(several) == 1 else [f"{answer['id']}-{place}" for place in range(3)])
         assert [choice["index"] for choice in answer["choices"]] == list(range(len(several)))
+
+
+MESSAGES = ("/v1/messages", "/v1/messages/count_tokens")
+
+
+@pytest.mark.parametrize(
+    ("status", "kind"),
+    [
+        (400, "invalid_request_error"),
+        (401, "authentication_error"),
+        (403, "permission_error"),
+        (404, "not_found_error"),
+        (405, "invalid_request_error"),
+        (413, "request_too_large"),
+        (429, "rate_limit_error"),
+        (500, "api_error"),
+        (503, "overloaded_error"),
+        (507, "api_error"),
+        (529, "overloaded_error"),
+    ],
+)
+def test_each_status_has_its_kind_for_clients_of_anthropic(status: int, kind: str) -> None:
+    for path in MESSAGES:
+        found = body_of(Failure(status, "no", "any", "a", "b"), {"path": path, "headers": []})
+        assert found == {"type": "error", "error": {"type": kind, "message": "no"}}
+
+
+@pytest.mark.parametrize(
+    ("path", "header", "form"),
+    [
+        *((path, False, "anthropic") for path in MESSAGES),
+        ("/v1/messages_of_others", True, "openai"),
+        ("/v1/models", True, "anthropic"),
+        ("/v1/models/a", True, "anthropic"),
+        ("/v1/models/a", False, "openai"),
+        ("/v1/completions", True, "openai"),
+        ("/api/chat", True, "ollama"),
+        ("/apis", False, "openai"),
+    ],
+)
+def test_an_error_has_the_form_that_clients_of_its_path_know(path: str, header: bool, form: str) -> None:
+    forms = {
+        "openai": {"error": {"message": "no", "type": INVALID, "param": "a", "code": "b"}},
+        "anthropic": {"type": "error", "error": {"type": "invalid_request_error", "message": "no"}},
+        "ollama": {"error": "no"},
+    }
+    headers = [(b"anthropic-version", b"2023-06-01")] * header
+    assert body_of(Failure(400, "no", INVALID, "a", "b"), {"path": path, "headers": headers}) == forms[form]
+
+
+def refusal_of(kind: Any, value: Any) -> InvalidRequest:
+    """The error about a body in which the field `x` has this type and this value."""
+    body = {"x": value}
+    with pytest.raises(ValidationError) as found:
+        create_model("Asked", __base__=Body, x=(kind, ...)).model_validate(body)
+    errors = [{**each, "loc": ("body", *each["loc"])} for each in found.value.errors(include_url=False)]
+    return refused(RequestValidationError(errors, body=body))
+
+
+class Part(Body):
+    """A part of a body."""
+
+    y: int
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "found", "wanted"),
+    [
+        (str, 5, "5", "text"),
+        (Annotated[str, Field(min_length=2)], "a", '"a"', "at least 2 characters"),
+        (Annotated[str, Field(max_length=2)], "abc", '"abc"', "at most 2 characters"),
+        (Annotated[str, Field(pattern="^a$")], "b", '"b"', "text that matches ^a$"),
+        (bool, "yes", '"yes"', "true or false"),
+        (Int, "1", '"1"', "an integer"),
+        (Int, 1.5, "1.5", "an integer"),
+        (float, "1", '"1"', "a number"),
+        (Annotated[float, Field(gt=0)], 0.0, "0.0", "more than 0"),
+        (Annotated[float, Field(gt=0.5)], 0.5, "0.5", "more than 0.5"),
+        (Annotated[float, Field(ge=1)], 0.0, "0.0", "at least 1"),
+        (Annotated[float, Field(le=2)], 3.0, "3.0", "at most 2"),
+        (list[int], 5, "5", "a list"),
+        (Annotated[list[int], Field(min_length=1)], [], "[]", "at least 1 of them"),
+        (Annotated[list[int], Field(max_length=1)], [1, 2], "[1,2]", "at most 1 of them"),
+        (dict[str, int], 5, "5", "an object"),
+        (Part, 5, "5", "an object"),
+        (None, 5, "5", "null"),
+        (Literal["a", "b"], "c", '"c"', '"a" or "b"'),
+        (Literal["a", False], "c", '"c"', '"a" or false'),
+        (int | bool, "c", '"c"', "an integer or true or false"),
+    ],
+)
+def test_what_a_field_wants_is_told_in_words_of_json(kind: Any, value: Any, found: str, wanted: str) -> None:
+    error = refusal_of(kind, value)
+    assert (str(error), error.param) == (f"x: found {found}; wanted {wanted}", "x")
+
+
+def test_a_wrong_field_is_named_by_its_place_and_a_missing_one_as_such() -> None:
+    found = [refusal_of(list[Part], [{"y": 1}, part]) for part in ({"y": "a"}, {})]
+    assert [each.param for each in found] == ["x[1].y", "x[1].y"]
+    assert str(found[1]) == "the field x[1].y is missing"
+    either = refusal_of(str | list[Part], [{"y": 1}, {"y": "a"}])
+    assert either.param == "x[1].y", "the member that fits best"
+
+
+@pytest.mark.parametrize(("letters", "shown"), [(58, 58), (59, 56), (500, 56)])
+def test_of_a_long_value_the_beginning_is_shown(letters: int, shown: int) -> None:
+    end = '"' if shown == letters else "..."
+    assert f'found "{"a" * shown}{end}; wanted' in str(refusal_of(int, "a" * letters))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import httpx
 import pytest
@@ -75,10 +76,10 @@ def metrics() -> Metrics:
     return Metrics("tiny", "1.2.3", lambda: [("0", "ready", STATS), ("1", "starting", None)])
 
 
-NUMBERS = EngineStats(
-    **{name: 101 + 7 * place for place, name in enumerate(EngineStats.__struct_fields__) if name not in LISTED},
-    paths={"eager": 4},
-)
+_VALUES: dict[str, Any] = {
+    name: 101 + 7 * place for place, name in enumerate(EngineStats.__struct_fields__) if name not in LISTED
+}
+NUMBERS = EngineStats(**_VALUES, paths={"eager": 4})
 """Numbers of which no two are the same."""
 
 OWN_NAMES = {
