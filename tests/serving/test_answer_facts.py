@@ -64,6 +64,9 @@ def test_the_tag_latest_may_be_added_and_another_one_may_not(served: Served, pat
 def test_lists_have_all_names_in_their_order(served: Served) -> None:
     models = served.send("GET", "/v1/models").json()["data"]
     assert [each["id"] for each in models] == list(NAMES) and {each["root"] for each in models} == {NAMES[0]}
+    page = served.send("GET", "/v1/models", anthropic_version="2023-06-01").json()
+    assert [each["id"] for each in page["data"]] == list(NAMES)
+    assert (page["first_id"], page["last_id"], page["has_more"]) == (NAMES[0], NAMES[-1], False)
     tags = served.send("GET", "/api/tags").json()["models"]
     assert [each["name"] for each in tags] == ["first:latest", "second:7b", "third:latest"]
 
@@ -139,3 +142,21 @@ def test_times_of_llama_server_are_milliseconds_and_counts_leave_out_what_was_ca
 def test_the_latency_of_sglang_is_in_seconds(served: Served, now: list[float]) -> None:
     about = timed(served, now, "/generate")["meta_info"]
     assert (about["e2e_latency"], about["prompt_tokens"], about["cached_tokens"]) == (0.75, 2, 1)
+
+
+@pytest.mark.parametrize(
+    ("declared", "status"),
+    [
+        ("application/json", 200),
+        ("Application/JSON; charset=utf-8", 200),
+        ("application/problem+json", 200),
+        ("application/vnd.own+json;v=1", 200),
+        ("application/jsonl", 415),
+        ("text/json", 415),
+        ("json", 415),
+    ],
+)
+def test_a_body_may_be_declared_as_any_kind_of_json(served: Served, declared: str, status: int) -> None:
+    answer = served.send("POST", "/v1/completions", ASKED["/v1/completions"], content_type=declared)
+    assert answer.status_code == status, answer.text
+    assert status == 200 or repr(declared.lower()) in answer.json()["error"]["message"]

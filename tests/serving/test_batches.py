@@ -158,6 +158,8 @@ FILE = b'--xx\r\nContent-Disposition: form-data; name="file"; filename="f"\r\n'
         (b"--xx\r\n\r\nno head\r\n" + FILE + b"\r\na--xx\r\n--xx \t\r\n\r\n\r\n--xx--", b"a--xx"),
         (b"before\r\n" + FILE + b"Content-Type: text/plain\r\n\r\n\xff\r\n--xx--\r\nafter\r\n--xx", b"\xff"),
         (FILE + b"Content-Transfer-Encoding: base64\r\n\r\nYWJj\r\n--xx--", b"abc"),
+        (FILE + b"Content-Transfer-Encoding: Quoted-Printable\r\n\r\na=3Db=\r\nc\r\n--xx--", b"a=bc"),
+        (FILE + b"Content-Transfer-Encoding: 8bit\r\n\r\na=3Db\r\n--xx--", b"a=3Db"),
         (FILE + b"\r\none\r\n" + FILE + b"\r\ntwo\r\n--xx--", b"one"),
     ],
 )

@@ -52,9 +52,22 @@ class Script:
         return next(each for each in reversed(self.sent) if isinstance(each, EngineStats))
 
 
-def made(script: Script, device: Counting) -> EngineService:
+class Waiting(TokenEngine):
+    """An engine that says in `waits`, one after another, whether it only waits; no more after
+    them."""
+
+    waits: tuple[bool, ...] = ()
+
+    @property
+    def only_waits(self) -> bool:
+        found, *rest = (*self.waits, False)
+        self.waits = tuple(rest)
+        return found
+
+
+def made(script: Script, device: Counting, kind: type[TokenEngine] = TokenEngine) -> EngineService:
     meter = Meter(device)
-    engine = TokenEngine(meter, frozenset(), overlap=True, open_grammars=lambda: None)
+    engine = kind(meter, frozenset(), overlap=True, open_grammars=lambda: None)
     script.is_busy = lambda: engine.has_work
     return EngineService(engine, meter, cast(Any, script))
 
@@ -86,6 +99,20 @@ def test_counters_leave_out_what_the_device_did_before_the_loop() -> None:
     assert service.run() == 0
     numbers = service.stats()
     assert numbers.drafts == {} and 0 < numbers.host_seconds <= numbers.step_seconds < 1000.0
+
+
+@pytest.mark.parametrize(
+    ("waits", "left_out"), [((), 0), ((True, True), 1), ((True, False), 0), ((True, True, True, True), 2)]
+)
+def test_a_round_that_waited_before_and_after_is_no_step(waits: tuple[bool, ...], left_out: int) -> None:
+    steps = []
+    for scripted in ((), waits):
+        service = made(Script(asked("a", 6)), Counting(), Waiting)
+        assert isinstance(service.engine, Waiting)
+        service.engine.waits = scripted
+        assert service.run() == 0
+        steps.append(service.stats().host_steps)
+    assert steps[0] - steps[1] == left_out
 
 
 def test_the_first_and_last_part_of_each_phase_are_told_and_of_the_others_a_few(

@@ -306,3 +306,14 @@ def test_a_frontend_that_stops_ends_the_process_that_checks_answers() -> None:
     checks = Checks()
     asyncio.run(play())
     assert checks.closed == 1
+
+
+def test_the_longest_prompt_is_that_of_the_model_unless_the_server_allows_less() -> None:
+    async def play() -> None:
+        longest = list[tuple[int, int]]()
+        for most in (None, 10**6, 9):
+            async with staged_frontend(max_prompt_tokens=most) as (frontend, _):
+                longest.append((frontend.longest_prompt(info()), frontend.longest_prompt(info(), embeds=True)))
+        assert longest[0] == longest[1] and min(longest[0]) > 9 and longest[2] == (9, 9)
+
+    asyncio.run(play())

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from sglcore.config.server_config import ServerConfig
 from sglcore.serving.chat.chat_frontend import ChatFrontend
 from sglcore.serving.replicas.metrics.health import Health
 from tests.serving.stubs import Application, call, make_frontend
@@ -88,3 +89,17 @@ def test_the_page_is_sent_again_only_to_who_has_another_one() -> None:
     assert (again.status_code, again.content, again.headers["etag"]) == (304, b"", mark)
     assert (other.status_code, len(other.content)) == (200, length) and length > 0
     assert {each.headers["cache-control"] for each in (first, again, other)} == {"no-cache"}
+
+
+@pytest.mark.parametrize("keys", [(), ("a-key",)])
+def test_the_document_has_keys_where_the_server_has_and_no_status_that_it_never_sends(keys: tuple[str, ...]) -> None:
+    frontend: Any = make_frontend()
+    frontend.config = ServerConfig(api_key=keys)
+    document = call(frontend, "GET", "/openapi.json").json()
+    schemes = document["components"].get("securitySchemes", {})
+    kinds = [(each["type"], each.get("scheme") or each["name"]) for each in schemes.values()]
+    assert kinds == ([("http", "bearer"), ("apiKey", "x-api-key")] if keys else [])
+    assert document.get("security", []) == [{name: []} for name in schemes], "one of them is enough"
+    operations = [operation for path in document["paths"].values() for operation in path.values()]
+    assert len(operations) > 40 and not [each for each in operations if "422" in each["responses"]]
+    assert not {"HTTPValidationError", "ValidationError"} & document["components"]["schemas"].keys()
