@@ -76,3 +76,25 @@ def test_a_replica_that_has_ended_is_next_where_nothing_else_tells_replicas_apar
     assert [router.choose(replicas, b"").number for _ in range(3)] == [0, 1, 2]
     router.forget(2)
     assert [router.choose(replicas, b"").number for _ in range(3)] == [2, 0, 1]
+
+
+def test_what_is_shorter_than_the_largest_page_is_no_reason_to_choose_a_replica() -> None:
+    router, large, small = Router(), Replica(0), Replica(1)
+    large.page_size = 2 * Replica.page_size
+    chosen = [router.choose([large, small], prompt(*pages)).number for pages in ((1, 2), (1, 3), (1, 2, 3), (1, 3, 2))]
+    assert chosen == [0, 1, 0, 1]
+
+
+def test_a_replica_is_chosen_for_its_cache_up_to_the_bound_and_not_beyond() -> None:
+    for slack, loads in ((0, (0, 3)), (2, (2, 5)), (4, (4, 7))):
+        router, busy, other = Router(slack=slack), Replica(0), Replica(1)
+        assert router.choose([busy, other], prompt(1, 2)) is busy
+        busy.load, other.load = loads[0], 0
+        assert router.choose([busy, other], prompt(1, 3)) is busy
+        busy.load = loads[0] + 1
+        assert router.choose([busy, other], prompt(1, 4)) is other
+        router.forget(1)
+        busy.load, other.load = loads[1], 2
+        assert router.choose([busy, other], prompt(1, 5)) is busy, "half as many more again"
+        busy.load = loads[1] + 1
+        assert router.choose([busy, other], prompt(1, 6)) is other
