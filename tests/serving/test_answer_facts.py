@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from sglcore.engine.outputs import RequestOutput, TextDelta
+from sglcore.serving.apis.ollama.models import short
 from tests.serving.stubs import DEMO, Application, StubGeneration, gives, make_frontend
 
 NAMES = ("first", "second:7b", "third")
@@ -160,3 +161,20 @@ def test_a_body_may_be_declared_as_any_kind_of_json(served: Served, declared: st
     answer = served.send("POST", "/v1/completions", ASKED["/v1/completions"], content_type=declared)
     assert answer.status_code == status, answer.text
     assert status == 200 or repr(declared.lower()) in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("count", "shown"),
+    [
+        (999, "999"),
+        (1000, "1.0K"),
+        (6_241_000, "6.2M"),
+        (10**6, "1.0M"),
+        (7_250_000_001, "7.3B"),
+        (10**9, "1.0B"),
+        (10**12, "1.0T"),
+        (1_040 * 10**12, "1040.0T"),
+    ],
+)
+def test_a_number_of_parameters_is_short(count: int, shown: str) -> None:
+    assert short(count) == shown

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import pytest
+from tokenizers import pre_tokenizers
 
 from sglcore.schedule.request_output import TokenLogprob
 from sglcore.serving.apis.logprob_records import CompletionLogprobs, chat_logprobs, prompt_scores
+from sglcore.serving.apis.request_params import bias_of
+from sglcore.serving.apis.token_text import BYTE_OF_LETTER, _marked
+from sglcore.serving.replicas.server_errors import InvalidRequest
 
 HELD = {1: b"a", 2: b" b", 3: "é".encode(), 4: b"\xe2\x80", 5: b"<end>"}
 """The tokens of these tests: 4 is part of a character, 5 is special."""
@@ -81,3 +85,36 @@ def test_a_special_token_counts_where_it_is_shown(shows: bool, offsets: list[int
 def test_no_probability_is_a_number_that_json_holds() -> None:
     (entry,) = chat_logprobs(Texts(), [UNLIKELY], 3)["content"]  # pyright: ignore[reportArgumentType]
     assert entry["top_logprobs"][2]["logprob"] == -9999.0
+
+
+def test_letters_of_byte_level_vocabularies_are_those_of_the_tokenizers_library() -> None:
+    assert set(BYTE_OF_LETTER) == set(pre_tokenizers.ByteLevel.alphabet())
+    assert sorted(BYTE_OF_LETTER.values()) == list(range(256))
+    theirs = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    for code in (*range(0x800), *range(0x800, 0xD800, 0x3F), *range(0x10000, 0x110000, 0xFFF)):
+        ((letters, _),) = theirs.pre_tokenize_str(chr(code))
+        assert bytes(BYTE_OF_LETTER[letter] for letter in letters) == chr(code).encode(), code
+
+
+@pytest.mark.parametrize(
+    ("piece", "data"),
+    [
+        ("\u2581a\u2581", b" a "),
+        ("<0xE2>", b"\xe2"),
+        ("<0x0a>", b"\n"),
+        ("<0xZZ>", b"<0xZZ>"),
+        ("<0x1>", b"<0x1>"),
+        ("<0x123>", b"<0x123>"),
+        ("<0x41>b", b"<0x41>b"),
+    ],
+)
+def test_a_piece_has_spaces_for_their_marks_and_a_byte_that_it_names(piece: str, data: bytes) -> None:
+    assert _marked(piece) == data
+
+
+def test_a_bias_belongs_to_a_token_by_its_decimal_id() -> None:
+    assert bias_of({"0": 1.0, "007": -2.0, "999999999": 3.0}) == {0: 1.0, 7: -2.0, 999_999_999: 3.0}
+    for key in ("", "-1", "1.0", " 1", "\u00b2", "\u0663", "1_0", "1000000000"):
+        with pytest.raises(InvalidRequest, match="a token id") as refused:
+            bias_of({"1": 0.0, key: 1.0})
+        assert refused.value.param == "logit_bias"
