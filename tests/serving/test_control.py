@@ -17,7 +17,7 @@ from sglcore.serving.replicas.metrics.server_metrics import CALLER
 from sglcore.serving.replicas.prompt_generation import Generation
 from tests.serving.servers import Server
 from tests.serving.staged_replicas import PlayedEngine
-from tests.serving.stubs import make_frontend
+from tests.serving.stubs import Application, make_frontend
 from tests.serving.test_frontend import begin, staged_frontend
 
 TOLD = {"status": "paused", "message": "Generation paused"}
@@ -192,3 +192,40 @@ def test_a_stream_that_is_aborted_says_so_and_one_that_is_paused_goes_on(server:
         said += [line for line in lines if line]
     chunks = [json.loads(line[6:]) for line in said if line not in ("data: [DONE]", "")]
     assert "".join(chunk["choices"][0]["text"] for chunk in chunks if chunk["choices"]) == expected
+
+
+COMMANDS: tuple[tuple[str, Any, list[str]], ...] = (
+    ("/pause", None, ["abort", "flush"]),
+    ("/pause?mode=wait", None, ["wait", "flush"]),
+    ("/pause?mode=keep&clear_cache=false", None, ["keep"]),
+    ("/pause_generation", {}, ["abort"]),
+    ("/pause_generation", {"mode": "abort"}, ["abort"]),
+    ("/pause_generation", {"mode": "retract"}, ["keep"]),
+    ("/pause_generation", {"mode": "in_place"}, ["keep"]),
+    ("/resume", None, ["resume"]),
+    ("/continue_generation", {}, ["resume"]),
+    ("/flush_cache", None, ["flush"]),
+    ("/reset_prefix_cache", None, ["flush"]),
+)
+"""Path and body of each command, and what it makes the frontend do."""
+
+
+def test_each_command_does_what_it_does_on_its_own_server() -> None:
+    async def pause(mode: str) -> None:
+        found.append(mode)
+
+    async def resume() -> None:
+        found.append("resume")
+
+    async def flush() -> int:
+        found.append("flush")
+        return 3
+
+    frontend: Any = make_frontend()
+    frontend.pause, frontend.resume, frontend.flush_prefix_cache = pause, resume, flush
+    served = Application(frontend)
+    for path, body, done in COMMANDS:
+        found: list[str] = []
+        answer = served.send("POST", path, body)
+        assert answer.status_code == 200 and found == done, path
+        assert answer.json().get("pages", 3) == 3
