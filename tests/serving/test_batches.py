@@ -330,6 +330,34 @@ async def finished(store: BatchStore, call: Any) -> None:
     runner.cancel()
 
 
+def test_a_request_is_tried_until_three_engines_have_ended_at_it_however_often_it_had_to_wait(tmp_path: Path) -> None:
+    store = BatchStore(tmp_path)
+    name = begun(store)
+    full, loading = (429, b'{"error": {"code": "engine_died"}}'), (503, b'{"error": {"code": "not_ready"}}')
+    died = (503, b'{"error": {"code": "engine_died"}}')
+    answers = {
+        b'{"n":0}': [full, full, loading, died, full, loading, died, full, full, died, (200, b"{}")],
+        b'{"n":1}': [died, died, (200, b"{}")],
+        b'{"n":2}': [(400, b"{}"), (200, b"{}")],
+        b'{"n":3}': [(500, died[1]), (200, b"{}")],
+    }
+
+    async def call(path: str, body: bytes, request_id: str) -> tuple[int, bytes]:
+        return answers[body].pop(0) if body in answers else (200, b"{}")
+
+    asyncio.run(finished(store, call))
+    assert [len(rest) for rest in answers.values()] == [1, 0, 1, 1]
+    batch = store.get("batches", name, "batch_id")
+    assert batch["request_counts"] == {"total": 9, "completed": 6, "failed": 3}
+    lines = [json.loads(line) for line in store.content(batch["error_file_id"]).read_bytes().splitlines()]
+    assert [(line["custom_id"], line["response"]["status_code"]) for line in lines] == [
+        ("r0", 503),
+        ("r2", 400),
+        ("r3", 500),
+    ]
+    store.close()
+
+
 def test_a_batch_that_was_cut_off_at_its_end_is_ended_by_the_next_server(tmp_path: Path) -> None:
     store = BatchStore(tmp_path)
     name = begun(store)

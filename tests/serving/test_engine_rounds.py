@@ -4,14 +4,19 @@ with."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
+from sglcore.config.engine_config import EngineConfig
+from sglcore.device.ledger import DecisionLedger
 from sglcore.engine.metered_worker import Meter
+from sglcore.engine.start import embedded_model
 from sglcore.engine.token_engine import TokenEngine
 from sglcore.sampling.params import SamplingParams
-from sglcore.serving.replicas.engine_process import REPLY_EVERY, PhaseReplies
+from sglcore.serving.replicas.engine_process import REPLY_EVERY, PhaseReplies, _grammars
 from sglcore.serving.replicas.engine_service import IDLE_MS, EngineService
 from sglcore.serving.replicas.ipc import (
     Embed,
@@ -24,7 +29,7 @@ from sglcore.serving.replicas.ipc import (
     pack_ids,
     pack_params,
 )
-from tests.serving.test_engine_service import Counting, Encoder
+from tests.serving.test_engine_service import LIMITS, Counting, Encoder
 
 
 class Script:
@@ -138,3 +143,12 @@ def test_the_first_and_last_part_of_each_phase_are_told_and_of_the_others_a_few(
         assert isinstance(each, Phase) and each.total == 4
         told.append((each.name, each.done))
     assert told == [("weights", 0), ("weights", 2), ("weights", 4), ("kv cache", 0), ("kv cache", 4)]
+
+
+def test_a_model_that_generates_nothing_opens_no_grammars_and_notes_no_decision_on_them() -> None:
+    worker: Any = SimpleNamespace(limits=replace(LIMITS, generates=False))
+    started: Any = SimpleNamespace(worker=worker, model_path=embedded_model(), ledger=DecisionLedger())
+    assert _grammars(EngineConfig(), started, frozenset()) is None and started.ledger.as_json() == []
+    worker.limits = replace(LIMITS, vocab_size=2147)
+    assert _grammars(EngineConfig(), started, frozenset({2})) is not None
+    assert [each["topic"] for each in started.ledger.as_json()] == ["grammar"]

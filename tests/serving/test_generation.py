@@ -210,10 +210,10 @@ def test_progress_wakes_who_waits_for_it() -> None:
 def test_progress_does_not_go_back_where_a_prompt_is_computed_again() -> None:
     async def play() -> None:
         generation = make(KeptClock(), SamplingParams(max_tokens=2))
-        for processed in (1, 2):
+        for processed in (0, 1, 2):
             generation.deliver(EngineOutput("r", 0, cached_tokens=0, processed=processed))
             assert await anext(generation) == PromptProgress("r", 2, 0, processed)
-        for processed in (1, 2):
+        for processed in (0, 1, 2):
             generation.deliver(EngineOutput("r", 0, cached_tokens=0, processed=processed))
         generation.deliver(EngineOutput("r", 0, [9], "length"))
         assert [type(item) for item in [each async for each in generation]] == [TextDelta]

@@ -200,10 +200,11 @@ def test_calls_are_numbered_for_a_template_that_has_their_names_from_their_ids(f
         return {"role": "tool", "tool_call_id": call_id, "content": "r"}
 
     first, second = called("{}", content=None), called("{}", content=None)
-    talk = [USER, first, result("abcdefghi"), second, result("abcdefghi"), result("unknown")]
+    third = called("{}", content=None)
+    talk = [USER, first, result("abcdefghi"), second, result("abcdefghi"), result("unknown"), third]
     text = formats["kimi"].render(talk, tools=TOOLS).text
     begun = [part.partition("<|tool_call_argument_begin|>")[0] for part in text.split("<|tool_call_begin|>")[1:]]
-    assert begun == ["functions.f:0", "functions.f:1"]
+    assert begun == ["functions.f:0", "functions.f:1", "functions.f:2"]
     told = [part.partition("\n")[0] for part in text.split("## Return of ")[1:]]
     assert told == ["functions.f:0", "functions.f:1", "unknown"]
     assert first["tool_calls"][0]["id"] == "abcdefghi"
