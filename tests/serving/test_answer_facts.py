@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from sglcore.engine.outputs import RequestOutput, TextDelta
+from sglcore.serving.apis.answer import CUT
 from sglcore.serving.apis.ollama.models import short
 from tests.serving.stubs import DEMO, Application, StubGeneration, gives, make_frontend
 
@@ -143,6 +144,37 @@ def test_times_of_llama_server_are_milliseconds_and_counts_leave_out_what_was_ca
 def test_the_latency_of_sglang_is_in_seconds(served: Served, now: list[float]) -> None:
     about = timed(served, now, "/generate")["meta_info"]
     assert (about["e2e_latency"], about["prompt_tokens"], about["cached_tokens"]) == (0.75, 2, 1)
+
+
+@pytest.mark.parametrize(
+    ("cuts", "told"), [((None, None), None), ((None, 9), 9), ((9, None), 9), ((9, 4), 4), ((4, 9), 4)]
+)
+def test_the_usage_is_the_sum_over_prompts_and_the_limit_the_smallest(
+    served: Served, cuts: tuple[int | None, ...], told: int | None
+) -> None:
+    made: list[StubGeneration] = []
+
+    async def generate(*given: Any, **named: Any) -> StubGeneration:
+        place = len(made)
+        made.append(StubGeneration([TextDelta("r", 0, "A", (5,), "stop")]))
+        output = made[-1].output
+        output.prompt_token_ids, output.cached_tokens = [[1, 2], [1, 2, 3]][place], (1, 2)[place]
+        output.max_tokens, sample = cuts[place], output.outputs[0]
+        sample.token_ids = [[5, 6, 7], [5, 6, 7, 8]][place]
+        sample.proposed_tokens, sample.accepted_tokens = ((5, 2), (6, 3))[place]
+        return made[-1]
+
+    served.frontend.generate = generate
+    answer = served.send("POST", "/v1/completions", {"prompt": ["a", "b"]})
+    details = {"accepted_prediction_tokens": 5, "rejected_prediction_tokens": 6}
+    assert answer.json()["usage"] == {
+        "prompt_tokens": 5,
+        "completion_tokens": 7,
+        "total_tokens": 12,
+        "prompt_tokens_details": {"cached_tokens": 3},
+        "completion_tokens_details": details if told is None else {**details, "max_tokens": told},
+    }
+    assert answer.headers.get(CUT) == (None if told is None else str(told))
 
 
 @pytest.mark.parametrize(

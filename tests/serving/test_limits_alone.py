@@ -36,6 +36,15 @@ def test_faults_of_a_batch_file_are_told_up_to_a_number() -> None:
     assert len(faults) == MOST_FAULTS and {fault["code"] for fault in faults} == {"duplicate_custom_id"}
 
 
+def test_a_line_of_a_batch_file_has_as_many_bytes_as_are_allowed_and_no_more() -> None:
+    text = json.dumps({"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {}}).encode()
+    lines, faults = read_lines([text], "/v1/completions", len(text))
+    assert len(lines) == 1 and not faults
+    lines, faults = read_lines([text], "/v1/completions", len(text) - 1)
+    assert not lines and [fault["code"] for fault in faults] == ["request_too_large"]
+    assert f"{len(text)} bytes; at most {len(text) - 1}" in faults[0]["message"]
+
+
 def test_failed_starts_count_in_a_row() -> None:
     policy = RestartPolicy()
     for _ in range(3):

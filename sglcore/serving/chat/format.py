@@ -116,7 +116,7 @@ class ChatFormat:
         if offered and self._tools is None:
             raise TextError(f"tools are off: {self.tool_reason}", remedy="ask without tools", field="tools")
         variables = dict(chat_template_kwargs or {})
-        known = self.template.variables(tools=bool(offered)) | {"documents"}
+        known = self.template.variables(tools=bool(offered))
         ignored = tuple(sorted(variables.keys() - known))
         listed = self._readable(messages)
         if continue_final_message:

@@ -182,6 +182,15 @@ def test_template_variables_are_passed_on_and_unread_ones_are_named(formats: dic
         formats["hermes"].render([USER], chat_template_kwargs={"messages": []})
 
 
+def test_documents_are_named_like_any_variable_where_the_template_does_not_read_them(tmp_path: Path) -> None:
+    for reads in (True, False):
+        template = "{% for m in messages %}{{ m.content }}{% endfor %}" + "{{ documents }}" * reads
+        found = ChatFormat.detect(make_codec(tmp_path, template))
+        rendered = found.render([USER], chat_template_kwargs={"documents": ["one"]})
+        assert ("one" in rendered.text, rendered.ignored) == ((True, ()) if reads else (False, ("documents",)))
+        assert found.render([USER]).ignored == ()
+
+
 def test_markers_that_are_special_tokens_are_decoded_and_others_hidden(formats: dict[str, ChatFormat]) -> None:
     assert formats["hermes"].skip_special_tokens and not formats["mistral named"].skip_special_tokens
     deltas = formats["mistral named"].stream(tools=TOOLS, reasoning_open=False).whole("Hm[TOOL_CALLS]f[ARGS]{}</s>")
