@@ -3,13 +3,15 @@ an answer took."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from sglcore.engine.outputs import RequestOutput, TextDelta
 from sglcore.serving.apis.answer import CUT
-from sglcore.serving.apis.ollama.models import short
+from sglcore.serving.apis.ollama.models import capabilities, short
+from sglcore.serving.apis.openai.body import Message
 from tests.serving.stubs import DEMO, Application, StubGeneration, gives, make_frontend
 
 NAMES = ("first", "second:7b", "third")
@@ -210,3 +212,33 @@ def test_a_body_may_be_declared_as_any_kind_of_json(served: Served, declared: st
 )
 def test_a_number_of_parameters_is_short(count: int, shown: str) -> None:
     assert short(count) == shown
+
+
+@pytest.mark.parametrize(("labels", "wanted"), [(0, ["embedding"]), (1, []), (3, [])])
+def test_a_model_that_generates_nothing_embeds_unless_it_scores(labels: int, wanted: list[str]) -> None:
+    frontend: Any = SimpleNamespace(info=SimpleNamespace(generates=False, limits={"num_labels": labels}))
+    assert capabilities(frontend) == wanted
+
+
+CALL = {"id": "a", "function": {"name": "f", "arguments": "{}"}}
+
+
+@pytest.mark.parametrize(
+    ("given", "plain"),
+    [
+        ({"content": "a", "reasoning": "r"}, {"content": "a", "reasoning_content": "r"}),
+        ({"reasoning": "r", "reasoning_content": "own"}, {"reasoning_content": "own"}),
+        ({"refusal": "no"}, {"content": "no"}),
+        ({"content": "a", "refusal": "no"}, {"content": "a"}),
+        ({"content": "", "refusal": "no"}, {"content": ""}),
+        ({"content": None, "annotations": [], "name": None}, {}),
+        (
+            {"content": [{"type": "text", "text": "a"}, {"type": "refusal", "refusal": "no"}]},
+            {"content": [{"type": "text", "text": "a"}, {"type": "text", "text": "no"}]},
+        ),
+        ({"tool_calls": [{**CALL, "index": 0}]}, {"tool_calls": [{**CALL, "type": "function"}]}),
+    ],
+)
+def test_an_answer_that_is_sent_back_is_a_message_of_the_template(given: Any, plain: Any) -> None:
+    message = Message.model_validate({"role": "assistant", **given})
+    assert message.plain() == {"role": "assistant", **plain}

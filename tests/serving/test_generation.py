@@ -212,7 +212,9 @@ def test_progress_does_not_go_back_where_a_prompt_is_computed_again() -> None:
         generation = make(KeptClock(), SamplingParams(max_tokens=2))
         for processed in (0, 1, 2):
             generation.deliver(EngineOutput("r", 0, cached_tokens=0, processed=processed))
-            assert await anext(generation) == PromptProgress("r", 2, 0, processed)
+            told = asyncio.ensure_future(anext(generation))
+            await asyncio.sleep(0)
+            assert told.done() and told.result() == PromptProgress("r", 2, 0, processed)
         for processed in (0, 1, 2):
             generation.deliver(EngineOutput("r", 0, cached_tokens=0, processed=processed))
         generation.deliver(EngineOutput("r", 0, [9], "length"))

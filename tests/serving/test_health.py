@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 
 import pytest
 
+from sglcore.serving.replicas.ipc import Failed, Phase
 from sglcore.serving.replicas.metrics.health import Health
 from sglcore.serving.replicas.server_errors import ENDS, GOES_ON, RESTARTS, ShuttingDown
+from tests.serving.staged_replicas import staged, until
 
 
 def make(state: str) -> Health:
@@ -96,3 +99,18 @@ def test_a_probe_shows_the_progress_and_the_time_until_the_first_readiness(monke
         about = {"phase": "silent", "done": 0, "total": 0, "elapsed_s": 2.235, "reason": "no beat"}
         assert health.snapshot() == about
         health.become_ready()
+
+
+def test_a_replacement_that_starts_is_no_phase_of_a_server_that_answers() -> None:
+    async def play() -> None:
+        async with staged(replicas=2) as stage:
+            first, _ = [await stage.ready_engine() for _ in range(2)]
+            first.die()
+            replacement = await stage.launched()
+            await until(lambda: first.spec.replica in stage.supervisor.replicas)
+            replacement.say(Phase("weights", 1, 2))
+            replacement.say(Failed("after the phase", 1))
+            await until(lambda: bool(stage.supervisor.replicas[first.spec.replica]._error))
+            assert stage.supervisor.health.phase == "ready"
+
+    asyncio.run(play())
