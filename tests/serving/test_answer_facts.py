@@ -10,6 +10,8 @@ import pytest
 
 from sglcore.engine.outputs import RequestOutput, TextDelta
 from sglcore.serving.apis.answer import CUT
+from sglcore.serving.apis.anthropic.body import CountRequest
+from sglcore.serving.apis.anthropic.request import unread
 from sglcore.serving.apis.ollama.models import capabilities, short
 from sglcore.serving.apis.openai.body import Message
 from tests.serving.stubs import DEMO, Application, StubGeneration, gives, make_frontend
@@ -242,3 +244,22 @@ CALL = {"id": "a", "function": {"name": "f", "arguments": "{}"}}
 def test_an_answer_that_is_sent_back_is_a_message_of_the_template(given: Any, plain: Any) -> None:
     message = Message.model_validate({"role": "assistant", **given})
     assert message.plain() == {"role": "assistant", **plain}
+
+
+@pytest.mark.parametrize(
+    ("own", "ignored", "told"),
+    [
+        ({}, ["enable_thinking", "thinking"], ["thinking"]),
+        ({}, ["thinking"], []),
+        ({"enable_thinking": True}, ["thinking"], ["thinking"]),
+        ({"enable_thinking": True}, [], []),
+        ({"speed": 1}, ["speed"], ["chat_template_kwargs.speed"]),
+        ({}, ["reasoning_effort"], ["output_config.effort"]),
+        ({"reasoning_effort": "low"}, ["reasoning_effort"], ["chat_template_kwargs.reasoning_effort"]),
+        ({}, ["thinking_token_budget"], ["thinking.budget_tokens"]),
+    ],
+)
+def test_of_messages_those_fields_are_unread_whose_variables_are(own: Any, ignored: list[str], told: list[str]) -> None:
+    thinking = {"type": "enabled", "budget_tokens": 5}
+    body = CountRequest.model_validate({"messages": MESSAGES, "thinking": thinking, "chat_template_kwargs": own})
+    assert unread(body, ignored) == told

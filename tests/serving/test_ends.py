@@ -10,12 +10,14 @@ from typing import Any
 
 import pytest
 
+from sglcore.serving.replicas.channel import FrontendChannel, open_channel
 from sglcore.serving.replicas.engine_frontend import Frontend
+from sglcore.serving.replicas.ipc import Address, Failed
 from sglcore.serving.replicas.replica import Replica
 from sglcore.serving.replicas.restart import MOST_FAILED_STARTS
 from sglcore.serving.replicas.server_errors import EngineDied, ShuttingDown, failure
 from sglcore.serving.replicas.supervisor import Supervisor
-from tests.serving.staged_replicas import PATIENCE, PlayedEngine, Stage, until
+from tests.serving.staged_replicas import PATIENCE, PlayedEngine, Stage, staged, until
 from tests.serving.test_frontend import PARAMS, begin, staged_frontend
 
 End = Callable[[Frontend, Stage, PlayedEngine], Awaitable[object]]
@@ -111,5 +113,41 @@ def test_at_every_end_it_is_told_whether_the_server_comes_back(name: str) -> Non
                 assert ("/readyz" in told.message) == goes_on, told.message
                 assert ("does not come back" in told.message) != goes_on, told.message
                 assert "not ready" not in told.message and "retry-after" not in told.headers
+
+    asyncio.run(play())
+
+
+def test_a_server_ends_by_the_exit_code_of_the_replica_that_ended_it() -> None:
+    async def play() -> None:
+        async with staged(replicas=2) as stage:
+            first, second = [await stage.launched() for _ in range(2)]
+            first.die(failed=Failed("a setting can not be used", 2))
+            await until(stage.supervisor.stopped.is_set)
+            for place in range(MOST_FAILED_STARTS):
+                second = await stage.launched() if place else second
+                second.die(failed=Failed("something else", 7))
+            await until(lambda: stage.supervisor.deaths == 1 + MOST_FAILED_STARTS)
+            assert stage.supervisor.exit_code == 2
+
+    asyncio.run(play())
+
+
+def test_a_channel_whose_engine_can_not_be_launched_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[FrontendChannel] = []
+
+    def kept(*given: Any) -> tuple[FrontendChannel, Address]:
+        channel, address = open_channel(*given)
+        opened.append(channel)
+        return channel, address
+
+    monkeypatch.setattr("sglcore.serving.replicas.supervisor.open_channel", kept)
+
+    async def play() -> None:
+        async with staged(restart=True) as stage:
+            engine = await stage.ready_engine()
+            stage.refusal = OSError("planted")
+            engine.die()
+            await until(stage.supervisor.stopped.is_set)
+            assert [each._socket.closed for each in opened[1:]] == [True] * MOST_FAILED_STARTS
 
     asyncio.run(play())

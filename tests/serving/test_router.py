@@ -3,6 +3,7 @@ their prefix cached."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -11,7 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sglcore.config.engine_config import EngineConfig
 from sglcore.serving.replicas.router import Router, block_hashes
+from tests.serving.staged_replicas import staged
 
 PAGE = 16
 PAGES = 256
@@ -157,3 +160,20 @@ def test_blocks_agree_as_far_as_the_tokens_do(first: list[int], second: list[int
     agreed = [a == b for a, b in zip(hashes(first), hashes(second), strict=False)]
     assert len(hashes(first)) == len(first) // page
     assert agreed == [index < common // page for index in range(len(agreed))]
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_prompts_follow_what_is_cached_only_where_prefixes_are_cached(keeps: bool) -> None:
+    async def play() -> None:
+        async with staged(replicas=2, config=EngineConfig(prefix_cache=keeps)) as stage:
+            for _ in range(2):
+                await stage.ready_engine()
+            taken = list[int]()
+            for number in range(4):
+                generation = stage.submit(f"r{number}", *range(64))
+                replicas = stage.supervisor.replicas.values()
+                taken += [each.number for each in replicas if generation.request_id in each.generations]
+                generation.abort()
+            assert taken == ([taken[0]] * 4 if keeps else [0, 1, 0, 1])
+
+    asyncio.run(play())
