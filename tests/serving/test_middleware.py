@@ -366,3 +366,24 @@ class TestExchanges:
         for method in (*known, "PROPFIND", "X1", "X2"):
             run(call(app, method=method))
         assert dict(frontend.metrics.responses) == {(each, "other", 200): 1 + 3 * (each == "other") for each in known}
+
+
+@pytest.mark.parametrize(
+    ("path", "ours"),
+    [
+        ("/reranking", "/v1/rerank"),
+        ("/rerank", "/v1/rerank"),
+        ("/score", "/v1/score"),
+        ("/embeddings", "/v1/embeddings"),
+        ("/v1/embeddings", "/v1/embeddings"),
+        ("/embedding", "/embedding"),
+    ],
+)
+def test_a_path_of_another_server_is_ours_for_the_same_thing(path: str, ours: str) -> None:
+    async def look(scope: Scope, receive: Receive, send: Send) -> None:
+        seen.append(scope["path"])
+        await echo(scope, receive, send)
+
+    seen: list[str] = []
+    run(call(wrapped(look, ServerConfig())[0], path))
+    assert seen == [ours]
