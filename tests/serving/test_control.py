@@ -96,7 +96,8 @@ def test_requests_end_by_the_ids_that_clients_know() -> None:
     async def play() -> None:
         async with staged_frontend() as (frontend, stage):
             await stage.ready_engine()
-            prompts = [await _named(frontend, name) for name in ("cmpl-a1-0", "cmpl-a1-1", "cmpl-a12", "other")]
+            prompts = [await _named(frontend, f"cmpl-a1-{place}", "cmpl-a1") for place in range(2)]
+            prompts += [await _named(frontend, name) for name in ("cmpl-a12", "other")]
             CALLER.set("mine")
             prompts.append(await _named(frontend, "chatcmpl-5"))
             assert [frontend.abort([name]) for name in ("cmpl", "cmpl-a1", "mine", "other")] == [0, 2, 1, 1]
@@ -106,8 +107,8 @@ def test_requests_end_by_the_ids_that_clients_know() -> None:
     asyncio.run(play())
 
 
-async def _named(frontend: Frontend, name: str) -> Generation:
-    return await frontend.generate([5, 6], SamplingParams(max_tokens=2), request_id=name)
+async def _named(frontend: Frontend, name: str, answer: str = "") -> Generation:
+    return await frontend.generate([5, 6], SamplingParams(max_tokens=2), request_id=name, answer_id=answer)
 
 
 def test_the_paths_are_those_of_sglang_and_of_vllm() -> None:

@@ -20,6 +20,7 @@ from sglcore.schedule.request_errors import ContextError
 from sglcore.serving.replicas.engine_frontend import Frontend, names_of
 from sglcore.serving.replicas.ipc import Done, Embed, Embedded, Pause
 from sglcore.serving.replicas.prompt_generation import Generation
+from sglcore.serving.replicas.runs import start_runs
 from sglcore.serving.replicas.server_errors import InvalidRequest, Overloaded, ShuttingDown
 from tests.serving.staged_replicas import Stage, info, until
 
@@ -272,19 +273,33 @@ def test_all_samples_of_a_request_that_has_ended_make_room_for_others() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "caller", "names"),
+    ("name", "answer", "caller", "names"),
     [
-        ("chatcmpl-a1", "", {"chatcmpl-a1"}),
-        ("cmpl-a1-0", "", {"cmpl-a1-0", "cmpl-a1"}),
-        ("cmpl-a1-12", "mine", {"cmpl-a1-12", "cmpl-a1", "mine"}),
-        ("7", "mine", {"7", "mine"}),
+        ("chatcmpl-a1", "", "", {"chatcmpl-a1"}),
+        ("cmpl-a1-0", "cmpl-a1", "", {"cmpl-a1-0", "cmpl-a1"}),
+        ("cmpl-a1-12", "cmpl-a1", "mine", {"cmpl-a1-12", "cmpl-a1", "mine"}),
+        ("7", "", "mine", {"7", "mine"}),
+        ("job-7", "", "", {"job-7"}),
     ],
 )
 def test_a_prompt_is_known_by_its_own_id_by_that_of_its_answer_and_by_that_of_its_caller(
-    name: str, caller: str, names: set[str]
+    name: str, answer: str, caller: str, names: set[str]
 ) -> None:
-    generation: Any = SimpleNamespace(request_id=name, caller=caller)
+    generation: Any = SimpleNamespace(request_id=name, caller=caller, answer_id=answer)
     assert names_of(generation) == names
+
+
+def test_an_abort_ends_the_prompts_of_an_answer_and_no_request_with_a_longer_id() -> None:
+    async def play() -> None:
+        async with staged_frontend() as (frontend, stage):
+            await stage.ready_engine()
+            async with await start_runs(frontend, [[5], [6]], PARAMS, name="job"):
+                own = await frontend.generate([7], PARAMS, request_id="job-7")
+                assert frontend.abort(["job"]) == 2
+                assert [each.request_id for each in frontend.supervisor.generations] == ["job-7"]
+                own.abort()
+
+    asyncio.run(play())
 
 
 def test_a_frontend_that_stops_ends_the_process_that_checks_answers() -> None:

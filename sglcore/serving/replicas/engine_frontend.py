@@ -169,8 +169,10 @@ class Frontend:
         special: bool = True,
         progress: bool = False,
         request_id: str | None = None,
+        answer_id: str = "",
     ) -> Generation:
-        """Start a prompt. `special` adds the tokens that the checkpoint puts around text. Raises
+        """Start a prompt. `special` adds the tokens that the checkpoint puts around text.
+        `answer_id`: the id of the answer that it belongs to, with other prompts. Raises
         RequestError, TextError, NotReady, Overloaded, and InvalidRequest for an id that another
         request has; then nothing was started."""
         clock = self.metrics.clock()
@@ -187,7 +189,7 @@ class Frontend:
         processor.output.max_tokens = cut_tokens(params, len(ids), info.max_model_len)
         request = GenerateRequest(name, pack_ids(ids), pack_params(params), seed, progress)
         generation = Generation(request, processor, clock)
-        generation.caller = CALLER.get()
+        generation.caller, generation.answer_id = CALLER.get(), answer_id
         await self._admit(params.n)
         if self.supervisor.has(name):
             raise InvalidRequest(f"a request with the id {name[:60]!r} is in progress", remedy="give each its own id")
@@ -311,8 +313,7 @@ def names_of(generation: Generation) -> set[str]:
     """Return the ids by which a client knows a prompt: of its answer, which may have several
     prompts, and of its HTTP request.
     """
-    answer, _, place = generation.request_id.rpartition("-")
-    return {generation.request_id, generation.caller, answer if place.isdigit() else ""} - {""}
+    return {generation.request_id, generation.caller, generation.answer_id} - {""}
 
 
 def chat_template(server: ServerConfig) -> str | None:

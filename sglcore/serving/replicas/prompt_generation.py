@@ -34,6 +34,9 @@ class Generation:
         self.request_id = request.request_id
         self.caller = ""
         """The id of the HTTP request that it belongs to."""
+        self.answer_id = ""
+        """The id of the answer that it belongs to, with other prompts; empty: it is the only
+        one."""
         self.output: RequestOutput = processor.output
         self.prompt_tokens = len(processor.output.prompt_token_ids)
         self.is_closed = False

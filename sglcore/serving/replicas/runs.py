@@ -119,8 +119,9 @@ async def start_runs(
         generations: list[Generation] = []
         for place, prompt in enumerate(prompts):
             with blame(field if len(prompts) == 1 else f"{field}[{place}]"):
-                own = name if name is None or len(prompts) == 1 else f"{name}-{place}"
-                found = await frontend.generate(prompt, params, special=special, progress=progress, request_id=own)
+                own, answer = (name, "") if name is None or len(prompts) == 1 else (f"{name}-{place}", name)
+                ids = {"request_id": own, "answer_id": answer}
+                found = await frontend.generate(prompt, params, special=special, progress=progress, **ids)
             generations.append(await stack.enter_async_context(found))
             await asyncio.sleep(0)  # gives other tasks a turn between many prompts
         check = AnswerCheck(frontend.answer_checks, parts) if parts else None
