@@ -21,6 +21,8 @@ CASES = [
     ("gemma3_text", 1),  # after it,
     ("gemma3_text", 2),
     ("hunyuan_v1_dense", 2),  # and after the rotary embedding
+    ("phimoe", 2),  # with routers of the class's own, which give 64-bit ids
+    ("ernie4_5_moe", 2),
 ]
 
 

@@ -92,7 +92,7 @@ def _experts(module: Any, hidden: Tensor, ids: Tensor, weights: Tensor) -> Tenso
     if hidden.device.type == "meta":
         return torch.empty_like(hidden)
     if module.sglcore_moe is not None:
-        return module.sglcore_moe(hidden, weights.to(hidden.dtype), ids)
+        return module.sglcore_moe(hidden, weights.to(hidden.dtype), ids.int())
     total = torch.zeros_like(hidden)
     for expert in range(module.down_proj.shape[0]):
         chosen = ids == expert
