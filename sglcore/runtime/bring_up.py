@@ -44,7 +44,7 @@ from sglcore.runtime.overlap.micro_batch_bring_up import cut_terms, halves, seco
 from sglcore.runtime.overlap.micro_batches import Halves
 from sglcore.runtime.overlap.slices import Slices, SliceSteps
 from sglcore.runtime.overlap.slices_bring_up import Lane, lane, slice_ledger, slices
-from sglcore.runtime.parallel.rank_bring_up import for_ranks, groups, world
+from sglcore.runtime.parallel.rank_bring_up import groups, world
 from sglcore.runtime.pooling import EmbeddingSteps, Pooler
 from sglcore.runtime.registry_builders import (
     Compute,
@@ -270,14 +270,14 @@ def _extensions(
     rows = pools.token_to_kv
     entered: list[Entered] = [] if hisparse is None else [hisparse]
     entered += [rows] if isinstance(rows, RowPool) and rows.poisons_slots else []
-    found = Extensions(
+    return Extensions(
         state_pool=pools.states,
         window_table=None if pools.windows is None else pools.windows.table,
         entered=tuple(entered),
         # The runner of a draft has another attention.
         halves=halves if halves is not None and halves.backends[0] is attention else None,
+        ranks=groups,
     )
-    return found if groups is None else for_ranks(found, groups)
 
 
 def _cache_locations(kernels: KernelTable, pools: Pools, facts: Facts, ledger: DecisionLedger) -> Compute:
@@ -350,12 +350,10 @@ def worker(
     draft_runner: ModelRunner | None,
     slices: Slices | None = None,
     draft_heads: tuple[ModelRunner, ...] = (),
-    groups: Groups | None = None,
 ) -> TpModelWorker:
     """Return the worker to which the scheduler submits."""
     if speculation is not None:
-        is_agreed = groups is not None and groups.place.topology.dp > 1
-        given = draft_runner, pools.token_table, limits, facts, draft_heads, is_agreed
+        given = draft_runner, pools.token_table, limits, facts, draft_heads
         return make_speculative_worker(speculation, runner, *given)
     pooling, kinds = model.config.pooling, list[StepKind]()
     if pooling is not None:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 from numpy.typing import NDArray
 from torch import Tensor
@@ -64,6 +63,27 @@ class RunnerOptions:
     """The model reads the token history."""
 
 
+class Ranks(Protocol):
+    """The ranks that share a model, as far as a runner is concerned."""
+
+    @property
+    def has_shards(self) -> bool:
+        """Whether some ranks serve other requests than this one."""
+        ...
+
+    def make_sampler(self, *given: Any, **named: Any) -> Sampler:
+        """Return the sampler of this rank; the parameters are those of `Sampler`."""
+        ...
+
+    def reason_against_graphs(self, kind: str) -> str:
+        """Return why the ranks cannot replay steps as this kind of graph; empty if they can."""
+        ...
+
+    def close(self) -> None:
+        """Leave the communication groups. Idempotent."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Extensions:
     """What optional features add to a runner."""
@@ -76,10 +96,8 @@ class Extensions:
     """They are notified of slots that go to new requests."""
     halves: SplitForward | None = None
     """Runs batches that are split into two micro-batches."""
-    make_sampler: Callable[..., Sampler] = Sampler
-    """Makes the sampler; its parameters are those of `Sampler`."""
-    close: Callable[[], None] | None = None
-    """Called when the runner closes: leaves the communication groups."""
+    ranks: Ranks | None = None
+    """The ranks that share the model. None: this is the only one."""
 
 
 class ModelRunner:
@@ -227,5 +245,5 @@ class ModelRunner:
         """Free the graphs and leave the communication groups. Waits for the device."""
         if self.graphs is not None:
             self.graphs.close()
-        if self.extensions.close is not None:
-            self.extensions.close()
+        if self.extensions.ranks is not None:
+            self.extensions.ranks.close()

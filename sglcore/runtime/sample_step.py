@@ -17,7 +17,7 @@ from sglcore.runtime.token_table import TokenTable
 from sglcore.sampling.logprobs import logprobs_of
 from sglcore.sampling.params_batch import SamplingNeeds
 from sglcore.sampling.processors import PenaltyRows, PenaltyState, count_penalties, place_penalties
-from sglcore.sampling.sampler import SamplingState, place_state
+from sglcore.sampling.sampler import Sampler, SamplingState, place_state
 from sglcore.sampling.state import Logprobs, Masks, SampledTokens, place_changes
 from sglcore.step.emitting_rows import RowPlan
 from sglcore.step.sampling_arrays import NO_SAMPLING, BatchSampling, SamplingInputs, sampling_inputs, score_prompts
@@ -54,7 +54,9 @@ class SampleStep:
         self._table = token_table
         self._vocab_size = vocab_size
         kernels = runner.attn_backend.kernels
-        self.sampler = runner.extensions.make_sampler(
+        ranks = runner.extensions.ranks
+        make = Sampler if ranks is None else ranks.make_sampler
+        self.sampler = make(
             vocab_size, token_table.last.device, draw=kernels.draw, greedy=kernels.greedy, is_narrow=runner.is_narrow
         )
         self.known = _nothing(token_table.last.device)

@@ -4,8 +4,6 @@ library.
 
 from __future__ import annotations
 
-from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,7 +12,6 @@ from sglcore.config.engine_config import EngineConfig
 from sglcore.device.ledger import DecisionLedger
 from sglcore.device.package import DevicePackage
 from sglcore.device.topology import Place
-from sglcore.runtime.model_runner import Extensions
 from sglcore.runtime.speculative.speculation_choice import most_rows
 
 if TYPE_CHECKING:
@@ -55,10 +52,3 @@ def groups(
     make = choose_dispatcher(config, package, ledger)
     most = max(config.max_batch_tokens, config.max_requests * most_rows(config))
     return divided(world, place, package.communication, make, most)
-
-
-def for_ranks(extensions: Extensions, groups: Groups) -> Extensions:
-    """Return the extensions of a runner whose rank 0 decides what is sampled."""
-    from sglcore.runtime.parallel.rank_decided_sampling import SampledByOne
-
-    return replace(extensions, make_sampler=partial(SampledByOne, group=groups.attn_tp), close=groups.close)

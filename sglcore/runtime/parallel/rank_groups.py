@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from sglcore.device.topology import Communication, Place
 from sglcore.runtime.parallel.expert_dispatch import Dispatcher, MakeDispatcher
 from sglcore.runtime.parallel.process_group import AnyGroup, Group
 from sglcore.runtime.parallel.single_rank import Alone
+from sglcore.sampling.sampler import Sampler
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,10 +44,23 @@ class Groups:
         """True if each rank holds some experts whole, False if it holds a part of every expert."""
         return self.ep.size > 1
 
+    @property
+    def has_shards(self) -> bool:
+        """Whether some ranks serve other requests than this one (data parallelism)."""
+        return self.place.topology.dp > 1
+
+    def make_sampler(self, *given: Any, **named: Any) -> Sampler:
+        """Return a sampler whose draws rank 0 of `attn_tp` decides; the parameters are those of
+        `Sampler`.
+        """
+        from sglcore.runtime.parallel.rank_decided_sampling import SampledByOne
+
+        return SampledByOne(*given, group=self.attn_tp, **named)
+
     def reason_against_graphs(self, kind: str) -> str:
         """Return why the ranks cannot replay steps as this kind of graph; empty if they can."""
         backend = self.communication.backend
-        if self.place.topology.dp > 1:
+        if self.has_shards:
             return "data-parallel shards have different rows in each step, and do not agree on a graph"
         if self.has_experts_whole and not (self.dispatch.is_fixed and self.communication.in_graphs):
             return f"rows go to their experts over {backend}, and no {kind} graph can contain that"

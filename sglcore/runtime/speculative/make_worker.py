@@ -67,14 +67,14 @@ def make_speculative_worker(
     limits: Limits,
     facts: Facts,
     draft_heads: Sequence[ModelRunner] = (),
-    is_agreed: bool = False,
 ) -> SpeculativeWorker:
     """Return the worker that verifies draft tokens in its decode steps.
 
-    `is_agreed`: data-parallel shards agree on the number of draft tokens of each step.
     A step has decode rows or prefill rows, never both. If a forward needs host lengths, or the host
     proposes tokens, each step waits for the one before.
     """
+    # Data-parallel shards agree on the number of draft tokens of each step.
+    is_agreed = runner.extensions.ranks is not None and runner.extensions.ranks.has_shards
     has_model = DRAFT_KINDS[speculation.kind].has_model
     from_host = not has_model and lookup_steps(speculation.kind).from_host
     slots = limits.max_requests + 1

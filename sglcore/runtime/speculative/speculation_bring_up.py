@@ -161,7 +161,6 @@ def draft_heads(
     streams: Streams,
     speculation: Speculation | None,
     draft_runner: ModelRunner | None,
-    groups: Groups | None = None,
 ) -> tuple[ModelRunner, ...]:
     """Return a runner for each further layer of a draft with one token per layer.
 
@@ -177,7 +176,7 @@ def draft_heads(
         if draft_runner.graphs is not None:
             # The ledger rows of the first layer hold for all.
             unsaid, told = DecisionLedger(), partial(progress, "capturing graphs")
-            backend = make_backend(config, package, facts, streams, each.attn_backend, unsaid, groups)
+            backend = make_backend(config, package, facts, streams, each.attn_backend, unsaid, each.extensions.ranks)
             assert backend is not None
             widths = speculation.shape_of(speculation.draft).widths
             each.graphs = capture(config, facts, backend, each, unsaid, told, widths)
@@ -186,10 +185,7 @@ def draft_heads(
 
 
 def of_head(runner: ModelRunner, model: Model) -> ModelRunner:
-    """Return an eager runner of another model with the pools, attention and buffers of `runner`.
-
-    It does not close the communication groups, which belong to `runner`.
-    """
+    """Return an eager runner of another model with the pools, attention and buffers of `runner`."""
     return ModelRunner(
         model,
         runner.attn_backend,
@@ -197,7 +193,7 @@ def of_head(runner: ModelRunner, model: Model) -> ModelRunner:
         runner.prefill_registry,
         runner.token_table,
         replace(runner.options, reads_history=False),
-        Extensions(window_table=runner.extensions.window_table, make_sampler=runner.extensions.make_sampler),
+        Extensions(window_table=runner.extensions.window_table, ranks=runner.extensions.ranks),
         runner.streams,
     )
 
