@@ -47,9 +47,8 @@ def test_the_help_names_every_kind_and_those_that_draft_trees() -> None:
 
 @pytest.mark.parametrize("drafts", [1, 2, 3, 7])
 def test_a_forward_of_a_draft_has_rows_for_the_tokens_and_for_what_its_kind_adds(drafts: int) -> None:
-    rows = {name: most_rows(EngineConfig(speculative=name, draft_tokens=drafts)) for name in DRAFT_KINDS}
     beyond = max(drafts - 1, 1)
-    assert rows == {
+    wanted = {
         "ngram": drafts + 1,
         "suffix": drafts + 1,
         "eagle": drafts + 1,
@@ -59,6 +58,7 @@ def test_a_forward_of_a_draft_has_rows_for_the_tokens_and_for_what_its_kind_adds
         "dflash": drafts + 1 + beyond,
         "frozen-mtp": drafts + 1 + beyond,
     }
+    assert {name: most_rows(EngineConfig(speculative=name, draft_tokens=drafts)) for name in wanted} == wanted
 
 
 def test_a_start_that_finds_its_draft_has_room_for_every_kind() -> None:
