@@ -261,6 +261,17 @@ def test_marks_are_matched_whole_and_control_tokens_alone_are_left_out_of_texts(
     assert codec.special_ids == ({3} if kind is TokenType.CONTROL else set())
 
 
+@pytest.mark.parametrize(
+    ("pre", "expected"), [("llama-bpe", [3]), ("llama3", [3]), ("qwen2", [2, 0]), ("gpt-2", [2, 0])]
+)
+def test_by_the_rules_of_llama_3_a_word_that_is_a_token_needs_no_merges(
+    pre: str, expected: list[int], tmp_path: Path
+) -> None:
+    values = {**SMALL, "ggml.pre": pre, "ggml.tokens": ["a", "b", "ab", "aba"], "ggml.merges": ["a b"]}
+    codec = TextCodec(write(tmp_path / "m.gguf", values))
+    assert codec.encode("aba", special=False) == expected
+
+
 def test_a_template_gets_the_special_tokens_that_a_file_names(tmp_path: Path) -> None:
     kinds = {"bos": "a", "eos": "b", "unknown": "ab", "padding": "c"}
     named = {f"ggml.{name}_token_id": place for place, name in enumerate(kinds)}

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
+from fnmatch import fnmatch
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import pytest
 from sglcore.checkpoint.checkpoint_files import INDEX
 from sglcore.config.engine_config import EngineConfig
 from sglcore.device.errors import ConfigError
-from sglcore.engine.model_download import choose_gguf, commit_of, is_hub_name
+from sglcore.engine.model_download import Hub, choose_gguf, commit_of, is_hub_name
 from sglcore.engine.start import embedded_model
 from sglcore.serving.replicas.configs import with_whole_path
 from tests import warm
@@ -106,6 +107,29 @@ def test_only_what_the_engine_reads_is_fetched_and_then_the_cache_answers_withou
         assert [each[:2] for each in fetch(names, tmp_path, url, **offline)] == [
             each[:2] for each in (one, two, usual, named, pieces)
         ]
+
+
+@pytest.mark.parametrize("revision", [None, "main"])
+def test_all_files_are_of_the_commit_of_the_first_ones_while_others_are_pushed(
+    revision: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pushed = (f"{number:040x}" for number in range(9))
+
+    def download(repository: str, *, revision: str | None, allow_patterns: list[str], **_: Any) -> str:
+        commit = next(pushed) if revision in (None, "main") else revision
+        assert repository == "owner/pieces" and commit is not None
+        (tmp_path / commit).mkdir(exist_ok=True)
+        for name, data in REPOSITORIES["owner/pieces"].items():
+            if any(fnmatch(name, pattern) for pattern in allow_patterns):
+                (tmp_path / commit / name).write_bytes(data)
+        return str(tmp_path / commit)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    folder = Hub(lambda *_: None, revision).fetch("owner/pieces")
+    assert [each.name for each in tmp_path.iterdir()] == [folder.name]
+    assert {each.name for each in folder.iterdir()} == {
+        "config.json", "merges.txt", "model.safetensors", "tokenizer.model"
+    }  # fmt: skip
 
 
 def test_what_can_not_be_fetched_is_one_line_with_the_remedy(hub: HubServer, tmp_path: Path) -> None:

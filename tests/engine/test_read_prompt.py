@@ -14,6 +14,7 @@ from sglcore.engine.start import embedded_model
 from sglcore.engine.tokenizers.text_codec import TextError
 from sglcore.sampling.grammar_spec import Grammar, TokenRules
 from sglcore.sampling.params import SamplingParams
+from sglcore.schedule.request_errors import RequestError
 from tests.engine.test_ended_requests import ConstantWorker
 from tests.schedule.fake_worker import make_limits
 
@@ -85,4 +86,15 @@ def test_parts_of_a_schema_that_are_not_enforced_are_warned_of_where_the_request
     schema = json.dumps({"type": "array", "items": {"type": "string"}, "uniqueItems": True})
     with pytest.warns(UserWarning, match="not held to #/uniqueItems of its schema"):
         engine.add([1, 2], SamplingParams(grammar=Grammar("json_schema", schema)))
+    engine.close()
+
+
+@pytest.mark.parametrize("prompt", [[], [1] * 33])
+def test_a_refused_request_does_not_keep_its_name(prompt: list[int]) -> None:
+    engine = Engine(ConstantWorker(make_limits(max_model_len=32)), embedded_model())
+    for _ in range(2):
+        with pytest.raises(RequestError):
+            engine.add(prompt, SamplingParams(), "again")
+    assert not engine.has_work
+    assert engine.add([1, 2], SamplingParams(), "again").request_id == "again"
     engine.close()

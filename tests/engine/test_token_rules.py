@@ -13,7 +13,7 @@ from sglcore.engine.structured_output.grammar_llguidance import Llguidance
 from sglcore.engine.structured_output.grammar_vocabulary import Vocabulary
 from sglcore.engine.structured_output.token_rules import RuledTokens
 from sglcore.engine.tokenizers.text_codec import TextCodec
-from sglcore.sampling.grammar_spec import Grammar, GrammarError, TokenRules
+from sglcore.sampling.grammar_spec import Grammar, GrammarError, Thinking, TokenRules
 from sglcore.schedule.request import Matcher
 
 CODEC = TextCodec(Path(str(files("sglcore") / "assets" / "demo")))
@@ -121,4 +121,16 @@ def test_an_engine_lets_a_form_end_where_its_end_token_is_not_among_those_that_a
     matcher = grammars.compile(Grammar("regex", "fox"), None, rules).start()
     assert all(matcher.accept(token) for token in word) and allowed(matcher) == {EOS}
     assert allowed(grammars.compile(None, None, rules).start()) == set(word)
+    grammars.close()
+
+
+def test_after_reasoning_without_a_form_only_the_allowed_tokens_may_come() -> None:
+    grammars, _ = open_grammars("llguidance", VOCABULARY)
+    assert grammars is not None
+    mark = ids("</think>")
+    rules = TokenRules((*mark, *ids("fox")), ())
+    matcher = grammars.compile(None, Thinking("</think>", "</think>", may_stop=True), rules).start()
+    assert allowed(matcher) == set(rules.allowed)
+    assert all(matcher.accept(token) for token in mark)
+    assert allowed(matcher) == taken(matcher) == set(rules.allowed)
     grammars.close()
