@@ -123,3 +123,14 @@ def test_what_is_too_long_is_refused_by_its_first_tokens_and_what_may_fit_is_rea
         codec.encode_texts("short", text, limit=100)
     short = text[: 2 * (USUAL * 100 + LEAST_PIECE)]
     assert len(codec.encode(short, most=100)) > 100, "what is short is read, and counted exactly"
+
+
+@pytest.mark.parametrize("first", [1, 2, 5, 6])
+@pytest.mark.parametrize("second", [1, 2, 5, 6])
+def test_two_texts_are_cut_to_what_the_library_keeps_of_them(first: int, second: int) -> None:
+    codec = TextCodec(embedded_model())
+    oracle = Tokenizer.from_str(codec.tokenizer.to_str())
+    texts = ["a" + " fox" * (first - 1), "a" + " dog" * (second - 1)]
+    for most in range(4, 14):
+        oracle.enable_truncation(most, strategy="longest_first")
+        assert codec.encode_texts(texts[0], texts[1], most=most)[0] == oracle.encode(texts[0], texts[1]).ids, most

@@ -126,9 +126,9 @@ class TextCodec:
         parts = [self._encoded(text, special=False) for text in texts]
         lengths = [len(part.ids) for part in parts]
         shorter = min(lengths) if 2 * min(lengths) <= room else room // 2
-        for part, length in zip(parts, lengths, strict=True):
-            keeps = room if len(parts) == 1 else room - shorter if length == max(lengths) else shorter
-            part.truncate(keeps)
+        longer = 0 if lengths[0] > lengths[-1] else 1  # of equally long ones the second keeps the odd token
+        for place, part in enumerate(parts):
+            part.truncate(room if len(parts) == 1 else room - shorter if place == longer else shorter)
         return self.tokenizer.post_process(parts[0], parts[1] if len(parts) > 1 else None)
 
     def need_text(self, what: str, field: str | None = None) -> None:
