@@ -191,6 +191,36 @@ def test_two_turns_of_one_side_are_one(stage: Stage, client: anthropic.Anthropic
     ]
 
 
+def test_two_turns_of_the_model_are_one_with_all_that_it_thought_and_called(
+    stage: Stage, client: anthropic.Anthropic
+) -> None:
+    script = stage.speak(content("ok"))
+
+    def turn(*blocks: dict[str, Any]) -> dict[str, Any]:
+        return {"role": "assistant", "content": list(blocks)}
+
+    def thought(text: str) -> dict[str, Any]:
+        return {"type": "thinking", "thinking": text, "signature": ""}
+
+    def made(name: str) -> dict[str, Any]:
+        return {"type": "tool_use", "id": name, "name": "weather", "input": {}}
+
+    results = [{"type": "tool_result", "tool_use_id": name, "content": "rain"} for name in ("c1", "c2")]
+    said = {"type": "text", "text": "I look."}
+    turns: Any = [
+        USER,
+        turn(said),
+        turn(thought("Here "), made("c1")),
+        turn(thought("and there."), made("c2")),
+        {"role": "user", "content": results},
+    ]
+    client.messages.create(model=MODEL, max_tokens=5, tools=[TOOL], messages=turns)
+
+    joined = script.rendered[-1]["messages"][1]
+    assert (joined["reasoning_content"], joined["content"]) == ("Here and there.", "I look.")
+    assert [call["id"] for call in joined["tool_calls"]] == ["c1", "c2"]
+
+
 @pytest.mark.parametrize(("choice", "chat"), [("auto", "auto"), ("any", "required"), ("none", "none")])
 def test_choices_of_tools_have_their_counterparts(
     stage: Stage, client: anthropic.Anthropic, choice: Any, chat: str

@@ -119,6 +119,11 @@ class TestHosts:
         answer = answer_of(ServerConfig(), headers={"host": "localhost:1", "origin": "http://evil.example"})
         assert (answer.status, answer.error["code"]) == (403, "origin_not_allowed")
 
+    @pytest.mark.parametrize("origin", ["http://localhost:2", "http://localhost", "http://127.0.0.1:1"])
+    def test_a_page_of_another_server_on_this_machine_is_not_ours(self, origin: str) -> None:
+        answer = answer_of(ServerConfig(), headers={"host": "localhost:1", "origin": origin})
+        assert (answer.status, answer.error["code"]) == (403, "origin_not_allowed")
+
     @pytest.mark.parametrize("origin", ["null", "http://[", "http://a]b", "localhost:1"])
     def test_what_is_no_origin_is_no_page_of_ours(self, origin: str) -> None:
         assert answer_of(ServerConfig(), headers={"host": "localhost:1", "origin": origin}).status == 403

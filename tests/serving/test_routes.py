@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager, nullcontext
+from types import SimpleNamespace
 
 import pytest
 from fastapi import FastAPI, Request, Response
@@ -15,8 +16,10 @@ from starlette.types import Message
 
 from sglcore.config.server_config import ServerConfig
 from sglcore.serving.apis.answer import EVENTS, Stream, as_json, event
+from sglcore.serving.http import sse
 from sglcore.serving.http.connection import ANSWERING
 from sglcore.serving.http.routes import Routes
+from tests.serving import idle_clock
 from tests.serving.wrapped import wrapped
 
 
@@ -104,6 +107,33 @@ def test_a_stream_that_has_nothing_to_say_says_that_it_lives(fault: Exception | 
     assert heard[:2] == [b"begin", EVENTS.keep_alive]
     said = [each for each in heard[1:-1] if each != EVENTS.keep_alive]
     assert said == [event(0), event(1), *([] if fault is None else [event("it broke")])]
+
+
+def test_a_stream_that_speaks_in_time_sends_no_sign_that_it_lives(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The time counts from the last event, not from the beginning."""
+    heard: list[bytes] = []
+
+    async def events() -> AsyncGenerator[bytes, None]:
+        for number in range(8):
+            await asyncio.sleep(0.1)
+            yield event(number)
+        await asyncio.sleep(0.3)
+        yield event("late")
+
+    async def receive() -> Message:
+        raise AssertionError("a stream does not read")
+
+    async def send(message: Message) -> None:
+        if message["type"] == "http.response.body":
+            heard.append(message["body"])
+
+    async def play() -> None:
+        monkeypatch.setattr(sse, "time", SimpleNamespace(monotonic=asyncio.get_running_loop().time))
+        stream = Stream(events(), nullcontext(), lambda error: event(str(error)))
+        await sse.EventStream(stream, 0.2)({"type": "http"}, receive, send)
+
+    idle_clock.run(play(), 20.0)
+    assert heard == [*map(event, range(8)), EVENTS.keep_alive, event("late"), b""]
 
 
 def test_the_work_for_a_client_that_leaves_is_cancelled_and_counted() -> None:
