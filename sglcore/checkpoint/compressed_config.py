@@ -201,7 +201,7 @@ def _check(config: ModelConfig, net: CompressedConfig) -> None:
 
 def _wrong(config: ModelConfig, found: str, wanted: str, remedy: str = REMEDY) -> ConfigError:
     return ConfigError(
-        f"{config.path / 'config.json'} has {found}",
+        f"{config.file} has {found}",
         wanted=wanted,
         remedy=remedy or "add it, as the model's card has it",
     )

@@ -127,7 +127,7 @@ def _pattern(words: Mapping[str, Any], layers: int) -> list[str]:
 
 def _unfit(config: ModelConfig, name: str, value: object, wanted: str) -> ConfigError:
     return ConfigError(
-        f"{config.path / 'config.json'} has {name} = {value!r:.80}",
+        f"{config.file} has {name} = {value!r:.80}",
         wanted=wanted,
         remedy="try --model-impl transformers, or use another checkpoint",
     )

@@ -137,6 +137,11 @@ class ModelConfig:
     """The position of a request's first token."""
 
     @property
+    def file(self) -> Path:
+        """The file with this configuration, for errors: `config.json`, or the GGUF file."""
+        return described_in(self.path)
+
+    @property
     def attention_scaling(self) -> float:
         """Factor of attention scores."""
         own = self.options.get("attention_multiplier")
@@ -162,6 +167,11 @@ def read_config(path: str | Path, known: Collection[str] = (), task: str = "auto
         raise ConfigError(f"there is no model at {str(path)!r}", wanted="a checkpoint folder", remedy="check the path")
     raw = read_json(folder / "config.json", "this is not a checkpoint folder; point at the one with config.json")
     return config_of(folder, raw, known, task)
+
+
+def described_in(path: Path) -> Path:
+    """Return the file that describes the model of a checkpoint folder or of a GGUF file."""
+    return path if is_gguf(path) else path / "config.json"
 
 
 def config_of(folder: Path, raw: dict[str, Any], known: Collection[str] = (), task: str = "auto") -> ModelConfig:
@@ -214,9 +224,10 @@ def check_context(asked: int | None, config: ModelConfig) -> None:
 
 
 def _parse(folder: Path, architecture: str, raw: dict[str, Any], task: str) -> ModelConfig:
-    values = Words(folder / "config.json", _said(architecture, raw))
+    file = described_in(folder)
+    values = Words(file, _said(architecture, raw))
     values.update(renamed(architecture, values))
-    need = _Needed(values, folder / "config.json")
+    need = _Needed(values, file)
     heads, layers = need("num_attention_heads"), need("num_hidden_layers")
     max_positions = need("max_position_embeddings")
     rope, local_rope = _ropes(values, max_positions)
@@ -392,17 +403,15 @@ def _check(config: ModelConfig) -> None:
     _check_experts(config)
     found = f"{config.num_attention_heads} query heads for {config.num_key_value_heads} key-value heads"
     if config.num_key_value_heads < 1 or config.num_attention_heads % config.num_key_value_heads:
-        raise ConfigError(f"{config.path / 'config.json'} gives {found}", wanted="a multiple")
+        raise ConfigError(f"{config.file} gives {found}", wanted="a multiple")
     if config.head_dim < 1:
         raise ConfigError(
-            f"{config.path / 'config.json'} gives {config.hidden_size} elements to {config.num_attention_heads} heads",
+            f"{config.file} gives {config.hidden_size} elements to {config.num_attention_heads} heads",
             wanted="at least one element per head",
         )
     rotated = config.head_dim if config.rope.kind == PROPORTIONAL else int(config.head_dim * config.rope.partial)
     if rotated % 2:
-        raise ConfigError(
-            f"{config.path / 'config.json'} rotates {rotated} elements of a head", wanted="an even number"
-        )
+        raise ConfigError(f"{config.file} rotates {rotated} elements of a head", wanted="an even number")
     layers = config.num_hidden_layers
     each = {
         "layer_types": config.sliding_windows,
@@ -410,9 +419,7 @@ def _check(config: ModelConfig) -> None:
     }
     for name, found in each.items():
         if len(found) != layers:
-            raise ConfigError(
-                f"{config.path / 'config.json'} has {len(found)} {name}", wanted=f"{layers}, one for each layer"
-            )
+            raise ConfigError(f"{config.file} has {len(found)} {name}", wanted=f"{layers}, one for each layer")
 
 
 def _check_kinds(config: ModelConfig) -> None:
@@ -423,9 +430,7 @@ def _check_kinds(config: ModelConfig) -> None:
     known = ("attention", "full_attention", "sliding_attention", "linear_attention")
     unknown = [kind for kind in config.words.get("layer_types", ()) if kind.endswith("attention") and kind not in known]
     if unknown:
-        raise ConfigError(
-            f"{config.path / 'config.json'} has layers of {unknown[0]!r}", wanted=f"one of {', '.join(known)}"
-        )
+        raise ConfigError(f"{config.file} has layers of {unknown[0]!r}", wanted=f"one of {', '.join(known)}")
 
 
 def _check_experts(config: ModelConfig) -> None:
@@ -435,7 +440,7 @@ def _check_experts(config: ModelConfig) -> None:
     grouped = moe.num_experts // moe.num_groups * moe.top_groups
     if moe.num_experts % moe.num_groups or moe.top_groups > moe.num_groups or not 0 < moe.experts_per_token <= grouped:
         raise ConfigError(
-            f"{config.path / 'config.json'} has {moe.experts_per_token} experts per token, from {moe.top_groups} of "
+            f"{config.file} has {moe.experts_per_token} experts per token, from {moe.top_groups} of "
             f"{moe.num_groups} groups of {moe.num_experts} experts",
             wanted=(
                 "no more than exist: num_experts_per_tok, topk_group and n_group must fit together, defaults included"

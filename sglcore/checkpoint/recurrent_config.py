@@ -52,7 +52,7 @@ def delta_net_config(config: ModelConfig) -> DeltaNetConfig:
     )
     if found.value_heads % found.key_heads:
         raise ConfigError(
-            f"{config.path / 'config.json'} gives {found.value_heads} value heads for {found.key_heads} key heads",
+            f"{config.file} gives {found.value_heads} value heads for {found.key_heads} key heads",
             wanted="a multiple",
         )
     return found
@@ -99,7 +99,7 @@ def mamba2_config(config: ModelConfig) -> Mamba2Config:
     heads, groups = words.get("mamba_n_heads", 128), words.get("mamba_n_groups", 1)
     size, (dt_min, dt_max) = words.get("mamba_d_head", "auto"), words.get("time_step_limit") or (0.0, float("inf"))
     if heads % groups:
-        raise ConfigError(f"{config.path / 'config.json'} gives {heads} heads in {groups} groups", wanted="a multiple")
+        raise ConfigError(f"{config.file} gives {heads} heads in {groups} groups", wanted="a multiple")
     return Mamba2Config(
         heads=heads,
         head_dim=words.get("mamba_expand", 2) * config.hidden_size // heads if size == "auto" else size,
@@ -129,7 +129,7 @@ def layer_kinds(config: ModelConfig, known: Sequence[str] = (LINEAR, FULL)) -> t
     unknown = sorted(set(kinds) - set(known))
     if unknown or len(kinds) != layers:
         raise ConfigError(
-            f"{config.path / 'config.json'} has {len(kinds)} layer_types, {', '.join(unknown) or 'all known'}",
+            f"{config.file} has {len(kinds)} layer_types, {', '.join(unknown) or 'all known'}",
             wanted=f"{layers}, each {' or '.join(known)}",
         )
     return tuple(kinds)

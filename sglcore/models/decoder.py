@@ -247,8 +247,7 @@ class CausalLM(Architecture):
         unknown = {name: value for name, value in config.options.items() if name not in self.knows}
         for name, value in unknown.items():
             raise ConfigError(
-                f"{config.path / 'config.json'} has {name} = {value!r}, which is not supported for "
-                f"{config.architecture}",
+                f"{config.file} has {name} = {value!r}, which is not supported for {config.architecture}",
                 remedy="use another checkpoint",
             )
 
@@ -257,7 +256,7 @@ class CausalLM(Architecture):
         """The configuration of the experts. Raises `ConfigError` if the model has none."""
         if self.config.moe is None:
             raise ConfigError(
-                f"{self.config.path / 'config.json'} lacks the number of experts or their intermediate size",
+                f"{self.config.file} lacks the number of experts or their intermediate size",
                 wanted="both",
             )
         return self.config.moe

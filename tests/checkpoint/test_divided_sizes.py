@@ -6,9 +6,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from gguf import GGUFWriter
 
-from sglcore.checkpoint.model_config import ModelConfig, config_of
+from sglcore.checkpoint.model_config import ModelConfig, config_of, read_config
 from sglcore.checkpoint.parallel_sizes import check_topology, legal_tp
 from sglcore.checkpoint.tensor_parallel import MOST_WIDTH, Shard, check_divisible, constraints, legal_widths
 from sglcore.device.errors import ConfigError
@@ -245,3 +247,24 @@ def test_a_vocabulary_is_padded_to_equal_parts(rows: int, size: int, each: int) 
 )
 def test_key_heads_that_are_fewer_than_ranks_are_held_by_several(heads: int, size: int, wanted: list[Any]) -> None:
     assert [Shard(rank, size).kv_heads(heads) for rank in range(size)] == wanted
+
+
+def test_an_error_of_a_gguf_file_names_that_file(tmp_path: Path) -> None:
+    file = tmp_path / "model.gguf"
+    writer = GGUFWriter(file, "llama")
+    writer.add_context_length(64)
+    writer.add_embedding_length(16)
+    writer.add_block_count(1)
+    writer.add_head_count(4)
+    writer.add_head_count_kv(3)
+    writer.add_feed_forward_length(16)
+    writer.add_layer_norm_rms_eps(1e-6)
+    for name, rows in (("token_embd", 8), ("blk.0.attn_q", 16)):
+        writer.add_tensor(f"{name}.weight", np.zeros((rows, 16), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(ConfigError) as refused:
+        read_config(file)
+    assert str(refused.value).startswith(f"{file} gives 4 query heads for 3 key-value heads")

@@ -138,7 +138,7 @@ def _empty_model(build: Build) -> PreTrainedModel:
             model = build.config.library.model(dtype=build.dtype)
     except Exception as error:
         raise ConfigError(
-            f"{build.config.architecture} of transformers refuses {build.config.path / 'config.json'}: "
+            f"{build.config.architecture} of transformers refuses {build.config.file}: "
             f"{type(error).__name__}: {' '.join(str(error).split())}",
             remedy="download the checkpoint again, or use another model",
         ) from error

@@ -91,7 +91,7 @@ class DeepseekV2ForCausalLM(CausalLM):
         method = build.config.words.get("topk_method", "greedy")
         if method not in ("greedy", "group_limited_greedy"):
             raise ConfigError(
-                f"{build.config.path / 'config.json'} has topk_method = {method!r}",
+                f"{build.config.file} has topk_method = {method!r}",
                 wanted="'greedy' or 'group_limited_greedy'",
             )
         return build.group_limited_experts("mlp", self.moe)
