@@ -48,6 +48,10 @@ class NoModel:
         """Return zeros [N, 16]."""
         return self._logits[: hidden.shape[0]]
 
+    def embed_ids(self, ids: Tensor) -> Tensor:
+        """Return zeros [T, 8]."""
+        return self._hidden[: ids.shape[0]]
+
 
 class NoDraw(Sampler):
     """A sampler that returns token 5 for every request."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from sglcore.engine.outputs import Completion, RequestOutput, TextDelta
-from sglcore.engine.tokenizers.text_codec import IncrementalDetokenizer, TextCodec
+from sglcore.engine.tokenizers.detokenizer import IncrementalDetokenizer
+from sglcore.engine.tokenizers.text_codec import TextCodec
 from sglcore.sampling.params import SamplingParams
 from sglcore.schedule.request_output import EngineOutput, TokenLogprob
 

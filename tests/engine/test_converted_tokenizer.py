@@ -15,7 +15,8 @@ import sentencepiece
 from transformers import AutoTokenizer
 
 from sglcore.device.errors import ConfigError
-from sglcore.engine.tokenizers.text_codec import IncrementalDetokenizer, TextCodec
+from sglcore.engine.tokenizers.detokenizer import IncrementalDetokenizer
+from sglcore.engine.tokenizers.text_codec import TextCodec
 from tests.engine.test_gguf_tokenizer import TEXTS, random_texts
 
 SAMPLES = (

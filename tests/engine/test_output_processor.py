@@ -14,7 +14,8 @@ import pytest
 from sglcore.engine.output_processor import OutputProcessor
 from sglcore.engine.outputs import Completion, TextDelta
 from sglcore.engine.start import embedded_model
-from sglcore.engine.tokenizers.text_codec import IncrementalDetokenizer, TextCodec
+from sglcore.engine.tokenizers.detokenizer import IncrementalDetokenizer
+from sglcore.engine.tokenizers.text_codec import TextCodec
 from sglcore.sampling.params import SamplingParams
 from sglcore.schedule.request_output import EngineOutput, FinishReason, TokenLogprob
 

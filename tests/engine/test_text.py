@@ -15,14 +15,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from sglcore.engine.start import embedded_model
-from sglcore.engine.tokenizers.text_codec import (
-    LONG_TEXT,
-    UNKNOWN,
-    IncrementalDetokenizer,
-    TextCodec,
-    TextError,
-    eos_token_ids,
-)
+from sglcore.engine.tokenizers.detokenizer import UNKNOWN, IncrementalDetokenizer
+from sglcore.engine.tokenizers.text_codec import LONG_TEXT, TextCodec, TextError, eos_token_ids
 
 CODEC = TextCodec(embedded_model())
 

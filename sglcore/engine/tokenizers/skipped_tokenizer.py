@@ -14,7 +14,8 @@ from tokenizers.models import BPE
 
 from sglcore.device.errors import ConfigError
 from sglcore.engine.tokenizers.chat_template import ChatTemplate, Message, TextError
-from sglcore.engine.tokenizers.text_codec import EncodedPair, IncrementalDetokenizer, TextCodec
+from sglcore.engine.tokenizers.detokenizer import IncrementalDetokenizer
+from sglcore.engine.tokenizers.text_codec import EncodedPair, TextCodec
 from sglcore.sampling.params import SamplingParams
 
 SKIPPED = "no tokenizer is read (--skip-tokenizer)"
