@@ -54,6 +54,8 @@ def test_tensors_that_share_bytes_are_damage_and_empty_ones_are_not(tmp_path: Pa
         read_entries(written(tmp_path, 8, b=("F32", [1], 3, 7), a=("F32", [1], 0, 4)))
     file = written(tmp_path, 8, a=("F32", [1], 0, 4), none=("F32", [0], 4, 4), b=("F32", [1], 4, 8))
     assert [each.name for each in read_entries(file)] == ["a", "none", "b"]
+    file = written(tmp_path, 8, b=("F32", [1], 4, 8), a=("F32", [1], 0, 4), none=("F32", [0], 4, 4))
+    assert [each.name for each in read_entries(file)] == ["a", "none", "b"]
 
 
 def test_entries_are_those_of_the_library(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from sglcore.device.errors import CheckpointError, ConfigError, SglcoreError
 from sglcore.device.ledger import DecisionLedger
 from sglcore.models.architecture_registry import ARCHITECTURES
 from sglcore.models.implementation import choose_implementation
+from sglcore.models.weights import quantized_weight
 from sglcore.models.weights.gguf_blocks import KINDS, BlockWeight
 from sglcore.models.weights.quantized_weight import packable, rounded
 from tests.checkpoints import (
@@ -149,6 +150,17 @@ def test_a_file_has_the_log_probabilities_of_the_weights_it_means(name: str, tmp
         assert device.packed and ledger.rows[0].topic == "weights"
 
 
+@pytest.mark.parametrize("kind", ["F16", "Q8_0"])
+def test_matrices_are_read_in_pieces_and_heads_stay_whole(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pieces of two rows, fewer than a head has."""
+    monkeypatch.setattr(quantized_weight, "PIECE", 2 * SIZES["hidden_size"])
+    oracle = llama(**SIZES)
+    file = write(oracle, tmp_path / "m.gguf", "llama", lambda name: kind)
+    assert difference(load(file), oracle) < TOLERANCE
+
+
 def test_factors_of_the_frequencies_are_those_of_llama_3(tmp_path: Path) -> None:
     oracle = llama(**SIZES, **rope("llama3", **LLAMA3))
     plain = 1.0 / (10000.0 ** (torch.arange(0, 16, 2) / 16))
@@ -167,6 +179,15 @@ def test_a_mix_of_types_is_joined_and_groups_of_16_are_rounded_and_said(tmp_path
     assert sorted(weight.bits for weight in device.packed) == [4] * 5 + [8] * 4
     assert "4 weights rounded from groups of 16 to 8 bits in groups of 32" in ledger.rows[0].reason
     assert "1 weights dequantised, being outside linear layers" in ledger.rows[0].reason
+
+
+def test_an_output_layer_of_more_bits_than_asked_for_is_no_downgrade(tmp_path: Path) -> None:
+    file = write(llama(**SIZES), tmp_path / "m.gguf", "llama", lambda name: "Q8_0" if "lm_head" in name else "Q4_0")
+    device, ledger = Packs(quantize_linear=lambda weight, kind: weight), DecisionLedger()
+    load(file, kernels=device.table, quantize="int4", ledger=ledger)
+    assert [weight.bits for weight in device.packed] == [4] * 8 + [8]
+    (row,) = ledger.rows
+    assert not row.downgrade and "stay in" not in row.reason
 
 
 def test_the_metadata_is_the_configuration_of_the_same_checkpoint(tmp_path: Path) -> None:

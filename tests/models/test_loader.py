@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from sglcore.device.errors import CheckpointError, ConfigError
 from sglcore.device.facts import Facts
 from sglcore.device.ledger import DecisionLedger
 from sglcore.models.checkpoint import load_checkpoint
+from sglcore.models.weights.safetensors_file import read_into
 from sglcore.runtime.kernels.table import KernelTable
 from tests.checkpoints import llama, qwen3_moe, save
 from tests.models.steps import load
@@ -63,6 +65,22 @@ def test_weights_are_cast_and_need_no_gradient(folder) -> None:
     model = load(folder, dtype=torch.bfloat16)
     assert torch.equal(model.layers[0].self_attn.o_proj.weight, tensors[Q.replace("q_proj", "o_proj")].bfloat16())
     assert all(weight.dtype == torch.bfloat16 and not weight.requires_grad for weight in model.weights.parameters)
+
+
+class Drips(FileIO):
+    """A file that gives three bytes at a time, as systems may: Linux stops at 2 GiB."""
+
+    def readinto(self, buffer: Any, /) -> int:
+        return super().readinto(memoryview(buffer)[:3])
+
+
+def test_a_file_that_gives_fewer_bytes_than_asked_for_is_read_on(tmp_path) -> None:
+    (tmp_path / FILE).write_bytes(bytes(range(10)))
+    piece = torch.zeros(10, dtype=torch.uint8)
+    with Drips(tmp_path / FILE) as file:
+        assert read_into(file, piece) and piece.tolist() == [*range(10)]
+        file.seek(1)
+        assert not read_into(file, piece)
 
 
 def test_a_tied_head_is_the_embedding_whether_the_file_has_it_or_not(tmp_path) -> None:

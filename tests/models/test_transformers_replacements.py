@@ -540,7 +540,10 @@ def test_a_sum_that_waits_is_the_sum_to_every_other_operation() -> None:
         torch.testing.assert_close(torch.cat([made, made]), torch.cat([wanted, wanted]))
         torch.testing.assert_close(added(made + addend), wanted + given)
         assert made.shape == (1, 3, 8) and made.total is not None and made.total.data_ptr() == added(made).data_ptr()
+        torch.testing.assert_close(made.add(addend, alpha=3), wanted + 3 * given)
     assert type(addend * 2) is Tensor
+    for made in (residual.add(addend, alpha=3), torch.add(residual, addend, alpha=3)):
+        torch.testing.assert_close(made, residual + 3 * given)
 
 
 class Doubles:
