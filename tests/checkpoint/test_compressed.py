@@ -112,3 +112,26 @@ def test_what_does_not_fit_is_one_line(tmp_path: Path, given: dict[str, Any], sa
     with pytest.raises(ConfigError, match=re.escape(said)) as raised:
         read(tmp_path, given)
     assert "\n" not in str(raised.value) and str(tmp_path) in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {**SAVED, "index_head_dim": 8},
+        {**PUBLISHED, "qk_rope_head_dim": 32, "index_head_dim": 32},
+        {**PUBLISHED, "compress_rate_csa": 1},
+        {**SAVED, "o_groups": 128},
+    ],
+    ids=["an indexer that rotates all", "heads that rotate all", "blocks of one token", "groups of one element"],
+)
+def test_the_last_values_that_fit_are_taken(tmp_path: Path, given: dict[str, Any]) -> None:
+    found = read(tmp_path, given)
+    assert found.heads * found.head_dim % found.groups == 0
+    assert found.rope_dim <= min(found.index_dim, found.head_dim)
+
+
+def test_the_layer_that_predicts_one_more_token_has_a_window_and_learned_experts(tmp_path: Path) -> None:
+    whole = read(tmp_path, {**SAVED, "mlp_layer_types": ["hash_moe"] * 4})
+    found = whole.of_next_token
+    assert (found.compressions, found.is_hashed) == ((None,), (False,))
+    assert (found.window, found.main_rope) == (whole.window, whole.main_rope)

@@ -137,3 +137,12 @@ def test_layers_that_share_a_choice_are_those_of_transformers(
     latent = with_indexer(found, latent_config(found, {}), is_paired=True)
     assert list(latent.indexers) == wanted.indexer_types
     assert "".join(each[0].upper() for each in latent.indexers) == kinds
+
+
+@pytest.mark.parametrize("size", [16, 18])
+def test_an_indexer_head_may_be_rotated_whole(size: int, tmp_path: Path) -> None:
+    config = {**deepseek_v32().config.to_dict(), "architectures": ["DeepseekV32ForCausalLM"], "index_head_dim": size}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    found = read_config(tmp_path)
+    latent = with_indexer(found, latent_config(found, {}), is_paired=False)
+    assert (latent.index_dim, latent.rope_dim, latent.is_paired) == (size, 16, False)
