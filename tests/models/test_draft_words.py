@@ -150,7 +150,7 @@ def layer(place: int, window: int | None = None, **changes: Any) -> Any:
 
 def frozen(groups: int, most: int, stored: int, *layers: Any, ordered: bool = True) -> dict[str, Any]:
     words = {"use_ordered_embeddings": ordered, "num_centroids": groups, "centroid_intermediate_top_k": most}
-    shapes = {f"model.layers.{place}.self_attn.q_norm.weight": (12,) for place in range(2)}
+    shapes: dict[str, tuple[int, ...]] = {f"model.layers.{at}.self_attn.q_norm.weight": (12,) for at in range(2)}
     shapes["masked_embedding.centroids.weight"] = (stored, WIDTH)
     return frozen_words(read(backbone_hidden_size=WIDTH, **words), shapes, target(*layers))
 

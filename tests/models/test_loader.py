@@ -19,6 +19,8 @@ from sglcore.device.facts import Facts
 from sglcore.device.ledger import DecisionLedger
 from sglcore.models.checkpoint import load_checkpoint
 from sglcore.models.weights.safetensors_file import read_into
+from sglcore.models.weights.weight_packing import check_bounds
+from sglcore.models.weights.weight_sources import some
 from sglcore.runtime.kernels.table import KernelTable
 from tests.checkpoints import llama, qwen3_moe, save
 from tests.models.steps import load
@@ -146,6 +148,26 @@ def test_many_missing_tensors_are_counted_not_listed(folder) -> None:
     (folder / "config.json").write_text((folder / "config.json").read_text().replace('layers": 2', 'layers": 9'))
     with pytest.raises(CheckpointError, match=r"and \d+ more not in the checkpoint"):
         load(folder)
+
+
+@pytest.mark.parametrize("count", [1, 2, 8, 9, 12])
+def test_every_name_is_listed_or_counted(count: int) -> None:
+    text = some([f"tensor {each}" for each in range(count)])
+    listed, _, more = text.partition(" and ")
+    assert len(listed.split(", ")) + int(more.removesuffix(" more") or 0) == count
+    assert more != "0 more" and listed.startswith("'tensor 0'")
+    assert some(["a", "b"], 2) == "'a', 'b'" and some(["a", "b", "c"], 2) == "'a', 'b' and 1 more"
+
+
+@pytest.mark.parametrize(
+    ("numbers", "found"), [([0, 4], None), ([4, 0, 5], "from 0 to 5"), ([-1, 2], "from -1 to 2"), ([0], None)]
+)
+def test_ids_are_all_from_zero_to_below_their_bound(numbers: list[int], found: str | None) -> None:
+    if found is None:
+        check_bounds("d2t", torch.tensor(numbers), 5)
+        return
+    with pytest.raises(CheckpointError, match=f"d2t has numbers {found}; wanted 0 to 4"):
+        check_bounds("d2t", torch.tensor(numbers), 5)
 
 
 @pytest.mark.parametrize("size", [0, 5, 100, -1000])

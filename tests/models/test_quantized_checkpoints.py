@@ -17,7 +17,7 @@ from torch import Tensor
 from sglcore.device.errors import CheckpointError
 from sglcore.device.ledger import DecisionLedger
 from sglcore.runtime.kernels.reference_kernels import QuantizedCodes
-from tests.checkpoints import oracle_logprobs
+from tests.checkpoints import llama, oracle_logprobs, save
 from tests.models.quantized_checkpoints import CASES, FILE, Packs, Random, configure, integers, make
 from tests.models.steps import Steps, load
 
@@ -139,6 +139,25 @@ def test_zero_biases_that_gptq_tools_write_are_left_and_others_are_errors(tmp_pa
     save_file({**tensors, bias: torch.ones(64)}, tmp_path / FILE)
     with pytest.raises(CheckpointError, match=f"has '{bias}', which this architecture does not use"):
         load(tmp_path)
+
+
+def test_zero_biases_of_other_tools_are_errors(tmp_path: Path) -> None:
+    make(CASES["packed-groups"], tmp_path)
+    bias = "model.layers.0.self_attn.q_proj.bias"
+    save_file({**load_file(tmp_path / FILE), bias: torch.zeros(64)}, tmp_path / FILE)
+    with pytest.raises(CheckpointError, match=f"has '{bias}', which this architecture does not use"):
+        load(tmp_path)
+
+
+def test_scales_of_activations_are_left_in_a_quantised_checkpoint_alone(tmp_path: Path) -> None:
+    names = [f"model.layers.0.self_attn.{each}_scale" for each in ("k", "v", "q", "kv", "output")]
+    make(CASES["packed-groups"], tmp_path / "quantised")
+    save(llama(), tmp_path / "plain")
+    for folder in (tmp_path / "quantised", tmp_path / "plain"):
+        save_file({**load_file(folder / FILE), **{name: torch.ones(1) for name in names}}, folder / FILE)
+    load(tmp_path / "quantised")
+    with pytest.raises(CheckpointError, match="'model.layers.0.self_attn.kv_scale'.*does not use"):
+        load(tmp_path / "plain")
 
 
 PROJECTION = "model.layers.1.self_attn.o_proj."

@@ -144,7 +144,8 @@ def test_experts_stay_plain_which_is_less_than_was_asked_for(tmp_path: Path) -> 
     load(folder, kernels=device.table, quantize="int4", ledger=ledger)
     (row,) = ledger.rows
     experts = sum(".experts." in name for name in load_file(folder / "model.safetensors"))
-    assert row.downgrade and row.reason.endswith(f"; {experts} expert weights stay plain") and row.remedy
+    assert row.downgrade and row.reason.endswith(f"; {experts} expert weights stay plain")
+    assert row.remedy == "leave --quantize out, or use a model without experts"
     with pytest.raises(StrictError, match="expert weights stay plain"):
         load(folder, kernels=device.table, quantize="int4", ledger=DecisionLedger(strict=True))
     plain = DecisionLedger()
@@ -185,6 +186,8 @@ def test_codes_that_are_wider_than_asked_for_are_a_downgrade(tmp_path: Path) -> 
         rows += ledger.rows
     assert [row.downgrade for row in rows] == [True, False, False]
     assert rows[0].reason.endswith(f"; {LAYERS} linear layers stay in 8 bits")
+    assert rows[0].remedy == "use the plain version of this model, or leave --quantize out"
+    assert ["the checkpoint's own codes are kept" in row.reason for row in rows] == [True, True, False]
 
 
 def test_weights_that_are_rounded_are_not_called_dequantised(tmp_path: Path) -> None:
