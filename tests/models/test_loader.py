@@ -93,9 +93,10 @@ def test_a_tied_head_is_the_embedding_whether_the_file_has_it_or_not(tmp_path) -
     assert torch.equal(load(folder).weights.head.weight, model.weights.head.weight)
 
 
-def test_progress_reaches_the_total(folder) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_progress_reaches_the_total(folder, dtype: torch.dtype) -> None:
     seen: list[tuple[int, int]] = []
-    load(folder, progress=lambda done, total: seen.append((done, total)))
+    load(folder, dtype=dtype, progress=lambda done, total: seen.append((done, total)))
     assert [done for done, _ in seen] == sorted({done for done, _ in seen})
     assert seen[-1][0] == seen[-1][1] == sum(t.nbytes for t in load_file(folder / FILE).values())
 
