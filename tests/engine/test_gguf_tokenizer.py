@@ -173,6 +173,20 @@ def test_a_run_of_characters_without_bytes_is_one_unknown_token(tmp_path: Path) 
     assert TextCodec(file).encode("xxayyyabz", special=False) == [0, 1, 0, 3, 0]
 
 
+def test_unknown_characters_become_the_token_that_the_file_names(tmp_path: Path) -> None:
+    tokens, scores = ["a", "b", "ab", "<?>"], [-1.0, -2.0, 0.0, 0.0]
+    values = {"ggml.model": "llama", "ggml.tokens": tokens, "ggml.scores": scores, "ggml.add_space_prefix": False}
+    file = write(tmp_path / "m.gguf", {**values, "ggml.unknown_token_id": 3})
+    assert TextCodec(file).encode("xab", special=False) == [3, 2]
+
+
+@pytest.mark.parametrize("kind", [TokenType.USER_DEFINED, TokenType.CONTROL])
+def test_marks_are_found_in_the_text_as_it_was_given(kind: TokenType, tmp_path: Path) -> None:
+    values = {"ggml.model": "llama", "ggml.tokens": ["x", "\u2581", "a b"], "ggml.scores": [0.0] * 3}
+    codec = TextCodec(write(tmp_path / "m.gguf", {**values, "ggml.token_type": [1, 1, int(kind)]}))
+    assert codec.encode("xa b", special=False) == [1, 0, 2]
+
+
 @pytest.mark.parametrize(
     ("values", "text"),
     [
@@ -272,6 +286,19 @@ def test_by_the_rules_of_llama_3_a_word_that_is_a_token_needs_no_merges(
     assert codec.encode("aba", special=False) == expected
 
 
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+@pytest.mark.parametrize("bos", [True, False])
+@pytest.mark.parametrize("eos", [True, False])
+def test_a_prompt_stands_between_the_ends_that_the_file_asks_for(
+    kind: str, bos: bool, eos: bool, tmp_path: Path
+) -> None:
+    own: dict[str, Any] = SMALL if kind == "gpt2" else {**PIECES, "ggml.scores": [0.0] * 5}
+    ends = {"ggml.bos_token_id": 3, "ggml.eos_token_id": 4, "ggml.add_bos_token": bos, "ggml.add_eos_token": eos}
+    values = {**own, **ends, "ggml.tokens": ["a", "b", "ab", "<s>", "</s>"], "ggml.add_space_prefix": False}
+    ids = TextCodec(write(tmp_path / "m.gguf", values)).encode("ab")
+    assert ids == [*([3] if bos else []), 2, *([4] if eos else [])]
+
+
 def test_a_template_gets_the_special_tokens_that_a_file_names(tmp_path: Path) -> None:
     kinds = {"bos": "a", "eos": "b", "unknown": "ab", "padding": "c"}
     named = {f"ggml.{name}_token_id": place for place, name in enumerate(kinds)}
@@ -286,4 +313,6 @@ def test_several_templates_keep_their_names(tmp_path: Path) -> None:
     named = {"chat_template": "one", "chat_template.tool_use": "two", "chat_templates": ["tool_use"]}
     codec = TextCodec(write(tmp_path / "m.gguf", {**base, **named}))
     assert codec.template.source() == "one" and codec.template.source(tools=True) == "two"
+    codec = TextCodec(write(tmp_path / "n.gguf", {**base, **named, "chat_templates": ["rag", "tool_use"]}))
+    assert codec.template.sources == {"default": "one", "tool_use": "two"}
     assert gguf.Keys.Tokenizer.CHAT_TEMPLATE == "tokenizer.chat_template"

@@ -199,6 +199,7 @@ def test_the_end_tokens_of_the_generation_config_win(tmp_path: Path) -> None:
 
     assert ends({"eos_token_id": 2}) == {2}
     assert ends({"eos_token_id": 2}, {"eos_token_id": [5, 6], "pad_token_id": 0}) == {5, 6}
+    assert ends({"eos_token_id": 2}, {"eos_token_id": 0}) == {0}
     assert ends({"eos_token_id": None}, {}) == frozenset()
 
 

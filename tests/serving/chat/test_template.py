@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +97,9 @@ def test_what_templates_use_is_there() -> None:
         ("{{ '{:999999999}'.format(1) }}", "100000"),
         ("{{ '{:{}}'.format(1, 999999999) }}", "100000"),
         ("{{ '%999999999d' | format(1) }}", "100000"),
+        ("{{ '%*d' % (999999999, 1) }}", "100000"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "RecursionError"),
+        ("{% for a in [1] recursive %}{{ loop(range(30000)) if loop.depth0 == 0 }}{% endfor %}", str(BOUNDS.steps)),
         ("{{ 9 ** (9 ** 9) }}", "4096"),
         ("{% set n = namespace(i=9) %}{% for a in range(60) %}{% set n.i = n.i * n.i %}{% endfor %}", "4096"),
     ],
@@ -129,6 +133,33 @@ def test_numbers_are_as_long_as_the_limit_and_no_longer(source: str, most: int) 
         render(source.replace("N", str(most + 1)))
 
 
+@pytest.mark.parametrize(
+    ("source", "limit", "needed"),
+    [
+        ("{% for item in given %}{% endfor %}", "steps", 51),
+        ("{{ given }}", "made", 50),
+        ("{% for item in given %}x{% endfor %}", "output", 50),
+    ],
+)
+def test_work_as_large_as_a_bound_is_done_and_no_larger(source: str, limit: str, needed: int) -> None:
+    def done(most: int) -> str:
+        template = ChatTemplate({"default": source}, {}, replace(BOUNDS, **{limit: most}))
+        return template.render(TALK, variables={"given": "x" * 50})
+
+    assert done(needed) in ("", "x" * 50)
+    with pytest.raises(TextError, match=f"more than {needed - 1} "):
+        done(needed - 1)
+
+
+@pytest.mark.parametrize(
+    "form", ["", "ensure_ascii=true", "separators=(',', ':')", "sort_keys=true", "indent=3, separators=('; ', '=')"]
+)
+def test_json_has_the_form_that_transformers_gives_it(form: str) -> None:
+    source = "{{ {'b': 'é<&>', 'a': [1, none]} | tojson(FORM) }}".replace("FORM", form)
+    expected, _ = render_jinja_template([TALK], chat_template=source)
+    assert render(source) == expected[0]
+
+
 def test_json_is_indented_by_a_few_blanks_at_most() -> None:
     found = [render("{{ [1] | tojson(indent=N) }}".replace("N", str(blanks))) for blanks in (0, 4, 10**9)]
     assert found == ["[\n1\n]", "[\n    1\n]", f"[\n{' ' * 16}1\n]"]
@@ -160,13 +191,35 @@ def test_a_template_can_not_leave_the_sandbox_and_its_errors_are_the_callers(sou
 
 
 def test_callers_can_not_replace_the_messages_or_the_template() -> None:
-    for name in ("messages", "tools", "chat_template", "raise_exception", "add_generation_prompt"):
-        with pytest.raises(TextError, match=name):
+    names = (
+        "messages",
+        "tools",
+        "chat_template",
+        "raise_exception",
+        "add_generation_prompt",
+        "strftime_now",
+        "tokenize",
+    )
+    for name in names:
+        with pytest.raises(TextError, match=name) as error:
             render("{{ messages }}", **{name: "x"})
+        assert error.value.field == "chat_template_kwargs"
 
 
-def test_a_rendering_leaves_no_count_behind() -> None:
-    template = ChatTemplate({"default": "{% for a in range(15000) %}{% endfor %}."}, {}, BOUNDS)
+def test_a_function_that_makes_filler_text_is_not_there() -> None:
+    assert render("{{ lipsum is defined }}") == "False"
+
+
+def test_another_template_replaces_the_one_for_tools_too() -> None:
+    template = ChatTemplate({"default": "D", "tool_use": "T"}, {}).replaced("other")
+    assert template.render(TALK) == template.render(TALK, tools=[{}]) == "other"
+
+
+@pytest.mark.parametrize(
+    "work", ["{% for a in range(15000) %}{% endfor %}", "{% set s = 'x' * 60000 ~ 'y' * 60000 %}" * 2]
+)
+def test_a_rendering_leaves_no_count_behind(work: str) -> None:
+    template = ChatTemplate({"default": f"{work}."}, {}, BOUNDS)
     assert [template.render(TALK) for _ in range(4)] == ["."] * 4
 
 
