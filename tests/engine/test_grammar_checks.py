@@ -220,6 +220,7 @@ def test_what_took_long_to_check_is_compiled_where_it_holds_up_only_its_like(sec
         ("(ab){3}c{2,}d{0,9}", 8),
         ("a*b+c?", 1),
         ("a*?b+?c??d{2}?", 3),
+        ("((x{100}?){100}?){100}?", 10**6),
         ("^(a|bcd)$|ef", 3),
         (r"\d{3}-[a-z{9}\]]{4}", 8),
         ("[]{7}]{2}", 2),

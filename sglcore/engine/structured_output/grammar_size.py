@@ -56,7 +56,8 @@ def written_out(pattern: str) -> int:
         elif letter not in "^$+":
             end = _atom_end(pattern, place)
             total, last = total + 1, 1
-        place = end
+        is_lazy = (count is not None or letter in "*+?") and pattern.startswith("?", end)
+        place = end + is_lazy
     return max(longest, total)
 
 
