@@ -105,7 +105,7 @@ def test_what_templates_use_is_there() -> None:
     ],
 )
 def test_a_template_that_does_too_much_is_stopped_with_the_number(source: str, said: str) -> None:
-    with pytest.raises(TextError, match=said):
+    with pytest.raises(TextError, match=rf"\b{said}\b"):
         ChatTemplate({"default": source}, {}, BOUNDS).render(TALK)
 
 
