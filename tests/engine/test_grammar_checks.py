@@ -196,6 +196,27 @@ def test_a_refusal_for_now_is_not_kept_and_one_for_good_is() -> None:
     assert checks.is_closed
 
 
+def test_a_refusal_that_many_callers_get_keeps_the_frames_of_the_last_one_alone() -> None:
+    grammars = Grammars(Fake(lambda grammar: Startable()), Told(Verdict(1, error=("no", "another", ""))))
+    compiling, depths = grammars.compile(Grammar("regex", "a")), list[int]()
+    for _ in range(3):
+        with pytest.raises(GrammarError) as error:
+            compiling.start()
+        depths.append(len(error.traceback))
+    assert len(set(depths)) == 1
+    grammars.close()
+
+
+@pytest.mark.parametrize("seconds, is_free", [(0.1, True), (2.0, False)])
+def test_of_grammars_that_were_checked_quickly_two_are_compiled_at_once(seconds: float, is_free: bool) -> None:
+    blocked = Held()
+    grammars = Grammars(Fake(blocked.compile), Told(*(Verdict(number, seconds=seconds) for number in range(2))))
+    grammars.compile(Grammar("regex", "held"))
+    assert grammars.compile(Grammar("regex", "next")).wait(PATIENCE if is_free else 0.05) is is_free
+    blocked.go.set()
+    grammars.close()
+
+
 @pytest.mark.parametrize("seconds, others", [(0.1, 0), (2.0, 2)])
 def test_what_took_long_to_check_is_compiled_where_it_holds_up_only_its_like(seconds: float, others: int) -> None:
     blocked = Held()
