@@ -157,12 +157,16 @@ class ModelRunner:
         for table in self._tables:
             changes.update(table.changes(batch))
         if changes:
-            arrays = arrays or StagedArrays()
+            arrays = StagedArrays() if arrays is None else arrays
             arrays.add(**changes)
+        size = batch.batch_size * width
+        if arrays or width:
+            registry.ensure(size or batch.batch_size, size or batch.num_tokens)
         if arrays:
-            registry.ensure(batch.batch_size * max(width, 1), batch.num_tokens * max(width, 1))
             arrays.pack(registry.block, self.staging_ring)
-        staged = self._rows(batch, registry, width, bool(arrays)) if width else ForwardBatch.init_new(batch, registry)
+        if width and arrays:
+            registry.commit()
+        staged = _wide(batch, registry, width) if width else ForwardBatch.init_new(batch, registry)
         if arrays:
             arrays.arrive(registry.block)
             for table in self._tables:
@@ -174,17 +178,6 @@ class ModelRunner:
         else:
             self.token_table.resolve_future(staged.input_ids)
         return staged
-
-    def _rows(self, batch: ScheduleBatch, registry: BufferRegistry, width: int, has_arrays: bool) -> ForwardBatch:
-        """Return a decode batch with `width` rows per request, and copy packed arrays."""
-        size = batch.batch_size * width
-        registry.ensure(size, size)
-        if has_arrays:
-            registry.commit()
-        rows = registry.view(size, size, extend=False)
-        rows.forward_mode, rows.width, rows.seq_lens_cpu = batch.forward_mode, width, most_lens(batch, width)
-        rows.step_plan = batch.step_plan
-        return rows
 
     def forward(self, batch: ForwardBatch) -> tuple[Tensor, str]:
         """Return hidden states [T, hidden] and the path that ran.
@@ -247,3 +240,12 @@ class ModelRunner:
             self.graphs.close()
         if self.extensions.ranks is not None:
             self.extensions.ranks.close()
+
+
+def _wide(batch: ScheduleBatch, registry: BufferRegistry, width: int) -> ForwardBatch:
+    """Return the view of a decode batch with `width` rows per request; the buffers have room."""
+    size = batch.batch_size * width
+    rows = registry.view(size, size, extend=False)
+    rows.forward_mode, rows.width, rows.seq_lens_cpu = batch.forward_mode, width, most_lens(batch, width)
+    rows.step_plan = batch.step_plan
+    return rows

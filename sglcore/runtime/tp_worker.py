@@ -172,8 +172,7 @@ class TpModelWorker:
         """Return the staged batch, hidden [0, H], and the empty output."""
         staged = self.runner.init_batch(batch)
         hidden, path = self.runner.forward(staged)
-        ids, bad = (torch.zeros(0, dtype=dtype, device=hidden.device) for dtype in (torch.int32, torch.bool))
-        return staged, hidden, StepOutput(plan_rows(batch), path, SampledTokens(ids, bad))
+        return staged, hidden, StepOutput(plan_rows(batch), path, no_tokens(hidden.device))
 
     def issue(
         self,
@@ -184,7 +183,7 @@ class TpModelWorker:
         readback: Arriving | None = None,
         is_counted: bool = True,
     ) -> Ticket:
-        """Return the ticket of a step whose work is queued. Does not wait.
+        """Return the ticket of a queued step. Does not wait.
 
         `readback`: the results on their way; None: start their copy to the host. `is_counted`
         False: it is not one of the RING tickets that may be uncollected.
@@ -217,6 +216,12 @@ class TpModelWorker:
             self.runner.close()
             self._streams.close()
             del self.runner, self.sampling, self.kinds
+
+
+def no_tokens(device: torch.device) -> SampledTokens[Tensor]:
+    """Return the tokens of a step that samples none."""
+    ids, bad = (torch.zeros(0, dtype=dtype, device=device) for dtype in (torch.int32, torch.bool))
+    return SampledTokens(ids, bad)
 
 
 def _prompt_embeds(batch: ScheduleBatch) -> dict[str, NDArray]:

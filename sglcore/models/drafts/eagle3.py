@@ -173,8 +173,8 @@ def aux_layers_of(config: ModelConfig, shapes: Shapes, layers: int, width: int) 
     eagle = config.words.get("eagle_config", {})
     if not eagle.get("use_aux_hidden_state", True):
         return ()
-    ids, behind = eagle.get(AUX_IDS, config.words.get(AUX_IDS)), 0 if LIBRARY_KIND in config.words else 1
-    found = [2, layers // 2, layers - 3] if ids is None else [each + behind for each in ids]
+    ids, offset = eagle.get(AUX_IDS, config.words.get(AUX_IDS)), 0 if LIBRARY_KIND in config.words else 1
+    found = [2, layers // 2, layers - 3] if ids is None else [each + offset for each in ids]
     if not found or found != sorted(found) or found[0] < 0 or found[-1] > layers:
         unfit(config.path, AUX_IDS, ids, f"ascending numbers of the model's {layers} layers")
     inputs = shapes.get("fc.weight", (0, 0))[1]

@@ -28,8 +28,7 @@ from sglcore.runtime.forward_context import forward_context
 from sglcore.runtime.model_runner import ModelRunner
 from sglcore.runtime.staging import StagedArrays
 from sglcore.runtime.streams import Streams, entered
-from sglcore.runtime.tp_worker import TpModelWorker
-from sglcore.sampling.state import SampledTokens
+from sglcore.runtime.tp_worker import TpModelWorker, no_tokens
 from sglcore.step.compute_shares import share
 from sglcore.step.emitting_rows import RowPlan, plan_rows
 from sglcore.step.sampling_arrays import SamplingInputs
@@ -211,8 +210,8 @@ class SliceSteps:
         prompt, hidden = self.slices.run(first, last)
         path = f"layers {first} to {last}"
         if hidden is None:
-            silent = batch, prompt.staged, prompt.arrays, _silent(prompt, path)
-            return worker.issue(*silent, self.slices.end(), is_counted=False)
+            silent = StepOutput(RowPlan.silent(), path, no_tokens(prompt.staged.input_ids.device))
+            return worker.issue(batch, prompt.staged, prompt.arrays, silent, self.slices.end(), is_counted=False)
         arrived = {} if prompt.arrays is None else prompt.arrays.arrived
         if states is not None:
             states.copy_out(arrived)
@@ -225,10 +224,3 @@ class SliceSteps:
         inputs = worker.sampling.inputs(batch, rows)
         staged, arrays = worker.stage(batch, inputs)
         self.slices.open(batch, rows, staged, arrays, inputs)
-
-
-def _silent(prompt: OpenPrompt, path: str) -> StepOutput[Tensor]:
-    """Return the output of a slice that samples nothing."""
-    device = prompt.staged.input_ids.device
-    ids, bad = (torch.zeros(0, dtype=dtype, device=device) for dtype in (torch.int32, torch.bool))
-    return StepOutput(RowPlan.silent(), path, SampledTokens(ids, bad))

@@ -50,7 +50,7 @@ class Groups:
         return self.place.topology.dp > 1
 
     def make_sampler(self, *given: Any, **named: Any) -> Sampler:
-        """Return a sampler whose draws rank 0 of `attn_tp` decides; the parameters are those of
+        """Return a sampler; rank 0 of `attn_tp` decides what it draws. The parameters are those of
         `Sampler`.
         """
         from sglcore.runtime.parallel.rank_decided_sampling import SampledByOne

@@ -64,7 +64,7 @@ def take_in(query, keys, values, seen, scale, best, total, mean, SOFTCAP: tl.con
 def merge_parts(parts, weights, out, row, most, count, DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr):
     """Store the mean of a row's `count` results by their log2 weights; rows have `most` places.
 
-    Results whose weight is -inf are not read.
+    Results with the weight -inf are not read.
     """
     split, column = tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_D)
     weight = tl.load(weights + row * most + split, mask=split < count, other=float("-inf"))
