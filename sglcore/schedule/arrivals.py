@@ -42,18 +42,18 @@ class Arrivals:
 
     @property
     def holds_up(self) -> bool:
-        """Whether another engine still has pages or requests of this one, so that requests here may
-        have to wait for it.
+        """Whether requests wait for their prefill by another engine, or ended requests still lend
+        it their pages. Other requests may then have to wait for these pages.
         """
         return bool(self.num_elsewhere or self.lent)
 
     def reserve(self, promised: int) -> Request | None:
-        """Allocate the prompt's pages for the first waiting request and return it; None if it must
-        wait.
+        """Allocate the prompt's pages for the first request in `waiting`, move it to `arriving` and
+        return it. None if there is no such request, or if it must wait for pages.
 
-        Pages of a shared prefix are already written. It keeps `promised` pages for others, and one
-        page for each request that is arriving or written, this one included. Later requests wait
-        for the first one, even if they are smaller.
+        The pages of a cached prefix are among them and already written. `promised` more pages must
+        stay free or evictable, and one for each request in `arriving` and `written`, this one
+        included. Later requests wait for the first one, even if they are smaller.
         """
         request = next(iter(self.waiting), None)
         if request is None or not self._memory.admit(request, promised + len(self.arriving) + len(self.written) + 1):
@@ -67,8 +67,9 @@ class Arrivals:
         return request
 
     def take_written(self, request: Request) -> None:
-        """Mark the prompt of a request as prefilled. The other engine no longer writes its pages,
-        so other requests may share them.
+        """Mark the prompt of a request in `arriving` as prefilled; it then waits in `written` for a
+        request slot. The other engine no longer writes its pages, so other requests may share them.
+        Raises ValueError for a request that is not in `arriving`.
         """
         self.arriving.remove(request)
         self.written.append(request)
@@ -78,15 +79,16 @@ class Arrivals:
         request.prompt_published = True
 
     def leave(self, request: Request) -> None:
-        """Remove a request that ends without a request slot. Its pages are freed, or lent until
-        `let_go`.
+        """Remove a request that ends in `arriving` or `written`, without a request slot. Its pages
+        are freed, or lent until `let_go`. Its `finish_reason` must be set before.
         """
         (self.arriving if request in self.arriving else self.written).remove(request)
         self.give_back(request)
 
     def give_back(self, request: Request) -> None:
-        """Release the pages of a request. A preempted request continues later, so it never lends
-        its pages.
+        """Release the pages of a request. They stay allocated until `let_go` if it has ended and
+        the other engine may still access them. A preempted request has not ended and never lends
+        its pages. Pages of a failed request do not enter the prefix cache.
         """
         if request.is_lent and request.finish_reason is not None:
             self.lent.append(request)
@@ -95,7 +97,9 @@ class Arrivals:
         self._memory.release(request, 0 if has_failed else request.num_cells)
 
     def let_go(self, request: Request) -> None:
-        """Note that the other engine no longer reads or writes the pages of a request."""
+        """Note that the other engine no longer reads or writes the pages of a request. If the
+        request has ended, they are freed.
+        """
         request.is_lent = False
         if request in self.lent:
             self.lent.remove(request)

@@ -64,9 +64,9 @@ class BatchBuilder:
         """Build a batch of the chosen decode rows and of chunks. `rows.seq_lens` must already
         include this step.
 
-        Tokens of steps after `collected` are not known on the host: the input id of such a row is
-        minus its request slot. `saves` int32[chosen]: snapshots that receive the states of the
-        decode rows.
+        `collected` is the number of the last collected step. Tokens of later steps are not known on
+        the host: the input id of such a row is minus its request slot. `saves` int32[chosen]:
+        snapshots that receive the states of the decode rows, 0 for none (None: no row saves).
         """
         self._steady = None
         extended = [request for request, _ in chunks]
@@ -115,7 +115,8 @@ class BatchBuilder:
         return batch
 
     def build_decode(self, step: int, rows: DecodeRows, collected: int, saves: Ints | None = None) -> ScheduleBatch:
-        """Build a batch of all decode rows. Returns the same object while the rows do not change.
+        """Build a batch of all decode rows; parameters as in `build`. Returns the same object while
+        the rows do not change.
 
         The next call overwrites its arrays, so keep only a copy.
         """

@@ -83,8 +83,9 @@ class DecodeRows:
             self.drafted_lens[chosen] += drafts
 
     def end_step(self, slots: Ints, counts: Ints, drafts: int) -> None:
-        """Account for a collected step: the rows in `slots` emitted `counts` tokens each. Rows that
-        have left are ignored.
+        """Account for a collected decode step that verified draft tokens: the rows with the request
+        slots `slots` emitted `counts` int32[N] tokens. `drafts` is as in the step's `begin_step`.
+        Rows that have left are ignored.
         """
         if len(slots) == len(self.slots) and (slots == self.slots).all():
             gained, drafted = counts - 1, drafts

@@ -35,8 +35,8 @@ DraftCounts = Mapping[tuple[int, int, int, int], int]
 def cells_of(
     requests: Sequence[Request], proposed: Iterable[int], emitted: Iterable[int]
 ) -> list[tuple[int, int, int, int]]:
-    """Return the `DraftCell` of each request in a step, as plain tuples, from the draft tokens and
-    the emitted tokens of each request.
+    """Return the `DraftCell` of each request in a step, as plain tuples, from the numbers of draft
+    tokens and of emitted tokens of each request.
     """
     return [
         (request.num_tokens.bit_length(), request.cached_share, made, count - 1)

@@ -22,19 +22,21 @@ class PrefillPolicy(Protocol):
         ...
 
     def room(self, running: RunningRequests) -> int:
-        """Return the maximum tokens of the next step."""
+        """Return the maximum number of tokens of the next step, decode rows included."""
         ...
 
     def begin(
         self, running: RunningRequests, record: BatchRecord, batch: ScheduleBatch, chunks: list[tuple[Request, int]]
     ) -> None:
-        """Choose the layers of a planned step. If these are not all layers, `running.sliced` is
-        set.
+        """Choose the layers of a planned step. If these are not all layers, set them in `record`
+        and `batch`, and set `running.sliced`.
         """
         ...
 
     def go_on(self, running: RunningRequests, sliced: SlicedPrompt, step: int) -> tuple[BatchRecord, ScheduleBatch]:
-        """Return the step that runs the next layers of the open prompt, and its record."""
+        """Return the step that runs the next layers of the sliced prompt, and its record. `step` is
+        the number of the step.
+        """
         ...
 
     def takes_quiet(self) -> bool:
@@ -47,7 +49,7 @@ class PrefillPolicy(Protocol):
 
 
 class WholePrompts:
-    """Each step with tokens of a prompt runs all layers."""
+    """The `PrefillPolicy` without slices: each step runs all layers."""
 
     is_on = False
 
@@ -64,7 +66,7 @@ class WholePrompts:
         """All layers run."""
 
     def go_on(self, running: RunningRequests, sliced: SlicedPrompt, step: int) -> tuple[BatchRecord, ScheduleBatch]:
-        """Raise AssertionError: no prompt is open."""
+        """Raise AssertionError: no prompt runs in slices."""
         raise AssertionError("a prompt is open, but the scheduler was made without slices")
 
     def takes_quiet(self) -> bool:

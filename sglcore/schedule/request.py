@@ -73,7 +73,9 @@ class LogitChange(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Awaited:
-    """A running request that prefills the first `pages` pages of another request's prompt."""
+    """What a waiting request waits for: the running `request` prefills the first `pages` pages of
+    their common prefix.
+    """
 
     request: Request
     pages: int
@@ -180,7 +182,8 @@ class Request:
     awaited: Awaited | None = None
     """The running request that prefills a common prefix. None: the request waits for none."""
     compared: int = 0
-    """Version of the running prompts at the last comparison."""
+    """Number of prefills that had started (`InBatchPrefixes`) when the request was last compared
+    with the running prompts."""
     restored: int = 0
     """Snapshot from which the state starts. 0: zeros."""
     cuts: set[int] = field(default_factory=set)
@@ -188,7 +191,8 @@ class Request:
     snapshots: dict[int, int] = field(default_factory=dict)
     """Snapshots of the request: length in tokens to snapshot number."""
     spare: int = 0
-    """Length of the snapshot that is renewed while the request runs. 0: none."""
+    """Length in tokens, a key of `snapshots`, of the snapshot that is replaced as the request
+    grows. 0: none."""
     is_remote: bool = False
     """Another engine prefills the prompt."""
     is_lent: bool = False

@@ -96,9 +96,9 @@ def _check_embedding(request: Request, limits: Limits) -> None:
 def check_result(record: BatchRecord, result: BatchResult, draft_tokens: int = 0) -> None:
     """Raise ValueError if the result does not fit the step.
 
-    It must have this step's number and one token for each emitting row, or 1 to `draft_tokens` + 1
-    after a verification; embeddings if the step embeds; and nothing before the last slice of a
-    prompt.
+    The result must have this step's number and one token for each emitting row, or 1 to
+    `draft_tokens` + 1 after a verification; embeddings if the step embeds; and no rows before the
+    last slice of a prompt.
     """
     rows, tokens = (0, 0) if record.is_partial else (len(record.requests), len(record.slots))
     if result.proposed is not None:
@@ -148,8 +148,9 @@ def take_drafts(requests: list[Request], drafts: NDArray[np.int32]) -> None:
 
 
 def up_to_end(request: Request, tokens: list[int]) -> tuple[list[int], int | None]:
-    """Return the emitted tokens up to the one that ends the request, and the first token that the
-    grammar forbids, or None.
+    """Return the emitted `tokens` up to the stop token, included, or before the first token that
+    the grammar forbids; and that forbidden token, or None. Advances the request's matcher over the
+    returned tokens.
     """
     if request.matcher is None and request.stop_ids.isdisjoint(tokens):
         return tokens, None
@@ -164,14 +165,18 @@ def up_to_end(request: Request, tokens: list[int]) -> tuple[list[int], int | Non
 
 
 def follows(request: Request, token: int) -> bool:
-    """Return whether a token may follow. A stop token is always valid: the mask allows it only
-    where the output may end, or the request named it as a stop token.
+    """Return whether a token may follow, and advance the request's matcher if so. For a request
+    with a matcher, or for a stop token. A stop token is always valid and does not advance the
+    matcher: the mask allows it only where the output may end, or the request named it as a stop
+    token.
     """
     return token in request.stop_ids or (request.matcher is not None and request.matcher.accept(token))
 
 
 def why_bad(request: Request, step: int) -> str:
-    """Return the reason for logits that are not finite."""
+    """Return the error text for a row in `BatchResult.bad_rows`: the request's grammar failed, or
+    the logits were not finite.
+    """
     if request.matcher is not None and request.matcher.error:
         return f"the grammar cannot go on: {request.matcher.error}"
     return f"the logits of step {step} were not finite; check the weights and the dtype"
@@ -185,6 +190,6 @@ def has_no_way(request: Request) -> bool:
 
 
 def why_refused(request: Request, token: int) -> str:
-    """Return the reason why a sampled token is rejected."""
+    """Return the error text for a sampled token that the request's grammar forbids."""
     assert request.matcher is not None
     return f"token {token} does not follow the grammar: {request.matcher.error or 'the device did not apply the mask'}"

@@ -1,6 +1,7 @@
 """The requests that hold a request slot and pages, and preemption when pages run out.
 
-A request takes pages only from younger requests, so the oldest one always progresses.
+A request takes pages only from requests that come after it by priority and arrival (`by_turn`), so
+the first one always progresses.
 """
 
 from __future__ import annotations
@@ -29,8 +30,9 @@ the queue.
 
 
 class RunningRequests:
-    """Running requests: `extending` prefill, in order of arrival; `rows` decode. Preempted ones go
-    to `waiting`.
+    """Running requests: those in `extending` prefill, by priority, then by arrival; those in `rows`
+    decode. Preempted ones go to `waiting`. `sliced` is the prompt that runs in slices of layers
+    (None: no prompt does).
     """
 
     def __init__(self, limits: Limits, waiting: WaitingQueue, prefix_cache: bool) -> None:
@@ -62,11 +64,11 @@ class RunningRequests:
         return len(self.rows.requests) + len(self.extending)
 
     def admit_next(self) -> Request | None:
-        """Give the first waiting request that may start a request slot and its cached prefix.
-        Returns None if it must wait.
+        """Start the prefill of the first waiting request that may start, and return it. It gets a
+        request slot and the pages of its cached prefix. Returns None if no request may start.
 
-        It passes over only requests that wait for a prefix that their leader or another request is
-        computing. The slots and pages that they will need are reserved for them.
+        Only requests that wait for a prefix that their leader or another request is computing are
+        passed over. The slots and pages that they will need are reserved for them.
         """
         room, kept = min(len(self._free_slots), self._most - len(self)), list[int]()
         for request in self.waiting:
@@ -88,8 +90,8 @@ class RunningRequests:
         return request
 
     def admit_written(self) -> Request | None:
-        """Give a request slot to the first request that another engine has prefilled. Returns None
-        if there is no such request, or no slot.
+        """Give a request slot to the first request that another engine has prefilled, and return
+        it. None if there is no such request, or no slot.
         """
         written = self.arrivals.written
         if not written or not self._free_slots or len(self) >= self._most:
@@ -100,9 +102,9 @@ class RunningRequests:
         return request
 
     def reserve(self) -> Request | None:
-        """Allocate the prompt's pages for the first request that another engine will prefill.
-        Returns None if it must wait, also while other requests wait here: preempted ones come
-        first.
+        """Allocate the prompt's pages for the first request that another engine will prefill, and
+        return it. None if there is none or it must wait, also while any request is in `waiting`:
+        preempted ones come first.
         """
         return None if len(self.waiting) else self.arrivals.reserve(self._promised())
 
@@ -112,8 +114,9 @@ class RunningRequests:
         return (context if most is None else min(prompt + most, context)) - 1
 
     def compare_waiting(self) -> None:
-        """Let the first waiting requests ask for prefixes, if prefixes are shared only on request,
-        before the running requests pass the end of the common prefix.
+        """Compare the first waiting requests with the running prompts, so that they ask for common
+        prefixes before the running requests pass their ends. Does nothing if prefixes are shared
+        without a request for them (`Memory.needs_asking`).
         """
         if self.memory.needs_asking:
             for request in islice(self.waiting, MOST_COMPARED):
@@ -139,8 +142,8 @@ class RunningRequests:
         self._chunked.clear()
 
     def claim_pages(self) -> bool:
-        """Allocate pages for each decode row without room for the next step; younger requests are
-        preempted if needed.
+        """Allocate pages for each decode row without room for the next step; requests that come
+        later are preempted if needed.
 
         Returns False if pages were short: a row got none and skips this step, or a row was
         preempted.
@@ -164,7 +167,8 @@ class RunningRequests:
 
     def plan_chunks(self, budget: int, may_admit: bool) -> list[tuple[Request, int]]:
         """Plan prompt chunks for the `budget` of tokens that the decode rows leave: running prompts
-        first, then prompts that another engine has written, then new ones.
+        first, then prompts that another engine has prefilled, then new ones if `may_admit`. Returns
+        each request with the number of tokens of its chunk.
 
         If a request was preempted, no new one is admitted: the pages are for the request that took
         them. With prompt slices, a long prompt takes many steps while others decode, so other
@@ -195,8 +199,8 @@ class RunningRequests:
         return chunks
 
     def _plan_in_turn(self, budget: int, may_admit: bool) -> list[tuple[Request, int]]:
-        """Plan chunks for the prompts that a long one would delay: new prompts, or else the running
-        one with the fewest tokens left.
+        """Plan chunks, as `plan_chunks` does, for the prompts that a long one would delay: new
+        prompts, or else the running one with the fewest tokens left.
         """
         chunks: list[tuple[Request, int]] = []
         while may_admit and budget and (admitted := self.admit_next()) is not None:
@@ -210,8 +214,8 @@ class RunningRequests:
         return chunks
 
     def take_chunk(self, request: Request, budget: int) -> int:
-        """Allocate the pages of the request's next chunk and return its tokens, at most `budget`.
-        0: the request skips this step.
+        """Allocate the pages of the request's next chunk and return its number of tokens, at most
+        `budget`. 0: the request skips this step.
         """
         room = len(request.pages) * self._limits.page_size - request.num_cells
         want = self.memory.snapshots.shorten(request, min(budget, request.target - request.num_cells))
@@ -245,7 +249,7 @@ class RunningRequests:
                 self.rows.append(request, self._limits.page_size)
 
     def end_sliced(self, record: BatchRecord, sliced: SlicedPrompt) -> list[tuple[Request, int]]:
-        """Close the open prompt: the step of a record runs its last layers. Returns the chunks of
+        """Close the sliced prompt: the step of `record` runs its last layers. Returns the chunks of
         the requests that have not left.
         """
         self.sliced = None
@@ -256,7 +260,7 @@ class RunningRequests:
         return sliced.staying
 
     def _leave_sliced(self, sliced: SlicedPrompt, request: Request) -> None:
-        """Remove a request from the open prompt. The prompt is dropped when all its requests have
+        """Remove a request from the sliced prompt. The prompt is dropped when all its requests have
         left.
         """
         sliced.leave(request)

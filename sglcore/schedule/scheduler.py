@@ -1,8 +1,9 @@
-"""Choose the requests of the next step: first come, first served, with chunked prefill.
+"""Choose the requests of the next step by priority, then first come, first served, with chunked
+prefill.
 
-Decode rows and prompt chunks share a step. When pages run out, younger requests are preempted
-(retracted). Follow one step from `next_batch` to `finish`. The scheduler knows requests and limits,
-no device.
+Decode rows and prompt chunks share a step. When pages run out, requests that come later in this
+order are preempted (retracted). Follow one step from `next_batch` to `finish`. The scheduler knows
+requests and limits, no device.
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ class Scheduler:
     SamplingRows). A step may be planned while the step before it is in flight. `first_composition`:
     the first composition number; several schedulers of one worker need numbers that are far apart.
     `prefill` divides prompts into steps (default: each step runs all layers). Raises ConfigError if
-    one request of max_model_len tokens does not fit.
+    the pages do not hold one request of max_model_len tokens, or if `limits` have both draft tokens
+    and prompt slices.
     """
 
     def __init__(
@@ -73,7 +75,9 @@ class Scheduler:
         self._arrivals = self._step = self._collected = 0
         self._prompt_tokens = self._stale_rows = self._invalid_rows = 0
         self.drafts = Counter[tuple[int, int, int, int]]()
-        """Counts of proposed and accepted draft tokens, by DraftCell."""
+        """Number of request steps by `DraftCell`, which names their proposed and accepted draft
+        tokens.
+        """
         self._extended_last = self._embedded_last = False
         self._prefill = WholePrompts(limits) if prefill is None else prefill
 
@@ -95,7 +99,9 @@ class Scheduler:
         return any(record.is_masked for record in self.in_flight)
 
     def add(self, request: Request) -> None:
-        """Queue a request. Raises RequestError if it can never run here."""
+        """Queue a request. Raises RequestError if it can never run here, if it or its `rid` was
+        added before, or if its `leader` was not added.
+        """
         check_request(request, self.limits)
         if request.rid in self.requests or request.arrival >= 0:
             raise RequestError(f"request {request.rid!r} was added before; give every request its own id")
@@ -114,8 +120,8 @@ class Scheduler:
         return None if request is None else self.end(request, "abort")
 
     def stop(self, rid: str, cause: str) -> EngineOutput | None:
-        """End a request after its text reached a stop string. Returns its last output, or None if
-        it is unknown or has ended.
+        """End a request after its text reached the stop string `cause`. Returns its last output, or
+        None if it is unknown or has ended.
         """
         request = self.requests.get(rid)
         return None if request is None else self.end(request, "stop", cause)
@@ -128,8 +134,8 @@ class Scheduler:
         """Plan a step as if all planned steps had run. Returns None if nothing can run before the
         next collect, for example while the scheduler `awaits_tokens`.
 
-        Decode rows come first, in a stable order. Chunks follow: running prompts in order of
-        arrival, then new ones. The next call overwrites the arrays, so submit a copy
+        Decode rows come first, in a stable order. Chunks follow: running prompts by priority, then
+        arrival, and after them new ones. The next call overwrites the arrays, so submit a copy
         (`overlap_forward_isolation`).
         """
         if self.awaits_tokens:
@@ -140,7 +146,9 @@ class Scheduler:
         return self._embed() if self._embedded_last else batch
 
     def finish(self, record: BatchRecord, result: BatchResult) -> list[EngineOutput]:
-        """Take the results of the oldest step in flight. Returns the outputs in row order."""
+        """Take the results of the oldest step in flight, which has this record. Returns the outputs
+        in row order. Raises ValueError for another step, or for a result that does not fit it.
+        """
         self._prefill.observe(record, self.in_flight)
         check_result(record, result, self.limits.draft_tokens)
         self._close(record)
@@ -171,8 +179,8 @@ class Scheduler:
         return outputs
 
     def drop(self, record: BatchRecord, error: BaseException) -> list[EngineOutput]:
-        """Close the oldest step in flight without results. Its requests end with "error". Returns
-        their last outputs.
+        """Close the oldest step in flight, which has this record, without results. Its requests end
+        with "error". Returns their last outputs.
         """
         text = f"step {record.step} failed: {type(error).__name__}: {error}"
         for request in record.requests:
@@ -250,7 +258,7 @@ class Scheduler:
         return batch
 
     def _go_on(self, sliced: SlicedPrompt) -> ScheduleBatch | None:
-        """Plan either a step of the decode rows or the next slice of the open prompt, in turn."""
+        """Plan either a step of the decode rows or the next slice of the sliced prompt, in turn."""
         running = self.running
         running.slide_windows()
         if running.rows.requests and (self._extended_last or self._prefill.takes_quiet()):
@@ -378,8 +386,9 @@ class Scheduler:
         request.prompt_published = request.prompt_published or end >= len(request.prompt_ids)
 
     def take_run(self, request: Request, run: list[int], logprobs: TokenLogprobs | None, start: int) -> EngineOutput:
-        """Take the tokens that a request emitted, up to the token that ends it. `start` is the
-        index of the first token in `logprobs`.
+        """Take the tokens that a request emitted in a step, up to the token that ends it. Returns
+        its output; the request may have ended. `start` is the index of the first token in
+        `logprobs` (None: the step has no log-probabilities).
         """
         room, wanted = request.final_seq_len + 1 - request.num_tokens, request.params.logprobs
         kept, refused = up_to_end(request, run[:room])
@@ -411,7 +420,12 @@ class Scheduler:
         error: str = "",
         output: EngineOutput | None = None,
     ) -> EngineOutput:
-        """End a request. Returns its last output: `output` if given, or else one without tokens."""
+        """End a request and return its last output: `output`, changed in place, or else one without
+        tokens. `cause` is the id of the stop token, or the stop string.
+
+        Its request slot and pages are released at once, or when the last step in flight that
+        contains it is collected. Raises KeyError for a request that has ended.
+        """
         output = output or request.output([])
         output.refused = reason == "error" and has_no_way(request)
         request.finish_reason, request.stop_cause, request.error = reason, cause, error

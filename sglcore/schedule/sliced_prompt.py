@@ -14,9 +14,11 @@ from sglcore.schedule.request import Request, State
 
 @dataclass(slots=True)
 class SlicedPrompt:
-    """Chunks with `done` layers planned. `requests`, `slots` and `spans` are as in their
-    BatchRecord. `released`: requests that have left; the device still writes to their slots and
-    pages.
+    """The prompt chunks of one step that runs in slices: each request with its number of tokens.
+
+    `done`: number of layers planned so far. `requests`, `slots` and `spans` are as in the
+    BatchRecord of the first slice. `released`: requests that have left; the device still writes to
+    their slots and pages.
     """
 
     chunks: list[tuple[Request, int]]

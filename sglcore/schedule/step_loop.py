@@ -30,7 +30,8 @@ class Loop:
         return bool(self._unsent) or self.scheduler.has_work
 
     def step(self) -> list[EngineOutput]:
-        """Submit a step and collect the one before it; returns the outputs. Waits for the device.
+        """Submit a step and collect the one before it (without overlap, the same one); returns the
+        outputs. Waits for the device. If outputs are left from a failed call, it only returns them.
 
         If the worker raises, everything in flight is collected or dropped, the requests of the
         failed steps end with "error", and the exception propagates. `drain` then returns the

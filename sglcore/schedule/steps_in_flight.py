@@ -47,7 +47,7 @@ class BatchRecord:
     seconds: float | None = None
     """Seconds spent in submit and collect so far. None: not measured."""
     ended: float = 0.0
-    """Time of the collect, in seconds of the same clock."""
+    """Time of the collect, by `time.perf_counter`. 0: not collected or not measured."""
     batch: ScheduleBatch | None = None
     """The batch that the worker received. None: not submitted, or collected."""
     ticket: Ticket | None = None

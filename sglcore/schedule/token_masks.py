@@ -50,8 +50,8 @@ def _allows(mask: Ints, token: int) -> bool:
 
 
 def add_changes(batch: ScheduleBatch, rows: list[int], changes: list[list[Change]]) -> None:
-    """Add to the batch the logit additions of each row, for the next token and after each draft
-    token.
+    """Set the fields of the batch for logit additions: `changes[i][k]` is for the token of row
+    `rows[i]` after k draft tokens. The fields are None if there are no additions.
     """
     each = [
         (row, node, *added)

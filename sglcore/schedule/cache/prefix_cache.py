@@ -40,8 +40,9 @@ class Node:
 
 
 class Standing:
-    """Position of a text in the cache: below `node`, the last of its `pages` full pages. `ahead` is
-    the page that the text currently follows (None: unknown), looked up at the cache's `version`.
+    """Position of a request's text in the cache: its first `pages` pages are cached, and `node` has
+    the last of them. `ahead` is the page below `node` that begins with the rest of the text (None:
+    none found), and `version` the `Memory.version` at the last look-up.
     """
 
     __slots__ = ("ahead", "node", "pages", "version")
@@ -74,8 +75,8 @@ class PrefixCache:
         return tokens[start : start + self.page_size + self.lookahead].tobytes()
 
     def match(self, tokens: Ints) -> list[Node]:
-        """Return the longest cached prefix of whole pages that leaves at least one token to
-        compute. Locks nothing.
+        """Return the nodes of the longest cached prefix of whole pages that leaves at least one
+        token to compute. Locks nothing.
         """
         path: list[Node] = []
         node = self.root

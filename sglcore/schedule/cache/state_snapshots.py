@@ -37,8 +37,9 @@ class Snapshots:
         return len(self._nodes)
 
     def shorten(self, request: Request, count: int) -> int:
-        """Return at most `count` tokens for the request's next chunk: it ends at the first length
-        with a wanted snapshot, if one can be allocated.
+        """Return the number of tokens, at most `count`, of the request's next chunk. The chunk ends
+        at the first of `request.cuts` in it. If no snapshot can be allocated, these cuts are
+        removed and the chunk keeps its length.
         """
         ends = [end for end in request.cuts if end <= request.num_cells + count]
         if not ends:
@@ -68,8 +69,8 @@ class Snapshots:
         return place
 
     def keep(self, request: Request, end: int) -> None:
-        """Make a snapshot without a cached page the request's spare one, if it covers
-        more tokens.
+        """Keep the request's snapshot of `end` tokens, which no cached page can take, as its spare
+        one if it covers more tokens than the present spare one. Otherwise free it.
         """
         if end > request.spare:
             self._give_back(request, request.spare)

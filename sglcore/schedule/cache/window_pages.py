@@ -117,8 +117,8 @@ class Windows:
         return True
 
     def publish(self, request: Request, index: int, node: Node | None) -> None:
-        """Share the request's window page for its page `index` with `node`, if the node has none. A
-        collected step must have written it.
+        """Share the request's window page for its page `index` with `node`, if the node has none
+        (`node` None: that page is not cached). A collected step must have written it.
         """
         is_kept = index in request.kept_windows
         page = request.kept_windows.pop(index) if is_kept else request.window_pages[index - request.window_first]

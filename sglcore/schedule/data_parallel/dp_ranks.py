@@ -62,12 +62,13 @@ class Shards:
 
     @property
     def drafts(self) -> Counter[tuple[int, int, int, int]]:
-        """Counts of proposed and accepted draft tokens of all shards, by DraftCell."""
+        """Number of request steps of all shards by `DraftCell`; see `Scheduler.drafts`."""
         return sum((scheduler.drafts for scheduler in self.each), Counter[tuple[int, int, int, int]]())
 
     def add(self, request: Request) -> None:
         """Queue a request in the shard with most of its prompt cached, unless that shard is far
-        busier. Samples of one prompt stay together. Raises RequestError if it can never run here.
+        busier. Samples of one prompt stay together. Raises RequestError if a request with its `rid`
+        has not ended, or as `Scheduler.add` does.
         """
         known = self._placed.get(request.rid)
         if known is not None and known[0].state is not State.FINISHED:

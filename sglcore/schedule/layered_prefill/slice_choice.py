@@ -23,7 +23,9 @@ MOST_QUIET = 4
 
 
 class Slicing:
-    """Size of the next slice: configured, or chosen from measured times."""
+    """The `PrefillPolicy` with slices of layers. Their size is configured (`limits.slice_budget`),
+    or chosen from measured times.
+    """
 
     def __init__(self, limits: Limits) -> None:
         self.total, self._most = limits.sliced_layers, limits.max_batch_tokens
@@ -46,8 +48,8 @@ class Slicing:
     def begin(
         self, running: RunningRequests, record: BatchRecord, batch: ScheduleBatch, chunks: list[tuple[Request, int]]
     ) -> None:
-        """Choose the layers of a step that has only chunks. If these are not all layers, the prompt
-        stays open.
+        """Choose the layers of a planned step; see `PrefillPolicy.begin`. A step without chunks
+        runs all layers.
         """
         if not self.is_on or not chunks:
             return
@@ -59,7 +61,7 @@ class Slicing:
             running.sliced = sliced
 
     def go_on(self, running: RunningRequests, sliced: SlicedPrompt, step: int) -> tuple[BatchRecord, ScheduleBatch]:
-        """Return the step that runs the next slice of the open prompt, and its record."""
+        """Return the step that runs the next slice of the sliced prompt, and its record."""
         record = BatchRecord(step, sliced.requests, sliced.slots, sliced.spans)
         self._advance(running, sliced, record)
         return record, further_slice(record)
@@ -117,7 +119,7 @@ class Slicing:
 
 
 def further_slice(record: BatchRecord) -> ScheduleBatch:
-    """Return the step of a record that continues the open prompt; it has no rows."""
+    """Return the batch of a record that continues the sliced prompt; it has no rows."""
     none = np.zeros(0, dtype=np.int32)
     return ScheduleBatch(
         step=record.step,

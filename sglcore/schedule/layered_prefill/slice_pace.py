@@ -124,7 +124,9 @@ def bucket(tokens: int) -> int:
 
 @dataclass(slots=True)
 class Fixed:
-    """Slices of a configured size in token·layers, without measurements."""
+    """Slices of the configured size `asked`, in token·layers, with the interface of `Pace` and
+    without measurements.
+    """
 
     asked: int
     decode_seconds: float = 0.0
