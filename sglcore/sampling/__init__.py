@@ -1,8 +1,9 @@
 """Sampling: parameters, penalties, masks, and the sampler that draws the same token on every
 device.
 
-`params`, `noise`, `reference` and `batch` are host code; the other files are their counterparts in
-torch. This module loads neither.
+`cutoffs`, `gumbel_race`, `logprobs`, `narrow_sums`, `packing`, `processors`, `sampler` and `xtc`
+use torch; the other files are host code. `reference_sampler` defines correct results. This module
+does not load torch.
 """
 
 from sglcore.sampling.params import SamplingError, SamplingParams, fresh_seed

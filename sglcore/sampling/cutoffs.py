@@ -1,8 +1,9 @@
 """Top-k, top-p and min-p on integer gaps without sorting: a two-level histogram finds the end of
 the kept prefix.
 
-Candidates are ordered by (gap, id), both ascending. Sums are integers (64-bit for weights where the
-device has them), so the order of addition cannot matter. No host reads.
+Candidates are ordered by (gap, id), both ascending. A token that is dropped gets the gap LIMIT,
+which is no candidate. Sums are integers (64-bit for weights where the device has them), so the
+order of addition cannot matter. No host reads.
 """
 
 import torch
@@ -57,8 +58,8 @@ def keep_min_p_(gaps: Tensor, min_p: Tensor) -> Tensor:
 
 
 def weight_of_share(weights: Tensor, share: Tensor, is_narrow: bool = False) -> Tensor:
-    """Return int32[B]: the smallest weight that reaches share int32[B] / 2**24 of the sum of
-    weights int32[B, V]. It is larger than any weight if none does.
+    """Return int32[B]: share int32[B] / 2**24 of the sum of weights int32[B, V], rounded up, at
+    most 2**31 - 1. A token with at least this weight has at least that share.
     """
     if is_narrow:
         return narrow_sums.weight_of_share(weights, share)

@@ -75,8 +75,8 @@ class Thinking:
     GrammarError.
 
     `begin` is the text of the added token that starts the reasoning, if the output starts with it;
-    empty if the prompt has already started it. After `budget` tokens, `closing` is forced, which
-    ends with `end`. `may_stop`: the output may end inside the reasoning.
+    empty if the prompt has already started it. After `budget` tokens (None: no limit), `closing` is
+    forced, which ends with `end`. `may_stop`: the output may end inside the reasoning.
     """
 
     end: str
@@ -107,9 +107,9 @@ class Repetition:
     """DRY: a penalty on tokens that would continue a repetition in the last `last_n` tokens of
     prompt and output (-1: all).
 
-    A token that followed the same n tokens before, with n at least `allowed_length`, loses
-    `multiplier` * `base` ** (n - `allowed_length`). No repetition extends over a text of
-    `breakers`.
+    The logit of a token that followed the same n tokens before, with n at least `allowed_length`,
+    is reduced by `multiplier` * `base` ** (n - `allowed_length`). No repetition extends over a text
+    of `breakers`.
     """
 
     multiplier: float
@@ -130,7 +130,7 @@ def read_tags(text: str) -> StructuralTag:
 
 
 def read_schema(text: str) -> dict | bool:
-    """Parse a JSON schema. Raises GrammarError if the text is none."""
+    """Parse a JSON schema: an object, true or false. Raises GrammarError for any other text."""
     try:
         schema = json.loads(text)
     except (ValueError, RecursionError) as error:

@@ -63,8 +63,9 @@ def row_keys(seed_words: Tensor, positions: Tensor) -> Tensor:
 
 
 def gaps_below_best(logits: Tensor, best: Tensor, scale: Tensor) -> Tensor:
-    """Return int32[B, V] in 2**-16 nat, LIMIT for tokens that are no candidates; logits float32[B,
-    V], best and scale float32[B].
+    """Return gaps int32[B, V] in 2**-16 nat, LIMIT for tokens that are no candidates; logits
+    float32[B, V], best float32[B] (the largest logit of each row) and scale float32[B]
+    (`noise.fixed_scale`).
 
     One subtraction and one multiplication, each rounded once, so every IEEE device gets the same
     integers. A row without a finite best logit has no candidates.
@@ -112,8 +113,8 @@ def race_scores(gaps: Tensor, keys: Tensor, hashed_ids: Tensor, table: Tensor) -
 
 
 def lowest_argmax(scores: Tensor, ids: Tensor) -> Tensor:
-    """Return int32[B]: the first maximum of int32[B, V]. Computed by arithmetic, because argmax
-    breaks ties differently on each device.
+    """Return int32[B]: the index of the first maximum of scores int32[B, V]; `ids` int32[V] are
+    0..V-1. Computed by arithmetic, because argmax breaks ties differently on each device.
 
     Two scores of a row must differ by less than 2**31.
     """

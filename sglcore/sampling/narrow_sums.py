@@ -83,8 +83,8 @@ def weight_of_share(weights: Tensor, share: Tensor) -> Tensor:
 
 
 def ties(rest: Wide, each: Tensor) -> Tensor:
-    """Return int32[B]: how many weights int32[B], each at least 1, reach `rest` [B, 1]. Counts
-    beyond the vocabulary size do not matter.
+    """Return int32[B]: the least count for which count * `each` int32[B] (at least 1) reaches
+    `rest` [B, 1]. Inexact for counts beyond the vocabulary size, which do not matter.
     """
     guess = (rest.high.float() * (1 << BITS) + rest.low) / each[:, None]
     first = (guess.clamp(max=MOST_TIES).to(torch.int32) - NEAR).clamp_(min=0)

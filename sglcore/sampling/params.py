@@ -49,7 +49,7 @@ class SamplingParams:
     """
 
     max_tokens: int | None = 128
-    """Number of tokens to generate. None: up to the end of the context."""
+    """Maximum number of tokens to generate. None: up to the end of the context."""
     temperature: float = 1.0
     """The temperature of the draw. Anything below MIN_TEMPERATURE is greedy."""
     top_k: int = 0

@@ -124,7 +124,7 @@ class SamplingBatch:
     @classmethod
     def from_rows(cls, rows: Sequence[SamplingRow], stream: int = 0) -> "SamplingBatch":
         """Make the arrays of these rows, about 5 us each. Build once per request, then select and
-        append.
+        append. `stream` is that of `noise.seed_words`.
         """
         values = [_row_values(row) for row in rows]
         arrays = {
@@ -145,7 +145,9 @@ class SamplingBatch:
 
     @classmethod
     def from_params(cls, rows: Sequence[tuple], stream: int = 0) -> "SamplingBatch":
-        """Do the same from tuples (params, seed[, sample_index[, prompt_len[, banned_early]]])."""
+        """Make the arrays, as `from_rows` does, of tuples (params, seed[, sample_index[,
+        prompt_len[, banned_early]]]).
+        """
         return cls.from_rows([SamplingRow(*row) for row in rows], stream)
 
     def __len__(self) -> int:
@@ -192,7 +194,7 @@ class SamplingBatch:
         return SamplingBatch(**taken, bias_offsets=offsets)
 
     def append(self, rows: Sequence[SamplingRow]) -> "SamplingBatch":
-        """Return a new batch with these rows added at the end."""
+        """Return a new batch with these rows, of stream 0, added at the end."""
         batches = (self, SamplingBatch.from_rows(rows))
         joined = {
             name: np.concatenate([getattr(batch, name) for batch in batches])

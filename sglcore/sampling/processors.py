@@ -59,8 +59,8 @@ def token_counts(history: Tensor, lengths: Tensor, starts: Tensor, vocab_size: i
 
 
 def place_penalties(parts: Mapping[str, Tensor], rows: Tensor | None) -> PenaltyRows:
-    """Make the state from the device's views of `penalty_arrays`, for rows int32[R] (None: all
-    rows).
+    """Make the constant part of the penalties from the device's views of `penalty_arrays`, for rows
+    int32[R] (None: all rows).
     """
     return PenaltyRows(rows, *(parts[name] for name in ("prompt_len", "repetition", "presence", "frequency")))
 

@@ -35,7 +35,9 @@ class SamplingState(OfAnyLibrary[Tensor, PenaltyState]):
 
 
 def place_state(needs: SamplingNeeds, positions: Tensor, parts: Mapping[str, Tensor]) -> SamplingState:
-    """Make the state from the device's views of `state_arrays`. Flags may arrive as int32."""
+    """Make the state from `parts`, the device's views of `state_arrays`, for positions int32[B].
+    Flags may arrive as int32. The caller adds penalties, masks and changes.
+    """
     bias = None
     if needs.any_bias:
         bias = Bias(*(parts[f"bias_{name}"] for name in ("rows", "ids", "values", "until")))
@@ -117,8 +119,8 @@ class Sampler:
         return SampledTokens(tokens, bad, logprobs)
 
     def decided(self, *found: Tensor) -> tuple[Tensor, ...]:
-        """Return the results of a draw by other means, tensors of one shape and dtype, as all ranks
-        of the model use them.
+        """Return the results of a draw that was made without `sample` (tensors of one shape and
+        dtype) as all ranks of the model must use them. Here: unchanged, each rank its own.
         """
         return found
 
@@ -226,8 +228,8 @@ def apply_xtc_(logits: Tensor, xtc: Exclusion[Tensor], state: SamplingState, tab
 def draw_rows(
     logits: Tensor, state: SamplingState, tables: RaceTables, block_elements: int = BLOCK_ELEMENTS
 ) -> tuple[Tensor, Tensor]:
-    """Draw in torch, on any device, `block_elements` logits at a time. The block size never changes
-    a token.
+    """Draw in torch, on any device, `block_elements` logits at a time; see `Draw`. The block size
+    never changes a token.
     """
     tokens = torch.empty(logits.shape[0], dtype=torch.int32, device=logits.device)
     bad = torch.empty(logits.shape[0], dtype=torch.bool, device=logits.device)
@@ -257,8 +259,8 @@ def _blocks(logits: Tensor, needs: SamplingNeeds, block_elements: int) -> Iterat
 
 
 def draw_greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Return each row's first largest logit: tokens int32[B], and bad rows bool[B] as defined for
-    `Draw`.
+    """Return the index of each row's first largest logit, tokens int32[B], and bool[B] for bad rows
+    (NaN, +inf or only -inf), which get token 0. The torch implementation of `Greedy`.
     """
     tokens = logits.argmax(-1, keepdim=True).to(torch.int32)
     bad = ~logits.gather(1, tokens)[:, 0].isfinite()
@@ -266,7 +268,7 @@ def draw_greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _row_parts(state: SamplingState) -> list[tuple[str, Tensor]]:
-    """Return the fields with one entry per row of the batch."""
+    """Return the names and tensors of the fields with one entry per row of the batch."""
     parts = [(item.name, getattr(state, item.name)) for item in fields(state)]
     return [(name, part) for name, part in parts if isinstance(part, Tensor)]
 

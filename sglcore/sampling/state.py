@@ -25,13 +25,13 @@ class Bias(Generic[A]):
     """
 
     rows: A
-    """int[E]"""
+    """int[E]: the row of the batch. Rows may repeat."""
     ids: A
-    """int[E]"""
+    """int[E]: the token."""
     values: A
-    """float32[E]"""
+    """float32[E]: the value to add to its logit; -inf bans it."""
     until: A
-    """int32[E]"""
+    """int32[E]: the position at which the entry ends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,13 +102,13 @@ class Logprobs(Generic[A]):
     """
 
     chosen: A
-    """float32[N]"""
+    """float32[N]: log-probability of the chosen token."""
     ranks: A
-    """int32[N], 1 = the most likely token."""
+    """int32[N]: rank of the chosen token, 1 = the most likely token."""
     top_ids: A
-    """int32[N, K]"""
+    """int32[N, K]: the K most likely tokens."""
     top: A
-    """float32[N, K]"""
+    """float32[N, K]: their log-probabilities."""
 
 
 @dataclass(frozen=True, slots=True)

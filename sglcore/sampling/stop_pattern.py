@@ -31,7 +31,9 @@ KEPT_PATTERNS, KEPT_STEPS = 64, 1024
 
 
 class Where(IntEnum):
-    """What precedes a position in the text."""
+    """What precedes a position in the text: nothing (BEGINNING), a newline (LINE, only for patterns
+    with the flag MULTILINE), or another character (INSIDE).
+    """
 
     BEGINNING = 0
     LINE = 1
@@ -62,7 +64,9 @@ class Automaton:
 
 
 class StopPattern:
-    """One pattern, shared by all texts that search for it. Raises PatternError."""
+    """One pattern, shared by all texts that search for it. Raises PatternError. In the sets of
+    pattern characters that its methods take and return, bit i is the i-th character.
+    """
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -89,7 +93,7 @@ class StopPattern:
         return len(self._places)
 
     def mask(self, character: str) -> int:
-        """Return the pattern characters that match this text character."""
+        """Return the set of pattern characters that match this text character."""
         found = self._masks.get(character)
         if found is None:
             fits = {each for each, test in self._tests.items() if test.fullmatch(character)}
@@ -98,20 +102,20 @@ class StopPattern:
         return found
 
     def first(self, where: Where) -> int:
-        """Return the pattern characters with which a match may start. `where` is what precedes them
-        in the text.
+        """Return the set of pattern characters with which a match may start. `where` is what
+        precedes them in the text.
         """
         return self._automata[where].ends.first
 
     def last(self, where: Where) -> int:
-        """Return the pattern characters with which a match may end. `where` is what precedes the
-        text position after them.
+        """Return the set of pattern characters with which a match may end. `where` is what precedes
+        the text position after them.
         """
         return self._automata[where].ends.last
 
     def after(self, hits: int, where: Where) -> int:
-        """Return the pattern characters that may come after any of `hits`. `where` is what precedes
-        the text position after `hits`.
+        """Return the set of pattern characters that may come after any of the set `hits`. `where`
+        is what precedes the text position after `hits`.
         """
         steps = self._steps[where]
         found = steps.get(hits)
@@ -144,8 +148,9 @@ class PatternScan:
         self._length, self._where = 0, Where.BEGINNING
 
     def feed(self, new: str, *, may_end: bool = True) -> Match | None:
-        """Read new text up to the first match. With `may_end` False, matches that complete in this
-        text are ignored.
+        """Read new text up to the end of the first match and return it; None if there is none. The
+        match's positions count from the start of the whole text. With `may_end` False, matches that
+        complete in this text are ignored.
         """
         for character in new:
             mask = self.pattern.mask(character)

@@ -140,7 +140,8 @@ class FieldSpec:
     mirror: str
     """Name of the field that this one mirrors on the host; empty: none."""
     owner: str
-    """Who computes or provides the field if the host does not; empty: no one."""
+    """Who computes or provides the field on steps for which the host has no value; empty: no one.
+    The code reads only whether it is empty; the name is for readers."""
     record: type | None
     """Type of a nested record. None: the field is not nested."""
     dim: int
@@ -183,11 +184,12 @@ def batch_field(
     lead: tuple[int, ...] = (),
     default: Any = None,
 ) -> Any:
-    """Declare a field and its source: the host batch (`read`), the host copy of the field `mirror`,
-    the fields of a nested `record`, or an `owner` that computes it where the host does not.
+    """Declare a field of a batch record. It has at least one source: `read` (from the host batch),
+    `mirror` (the host copy of the field with that name), `record` (the type of a nested record), or
+    `owner` (a label: who provides the value on steps for which the host has none, see `when`).
 
-    A field without an axis must declare `split`: there is no safe default. Raises TypeError for an
-    incomplete declaration.
+    `split` is SLICE by default; without an axis it must be given. Raises TypeError without a
+    source, for a `dtype` without `padding`, and for a `read` field whose dtype is not in `STAGED`.
     """
     if read is None and not (mirror or owner or record):
         raise TypeError(

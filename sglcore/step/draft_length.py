@@ -78,7 +78,9 @@ class LengthController:
         self._evidence: dict[int, _Evidence] = {}
 
     def fitting(self, tokens: int) -> int:
-        """Return the smallest length of at least `tokens` draft tokens. 0 is always available."""
+        """Return the smallest length of at least `tokens` draft tokens. 0 is always available.
+        `tokens` must not exceed the largest length.
+        """
         return next(each for each in (0, *self.lengths) if each >= tokens)
 
     def learn(self, requests: int, tokens: int, accepted: NDArray[np.int32], seconds: float | None) -> None:
@@ -99,7 +101,9 @@ class LengthController:
             known.seconds.setdefault(tokens, deque(maxlen=TIMES)).append(seconds)
 
     def choose(self, requests: int) -> None:
-        """Set `tokens` for the following steps of about `requests` requests."""
+        """Set `tokens` for the next step, which has `requests` requests. Call it once per decode
+        step.
+        """
         if len(self.lengths) == 1:
             return
         self._steps += 1
@@ -162,12 +166,13 @@ class StepTimes:
         self._started.append(started)
 
     def end(self, result: BatchResult, length: LengthController) -> None:
-        """Take a collected step."""
+        """Take the result of a collected step; see `took`."""
         self.took(result.step, accepted_of(result), length)
 
     def took(self, step: int, accepted: NDArray[np.int32], length: LengthController) -> None:
-        """Take a step that has ended with `accepted` int32[B] accepted draft tokens. Its time is
-        counted from its submit or from the previous collect, whichever is later. Never waits.
+        """Let `length` learn from step number `step`, which has just ended with `accepted` int32[B]
+        accepted draft tokens. Its time is counted from its submit or from the previous collect,
+        whichever is later. Ignores a step that was not noted with `begin`. Never waits.
         """
         now, before = time.perf_counter(), self._last_collect
         self._last_collect = now
@@ -179,7 +184,7 @@ class StepTimes:
 
 
 def accepted_of(result: BatchResult) -> NDArray[np.int32]:
-    """Return int32[B]: the number of accepted draft tokens of each row."""
+    """Return int32[B]: the number of accepted draft tokens of each row of a verification step."""
     return result.token_offsets[1:] - result.token_offsets[:-1] - 1
 
 

@@ -72,5 +72,7 @@ def owners(offsets: Ints) -> Ints:
 
 
 def within(offsets: Ints) -> Ints:
-    """Return int32[T]: the index of each of these elements in its row."""
+    """Return int32[T]: the index within its row of each of the T elements that offsets int32[B + 1]
+    divide among B rows.
+    """
     return np.arange(offsets[-1], dtype=np.int32) - np.repeat(offsets[:-1], np.diff(offsets))

@@ -81,8 +81,9 @@ class SwapSizes:
 
 @dataclass(frozen=True, slots=True)
 class StepSwaps(Generic[A]):
-    """Swap counts of one step. `missed` int32 [indexers], in an array of the worker's library:
-    entries of each indexer that had to come from the host; None in a prefill step.
+    """Swap counts of one step: `chosen` entries, `staged` and `stored` bytes, as the methods of
+    `SwapSizes` define them. `missed` int32 [indexers], in an array of the worker's library: entries
+    of each indexer that had to come from the host; None in a prefill step.
     """
 
     sizes: SwapSizes
@@ -93,13 +94,15 @@ class StepSwaps(Generic[A]):
 
     @classmethod
     def of(cls, sizes: SwapSizes, batch: ScheduleBatch, missed: A | None) -> StepSwaps[A]:
-        """Make the counts from a host batch; its arrays are not kept."""
+        """Make the counts of a host batch; `missed` None: it is a prefill step. The arrays of the
+        batch are not kept.
+        """
         if missed is None:
             return cls(sizes, 0, sizes.staged(batch), sizes.stored(batch))
         return cls(sizes, sizes.chosen(batch), 0, sizes.stored(batch), missed)
 
     def counts(self, missed: NDArray[np.int32] | None) -> SwapCounts:
-        """Return the counts from the host copy of `missed`."""
+        """Return the counts of the step for its result, from the host copy of `missed`."""
         found = [0] * len(self.sizes.layers) if missed is None else missed.tolist()
         loads = sum(count * layers for count, layers in zip(found, self.sizes.layers, strict=True))
         loaded = self.staged + loads * self.sizes.row_bytes

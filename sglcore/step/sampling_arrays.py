@@ -35,7 +35,9 @@ class BatchSampling:
     penalised: Ints
 
     def longest(self, batch: ScheduleBatch, rows: RowPlan) -> int:
-        """Return the tokens of the longest row with penalties. There must be at least one."""
+        """Return the number of tokens of the longest row with penalties. There must be at least one
+        such row.
+        """
         return int(rows.select(batch.seq_lens)[self.penalised].max())
 
 
@@ -46,7 +48,7 @@ NO_SAMPLING = BatchSampling(-1, SamplingNeeds(), np.zeros(0, np.int32))
 @dataclass(frozen=True, slots=True)
 class ScoredRow:
     """A row with prompt log-probabilities: its tokens [start, end) of the step, the index `first`
-    of its targets, and the number of alternatives.
+    of its first target in the array `targets`, and the number of alternatives `top_n`.
     """
 
     row: int
@@ -97,7 +99,7 @@ def sampling_inputs(batch: ScheduleBatch, rows: RowPlan, known: int, all_rows: b
 
 
 def _changes(batch: ScheduleBatch, rows: RowPlan) -> dict[str, NDArray]:
-    """Return the logit additions of this step as entries of a bias."""
+    """Return the logit additions of this step, the arrays of CHANGE_ARRAYS; none if it has none."""
     if batch.change_rows is None or batch.change_ids is None or batch.change_values is None:
         return {}
     always = np.full_like(batch.change_ids, OFF)

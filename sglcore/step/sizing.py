@@ -30,7 +30,7 @@ def size_text(count: int) -> str:
 @dataclass(frozen=True, slots=True)
 class MemoryBudget:
     """Bytes of device memory. `available` may still be allocated; `evidence` says where the figures
-    come from.
+    come from. `default_share` of `available` is used if the configuration gives no size.
     """
 
     total: int
@@ -116,10 +116,10 @@ def size_pools(
     ledger: DecisionLedger,
 ) -> MemorySizes:
     """Choose the number of requests, limited by their states, then the window pages, pages and
-    context.
+    context. Records each choice in the ledger.
 
-    `context_len` is the model's own. A request of the chosen `max_model_len` always fits. Raises
-    ConfigError if the configuration does not fit.
+    `context_len` is the model's own, in tokens. A request of the chosen `max_model_len` always
+    fits. Raises ConfigError if the configuration does not fit.
     """
     max_model_len = config.max_model_len or context_len
     given, allowed = config.kv_cache_memory, _allowed(config, budget)
@@ -288,8 +288,8 @@ def _tell_fewer(config: EngineConfig, count: int, reason: str, remedy: str, ledg
 
 
 def _shorter_context(config: EngineConfig, tokens: int, wanted: int, needed_bytes: int, ledger: DecisionLedger) -> int:
-    """Return the context that fits when the whole one does not. Raises ConfigError if the context
-    was configured.
+    """Return `tokens`, the context that fits where `wanted` tokens do not, and record the
+    downgrade. Raises ConfigError if the context was configured, or if no token fits.
     """
     if config.max_model_len is not None or tokens < 1:
         raise ConfigError(

@@ -28,7 +28,9 @@ def slice_budget(asked: str) -> int | None:
 
 
 def slice_row(asked: str, budget: int, layers: int) -> Row:
-    """Return the ledger row for a worker with prompt slices."""
+    """Return the ledger row for a worker with prompt slices of `layers` layers; `budget` is what
+    `slice_budget` returned.
+    """
     what = f"{budget} tokens x layers" if budget else "by the clock"
     reason = f"{layers} layers; the number per slice "
     reason += "keeps that limit" if budget else "takes at most 0.7 of a decode step, with chunks of at least 64 tokens"
@@ -36,11 +38,15 @@ def slice_row(asked: str, budget: int, layers: int) -> Row:
 
 
 def lane_row(asked: str, kind: str, why: str) -> Row:
-    """Return the ledger row for the chosen prompt lane, one of the three."""
+    """Return the ledger row for the chosen prompt lane `kind`: PARTITION, PRIORITY or INTERLEAVE.
+    It is a downgrade if the configuration asked for another one.
+    """
     others = {PARTITION: f"--prompt-lane {PRIORITY}", PRIORITY: f"--prompt-lane {INTERLEAVE}"}
     return Row("prompt lane", asked, kind, why, others.get(kind, ""), downgrade=asked not in ("auto", kind))
 
 
 def whole_row(asked: str, budget: int, why: str, remedy: str) -> Row:
-    """Return the ledger row for a worker that cannot slice prompts."""
+    """Return the ledger row for a worker that cannot slice prompts. It is a downgrade if a size was
+    configured (`budget` above 0).
+    """
     return Row(TOPIC, asked, "off", why, remedy, downgrade=budget > 0)

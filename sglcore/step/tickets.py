@@ -14,7 +14,9 @@ Payload = TypeVar("Payload")
 
 
 class Tickets:
-    """Tickets of one worker. Dropped and collected tickets do not count."""
+    """Tickets of one worker that are in flight. A ticket counts until its payload is taken or the
+    ticket object is dropped.
+    """
 
     def __init__(self, most: int | None = None) -> None:
         """Allow at most `most` tickets in flight; None: any number."""
@@ -22,20 +24,24 @@ class Tickets:
         self._out: list[weakref.ref[Ticket]] = []
 
     def check_room(self) -> None:
-        """Raise RuntimeError if the maximum number of tickets is in flight."""
+        """Raise RuntimeError if the maximum number of tickets is in flight. Call it before starting
+        a step: `issue` does not check.
+        """
         self._out = [ref for ref in self._out if (ticket := ref()) is not None and ticket.payload is not None]
         if self._most is not None and len(self._out) >= self._most:
             raise RuntimeError(f"{self._most} steps are in flight; collect the oldest before submitting another")
 
     def issue(self, step: int, payload: object) -> Ticket:
-        """Return a ticket for a started step."""
+        """Make the ticket of a started step, with its `payload` (not None), and count it as in
+        flight. Does not check the limit: call `check_room` before starting the step.
+        """
         ticket = Ticket(step, payload)
         self._out.append(weakref.ref(ticket))
         return ticket
 
 
 def take_payload(ticket: Ticket, kind: type[Payload]) -> Payload:
-    """Take the payload out of a ticket. Raises ValueError the second time."""
+    """Take the payload, of type `kind`, out of a ticket. Raises ValueError the second time."""
     payload = ticket.payload
     if not isinstance(payload, kind):
         raise ValueError(f"step {ticket.step} was collected before; a ticket is collected once")

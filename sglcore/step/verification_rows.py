@@ -31,7 +31,9 @@ class WideRows:
 
 
 def wide_rows(batch: ScheduleBatch, width: int, number: int) -> WideRows:
-    """Make the sampling inputs of a batch with `width` tokens of each row."""
+    """Make the sampling inputs of a decode batch that verifies `width` tokens of each row. `number`
+    is a composition number of its own.
+    """
     size, sampling = batch.batch_size * width, batch.sampling
     rows = np.repeat(np.arange(batch.batch_size, dtype=np.int32), width)
     return WideRows(
@@ -43,8 +45,8 @@ def wide_rows(batch: ScheduleBatch, width: int, number: int) -> WideRows:
 
 
 def widen(batch: ScheduleBatch, wide: WideRows) -> ScheduleBatch:
-    """Return the batch that sampling reads, with one row for each token to verify. Lengths are
-    upper bounds.
+    """Return the batch that sampling reads, with one row for each token to verify; `wide` is from
+    `wide_rows` for this composition. Lengths are upper bounds.
     """
     width = len(wide.slots) // max(batch.batch_size, 1)
     mask_rows, masks = _wide_masks(batch, width)
@@ -101,7 +103,9 @@ def node_limits(batch: ScheduleBatch, width: int) -> Ints | None:
 
 
 def accepted_runs(wide: BatchResult, accepted: Ints, proposed: Ints) -> BatchResult:
-    """Reduce the result of B * N wide rows to B rows: the first `accepted` + 1 tokens of each."""
+    """Reduce the result of B * N wide rows to B rows: the first `accepted` int32[B] + 1 tokens of
+    each. `proposed` int32[B]: the numbers of verified draft tokens, for the result.
+    """
     nodes = wide.token_ids.reshape(len(accepted), -1)
     kept = np.arange(nodes.shape[1], dtype=np.int32) <= accepted[:, None]
     offsets = np.zeros(len(accepted) + 1, np.int32)
