@@ -139,10 +139,8 @@ class Shard:
         return self.rank * each, (self.rank + 1) * each
 
     def kv_heads(self, heads: int) -> tuple[int, int]:
-        """Return [first, last) of the key and value heads that this part's queries read: query head
-        j reads j * heads
-
-        queries, so a head that several parts read is held by each of them.
+        """Return [first, last) of the `heads` key and value heads that this part's query heads
+        read. With fewer heads than parts, several parts return the same head.
         """
         first = self.rank * heads // self.size
         return first, first + max(heads // self.size, 1)

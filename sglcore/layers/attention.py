@@ -50,8 +50,8 @@ class AttentionLayer:
         sinks: bool = False,
         is_encoder: bool = False,
     ) -> None:
-        """`rotary` is the result of `cos_sin_cache`; the other arguments are those of
-        `Build.attention`."""
+        """`rotary` is the result of `cos_sin_cache` (None: no rotary embedding); the other
+        arguments are those of `layer_kinds.Build.attention`."""
         config = build.config
         size, heads, kv_heads = config.head_dim, config.num_attention_heads, config.num_key_value_heads
         window = config.sliding_windows[layer_id]
@@ -97,7 +97,8 @@ class AttentionLayer:
             self._norm_rotary_and_store = build.kernel(KernelTable.norm_rotary_and_store, *stored, *norms)
 
     def __call__(self, qkv: Tensor, batch: ForwardBatch) -> Tensor:
-        """[T, (heads + 2 kv_heads) * head_dim] to [T, heads * head_dim]."""
+        """[T, (heads + 2 kv_heads) * head_dim], queries, keys and values concatenated, to [T, heads
+        * head_dim]; stores the keys and values if the layer has a KV cache."""
         positions, cos_sin = batch.positions, self._cos_sin
         if batch.mrope_positions is not None and cos_sin is not None and self._axes is not None:
             cos_sin = turned_by_axes(cos_sin, batch.mrope_positions, self._axes)

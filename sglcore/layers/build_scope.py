@@ -26,7 +26,8 @@ K = TypeVar("K")
 
 
 class Packable(Protocol):
-    """A layer with a weight that may be packed: only the entries for linear layers read it.
+    """A layer with a weight that may be packed, because only the kernel table's entries for linear
+    layers read it.
 
     `names`: the tensors of the checkpoint that hold the rows of the weight, in order.
     `may_round`: the weight may be quantised to fewer bits with little loss.
@@ -48,7 +49,8 @@ class Weights:
     - `derived`: functions to call when all parameters are loaded.
     - `orders`: int64 [N] by target; row i of the target is row order[i] of the checkpoint's tensor.
     - `cuts`: the part of a checkpoint tensor that this rank holds, by target name.
-    - `elsewhere`: patterns of tensor names; other ranks hold some of these tensors.
+    - `elsewhere`: patterns of names of tensors that the checkpoint may have although this rank
+      declares none of them: other ranks hold them.
     - `bounds`: integer parameters with name and upper bound; each element is from 0 to below it.
     - `stacks`: parameters that some checkpoints store whole and others in parts, with the names of
       the parts.
@@ -105,7 +107,7 @@ class Weights:
                 self.targets[name] = whole
 
     def place(self, layer: Packable, weight: Tensor) -> None:
-        """Replace a layer's weight by one in another format. Frees the old weight and its
+        """Replace a layer's weight by `weight`, in another format. Removes the old weight and its
         targets."""
         for name in layer.names:
             self.targets.pop(name, None)
@@ -140,7 +142,7 @@ class Scope:
     """The layer's name in the checkpoint, with a dot at the end unless it is empty."""
 
     def at(self, *names: str | int) -> Self:
-        """Return the scope of a part of this layer."""
+        """Return the scope of a part of this layer, with `prefix` extended by these names."""
         return replace(self, prefix=self.prefix + "".join(f"{name}." for name in names))
 
     @property
@@ -149,8 +151,8 @@ class Scope:
         return self.weights.dtype
 
     def kernel(self, entry: Entry[K], *call: object) -> K:
-        """Choose the kernel table's function for calls like `call`, by dtypes and sizes; see
-        `choose`."""
+        """Return the kernel table's function for calls like `call`, chosen by dtypes and sizes;
+        None if the entry is optional and no function takes them. See `choose`."""
         return choose(self.kernels, entry, call, refusals=self.refusals)
 
     def rows(self, *sizes: int) -> Tensor:
@@ -163,7 +165,8 @@ class Scope:
         return torch.empty(1, *sizes, dtype=dtype, device="meta")
 
     def parameter(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        """Declare one weight, `prefix.name` in the checkpoint, in `dtype` (None: the model's)."""
+        """Declare one weight of this shape, `prefix.name` in the checkpoint, in `dtype` (None: the
+        model's). Returns the parameter, with undefined content until loaded."""
         return self.stacked(((name, shape[0]),), *shape[1:], dtype=dtype)
 
     def reorder(self, name: str, order: NDArray[np.int64]) -> None:
@@ -173,8 +176,8 @@ class Scope:
         self.weights.orders |= {f"{self.prefix}{name}.{kind}": rows for kind in ("weight", "bias")}
 
     def stacked(self, parts: Sequence[tuple[str, int]], *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        """Declare one weight that concatenates the rows of several; `parts` are (name in the
-        checkpoint, rows), in order."""
+        """Declare one weight [sum of rows, *shape] that concatenates the rows of several; `parts`
+        are (name in the checkpoint, rows), in order. Returns the parameter."""
         parameter = self.weights.make((sum(rows for _, rows in parts), *shape), dtype)
         for (name, _), target in zip(parts, parameter.split([rows for _, rows in parts]), strict=True):
             self.weights.targets[self.prefix + name] = target

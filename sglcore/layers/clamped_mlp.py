@@ -38,7 +38,7 @@ class LimitedMoe:
     __slots__ = ("_limit", "_moe", "_route", "w2", "w13")
 
     def __init__(self, build: Scope, moe: MoeConfig, limit: float, is_hashed: bool) -> None:
-        """The arguments are those of `Build.limited_experts`."""
+        """The arguments are those of `layer_kinds.Build.limited_experts`."""
         self._route = (HashRouting if is_hashed else SqrtSoftplusRouting)(build.at("gate"), moe)
         self.w13, self.w2 = expert_weights(build, moe, EXPERT_PARTS)
         self._limit = limit
@@ -68,7 +68,8 @@ class _Gate:
 
 
 class SqrtSoftplusRouting:
-    """Chooses the experts with the largest sqrt(softplus(logit)) plus a bias for each expert."""
+    """Chooses the experts with the largest sqrt(softplus(logit)) plus a bias for each expert; their
+    weights are without the bias (`KernelTable.sqrtsoftplus_routing`)."""
 
     __slots__ = ("_gate", "_route", "_rules", "bias")
 
@@ -80,12 +81,14 @@ class SqrtSoftplusRouting:
         self._route = build.kernel(KernelTable.sqrtsoftplus_routing, logits, self.bias, *self._rules)
 
     def __call__(self, hidden: Tensor, input_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Return weights float32 [T, K] and experts [T, K]."""
+        """Return weights float32 [T, K] and experts [T, K] for hidden states [T, H]. Does not read
+        `input_ids`."""
         return self._route(self._gate(hidden), self.bias, *self._rules)
 
 
 class HashRouting:
-    """Takes each token's experts from a table by token id."""
+    """Takes each token's experts from a table by token id, and their weights from the gate
+    (`KernelTable.hash_routing`)."""
 
     __slots__ = ("_gate", "_route", "_scale", "table")
 
@@ -98,5 +101,6 @@ class HashRouting:
         self._route = build.kernel(KernelTable.hash_routing, logits, ids, self.table, self._scale)
 
     def __call__(self, hidden: Tensor, input_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Return weights float32 [T, K] and experts [T, K]."""
+        """Return weights float32 [T, K] and experts [T, K] for hidden states [T, H] and token ids
+        int [T]."""
         return self._route(self._gate(hidden), input_ids, self.table, self._scale)

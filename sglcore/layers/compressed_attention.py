@@ -156,7 +156,8 @@ class CompressedAttention(SparseLayer):
         return KernelTable.norm_rope_store, given
 
     def mix(self, hidden: Tensor, batch: ForwardBatch, backend: DeepseekV4AttnBackend) -> Tensor:
-        """[T, H] to [T, H]."""
+        """Map hidden states [T, H] of the batch's tokens to [T, H]: projects, stores the tokens'
+        rows and blocks, and attends; see `SparseLayer.mix`."""
         given, kernels, positions = self.projections, backend.kernels, batch.positions
         latent = given.latent(hidden)
         q = given.queries(latent).unflatten(1, (self.num_heads, self.head_dim))

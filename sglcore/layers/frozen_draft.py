@@ -73,7 +73,7 @@ class ChosenHead:
     __slots__ = ("_centroids", "_groups", "_head", "_most", "_order")
 
     def __init__(self, build: Scope, groups: int, most: int, head: Callable[[Tensor], Tensor]) -> None:
-        """The arguments are those of `Build.chosen_head`."""
+        """The arguments are those of `FrozenBuild.chosen_head` (`drafts/gemma4_assistant.py`)."""
         tokens, device = build.config.vocab_size, build.weights.device
         self._centroids = Linear(build, (("centroids", groups),), build.config.hidden_size, may_round=False)
         self._order = build.parameter("token_ordering", tokens, dtype=torch.int32)

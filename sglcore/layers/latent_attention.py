@@ -34,7 +34,8 @@ class LatentAttention(SparseLayer):
     def __init__(
         self, build: Scope, layer_id: int, rotary: Tensor, latent: LatentConfig, projections: Projections, output: Rows
     ) -> None:
-        """`rotary` is the result of `cos_sin_cache`."""
+        """`rotary` is the result of `cos_sin_cache`; the other arguments are those of
+        `layer_kinds.Build.latent_attention`."""
         heads, rank, nope = build.config.num_attention_heads, latent.kv_rank, latent.nope_dim
         asked, float8 = build.kv_cache_dtype, build.kernels.float8
         place, codec = Place.PAGES, row_codec(asked, latent.width, latent.rope_dim, float8)
@@ -99,7 +100,8 @@ class LatentAttention(SparseLayer):
         yield KernelTable.index_top_k, (logits, one, table, one, page_size, latent.top_k)
 
     def mix(self, hidden: Tensor, batch: ForwardBatch, backend: DeepseekSparseAttnBackend) -> Tensor:
-        """[T, H] to [T, H]."""
+        """Map hidden states [T, H] of the batch's tokens to [T, H]: projects, stores the tokens'
+        cache entries, and attends; see `SparseLayer.mix`."""
         latent, tokens = self._latent, hidden.shape[0]
         queries, kept, inner = self.projections(hidden)
         pool, places = backend.token_to_kv_pool, batch.out_cache_loc
@@ -122,7 +124,7 @@ class Indexer:
     section 2.1)."""
 
     def __init__(self, build: Scope, kept: KeptRows, rotary: Tensor, latent: LatentConfig) -> None:
-        """`kept`: the cache entries of the keys."""
+        """`kept`: how the indexer's keys are stored; `rotary` is the result of `cos_sin_cache`."""
         heads, size, hidden = latent.index_heads, latent.index_dim, build.config.hidden_size
         self.wq_b = Linear(build, (("wq_b", heads * size),), latent.q_rank)
         self.wk = Linear(build, (("wk", size),), hidden)

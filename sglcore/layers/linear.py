@@ -50,7 +50,7 @@ class GroupedLinear:
     __slots__ = ("_linear", "weight")
 
     def __init__(self, build: Scope, groups: int, inputs: int, outputs: int) -> None:
-        """The arguments are those of `Build.grouped`."""
+        """The arguments are those of `layer_kinds.Build.grouped`."""
         self.weight = build.parameter("weight", groups * outputs, inputs).view(groups, outputs, inputs)
         self._linear = build.kernel(KernelTable.grouped_linear, build.rows(groups, inputs), self.weight)
 
@@ -77,7 +77,8 @@ class OrderedLinear:
 
 
 class Embedding:
-    """A row for each id, times a scale that is rounded to the model's dtype."""
+    """A table with a row for each id; the rows are multiplied by `scale`, if given, rounded to the
+    model's dtype."""
 
     __slots__ = ("_embedding", "_scale", "may_round", "names", "weight")
 
@@ -108,7 +109,8 @@ class Embedding:
 class Head:
     """The output layer: hidden states to logits, with its own weight or the embedding's.
 
-    It reads the embedding's weight in that weight's packed format.
+    `tied` is the embedding with the weight (None: a weight of its own). If the embedding's weight
+    is packed, the head reads it packed.
     """
 
     __slots__ = ("_head", "_linear", "_owner")
@@ -133,7 +135,7 @@ class MappedHead:
     __slots__ = ("_head", "_ids", "_rows")
 
     def __init__(self, build: Scope, name: str, ids: str, rows: int, size: int, outputs: int) -> None:
-        """The arguments are those of `Build.mapped_head`."""
+        """The arguments are those of `layer_kinds.Build.mapped_head`."""
         self._head = Head(build.at(name), rows, size, None)
         self._ids = build.parameter(ids, rows, dtype=torch.int32)
         self._rows = torch.full((outputs,), rows, dtype=torch.int32, device=build.weights.device)

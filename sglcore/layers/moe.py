@@ -31,7 +31,7 @@ class SparseMoe:
         parts: Sequence[str],
         routing: Callable[[Scope, str, MoeConfig], Routing],
     ) -> None:
-        """The arguments are those of `Build.experts`; `routing` makes the router."""
+        """The arguments are those of `layer_kinds.Build.experts`; `routing` makes the router."""
         self._route = routing(build, gate, moe)
         self.w13, self.w2 = expert_weights(build, moe, parts)
         choices = build.rows(moe.experts_per_token), build.indices(moe.experts_per_token)
@@ -110,7 +110,7 @@ class Relu2Moe:
     __slots__ = ("_moe", "_route", "fc1", "fc2", "w1", "w2")
 
     def __init__(self, build: Scope, moe: MoeConfig, latent: int) -> None:
-        """`latent` is that of `Build.relu2_experts`."""
+        """`latent` is that of `layer_kinds.Build.relu2_experts`."""
         hidden, size, count, bias = (
             build.config.hidden_size,
             moe.intermediate_size,
@@ -134,7 +134,8 @@ class Relu2Moe:
 
 
 def expert_weights(build: Scope, moe: MoeConfig, parts: Sequence[str]) -> tuple[Tensor, Tensor]:
-    """Declare gate over up [E, 2 * I, H], and down [E, H, I]."""
+    """Declare the weights of E experts and return them: gate over up [E, 2 * I, H], and down [E, H,
+    I]. `parts` are the checkpoint's names, as in `layer_kinds.Build.experts`."""
     hidden, size, count = build.config.hidden_size, moe.intermediate_size, moe.num_experts
     if len(parts) == 2:
         both, down = parts
@@ -147,7 +148,7 @@ def expert_weights(build: Scope, moe: MoeConfig, parts: Sequence[str]) -> tuple[
 
 
 class SoftmaxRouting:
-    """Chooses the experts with the largest softmax probabilities."""
+    """Chooses the experts with the largest softmax probabilities (`KernelTable.top_k_routing`)."""
 
     __slots__ = ("_normalize", "_route", "_top_k", "gate")
 
@@ -158,7 +159,7 @@ class SoftmaxRouting:
         self._route = build.kernel(KernelTable.top_k_routing, logits, self._top_k, self._normalize)
 
     def __call__(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """As `Routing`."""
+        """[T, H] to weights [T, K] and experts [T, K], as `Routing` defines."""
         return self._route(self.gate(hidden), self._top_k, self._normalize)
 
 
@@ -176,13 +177,14 @@ class GroupLimitedRouting:
         self._route = build.kernel(KernelTable.group_limited_routing, build.rows(experts).float(), *self._rules)
 
     def __call__(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """As `Routing`."""
+        """[T, H] to weights [T, K] and experts [T, K], as `Routing` defines."""
         weights, experts = self._route(self._linear(hidden.float(), self.weight, None), *self._rules)
         return weights.to(hidden.dtype), experts
 
 
 class SigmoidRouting:
-    """Chooses the experts with the largest sigmoid plus a bias for each expert. Logits are
+    """Chooses the experts with the largest sigmoid plus a bias for each expert, within the best
+    groups; their weights are without the bias (`KernelTable.sigmoid_routing`). Logits are
     float32."""
 
     __slots__ = ("_linear", "_route", "_rules", "bias", "weight")
@@ -197,6 +199,6 @@ class SigmoidRouting:
         self._route = build.kernel(KernelTable.sigmoid_routing, logits, self.bias, *self._rules)
 
     def __call__(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """As `Routing`."""
+        """[T, H] to weights [T, K] and experts [T, K], as `Routing` defines."""
         weights, experts = self._route(self._linear(hidden.float(), self.weight, None), self.bias, *self._rules)
         return weights.to(hidden.dtype), experts

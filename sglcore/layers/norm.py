@@ -17,10 +17,10 @@ class RMSNorm:
     def __init__(
         self, build: Scope, size: int, eps: float, heads: int | None = None, offset: float | None = None
     ) -> None:
-        """`heads`: the input has this number of heads, and each is normed; `add` then takes no
+        """`heads`: the input is [T, heads, size], and each head is normed; `add` then takes no
         residual.
 
-        `offset` is that of `Build.norm`.
+        `offset` is that of `layer_kinds.Build.norm`.
         """
         self.weight = build.parameter("weight", size, dtype=None if offset is None else torch.float32)
         if offset:

@@ -22,7 +22,8 @@ def cos_sin_cache(config: ModelConfig, max_positions: int, device: torch.device)
 
 
 def axes_of(config: ModelConfig, device: torch.device) -> Tensor | None:
-    """Return `mrope_axes` on the device."""
+    """Return the result of `mrope_axes`, int32 [R / 2], on the device; None if the model's rotary
+    embedding has one position per token."""
     axes = mrope_axes(config)
     return None if axes is None else torch.from_numpy(axes).to(device)
 

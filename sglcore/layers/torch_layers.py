@@ -45,19 +45,21 @@ from sglcore.runtime.kernels.table import KernelTable
 
 @dataclass(frozen=True, slots=True)
 class Build(Scope):
-    """The scope in which a layer is built, and the layers themselves. `given`: layers of another
-    model that replace embeddings and output layers, by name."""
+    """`layer_kinds.Build` in torch: each method returns the layer that the method of that name
+    defines there. `given`: layers of another model that replace embeddings and output layers, by
+    full name."""
 
     given: Mapping[str, Any] = field(default_factory=dict)
 
     def linear(self, name: str, inputs: int, outputs: int, bias: bool = False) -> Linear:
-        """Return x W^T + b."""
+        """Return the linear layer x W^T + b with the weight `name`.weight [outputs, inputs]."""
         return Linear(self, ((name, outputs),), inputs, bias)
 
     def fused(
         self, parts: Sequence[tuple[str, int]], inputs: int, bias: bool = False, interleaved: Sequence[str] = ()
     ) -> Linear:
-        """Return several linear layers with one input as one product."""
+        """Return several linear layers with one input as one product; see
+        `layer_kinds.Build.fused`."""
         for name, size in parts:
             if name in interleaved:
                 head = self.config.head_dim
@@ -67,40 +69,42 @@ class Build(Scope):
     def ordered(
         self, parts: Sequence[tuple[str, int]], inputs: int, order: Sequence[int], bias: bool = False
     ) -> OrderedLinear:
-        """Return one product with reordered outputs."""
+        """Return the product of `fused`, with the checkpoint's output order[i] as output i."""
         return OrderedLinear(self, parts, inputs, order, bias)
 
     def grouped(self, name: str, groups: int, inputs: int, outputs: int) -> GroupedLinear:
-        """Return a linear layer for each group of inputs."""
+        """Return a linear layer for each group of inputs; see `layer_kinds.Build.grouped`."""
         return GroupedLinear(self.at(name), groups, inputs, outputs)
 
     def norm(self, name: str, size: int, offset: float | None = None, eps: float | None = None) -> RMSNorm:
-        """Return a root mean square norm."""
+        """Return a root mean square norm; see `layer_kinds.Build.norm`."""
         return RMSNorm(self.at(name), size, self.config.rms_norm_eps if eps is None else eps, offset=offset)
 
     def layer_norm(self, name: str, size: int, eps: float, bias: bool = True) -> LayerNorm:
-        """Return a layer norm."""
+        """Return a layer norm with a weight and, if `bias`, a bias."""
         return LayerNorm(self.at(name), size, eps, bias)
 
     def embedding(self, name: str, rows: int, size: int, scale: float | None = None) -> Embedding:
-        """Return an embedding."""
+        """Return an embedding with a weight [rows, size], or the layer in `given`; see
+        `layer_kinds.Build.embedding`."""
         return self.given.get(self.prefix + name) or Embedding(self.at(name), rows, size, scale)
 
     def head(self, name: str, rows: int, size: int, tied: Embedding | None = None) -> Head:
-        """Return the output layer."""
+        """Return the output layer, or the layer in `given`; see `layer_kinds.Build.head`."""
         return self.given.get(self.prefix + name) or Head(self.at(name), rows, size, tied)
 
     def mapped_head(self, name: str, ids: str, rows: int, size: int, outputs: int) -> MappedHead:
-        """Return the output layer of a part of the vocabulary."""
+        """Return the output layer of a part of the vocabulary; see
+        `layer_kinds.Build.mapped_head`."""
         return MappedHead(self, name, ids, rows, size, outputs)
 
     def concat(self) -> Callable[..., Tensor]:
-        """Return a function that concatenates columns."""
+        """Return a function that concatenates tensors along the last dimension."""
         return lambda *parts: torch.cat(parts, -1)
 
     def rotary(self, rope: RopeConfig | None = None, head_dim: int | None = None) -> Tensor:
-        """Return the cosines and sines of every position, for heads of `head_dim` (None: the
-        configuration's)."""
+        """Return the cosines and sines of every position, as `cos_sin_cache` does, for heads of
+        `head_dim` elements and the rotary embedding `rope` (None: the configuration's)."""
         config = self.config if rope is None else replace(self.config, rope=rope)
         config = config if head_dim is None else replace(config, head_dim=head_dim)
         return cos_sin_cache(config, self.max_positions, self.weights.device)
@@ -117,7 +121,7 @@ class Build(Scope):
         is_encoder: bool = False,
     ) -> AttentionLayer:
         """Return attention with norms and rotary embedding, in as few kernels as the device
-        allows."""
+        allows; arguments as in `layer_kinds.Build.attention`."""
         return AttentionLayer(
             self,
             layer_id,
@@ -130,15 +134,17 @@ class Build(Scope):
         )
 
     def frozen_attention(self, cells: FrozenCells, rotary: Tensor, scaling: float) -> FrozenAttention:
-        """Return attention of queries over another model's KV slots."""
+        """Return attention of queries over another model's KV slots; see
+        `FrozenBuild.frozen_attention` (`drafts/gemma4_assistant.py`)."""
         return FrozenAttention(self, cells, rotary, scaling)
 
     def chosen_head(self, name: str, groups: int, most: int, head: Callable[[Tensor], Tensor]) -> ChosenHead:
-        """Return the output layer over the selected groups of tokens."""
+        """Return the output layer over the selected groups of tokens; see
+        `FrozenBuild.chosen_head` (`drafts/gemma4_assistant.py`)."""
         return ChosenHead(self.at(name), groups, most, head)
 
     def scale(self, name: str) -> Scale:
-        """Return a multiplication by one number."""
+        """Return a layer that multiplies its input by the one number `name` of this scope."""
         return Scale(self, name)
 
     def compressed_attention(
@@ -149,33 +155,34 @@ class Build(Scope):
         rotary: Tensor,
         projections: OfAttention,
     ) -> CompressedAttention:
-        """Return attention over a sliding window and over compressed blocks."""
+        """Return attention over a sliding window and over compressed blocks; see
+        `layer_kinds.Build.compressed_attention`."""
         return CompressedAttention(self, layer_id, net, compression, rotary, projections)
 
     def gated_delta_net(self, state_id: int, net: DeltaNetConfig, projection: Rows, output: Rows) -> GatedDeltaNet:
-        """Return a gated delta rule layer."""
+        """Return a gated delta rule layer; see `layer_kinds.Build.gated_delta_net`."""
         return GatedDeltaNet(self, state_id, net, projection, output)
 
     def mamba2(self, state_id: int, space: Mamba2Config, projection: Rows, output: Rows) -> Mamba2:
-        """Return a Mamba 2 layer."""
+        """Return a Mamba 2 layer; see `layer_kinds.Build.mamba2`."""
         return Mamba2(self, state_id, space, projection, output)
 
     def short_conv(self, state_id: int, taps: int, projection: Rows, output: Rows, bias: bool = False) -> ShortConv:
-        """Return a short convolution between two gates."""
+        """Return a short convolution between two gates; see `layer_kinds.Build.short_conv`."""
         return ShortConv(self, state_id, taps, projection, output, bias)
 
     def latent_attention(
         self, layer_id: int, rotary: Tensor, latent: LatentConfig, projections: Projections, output: Rows
     ) -> LatentAttention:
-        """Return latent attention."""
+        """Return latent attention (MLA); see `layer_kinds.Build.latent_attention`."""
         return LatentAttention(self, layer_id, rotary, latent, projections, output)
 
     def softcap(self, cap: float) -> Softcap:
-        """Return cap * tanh(x / cap)."""
+        """Return the layer cap * tanh(x / cap), for logits."""
         return Softcap(self, cap)
 
     def mlp(self, name: str, size: int, bias: bool = False, fused: str = "") -> GatedMlp:
-        """Return the gated feed-forward block."""
+        """Return the gated feed-forward block, `size` wide inside; see `layer_kinds.Build.mlp`."""
         return GatedMlp(self.at(name), size, bias, fused)
 
     def experts(
@@ -187,37 +194,41 @@ class Build(Scope):
         parts: Sequence[str] = EXPERT_PARTS,
         is_sigmoid: bool = False,
     ) -> SparseMoe:
-        """Return routed experts."""
+        """Return routed experts; see `layer_kinds.Build.experts`."""
         return SparseMoe(self.at(name), moe, gate, parts, SigmoidRouting if is_sigmoid else SoftmaxRouting)
 
     def group_limited_experts(self, name: str, moe: MoeConfig) -> SparseMoe:
-        """Return routed experts with group-limited routing."""
+        """Return routed experts with group-limited routing; see
+        `layer_kinds.Build.group_limited_experts`."""
         return SparseMoe(self.at(name), moe, "gate", EXPERT_PARTS, GroupLimitedRouting)
 
     def clamped_experts(self, name: str, moe: MoeConfig, alpha: float, limit: float) -> ClampedMoe | Mxfp4Moe:
         """Return routed experts with biases and a clamped activation, as MXFP4 codes if the
-        checkpoint has these and the kernels read them."""
+        checkpoint has these and the kernels read them. `alpha` and `limit` are those of
+        `KernelTable.clamped_moe`."""
         reads = self.kernels.mxfp4_moe is not None and has_mxfp4_experts(self.config.raw)
         return (Mxfp4Moe if reads else ClampedMoe)(self.at(name), moe, alpha, limit)
 
     def relu2_experts(self, name: str, moe: MoeConfig, latent: int = 0) -> Relu2Moe:
-        """Return routed experts down(max(up(x), 0)^2)."""
+        """Return routed experts down(max(up(x), 0)^2); see `layer_kinds.Build.relu2_experts`."""
         return Relu2Moe(self.at(name), moe, latent)
 
     def limited_mlp(self, name: str, size: int, limit: float) -> LimitedMlp:
-        """Return the gated feed-forward block with clamped factors."""
+        """Return the gated feed-forward block with clamped factors; see
+        `layer_kinds.Build.limited_mlp`."""
         return LimitedMlp(self.at(name), size, limit)
 
     def limited_experts(self, name: str, moe: MoeConfig, limit: float, is_hashed: bool) -> LimitedMoe:
-        """Return routed experts with clamped factors."""
+        """Return routed experts with clamped factors; see `layer_kinds.Build.limited_experts`."""
         return LimitedMoe(self.at(name), moe, limit, is_hashed)
 
     def hyper_connection(self, name: str, streams: int, iters: int, eps: float) -> HyperConnection:
-        """Return a hyper-connection for a block."""
+        """Return a hyper-connection for a block; `iters` and `eps` are those of
+        `KernelTable.hc_pre`."""
         return HyperConnection(self.at(name), streams, iters, eps)
 
     def hyper_head(self, name: str, streams: int, eps: float) -> HyperHead:
-        """Return the start and the end of the streams."""
+        """Return the start and the end of the streams; see `layer_kinds.Build.hyper_head`."""
         return HyperHead(self.at(name), streams, eps)
 
     def activation(self, name: str) -> Callable[[Tensor], Tensor]:

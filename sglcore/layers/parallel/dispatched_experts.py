@@ -77,15 +77,15 @@ def dispatched(
     routing: Callable[[Scope, str, MoeConfig], Routing],
     groups: Groups,
 ) -> DispatchedMoe:
-    """Return the block with consecutive experts on each rank, and the dispatcher between these
-    groups."""
+    """Return a `DispatchedMoe` with consecutive experts on each rank, and a dispatcher of
+    `groups`. The first five arguments are those of `SparseMoe`."""
     placement = in_order(moe.num_experts, groups.ep.size)
     return DispatchedMoe(build, moe, gate, parts, routing, placement, groups, groups.make_dispatcher(placement.each))
 
 
 def held_weights(build: Scope, moe: MoeConfig, parts: Sequence[str], held: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Declare gate over up [N, 2 * I, H], and down [N, H, I], of the N experts `held`, in their
-    order."""
+    """Declare the weights of the N experts with the numbers `held`, in this order, and return them:
+    gate over up [N, 2 * I, H], and down [N, H, I]. `parts` are as in `expert_weights`."""
     hidden, size = build.config.hidden_size, moe.intermediate_size
     ranges = [(expert, expert + 1) for expert in held]
     if len(parts) == 2:

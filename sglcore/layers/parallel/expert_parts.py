@@ -15,13 +15,14 @@ the block's scope."""
 
 
 def both(part: Range, size: int) -> tuple[Range, Range]:
-    """Return the ranges of a part in gate over up, with `size` rows each."""
+    """Return the ranges of `part`, a range of the intermediate size, in the rows of gate over up,
+    with `size` rows each."""
     return part, (part[0] + size, part[1] + size)
 
 
 def cut_experts(cut: CutTensor, experts: int, size: int, part: Range, parts: Sequence[str] = EXPERT_PARTS) -> None:
-    """Cut gated experts with intermediate size `size`, stored one by one, all in one tensor, or as
-    two `parts`."""
+    """Record, with `cut`, that this rank has the range `part` of the intermediate size `size` of
+    gated experts, stored one by one, all in one tensor, or as two `parts`."""
     down = parts[-1]
     if len(parts) == 2:
         cut(f"{parts[0]}.weight", 2 * size, *both(part, size), dim=1)
@@ -32,7 +33,8 @@ def cut_experts(cut: CutTensor, experts: int, size: int, part: Range, parts: Seq
 
 
 def cut_ungated(cut: CutTensor, experts: int, size: int, part: Range) -> None:
-    """Cut experts without gates."""
+    """Record, with `cut`, the range `part` of the intermediate size `size` of experts without
+    gates."""
     cut("experts.up_proj", size, part, dim=1)
     _cut_each(cut, experts, size, part, ("up_proj",), "down_proj")
 
@@ -46,8 +48,9 @@ def _cut_each(cut: CutTensor, experts: int, size: int, part: Range, rows: Sequen
 
 
 def cut_clamped(cut: CutTensor, size: int, part: Range) -> None:
-    """Cut experts with biases and interleaved gate and up: plain, [experts, inputs, outputs], or as
-    codes, [experts, outputs, groups of inputs]."""
+    """Record, with `cut`, the range `part` of the intermediate size `size` of experts with biases
+    and interleaved gate and up: plain, [experts, inputs, outputs], or as codes, [experts, outputs,
+    groups of inputs]. With codes, `part` is at multiples of GROUP."""
     pairs = 2 * part[0], 2 * part[1]
     cut("experts.gate_up_proj", 2 * size, pairs, dim=2)
     cut("experts.gate_up_proj_bias", 2 * size, pairs, dim=1)

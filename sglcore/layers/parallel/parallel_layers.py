@@ -58,7 +58,8 @@ REMEDY = "--tp 1"
 
 @dataclass(frozen=True, slots=True)
 class ShardedBuild(Scope):
-    """The scope in which a layer is built, and the layers. `given` is that of `Build`."""
+    """`layer_kinds.Build` on several ranks: each method returns this rank's part of the layer that
+    the method of that name defines there. `given` is that of `torch_layers.Build`."""
 
     groups: Groups | None = None
     given: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
@@ -100,7 +101,8 @@ class ShardedBuild(Scope):
         return Build(**(given if config is None else {**given, "config": config}))
 
     def cut(self, name: str, whole: int, *ranges: Range, dim: int = 0) -> None:
-        """Record that this rank has `ranges` of the checkpoint's tensor `prefix.name`."""
+        """Record that this rank has `ranges` of dimension `dim`, which has `whole` entries, of the
+        checkpoint's tensor `prefix.name`."""
         self.weights.cuts[self.prefix + name] = Cut(dim, whole, ranges)
 
     def _cut_rows(self, name: str, whole: int, *ranges: Range) -> tuple[str, int]:
@@ -116,14 +118,15 @@ class ShardedBuild(Scope):
         return [self._cut_rows(name, count, *own) for (name, count), own in each]
 
     def activation(self, name: str) -> Callable[[Tensor], Tensor]:
-        """Return an elementwise function, for this rank's part of the intermediate size."""
+        """Return an elementwise function, for this rank's part of the intermediate size; see
+        `layer_kinds.Build.activation`."""
         return self.own(
             replace(self.config, intermediate_size=self.config.intermediate_size // self.shard.size)
         ).activation(name)
 
     def linear(self, name: str, inputs: int, outputs: int, bias: bool = False) -> Linear | Summed:
-        """Return x W^T + b, divided by outputs or inputs as `roles` has it for its name; whole on
-        every rank if `roles` has no rule."""
+        """Return x W^T + b, divided by its inputs or outputs as `parallel_roles` decides from its
+        name; whole on every rank without a rule. Divided by inputs, the result is all-reduced."""
         if not is_by_inputs(self.prefix, name):
             return self._outputs(
                 ((name, outputs),), inputs, bias, sections(self.config, self.prefix, ((name, outputs),))
@@ -137,8 +140,9 @@ class ShardedBuild(Scope):
     def fused(
         self, parts: Sequence[tuple[str, int]], inputs: int, bias: bool = False, interleaved: Sequence[str] = ()
     ) -> Linear:
-        """Return several layers as one product, divided by a rule of `roles`, or as queries, keys
-        and values; products in `WHOLE` are not divided. Raises `ConfigError` if nothing fits."""
+        """Return several layers as one product, with outputs divided by `sections`, or as queries,
+        keys and values; products in `WHOLE` are not divided. Raises `ConfigError` if nothing
+        fits."""
         divided = sections(self.config, self.prefix, parts) or self._heads_of(parts)
         return self._outputs(parts, inputs, bias, divided, interleaved)
 
@@ -168,7 +172,8 @@ class ShardedBuild(Scope):
     def ordered(
         self, parts: Sequence[tuple[str, int]], inputs: int, order: Sequence[int], bias: bool = False
     ) -> OrderedLinear:
-        """Return one product with reordered outputs; sections refer to the new order."""
+        """Return `fused` with its outputs in this order; the sections by which it is divided refer
+        to the new order."""
         divided = sections(self.config, self.prefix, parts) or self._heads_of(parts)
         wanted = [order[place] for first, last in kept(divided, self.shard) for place in range(first, last)]
         rows = sorted(wanted)
@@ -177,7 +182,8 @@ class ShardedBuild(Scope):
         return self.own().ordered(own, inputs, [place_of[row] for row in wanted], bias)
 
     def grouped(self, name: str, groups: int, inputs: int, outputs: int) -> GroupedLinear:
-        """Return a linear layer for each of this rank's groups of inputs."""
+        """Return a linear layer for each of this rank's groups of inputs; see
+        `layer_kinds.Build.grouped`."""
         first, last = self.shard.part(groups)
         self.cut(f"{name}.weight", groups * outputs, (first * outputs, last * outputs))
         return self.own().grouped(name, last - first, inputs, outputs)
@@ -201,7 +207,8 @@ class ShardedBuild(Scope):
         sinks: bool = False,
         is_encoder: bool = False,
     ) -> AttentionLayer:
-        """Return attention over this rank's heads."""
+        """Return attention over this rank's heads; arguments as in `layer_kinds.Build.attention`.
+        With `whole_norm`, norms all-reduce their mean squares."""
         if sinks:
             self.cut("sinks", self.config.num_attention_heads, self.shard.part(self.config.num_attention_heads))
         if whole_norm:
@@ -239,7 +246,8 @@ class ShardedBuild(Scope):
         return self.own().compressed_attention(layer_id, local, compression, rotary, projections)
 
     def gated_delta_net(self, state_id: int, net: DeltaNetConfig, projection: Rows, output: Rows) -> GatedDeltaNet:
-        """Return the layer for this rank's heads; the rank keeps the states of these heads."""
+        """Return `layer_kinds.Build.gated_delta_net` for this rank's heads; the rank keeps the
+        states of these heads."""
         keys, values = Section(net.key_heads, net.key_dim), Section(net.value_heads, net.value_dim)
         self._cut_rows("conv1d", 2 * net.keys + net.values, *kept((keys, keys, values), self.shard))
         first, last = self.shard.part(net.value_heads)
@@ -249,9 +257,10 @@ class ShardedBuild(Scope):
         return self.own().gated_delta_net(state_id, local, projection, output)
 
     def mamba2(self, state_id: int, space: Mamba2Config, projection: Rows, output: Rows) -> Mamba2:
-        """Return the layer for this rank's heads.
+        """Return `layer_kinds.Build.mamba2` for this rank's heads.
 
-        If a group of heads is split over ranks, its norm covers all heads of the group.
+        With fewer groups than ranks, the norm of a group all-reduces its mean squares over the
+        ranks of `attn_tp`.
         """
         first, last = self.shard.part(space.heads)
         heads, groups = Section(space.heads, space.head_dim), Section(space.groups, space.width, shared=True)
@@ -266,7 +275,7 @@ class ShardedBuild(Scope):
         return own
 
     def short_conv(self, state_id: int, taps: int, projection: Rows, output: Rows, bias: bool = False) -> ShortConv:
-        """Return the layer for this rank's channels."""
+        """Return `layer_kinds.Build.short_conv` for this rank's channels."""
         size = self.config.hidden_size
         first, last = self.shard.part(size)
         self._cut_rows("conv", size, (first, last))
@@ -275,14 +284,15 @@ class ShardedBuild(Scope):
         )
 
     def mlp(self, name: str, size: int, bias: bool = False, fused: str = "") -> Block:
-        """Return the gated feed-forward block with this rank's part of the intermediate size."""
+        """Return the gated feed-forward block with this rank's part of the intermediate size, and
+        its reduction; arguments as in `layer_kinds.Build.mlp`."""
         part = self._cut_mlp(name, size, fused)
         own = self.own().mlp(name, part[1] - part[0], bias, fused)
         bias_once(self, own.down_proj.bias, self._every.tp)
         return ended(own, self._every)
 
     def limited_mlp(self, name: str, size: int, limit: float) -> Block:
-        """Return `mlp` with clamped factors."""
+        """Return `mlp` with factors clamped to `limit`; see `layer_kinds.Build.limited_mlp`."""
         part = self._cut_mlp(name, size)
         return ended(self.own().limited_mlp(name, part[1] - part[0], limit), self._every)
 
@@ -311,7 +321,8 @@ class ShardedBuild(Scope):
         is_sigmoid: bool = False,
     ) -> Block:
         """Return routed experts: whole experts on each rank (expert parallel), or this rank's part
-        of every expert's intermediate size (tensor parallel)."""
+        of every expert's intermediate size (tensor parallel). Arguments as in
+        `layer_kinds.Build.experts`."""
         if self._every.has_experts_whole:
             routing = SigmoidRouting if is_sigmoid else SoftmaxRouting
             return dispatched(self.own().at(name), moe, gate, parts, routing, self._every)
@@ -320,7 +331,7 @@ class ShardedBuild(Scope):
         return ended(self.own().experts(name, local, gate=gate, parts=parts, is_sigmoid=is_sigmoid), self._every)
 
     def group_limited_experts(self, name: str, moe: MoeConfig) -> Block:
-        """Return `experts` with group-limited routing."""
+        """Return `experts` with the routing of `layer_kinds.Build.group_limited_experts`."""
         if self._every.has_experts_whole:
             return dispatched(self.own().at(name), moe, "gate", EXPERT_PARTS, GroupLimitedRouting, self._every)
         part, local = self._inside(moe)
@@ -328,14 +339,16 @@ class ShardedBuild(Scope):
         return ended(self.own().group_limited_experts(name, local), self._every)
 
     def limited_experts(self, name: str, moe: MoeConfig, limit: float, is_hashed: bool) -> Block:
-        """Return `experts` with clamped factors. Raises `ConfigError` with expert parallel."""
+        """Return this rank's part of `layer_kinds.Build.limited_experts`. Raises `ConfigError` with
+        expert parallel."""
         self._refuse_whole("experts within a limit")
         part, local = self._inside(moe)
         cut_experts(self.at(name).cut, moe.num_experts, moe.intermediate_size, part)
         return ended(self.own().limited_experts(name, local, limit, is_hashed), self._every)
 
     def relu2_experts(self, name: str, moe: MoeConfig, latent: int = 0) -> Block:
-        """Return `experts` without gates. Raises `ConfigError` with expert parallel."""
+        """Return this rank's part of `layer_kinds.Build.relu2_experts`. Raises `ConfigError` with
+        expert parallel."""
         self._refuse_whole("experts without gates")
         part, local = self._inside(moe)
         cut_ungated(self.at(name).cut, moe.num_experts, moe.intermediate_size, part)
@@ -344,8 +357,9 @@ class ShardedBuild(Scope):
         return ended(own, self._every)
 
     def clamped_experts(self, name: str, moe: MoeConfig, alpha: float, limit: float) -> Block:
-        """Return `experts` with biases, as MXFP4 codes if the kernels read them. Raises
-        `ConfigError` with expert parallel, and if a group of codes would be split between ranks."""
+        """Return this rank's part of `layer_kinds.Build.clamped_experts`, as MXFP4 codes if the
+        checkpoint has them and the kernels read them. Raises `ConfigError` with expert parallel,
+        and if a group of codes would be split between ranks."""
         self._refuse_whole("experts with biases")
         part, local = self._inside(moe)
         reads = self.kernels.mxfp4_moe is not None and has_mxfp4_experts(self.config.raw)
@@ -363,8 +377,8 @@ class ShardedBuild(Scope):
         return ended(own, self._every)
 
     def embedding(self, name: str, rows: int, size: int, scale: float | None = None) -> SharedEmbedding | Embedding:
-        """Return an embedding with this rank's part of the vocabulary; tables other than the
-        vocabulary are whole."""
+        """Return an embedding with this rank's part of the vocabulary, or the layer in `given`;
+        tables with another number of rows are whole on every rank."""
         if self.prefix + name in self.given:
             return self.given[self.prefix + name]
         if rows != self.config.vocab_size:
@@ -374,7 +388,8 @@ class ShardedBuild(Scope):
         return SharedEmbedding(Embedding(scope, part[1] - part[0], size, scale), part, self._ranks)
 
     def head(self, name: str, rows: int, size: int, tied: SharedEmbedding | None = None) -> SharedHead:
-        """Return the output layer with this rank's part of the vocabulary."""
+        """Return the output layer with this rank's part of the vocabulary, or the layer in `given`;
+        arguments as in `layer_kinds.Build.head`."""
         if self.prefix + name in self.given:
             return self.given[self.prefix + name]
         scope, part = self.at(name), self.shard.vocabulary(rows)

@@ -25,9 +25,9 @@ class Summed:
 
 
 def bias_once(build: Scope, bias: Tensor | None, group: AnyGroup) -> None:
-    """Zero the bias of a summed layer on all ranks but 0, after loading.
+    """Have the bias of a summed layer zeroed on all ranks of `group` but rank 0, after loading.
 
-    All ranks read it, so that all ranks read the same file.
+    Every rank declares and loads the bias, so that all ranks read the same tensors.
     """
     if bias is None or not group.rank:
         return

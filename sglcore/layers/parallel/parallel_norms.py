@@ -43,7 +43,8 @@ class SharedGroupNorm:
         self._groups, self._group = groups, group
 
     def __call__(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float, gate_first: bool) -> Tensor:
-        """This rank's part [T, size], with its weight [1, size], to [T, size]."""
+        """Map this rank's part `x` [T, size] and its `gate`, with the weight [1, size], to the
+        normed part [T, size]. The gate always comes first; `gate_first` is not read."""
         wide = x.float() * F.silu(gate.float())
         each = self._group.size // self._groups
         squares = wide.new_zeros(len(x), self._groups)

@@ -46,17 +46,19 @@ class Section:
 
 
 def is_by_inputs(scope: str, name: str) -> bool:
-    """Whether a layer is divided by its inputs, as the last layer of a block: each rank multiplies
-    the inputs that it computed, and the results are summed."""
+    """Return whether the linear layer `name` in a scope (the prefix, with a dot at its end) is
+    divided by its inputs, as the last layer of a block: each rank multiplies the inputs that it
+    computed, and the results are summed."""
     if scope.endswith(_HEADS_OF_SEQUENCES):
         return False
     return name in _BY_INPUTS or (name == "dense" and scope.endswith("output."))
 
 
 def sections(config: ModelConfig, scope: str, parts: Sequence[tuple[str, int]]) -> tuple[Section, ...]:
-    """Return how ranks divide the outputs of one or several fused linear layers.
+    """Return the sections by which ranks divide the outputs of one or several fused linear layers
+    `parts` (name, outputs) in a scope (the prefix, with a dot at its end).
 
-    Empty if each rank holds all outputs.
+    Empty if no rule fits: each rank then holds all outputs.
     """
     first, outputs = parts[0][0], sum(count for _, count in parts)
     if scope.endswith(OF_ALL_HEADS):
@@ -103,7 +105,8 @@ def _of_convolution(config: ModelConfig) -> tuple[Section, ...]:
 
 
 def kept(divided: Sequence[Section], shard: Shard) -> tuple[Range, ...]:
-    """Return the ranges of a rank's outputs in a product, in order of sections."""
+    """Return the ranges of a rank's outputs in a product with the sections `divided`, one for each
+    section."""
     found, start = [], 0
     for section in divided:
         first, last = section.part(shard)
@@ -113,7 +116,8 @@ def kept(divided: Sequence[Section], shard: Shard) -> tuple[Range, ...]:
 
 
 def by_part(parts: Sequence[tuple[str, int]], ranges: Sequence[Range]) -> tuple[tuple[Range, ...], ...]:
-    """Return `ranges` of a product as ranges within each of its parts."""
+    """Return `ranges` of the outputs of a product as ranges within each of its `parts` (name,
+    outputs)."""
     found, start = [], 0
     for _, count in parts:
         inside = [(max(first, start), min(last, start + count)) for first, last in ranges]

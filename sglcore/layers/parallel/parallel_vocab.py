@@ -12,12 +12,13 @@ from sglcore.runtime.parallel.process_group import AnyGroup
 
 
 class SharedEmbedding:
-    """A row for each id: from the rank that has it, zeros from the others, summed over ranks."""
+    """An embedding whose rows are divided among ranks: the rank that has an id's row returns it, the
+    others return zeros, and an all-reduce sums them."""
 
     __slots__ = ("_first", "_group", "_rows", "own")
 
     def __init__(self, own: Embedding, part: Range, group: AnyGroup) -> None:
-        """`own` has the rows of this part."""
+        """`own` has the rows `part` of the vocabulary."""
         self.own = own
         self._first, self._rows = part[0], part[1] - part[0]
         self._group = group
@@ -30,7 +31,8 @@ class SharedEmbedding:
         return self._group.all_reduce(rows.masked_fill_(elsewhere[:, None], 0))
 
     def embed(self, batch: ForwardBatch) -> Tensor:
-        """As `Embedding.embed`."""
+        """Return the rows [T, size] of the batch's ids, or a copy of its `input_embeds` if it has
+        them."""
         if batch.input_embeds is not None:
             return batch.input_embeds.clone()
         return self(batch.input_ids)
@@ -47,7 +49,7 @@ class SharedHead:
     __slots__ = ("_group", "_own", "_vocab_size")
 
     def __init__(self, own: Head, vocab_size: int, group: AnyGroup) -> None:
-        """`own` has the rows of this part."""
+        """`own` has this rank's rows; `vocab_size` is the whole vocabulary's."""
         self._own, self._vocab_size, self._group = own, vocab_size, group
 
     def __call__(self, hidden: Tensor) -> Tensor:
