@@ -14,13 +14,14 @@ _READ = ("AutoConfig", CAUSAL)
 
 
 def brings_code(raw: Mapping[str, Any]) -> bool:
-    """Whether a `config.json` names classes of its own."""
+    """Return whether a `config.json` names classes of its own, in `auto_map`."""
     return bool(raw.get("auto_map"))
 
 
 def code_modules(raw: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the files that define the classes of a language model. Raises `ConfigError` if there
-    is no causal class, or if a class is in another repository."""
+    """Return the names of the files that define the classes of a language model, for a
+    `config.json` that names some (`brings_code`). Raises `ConfigError` if there is no causal class,
+    or if a class is in another repository."""
     found = {name: str(raw["auto_map"][name]) for name in _READ if name in raw["auto_map"]}
     if CAUSAL not in found:
         raise ConfigError(

@@ -93,16 +93,17 @@ def make_mamba2(build: Build, state_id: int) -> Recurrent:
 
 
 class Mixer(Protocol):
-    """The part that mixes the tokens of a request: attention over KV slots, or a state layer."""
+    """The part that mixes the tokens of a request: attention over KV slots, or a state layer. In
+    some models a feed-forward block stands in its place."""
 
     @property
     def attention(self) -> Attention | None:
-        """None for a layer with a state."""
+        """The attention over KV slots; None for any other mixer."""
         ...
 
     @property
     def state(self) -> Stateful | None:
-        """None for attention."""
+        """The layer with a state; None for any other mixer."""
         ...
 
     def __call__(self, hidden: Array, batch: Batch, /) -> Array:
@@ -126,7 +127,8 @@ class DecoderLayer:
         self.mlp = mlp
 
     def __call__(self, hidden: Array, residual: Array | None, batch: Batch) -> tuple[Array, Array]:
-        """`hidden` and `residual` of a `LayerState`, both used up, to those of the next."""
+        """Map `hidden` and `residual` of a `LayerState` to those after this layer. Both may be
+        overwritten; do not use them afterwards."""
         hidden, residual = self.input_layernorm.add(hidden, residual)
         hidden = self.self_attn(hidden, batch)
         hidden, residual = self.post_attention_layernorm.add(hidden, residual)
@@ -142,7 +144,8 @@ class AnyLayer(Protocol):
         ...
 
     def __call__(self, hidden: Array, residual: Array | None, batch: Batch, /) -> tuple[Array, Array | None]:
-        """`hidden` and `residual` of a `LayerState`, both used up, to those of the next."""
+        """Map `hidden` and `residual` of a `LayerState` to those after this layer. Both may be
+        overwritten; do not use them afterwards."""
         ...
 
 
@@ -154,13 +157,14 @@ class SandwichLayer:
     def __init__(
         self, build: Build, self_attn: SelfAttention, mlp: Layer, names: Sequence[str], offset: float | None = None
     ) -> None:
-        """Four names, in the order in which they are applied; `offset` is that of `Build.norm`."""
+        """`names`: the checkpoint's names of the four norms, in the order in which they are
+        applied; `offset` is that of `Build.norm`."""
         self.norms = tuple(build.norm(name, build.config.hidden_size, offset) for name in names)
         self.self_attn = self_attn
         self.mlp = mlp
 
     def __call__(self, hidden: Array, residual: Array | None, batch: Batch) -> tuple[Array, Array]:
-        """As `DecoderLayer`."""
+        """Map `hidden` and `residual` as `AnyLayer` defines."""
         before_attention, after_attention, before_mlp, after_mlp = self.norms
         hidden, residual = before_attention.add(hidden, residual)
         hidden = after_attention(self.self_attn(hidden, batch))
@@ -192,7 +196,8 @@ class SharedExpert:
 
 
 def names_behind(layers: int, behind: int) -> tuple[str, ...]:
-    """Return patterns of the tensor names in the MTP layers after the last of `layers` layers."""
+    """Return patterns of the tensor names in the `behind` MTP layers after a model's `layers`
+    layers, which have the next layer numbers."""
     return tuple(rf"model\.layers\.{layer}\..*" for layer in range(layers, layers + behind))
 
 
@@ -320,7 +325,7 @@ class CausalLM(Architecture):
         return logits if self.softcap is None else self.softcap(logits)
 
     def embed_ids(self, ids: Array) -> Array:
-        """[T] to [T, H]."""
+        """Token ids [T] to their embeddings [T, H]."""
         return self.embed_tokens(ids)
 
     def classify(self, pooled: Array) -> Array:

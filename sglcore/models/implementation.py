@@ -32,6 +32,7 @@ def choose_implementation(
 ) -> tuple[ModelConfig, Mapping[str, str]]:
     """Return the configuration of a checkpoint for `task` (EngineConfig's), and the entries to add
     to the registry: none for an architecture with a file of sglcore, or for a device without torch.
+    `asked` is EngineConfig's `model_impl`: "auto", "native" or "transformers".
     Records the choice, and the pooling of a model that has one, in the ledger. `trusts_code`: code
     in the checkpoint's folder may run if nothing else supports the architecture.
 
@@ -79,8 +80,8 @@ def _by_transformers(asked: str, path: Path, ledger: DecisionLedger, task: str, 
 
 
 def _needs_code(raw: Mapping[str, Any], name: str, kind: str) -> bool:
-    """Whether only the checkpoint's code has the architecture. For types that were compared,
-    transformers' own classes count."""
+    """Return whether only the checkpoint's code has the architecture. For types in `PROVEN`, a
+    class of transformers itself is used if it has the architecture."""
     if kind not in PROVEN or not brings_code(raw):
         return brings_code(raw)
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES

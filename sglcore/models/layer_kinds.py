@@ -232,7 +232,7 @@ class Build(Protocol):
         ...
 
     def ordered(self, parts: Parts, inputs: int, order: Sequence[int], bias: bool = False) -> Layer:
-        """Return `fused` with its outputs in this order."""
+        """Return `fused` with other output order: output i is the checkpoint's output order[i]."""
         ...
 
     def grouped(self, name: str, groups: int, inputs: int, outputs: int) -> Layer:
@@ -370,7 +370,8 @@ class Build(Protocol):
         ...
 
     def clamped_experts(self, name: str, moe: MoeConfig, alpha: float, limit: float) -> Layer:
-        """Return `experts` with biases of `router` and of `experts`, and a clamped activation."""
+        """Return `experts` with biases of `router` and of `experts`, and the activation (up + 1) *
+        gate * sigmoid(alpha * gate), with gate at most `limit` and up from -`limit` to `limit`."""
         ...
 
     def relu2_experts(self, name: str, moe: MoeConfig, latent: int = 0) -> Layer:
@@ -412,7 +413,8 @@ class Build(Protocol):
 
 
 class Architecture(ABC):
-    """A model. `feature_size`: the elements of a token's hidden state between layers."""
+    """A decoder, encoder or draft model, built from the layers of a `Build`. `feature_size`: the
+    elements of a token's hidden state between layers."""
 
     calls_library: ClassVar[bool] = False
     """Some operations are the library's own, between the device's kernels."""
@@ -454,8 +456,8 @@ class Architecture(ABC):
         raise ConfigError(f"{self.config.architecture} is an encoder and has no logits", remedy="use its embeddings")
 
     def embed_ids(self, ids: Array) -> Array:
-        """Token ids [T] to the first layer's input [T, H]; raises `ConfigError` if prompts may not
-        contain embeddings."""
+        """Token ids [T] to the embeddings [T, H] that a batch may have in their place; raises
+        `ConfigError` if prompts may not contain embeddings."""
         raise ConfigError(f"{self.config.architecture} takes no embeddings", remedy="give it text or token ids")
 
     def classify(self, pooled: Array) -> Array:

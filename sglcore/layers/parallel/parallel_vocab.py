@@ -12,8 +12,8 @@ from sglcore.runtime.parallel.process_group import AnyGroup
 
 
 class SharedEmbedding:
-    """An embedding whose rows are divided among ranks: the rank that has an id's row returns it, the
-    others return zeros, and an all-reduce sums them."""
+    """An embedding whose rows are divided among ranks: the rank that has an id's row takes it, the
+    others take zeros, and an all-reduce sums these."""
 
     __slots__ = ("_first", "_group", "_rows", "own")
 

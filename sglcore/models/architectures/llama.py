@@ -7,7 +7,8 @@ from sglcore.models.layer_kinds import Build
 
 
 class LlamaForCausalLM(CausalLM):
-    """One bias switch for all attention projections, one for the feed-forward block."""
+    """`attention_bias` of the configuration adds biases to all four attention projections,
+    `mlp_bias` to the feed-forward block."""
 
     def make_layer(self, build: Build, layer_id: int) -> DecoderLayer:
         config, bias = build.config, build.config.attention_bias

@@ -52,7 +52,7 @@ class NemotronHLayer:
         self.self_attn = mixer
 
     def __call__(self, hidden: Array, residual: Array | None, batch: Batch) -> tuple[Array, Array]:
-        """As `DecoderLayer`."""
+        """Map `hidden` and `residual` as `AnyLayer` defines."""
         hidden, residual = self.norm.add(hidden, residual)
         return self.self_attn(hidden, batch), residual
 

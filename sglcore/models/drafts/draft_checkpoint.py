@@ -1,5 +1,5 @@
-"""How drafts lie in a checkpoint, as each kind declares it, and the errors of drafts that do not
-fit.
+"""How each kind of draft is recognised and configured from a checkpoint's tensors, and the errors
+of drafts that do not fit the target.
 """
 
 from __future__ import annotations
@@ -27,13 +27,15 @@ SHARED: Mapping[str, str] = MappingProxyType({"model.embed_tokens": EMBEDDING, "
 
 
 def shares_both(shapes: Shapes) -> Mapping[str, str]:
-    """Return the names by which a draft uses the target's embedding and output layer."""
+    """Return `SHARED`: the draft uses both of the target's parts, whatever its own tensors are."""
     return SHARED
 
 
 @dataclass(frozen=True, slots=True)
 class DraftCheckpoint:
-    """How drafts of a kind lie in a checkpoint."""
+    """How to recognise drafts of one kind by their tensor names, and the class and configuration to
+    load them with.
+    """
 
     model: Ref
     """The class of the draft model."""
@@ -43,13 +45,16 @@ class DraftCheckpoint:
     """The words that the class needs in addition to the configuration. Raises ConfigError for a
     draft that does not fit the target."""
     shared: Callable[[Shapes], Mapping[str, str]] = shares_both
-    """The names by which it uses the target's parts."""
+    """From the shapes of the draft's tensors, the target's parts that the draft uses: the draft's
+    name of each, and EMBEDDING or HEAD."""
     has_own_width: bool = False
     """Its hidden size may differ from the target's, although it uses the target's embedding."""
 
 
 def same(folder: Path, name: str, found: int, wanted: int) -> None:
-    """Raise ConfigError unless a number of the configuration is the target's."""
+    """Raise ConfigError unless `found`, the value `name` of a draft's configuration, is the
+    target's value `wanted`.
+    """
     if found != wanted:
         unfit(folder, name, found, f"{wanted}, the model's")
 

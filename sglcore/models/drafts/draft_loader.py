@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 STANDALONE = "standalone"
 """The kind of any model with the target's vocabulary."""
 BY_TENSORS = tuple(kind.name for kind in DRAFT_KINDS.values() if kind.checkpoint)
-"""Kinds that the names of a draft's tensors tell."""
+"""The kinds that are recognised by the names of a draft's tensors."""
 LAYERS = "next_token_layers"
 """Key in `words`: the number of MTP layers in the checkpoint, used or not."""
 LIBRARY_LAYER, LIBRARY_SERVED = "transformer_layer_config", "eagle3"
@@ -76,8 +76,8 @@ class Draft:
 def offered_head(folder: Path) -> str | None:
     """Return the kind of draft in a target's checkpoint; None without one that is supported.
 
-    The draft lies in the folder `draft`, or is the MTP layers after the last layer. Reads no
-    weights. Raises the errors of reading its configuration.
+    The draft is in the folder `draft` of `folder`, or is the MTP layers after the last layer. Reads
+    no weights. Raises the errors of reading its configuration.
     """
     beside = folder / DRAFT_FOLDER / "config.json"
     if beside.is_file():
@@ -87,15 +87,17 @@ def offered_head(folder: Path) -> str | None:
 
 
 def checkpoint_of(kind: str) -> DraftCheckpoint:
-    """Return how drafts of a kind lie in a checkpoint."""
+    """Return the `DraftCheckpoint` of a kind in `BY_TENSORS`: its model class, and how to recognise
+    and configure it from tensor names and shapes.
+    """
     ref = DRAFT_KINDS[kind].checkpoint
     assert ref is not None
     return resolve(ref)
 
 
 def draft_classes() -> dict[str, Ref]:
-    """Return the classes of drafts. No registry has them: most files name the architecture of the
-    target."""
+    """Return the classes of drafts, by kind or architecture. No registry has them: most files name
+    the architecture of the target."""
     return {
         **{kind: checkpoint_of(kind).model for kind in BY_TENSORS},
         MTP: "sglcore.models.drafts.mtp:NextToken",
@@ -131,10 +133,10 @@ def load_draft(
 ) -> Draft:
     """Load the draft for a target, in the target's dtype and for its positions.
 
-    `folder` may be the target's own. `kind` is the name of one with a model. With `groups`, loads
-    this rank's part. Records the draft in the ledger. Raises ConfigError before it reads weights if
-    the draft has another kind or does not fit the target; also raises the errors of
-    `load_checkpoint`. Waits.
+    `folder` may be the target's own. `kind` is in `BY_TENSORS`, or MTP or STANDALONE. With
+    `groups`, loads this rank's part. Records the draft in the ledger. Raises ConfigError before it
+    reads weights if the draft has another kind or does not fit the target; also raises the errors
+    of `load_checkpoint`. Waits.
     """
     if folder == target.config.path and kind != MTP:
         folder = folder / DRAFT_FOLDER

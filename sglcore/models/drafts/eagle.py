@@ -43,7 +43,7 @@ class NoNorm:
         return x
 
     def add(self, x: Array, residual: Array | None) -> tuple[Array, Array]:
-        """As `Norm.add`."""
+        """Return residual + x twice, without a norm; see `Norm.add`."""
         summed = x if residual is None else x + residual
         return summed, summed
 

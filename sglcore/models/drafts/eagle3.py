@@ -57,7 +57,8 @@ class Eagle3Layer:
 class Eagle3ForCausalLM(Drafts, LlamaForCausalLM):
     """An EAGLE-3 draft. `words` of the configuration describe the checkpoint:
 
-    - `aux_layers`: the target's layers that give features, each `target_hidden_size` wide.
+    - `aux_layers`: the target's layers before which the draft takes the residual sum as features,
+      `target_hidden_size` wide for each.
     - `has_input_norm`: one norm over all these features before `fc`.
     - `has_fc_norm`: one norm for the features of each layer before `fc`.
     - `draft_vocab_size`, `has_d2t`: the draft's own vocabulary and its map to the target's.
@@ -112,7 +113,8 @@ class Eagle3ForCausalLM(Drafts, LlamaForCausalLM):
         return super().logits(hidden if self.norm_output else self.norm(hidden))
 
     def project(self, features: Array) -> Array:
-        """[T, layers * target_hidden_size] to [T, H]."""
+        """Return the features [T, H] of a batch, from the target's [T, layers *
+        target_hidden_size]."""
         if self.fc is None:
             return features
         if self.input_norm is not None:

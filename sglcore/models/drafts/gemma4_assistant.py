@@ -21,7 +21,7 @@ class FrozenBuild(Build, Protocol):
     """The kinds of layers that only such a draft has."""
 
     def rotary(self, rope: RopeConfig | None = None, head_dim: int | None = None) -> Any:
-        """As `Build.rotary`, for heads of a size (None: the configuration's)."""
+        """As `Build.rotary`, for heads of `head_dim` elements (None: the configuration's)."""
         ...
 
     def frozen_attention(self, cells: FrozenCells, rotary: Any, scaling: float) -> Attention:

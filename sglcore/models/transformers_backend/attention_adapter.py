@@ -124,9 +124,9 @@ class Several:
 def attention_layers(
     model: nn.Module, calls: tuple[AttentionCall, ...], turns: Mapping[nn.Module, Turn], build: Build, places: Places
 ) -> tuple[tuple[BackendAttention, ...], list[Several]]:
-    """Attach attention to the modules of a model. Returns one layer for each call that stores, by
-    number, which calls that read the same KV slots share; and the attentions whose `begin` each
-    forward calls."""
+    """Attach attention to the modules of a model, as their attribute `sglcore_attention`. Returns
+    one layer for each call that stores keys and values, in order (calls that only read these KV
+    slots share the layer); and the attentions whose `begin` must be called before each forward."""
     parameters = dict(model.named_parameters())
     layers: dict[int, BackendAttention] = {}
     own: dict[nn.Module, list[PagedAttention]] = {}
@@ -159,7 +159,8 @@ def attention_layers(
 def attend(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: None, **_: Any
 ) -> tuple[Tensor, None]:
-    """Attend, with the signature of transformers' attention functions."""
+    """Return the attention of a module [1, T, heads, the value's dim], and None. Has the signature
+    of transformers' attention functions; the mask is not read."""
     paged: Any = module.sglcore_attention
     return paged(query, key, value), None
 

@@ -2,8 +2,8 @@
 a product with values.
 
 Such a module keeps its forward. During a forward, its scores have no contents, and the engine's
-attention computes the result. The walk on the meta device records what the class does to its
-scores; a trial with numbers checks the result before a model is served.
+attention computes the result. The walk, a forward on the meta device (`shape_walk.walk`), records
+what the class does to its scores; a trial with numbers checks the result before a model is served.
 """
 
 from __future__ import annotations
@@ -63,7 +63,10 @@ class OwnAttention(nn.Module):
 
 
 class Own:
-    """How one such module computes attention. Unknown (`_numbers` is None) before the walk."""
+    """How a module computes attention itself, as the walk on the meta device (`shape_walk.walk`)
+    records it. Before the walk it is unknown (`_numbers` is None).
+
+    Mixes `OwnAttention` into the module's class; `settle` undoes this for other modules."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -112,13 +115,15 @@ class Own:
 
     @property
     def bias(self) -> Tensor:
-        """The bias of the last call in the walk."""
+        """The bias that the module got in its last call in the walk on the meta device. Only if
+        `has_bias`."""
         assert self._bias is not None and self._given is not None
         return self._given[1][self._bias]
 
     def settle(self) -> bool:
-        """Return whether the module computed attention in the walk; if not, restore its class.
-        Finds the names of its masks and of its bias."""
+        """Return whether the module computed attention itself in the walk on the meta device
+        (`shape_walk.walk`). If it did not, give it its original class back. Sets `_masks` and
+        `_bias`: the names of the keyword arguments with its masks and its bias."""
         if self._given is not None:
             named = self._given[1]
             self._masks = [name for name, each in named.items() if isinstance(each, Seen)]
@@ -260,8 +265,8 @@ def _varied(*shape: int) -> Tensor:
 
 
 def _real(given: Any) -> Any:
-    """Return an argument of the walk with contents: random numbers, positions, and masks by their
-    function."""
+    """Return an argument that a module got in the walk on the meta device, with contents: random
+    numbers, positions, and masks by their function."""
     if isinstance(given, Angles):
         return torch.randn(1, len(given.positions), given.table.shape[1])
     if isinstance(given, Seen):
@@ -289,20 +294,23 @@ def _window(mask: Tensor) -> int | None:
 
 
 def find_own(modules: Sequence[nn.Module]) -> list[Own]:
-    """Return every module with code that may compute attention itself. The walk shows which do."""
+    """Return an `Own` for every module with code that may compute attention itself. After the walk
+    on the meta device, `Own.settle` says which modules do."""
     names = names_by_kind(modules)
     return [Own(module) for module in modules if _may_attend(names[type(module)])]
 
 
 def try_own(owns: Sequence[Own], calls: Sequence[AttentionCall]) -> tuple[AttentionCall, ...]:
-    """Return the calls of a model, with those of such modules as `tried` returns them."""
+    """Return the attention calls of a model; those of modules that compute attention themselves
+    (`owns`) are replaced by what `Own.tried` returns."""
     own = {each.module: each for each in owns}
     return tuple(own[call.module].tried(call) if call.module in own else call for call in calls)
 
 
 def find_biases(model: PreTrainedModel, owns: Sequence[Own]) -> bool:
-    """Return whether a module has a bias, and give each such module the contents of its bias. The
-    model is on the meta device."""
+    """Return whether a module in `owns` has a bias. Walks over the model again, with biases on the
+    host, so that each `Own.bias` and `Own.far_bias` has contents. The model is on the meta
+    device."""
     biased = [own for own in owns if own.has_bias]
     if not biased:
         return False

@@ -27,7 +27,7 @@ One = Callable[[Any, int, Tensor], Tensor]
 
 
 def take_routed(model: nn.Module) -> None:
-    """Replace the forward of every such module of a model."""
+    """Replace the forward of every module of a model that reads the routing on the host."""
     modules = list(model.modules())
     asks = {kind: _asks(kind) for kind in set(map(type, modules))}
     sorted_ones = [each for each in modules if "expert_size" in asks[type(each)] and _names(each) == {"weight"}]

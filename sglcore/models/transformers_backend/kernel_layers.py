@@ -1,5 +1,5 @@
-"""Layers of transformers' classes on the engine's kernels. Until `place` gives a layer weights and
-kernels, it returns results without contents."""
+"""Layers of transformers' classes on the engine's kernels. Before `place`, which declares a layer's
+weights and chooses its kernels, the layer returns tensors with undefined content."""
 
 from __future__ import annotations
 
@@ -71,14 +71,14 @@ class PackedLinear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The original weight, on shapes. A read sets `is_read`: the class then computes with the
-        weight itself."""
+        """The original weight, on the meta device. A read sets `is_read`: the class then computes
+        with the weight itself."""
         self.is_read = True
         return self.own.weight
 
     @property
     def bias(self) -> Tensor | None:
-        """The original bias, on shapes. A read sets `is_read`."""
+        """The original bias, on the meta device. A read sets `is_read`."""
         self.is_read = True
         return self.own.bias
 
@@ -153,7 +153,7 @@ class Norm(nn.Module):
     is_addend = False
 
     def __init__(self, name: str, own: Tensor, form: NormForm) -> None:
-        """`own` is the original weight, on shapes."""
+        """`own` is the original weight, on the meta device."""
         super().__init__()
         self._name, self._form = name, form
         self._own = (own,)  # in a tuple, so that it is not registered as a parameter
@@ -161,8 +161,8 @@ class Norm(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The original weight, on shapes, for classes that read its dtype. The class must not
-        compute with it."""
+        """The original weight, on the meta device, for classes that read its dtype. The class must
+        not compute with it."""
         return self._own[0]
 
     def place(self, build: Build) -> None:
@@ -210,8 +210,8 @@ class Rows(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The original weight, on shapes. A read sets `is_read`: the class then computes with the
-        weight itself."""
+        """The original weight, on the meta device. A read sets `is_read`: the class then computes
+        with the weight itself."""
         self.is_read = True
         return self.own.weight
 

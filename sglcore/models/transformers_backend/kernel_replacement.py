@@ -115,9 +115,9 @@ class Replaced:
 def replace(
     model: PreTrainedModel, keeps: Callable[[str], bool], mixers: Sequence[Mixer] = (), *, is_whole: bool = True
 ) -> Replaced:
-    """Replace parts of a model on the meta device; without `is_whole`, and in layers with states,
-    linear layers only. Parameters stay the class's own if `keeps` holds for their name. Raises the
-    errors of `walk`."""
+    """Replace parts of a model on the meta device, in place; without `is_whole`, and in `mixers`
+    (the layers with states), linear layers only. Parameters stay the class's own if `keeps` holds
+    for their name. Raises the errors of `walk`."""
     found, has_states = Replaced(), bool(mixers)
     routers, linears = _put(model, keeps, mixers, found, is_whole)
     modules = list(model.modules())
@@ -141,8 +141,8 @@ def replace(
 def _put(
     model: PreTrainedModel, keeps: Callable[[str], bool], mixers: Sequence[Mixer], found: Replaced, is_whole: bool
 ) -> tuple[list[Put[Router]], list[Put[PackedLinear]]]:
-    """Replace modules with matching twins, before the walk; returns those that may be restored
-    after it."""
+    """Replace modules with matching twins, before the walk on the meta device; returns the routers
+    and linear layers that may be restored after it."""
     stored, routers, dtype = model.state_dict(keep_vars=True), [], model.dtype
     places = list(_places(model, stored, keeps))
     if is_whole:
@@ -268,7 +268,8 @@ def _linears(places: Iterable[Place], head: nn.Module | None) -> Iterator[Put[Pa
 
 
 def _join(trace: Trace) -> None:
-    """Set in the layers what the walk found: heads of norms, addends, and joint products."""
+    """Set in the layers what the walk on the meta device found: heads of norms, addends, and joint
+    products."""
     for norm, heads in trace.heads().items():
         norm.heads, norm.is_transposed = next(iter(heads)) if len(heads) == 1 else (None, False)
     for layer in trace.addends():

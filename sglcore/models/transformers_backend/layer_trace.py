@@ -1,5 +1,5 @@
-"""Records where the layers' tensors go in a walk: which layers take the same input, and which
-residual sums feed a norm and nothing else."""
+"""Records where the layers' tensors go in a walk (a forward on the meta device, `shape_walk.walk`):
+which layers take the same input, and which residual sums feed a norm and nothing else."""
 
 from __future__ import annotations
 

@@ -31,8 +31,8 @@ class PackedHead(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The original weight, on shapes. A read sets `is_read`: the class then computes with the
-        weight itself."""
+        """The original weight, on the meta device. A read sets `is_read`: the class then computes
+        with the weight itself."""
         self.is_read = True
         return self.own.weight
 

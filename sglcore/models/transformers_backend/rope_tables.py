@@ -22,7 +22,8 @@ _PROBED = (0, 1, 2, 5, 63, 64, 255, 256, 1023, 4096, 32768)
 
 def check_angles(own: nn.Module, call: tuple[Any, Any], count: int) -> None:
     """Raise `ConfigError` for a module that gives a position other angles in the presence of other
-    positions: a step has the positions of several requests.
+    positions: a step has the positions of several requests. `call` has the positional and the named
+    arguments of a recorded call.
 
     Evidence: its angles for positions up to `count`: all in order, all in reverse order, the lower
     half alone, and the last one alone.
@@ -42,7 +43,8 @@ def check_angles(own: nn.Module, call: tuple[Any, Any], count: int) -> None:
 
 
 def angles_of(own: nn.Module, call: tuple[Any, Any], positions: Tensor) -> list[Tensor]:
-    """Return [cosines, sines], float32 [T, R] each, of positions int [T], on the host."""
+    """Return [cosines, sines], float32 [T, R] each, that a module on the host makes for positions
+    int [T]; `call` has the other arguments, positional and named."""
     places = positions[None]
     args, named = tree_map_only(Tensor, lambda each: torch.zeros(1) if each.is_floating_point() else places, call)
     return [part[0].float() for part in own(*args, **named)]

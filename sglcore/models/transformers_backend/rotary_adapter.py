@@ -36,7 +36,7 @@ from sglcore.runtime.kernels import reference_kernels
 from sglcore.runtime.kernels.table import KernelTable
 
 Attended = Mapping[nn.Module, Sequence[tuple[Tensor, ...]]]
-"""The queries, keys and values of each module's attention calls in a walk."""
+"""The queries, keys and values of each module's attention calls in a walk (`shape_walk.walk`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,8 @@ class Angles:
 
 class Rotary(nn.Module):
     """Replaces a module that makes the cosines and sines for `size` elements of a head. `calls`:
-    the calls of the walk, by their arguments other than tensors."""
+    the module's calls in the walk on the meta device (`shape_walk.walk`), by their arguments other
+    than tensors."""
 
     def __init__(
         self, own: nn.Module, calls: Mapping[Any, tuple[Any, Any]], size: int, doubling: Doubling = "halves"
@@ -64,9 +65,9 @@ class Rotary(nn.Module):
         self._tables = {key: torch.empty(1, size, device="meta") for key in calls}
 
     def place(self, build: Build) -> None:
-        """Make the tables in float32. A call gets none if its angles are not doubled as `doubling`;
-        the module itself then answers it. Raises `ConfigError` if projection rows were reordered
-        for such a call."""
+        """Make the tables in float32, one for each recorded call. A call gets none if its angles
+        are not doubled as `doubling`; the original module then computes them. Raises `ConfigError`
+        if projection rows were reordered for such a call."""
         tables = {key: self._table(call, build.max_positions) for key, call in self._calls.items()}
         if self.has_order and None in tables.values():
             raise ConfigError(
@@ -144,7 +145,8 @@ class Turn:
         self._rotary = reference_kernels.rotary
 
     def place(self, build: Build) -> None:
-        """Choose the kernel, and forget what the walk left."""
+        """Choose the kernel, record the order of the rows of `projections`, and drop what the walk
+        on the meta device left. Only after `settle`."""
         self._held = None
         for each in self.projections:
             order = halves_first(each.own.out_features, self._heads[2], self._size)
@@ -190,13 +192,13 @@ class Turn:
 
     @property
     def read(self) -> Iterator[Tensor]:
-        """The cosines and sines of its calls in the walk."""
+        """The cosines and sines that it got in its calls in the walk on the meta device."""
         return (each for call in self._calls or () for each in (call.cos, call.sin))
 
     def is_kernels(self, doubling: Doubling, trace: Trace, attended: Sequence[tuple[Tensor, ...]]) -> bool:
-        """Whether every call of the walk does what the kernel does, with angles doubled as
-        `doubling`. If it rotates neighbours, finds the two projections to reorder. `attended` as in
-        `settle`."""
+        """Return whether the function did in every call of the walk on the meta device what the
+        kernel does, with angles doubled as `doubling`. If it rotates neighbours, sets
+        `projections`, the two to reorder. `attended` as in `settle`."""
         calls = self._calls or []
         if all(self._is_kernels(call, doubling, "halves") for call in calls):
             return True
@@ -223,8 +225,8 @@ class Turn:
         return is_same and len(calls) == len(attended)
 
     def settle(self, doubling: Doubling, attended: Sequence[tuple[Tensor, ...]], trace: Trace) -> None:
-        """End the recording. `doubling`: how its angles are doubled; `attended`: the queries, keys
-        and values of the module's attention calls."""
+        """End the recording of calls and set `is_direct` and `norms`. `doubling`: how its angles
+        are doubled; `attended`: the queries, keys and values of the module's attention calls."""
         self.is_direct = self._goes_to(attended)
         first, *others = self._calls or []
         found = [trace.giver_of(heads) for heads in (first.q, first.k)]
@@ -235,8 +237,8 @@ class Turn:
         self._calls = None
 
     def take(self, q: Tensor, k: Tensor) -> Angles | None:
-        """Return the angles that queries and keys still have to be rotated with, once; None if
-        nothing waits."""
+        """Return the angles with which attention still has to rotate these queries and keys, which
+        `__call__` returned unchanged; None if there are none. A second call returns None."""
         if self._held is None:
             return None
         (held_q, held_k, angles), self._held = self._held, None
@@ -295,7 +297,8 @@ def _takes_four(function: FunctionType) -> bool:
 
 
 class RotaryTrace:
-    """Records what modules without parameters return for positions in a walk."""
+    """Records the calls in which modules without parameters make two tensors, such as cosines and
+    sines, from positions, during a walk on the meta device (`shape_walk.walk`)."""
 
     def __init__(self) -> None:
         self.calls: dict[nn.Module, dict[Any, tuple[Any, Any]]] = {}

@@ -43,9 +43,9 @@ def turns(
     pairs: Doubling = "halves",
     lengths: Sequence[int] = LENGTHS,
 ) -> bool:
-    """Whether a function, given angles doubled as `doubling`, rotates the first `size` elements of
-    each head as the kernel does. `pairs`: an element forms a pair with the same one of the other
-    half, or with its neighbour.
+    """Return whether a function, given angles doubled as `doubling`, rotates the first `size`
+    elements of each head as the kernel does. `pairs`: an element forms a pair with the same one of
+    the other half ("halves"), or with its neighbour ("neighbours").
 
     Evidence: random heads and angles for `lengths` tokens with the scales `SIZES`. With more than
     two rotated elements, no two forms agree.

@@ -46,8 +46,8 @@ class Router(nn.Module):
     def __init__(self, own: nn.Module, name: str, form: RoutingForm) -> None:
         super().__init__()
         self.logits = torch.empty(0, device="meta")
-        """The empty logits of the walk, which show whether something reads them. In a step there
-        are none."""
+        """The empty logits that the walk on the meta device got, which show whether something reads
+        them. In a step there are none."""
         self.is_read = False
         self._own = (own,)  # in a tuple, so that it is not registered as a submodule
         self._name, self._form = name, form
@@ -60,8 +60,8 @@ class Router(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The original weight, on shapes. A read sets `is_read`: the class then computes with the
-        weight itself."""
+        """The original weight, on the meta device. A read sets `is_read`: the class then computes
+        with the weight itself."""
         self.is_read = True
         return cast("Tensor", self.own.weight)
 

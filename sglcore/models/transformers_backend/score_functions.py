@@ -75,8 +75,8 @@ def _scores(shape: Tensor, product: Product) -> Scores:
 
 
 class Between(TorchFunctionMode):
-    """Inside, product `number` is that of queries and keys, and the next product with its scores is
-    the attention. `number` None: the first product with a square result."""
+    """Inside, product `number`, counted from 1, is that of queries and keys, and the next product
+    with its scores is the attention. `number` None: the first product with a square result."""
 
     def __init__(self, attend: Attend, number: int | None) -> None:
         super().__init__()

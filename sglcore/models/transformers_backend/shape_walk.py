@@ -1,4 +1,4 @@
-"""Finds how a model of transformers calls attention, from one forward on the meta device.
+"""Finds how a model of transformers calls attention, from one forward on the meta device: the walk.
 
 Configurations are not read, because their keys differ by model: the model runs under an attention
 function that records its arguments. Sliding windows come from the masks: transformers describes a

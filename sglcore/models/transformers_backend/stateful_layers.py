@@ -149,8 +149,9 @@ class Results:
 
 
 class Mixer(StateLayer):
-    """A module with a state, and its calls. `kept` is empty before the walk. `forgets`: a call with
-    several tokens ignores the state that it is given, so tokens after a prefix run one by one."""
+    """A state layer that runs a module of transformers. `kept`, the shapes of its states, is empty
+    before the walk on the meta device (`shape_walk.walk`). `forgets`: a call with several tokens
+    ignores the state that it is given, so tokens after a prefix run one by one."""
 
     def __init__(self, layer_id: int, module: nn.Module) -> None:
         super().__init__(layer_id, {})

@@ -50,8 +50,9 @@ class Library:
 
 def transformers_config(folder: Path, task: str = "auto", runs_code: bool = False) -> ModelConfig:
     """Return the engine's configuration of a model. Heads, windows and positions are placeholders:
-    the walk finds them. `runs_code`: the classes are those in the folder. Raises `ConfigError` if
-    transformers refuses the configuration, or if it has an unsupported option."""
+    the walk on the meta device (`shape_walk.walk`) finds them. `runs_code`: the classes are those
+    in the folder, whose code runs. Raises `ConfigError` if transformers refuses the configuration,
+    or if it has an unsupported option."""
     raw = read_json(folder / "config.json")
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=runs_code)

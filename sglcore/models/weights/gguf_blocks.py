@@ -50,11 +50,11 @@ class BlockWeight:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(N, K)."""
+        """(outputs N, inputs K) of the unpacked weight."""
         return self.data.shape[0], self.columns
 
     def values(self, rows: slice) -> Tensor:
-        """Return float32 values of some rows."""
+        """Return float32 [n, K]: the values of the weight in these rows."""
         found = self._codes(rows)
         scales = found.scales.repeat_interleave(found.group, 1)
         if found.minima is None:

@@ -65,7 +65,7 @@ class GgufSource:
             report(self.num_bytes // rows * (piece.stop - piece.start))
 
     def stored(self, report: CountBytes) -> Stored:
-        """Read the blocks."""
+        """Read the blocks to the host. Only if `form` is not None."""
         data = self._rows(slice(0, self.shape[0]), self.shape[0])
         report(self.num_bytes)
         return BlockWeight(data, self.tensor.type, self.shape[1])

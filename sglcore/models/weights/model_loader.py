@@ -127,7 +127,8 @@ def _storing(
     index_dtype: torch.dtype,
     refusals: Refusals,
 ) -> KernelTable:
-    """Return the table with a `store_kv` for the KV slots of these layers.
+    """Return the table without the candidates for `store_kv` that refuse the KV slots of these
+    layers. The refusals are recorded.
 
     The layers do not call it themselves.
     """

@@ -30,11 +30,11 @@ class Stored(Protocol):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(N, K)."""
+        """(outputs N, inputs K) of the unpacked weight."""
         ...
 
     def values(self, rows: slice) -> Tensor:
-        """Return float32 values of some rows."""
+        """Return float32 [n, K]: the values of the weight in these rows."""
         ...
 
     def as_codes(self) -> QuantizedWeight | None:
@@ -59,7 +59,7 @@ class QuantizedWeight:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(N, K)."""
+        """(outputs N, inputs K) of the unpacked weight."""
         return self.codes.shape[0], self.codes.shape[1]
 
     @property
@@ -72,7 +72,7 @@ class QuantizedWeight:
         return self
 
     def values(self, rows: slice) -> Tensor:
-        """Return float32 values of some rows."""
+        """Return float32 [n, K]: the values of the weight in these rows."""
         zeros = 1 << (self.bits - 1) if self.zeros is None else self._spread(self.zeros[rows])
         return (self.codes[rows].float() - zeros) * self._spread(self.scales[rows])
 
@@ -90,7 +90,7 @@ class ScatteredWeight:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(N, K)."""
+        """(outputs N, inputs K) of the unpacked weight."""
         return self.weight.shape
 
     def as_codes(self) -> QuantizedWeight | None:
@@ -98,7 +98,7 @@ class ScatteredWeight:
         return None
 
     def values(self, rows: slice) -> Tensor:
-        """Return float32 values of some rows."""
+        """Return float32 [n, K]: the values of the weight in these rows."""
         whole = self.weight
         zeros = 1 << (whole.bits - 1) if whole.zeros is None else whole.zeros[rows][:, self.group_of]
         return (whole.codes[rows].float() - zeros) * whole.scales[rows][:, self.group_of]
@@ -116,7 +116,7 @@ class ScaledFloats:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(N, K)."""
+        """(outputs N, inputs K) of the unpacked weight."""
         return self.floats.shape[0], self.floats.shape[1]
 
     def as_codes(self) -> QuantizedWeight | None:
@@ -124,7 +124,7 @@ class ScaledFloats:
         return None
 
     def values(self, rows: slice) -> Tensor:
-        """Return float32 values of some rows."""
+        """Return float32 [n, K]: the values of the weight in these rows."""
         first, last, _ = rows.indices(self.floats.shape[0])
         scales = self.scales[torch.arange(first, last) // self.block[0]]
         return self.floats[rows].float() * scales.repeat_interleave(self.block[1], 1)[:, : self.floats.shape[1]]

@@ -32,7 +32,7 @@ class CutWeight:
         return f"{self.whole.form}, some divided between two ranks" if crosses else self.whole.form
 
     def values(self, rows: slice) -> Tensor:
-        """Return float32 values of some rows of the part."""
+        """Return float32 [n, K]: the values of the part in these rows."""
         first, last, _ = rows.indices(self.shape[0])
         found = torch.zeros(last - first, self.shape[1])
         if self.cut.dim:

@@ -55,7 +55,7 @@ class ReorderedWeight:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(N, K)."""
+        """(outputs N, inputs K) of the unpacked weight."""
         return self.weight.shape
 
     def values(self, rows: slice) -> Tensor:

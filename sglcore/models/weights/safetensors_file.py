@@ -122,8 +122,8 @@ class SafetensorsFile:
 
 
 def read_into(file: RawIOBase, piece: Tensor) -> bool:
-    """Fill a tensor uint8 [bytes] from an open file's current position. False if the file ends
-    before."""
+    """Fill a tensor uint8 [bytes] on the host from an open file's current position. Returns False
+    if the file ends before the tensor is full."""
     rest = piece.numpy().data
     while len(rest) and (got := file.readinto(rest)):
         rest = rest[got:]

@@ -31,7 +31,8 @@ class LatentProjections:
         self.queries = build.linear("q_b_proj", self.rank, outputs)
 
     def __call__(self, hidden: Array) -> tuple[Array, Array, Array | None]:
-        """As `layer_kinds.Projections`."""
+        """Return queries, cache entries and query latents (or None) of [T, H], as
+        `layer_kinds.Projections` defines."""
         first = self.first(hidden)
         if not self.rank:
             return self.queries(hidden), first, None
@@ -59,7 +60,7 @@ class LatentSelfAttention:
 
 
 class DeepseekV2ForCausalLM(CausalLM):
-    """Dense blocks in the first layers.
+    """Layers have a dense block or, where `moe.layers` is true, routed experts plus a shared one.
 
     `wanted`: values that keys of the configuration must have if they are present.
     """

@@ -15,7 +15,8 @@ from sglcore.models.layer_kinds import Build, Layer
 
 
 class DeepseekV3ForCausalLM(DeepseekV2ForCausalLM):
-    """Also Kimi K2 and GLM-4.7-Flash."""
+    """DeepSeek-V2's layers with sigmoid routing and a bias for each expert. Kimi K2 and
+    GLM-4.7-Flash also have this architecture."""
 
     wanted: ClassVar[Mapping[str, Any]] = MappingProxyType({"scoring_func": "sigmoid", "topk_method": "noaux_tc"})
 

@@ -10,7 +10,7 @@ from sglcore.models.layer_kinds import Build
 
 
 class GemmaForCausalLM(CausalLM):
-    """One bias switch for all attention projections."""
+    """`attention_bias` of the configuration adds biases to all four attention projections."""
 
     norm_offset: ClassVar[float | None] = 1.0
 

@@ -13,7 +13,8 @@ NORMS = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layerno
 
 
 class Gemma2ForCausalLM(GemmaForCausalLM):
-    """The configuration has the scale of scores."""
+    """Layers are `SandwichLayer`s. The scale of scores comes from the configuration's
+    `query_pre_attn_scalar`."""
 
     calls_library = True
     knows: ClassVar[frozenset[str]] = frozenset(

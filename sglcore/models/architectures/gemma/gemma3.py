@@ -9,7 +9,7 @@ from sglcore.models.architectures.gemma.gemma2 import Gemma2ForCausalLM
 
 
 class Gemma3ForCausalLM(Gemma2ForCausalLM):
-    """No soft cap on scores."""
+    """Gemma 2 with a norm for each query and key head, and without a soft cap on scores."""
 
     knows: ClassVar[frozenset[str]] = frozenset(
         {"query_pre_attn_scalar", "final_logit_softcapping", "rope_local_base_freq"}

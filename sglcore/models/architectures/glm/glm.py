@@ -7,7 +7,8 @@ from sglcore.models.layer_kinds import Build
 
 
 class GlmForCausalLM(CausalLM):
-    """Biases on queries, keys and values; gate and up are stored in one weight."""
+    """`attention_bias` of the configuration adds biases to queries, keys and values only; gate and
+    up are stored in one weight."""
 
     def make_layer(self, build: Build, layer_id: int) -> AnyLayer:
         return DecoderLayer(

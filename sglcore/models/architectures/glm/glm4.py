@@ -10,7 +10,7 @@ NORMS = ("input_layernorm", "post_self_attn_layernorm", "post_attention_layernor
 
 
 class Glm4ForCausalLM(GlmForCausalLM):
-    """Four norms in each layer."""
+    """GLM-4 of 2024 with four norms in each layer (`SandwichLayer`)."""
 
     def make_layer(self, build: Build, layer_id: int) -> SandwichLayer:
         mlp = build.mlp("mlp", build.config.intermediate_size, fused="gate_up_proj")

@@ -10,7 +10,8 @@ from sglcore.models.layer_kinds import Build, Layer
 
 
 class Glm4MoeForCausalLM(CausalLM):
-    """Biases on queries, keys and values; half of each head is rotated."""
+    """`attention_bias` of the configuration adds biases to queries, keys and values only,
+    `use_qk_norm` a norm for each query and key head; half of each head is rotated."""
 
     knows: ClassVar[frozenset[str]] = frozenset({"n_group", "n_shared_experts", "routed_scaling_factor", "use_qk_norm"})
     behind: ClassVar[int] = 1

@@ -10,7 +10,8 @@ from sglcore.models.layer_kinds import Array, Batch, Build, Layer
 
 
 class GraniteLayer(DecoderLayer):
-    """Addends of the residual sum are multiplied."""
+    """A `DecoderLayer` that multiplies the results of attention and feed-forward by
+    `residual_multiplier` before they are added to the residual sum."""
 
     __slots__ = ("multiplier",)
 
@@ -19,7 +20,7 @@ class GraniteLayer(DecoderLayer):
         self.multiplier = build.config.options.get("residual_multiplier", 1.0)
 
     def __call__(self, hidden: Array, residual: Array | None, batch: Batch) -> tuple[Array, Array]:
-        """As `DecoderLayer`."""
+        """Map `hidden` and `residual` as `AnyLayer` defines."""
         hidden, residual = self.input_layernorm.add(hidden, residual)
         hidden = self.self_attn(hidden, batch) * self.multiplier
         hidden, residual = self.post_attention_layernorm.add(hidden, residual)
@@ -27,7 +28,8 @@ class GraniteLayer(DecoderLayer):
 
 
 class GraniteForCausalLM(CausalLM):
-    """One bias switch for all attention projections, one for the feed-forward block."""
+    """`attention_bias` of the configuration adds biases to all four attention projections,
+    `mlp_bias` to the feed-forward block."""
 
     calls_library = True
     knows: ClassVar[frozenset[str]] = frozenset(

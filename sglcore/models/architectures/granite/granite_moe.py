@@ -7,7 +7,8 @@ from sglcore.models.layer_kinds import Build, Layer
 
 
 class GraniteMoeForCausalLM(GraniteForCausalLM):
-    """A layer's experts are stored in one weight."""
+    """Granite 3 with routed experts; one weight has gate and up of all experts of a layer, another
+    has down."""
 
     def make_mlp(self, build: Build) -> Layer:
         return build.experts("block_sparse_moe", self.moe, gate="router.layer", parts=("input_linear", "output_linear"))

@@ -16,6 +16,6 @@ class Qwen2ForCausalLM(CausalLM):
 
 
 class MiMoForCausalLM(Qwen2ForCausalLM):
-    """The MTP layers are not read."""
+    """Qwen 2's layers. The checkpoint's MTP layers are not read."""
 
     ignored = (r"model\.mtp_layers\..*",)

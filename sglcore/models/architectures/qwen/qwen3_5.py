@@ -12,7 +12,8 @@ from sglcore.models.layer_kinds import Build, Layer
 
 
 class Qwen35ForCausalLM(LanguagePart, Qwen3NextForCausalLM):
-    """The MTP layers are not read."""
+    """Qwen3-Next's layers, from separate weights for each part of the delta rule's projection. The
+    checkpoint's vision part and MTP layers are not read."""
 
     ignored = (*LanguagePart.ignored, *Qwen3NextForCausalLM.ignored)
 

@@ -62,7 +62,8 @@ def _parts_apart(net: DeltaNetConfig) -> Iterator[int]:
 
 
 class Qwen3NextForCausalLM(Qwen2MoeForCausalLM):
-    """The MTP layers are not read."""
+    """A layer has the gated delta rule or gated attention, as the configuration's layer types say.
+    The checkpoint's MTP layers are not read."""
 
     calls_library = True
     activations: ClassVar[tuple[str, ...]] = ("silu",)

@@ -16,7 +16,8 @@ PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
 def read(layer: LayerTensors) -> Stored:
-    """Read the weight with its zeros. Raises `CheckpointError` if N is not a multiple of 8."""
+    """Return a layer's weight with its zeros; see `Format.read`. Raises `CheckpointError` if N is
+    not a multiple of 8."""
     if layer.rows % 8:
         raise CheckpointError(f"'{layer.module}' has {layer.rows} output features", wanted="a multiple of 8 for awq")
     group = layer.group

@@ -16,7 +16,8 @@ SCALES = ("weight_scale", "weight_scale_inv")
 
 
 def read(layer: LayerTensors) -> Stored:
-    """Read the floats and their scales."""
+    """Return a layer's floats and their scales; see `Format.read`. Raises `CheckpointError` without
+    scales."""
     floats = layer.read("weight", (torch.float8_e4m3fn,), (layer.rows, layer.columns))
     suffix = next((name for name in SCALES if layer.has(name)), None)
     if suffix is None:

@@ -24,7 +24,8 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 @dataclass(frozen=True, slots=True)
 class LayerTensors:
-    """The stored tensors of a linear layer, by suffix; `rows` and `columns` are its weight's."""
+    """The stored tensors of a linear layer: functions that read them, by suffix. `rows` (outputs)
+    and `columns` (inputs) are those of its unpacked weight."""
 
     module: str
     rows: int
@@ -33,7 +34,7 @@ class LayerTensors:
     stored: Mapping[str, Callable[[], Tensor]]
 
     def has(self, suffix: str) -> bool:
-        """Whether the checkpoint has this tensor."""
+        """Return whether the checkpoint has this tensor."""
         return suffix in self.stored
 
     def read(self, suffix: str, dtypes: Sequence[torch.dtype], *shapes: tuple[int, ...]) -> Tensor:

@@ -17,7 +17,8 @@ from sglcore.models.weights.quantized_weight import QuantizedWeight, ScatteredWe
 
 
 def read(layer: LayerTensors) -> Stored:
-    """Read the weight, with scattered groups if `g_idx` is not in order."""
+    """Return a layer's weight, with scattered groups if `g_idx` is not in order; see
+    `Format.read`."""
     bits, each = layer.scheme.bits, 32 // layer.scheme.bits
     group = layer.group
     groups = layer.columns // group
