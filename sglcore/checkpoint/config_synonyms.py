@@ -43,8 +43,8 @@ WORDS: Mapping[str, Mapping[str, str]] = MappingProxyType(
 
 
 def renamed(architecture: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the common values of an architecture's own keys; they take precedence over the common
-    keys."""
+    """Return the values of an architecture's own keys, under the common names. They take precedence
+    over values that the file has under those names."""
     found = {ours: values[own] for own, ours in WORDS.get(architecture, {}).items() if own in values}
     if architecture == "Lfm2ForCausalLM":
         found |= _lfm2_layers(values)

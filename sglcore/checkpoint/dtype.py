@@ -12,12 +12,14 @@ WIDE = "float32"
 
 
 def choose_dtype(asked: str, stored: str, facts: Facts) -> Row:
-    """Return the decision on the element type. Raises `ConfigError` for a requested type that the
-    device of `facts` does not compute in, and for a checkpoint's type that no device computes in.
+    """Return the decision on the element type, as a ledger row. `asked` is "auto" or a type,
+    `stored` the checkpoint's type. Raises `ConfigError` for a requested type that the device of
+    `facts` does not compute in, and for a checkpoint's type that no device computes in.
 
-    "auto" is the checkpoint's own type, with two exceptions: a 16-bit type becomes the 16-bit type
-    that the device prefers, and a type that the device does not compute in is converted. A
-    conversion is a downgrade unless it is to float32.
+    "auto" is the checkpoint's own type, with three exceptions: float64 becomes float32; a type that
+    the device does not compute in becomes the one that it prefers, or its first one, which is a
+    downgrade unless that is float32; and a 16-bit type becomes the 16-bit type that the device
+    prefers.
     """
     if asked != "auto":
         _check(asked, facts.dtypes, "leave --dtype out to use the checkpoint's dtype, converted if necessary")

@@ -125,8 +125,8 @@ def _check_sizes(header: GgufHeader, hidden: int, layers: int) -> None:
 
 
 def token_id(header: GgufHeader, name: str, count: int = LARGEST) -> int | None:
-    """Return the `name` token of a vocabulary of `count` tokens, None if there is none. Raises
-    `CheckpointError` for a token outside the vocabulary."""
+    """Return the id of a special token, such as "eos" or "bos", in a vocabulary of `count` tokens;
+    None if the metadata names none. Raises `CheckpointError` for an id outside the vocabulary."""
     key = f"tokenizer.ggml.{name}_token_id"
     found = header.metadata.get(key)
     if found is not None and (not isinstance(found, int) or isinstance(found, bool) or not 0 <= found < count):
@@ -135,8 +135,9 @@ def token_id(header: GgufHeader, name: str, count: int = LARGEST) -> int | None:
 
 
 def end_tokens(header: GgufHeader) -> tuple[int, ...]:
-    """Return the tokens that end a text. Reads the vocabulary's control tokens. Raises
-    `CheckpointError` for a token outside the vocabulary."""
+    """Return the ids of the tokens that end a text: those that the metadata names, and the usual
+    ones among the vocabulary's control tokens. Raises `CheckpointError` for an id outside the
+    vocabulary."""
     embedding = header.tensors.get(EMBEDDING)
     count = embedding.shape[0] if embedding is not None and embedding.shape else LARGEST
     named = (token_id(header, name, count) for name in ("eos", "eot", "eom"))

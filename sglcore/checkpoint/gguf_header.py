@@ -115,7 +115,8 @@ class GgufHeader:
         return value
 
     def floats(self, name: str) -> tuple[float, ...]:
-        """Return the values of a small F32 tensor."""
+        """Return the values of a small F32 tensor, from the file. Raises `CheckpointError` for
+        another type."""
         tensor = self.tensors[name]
         if tensor.type != "F32":
             raise CheckpointError(f"{name!r} in {self.path} has the type {tensor.type}", wanted="F32")

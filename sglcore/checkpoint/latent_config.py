@@ -92,7 +92,8 @@ def _scaling(config: ModelConfig) -> float:
 
 
 def with_indexer(config: ModelConfig, latent: LatentConfig, is_paired: bool) -> LatentConfig:
-    """Return the same with the configuration's indexer. Raises `ConfigError` if it does not fit."""
+    """Return `latent` with the configuration's indexer; `is_paired` is that of `LatentConfig`.
+    Raises `ConfigError` if the indexer does not fit."""
     words, layers = config.words, config.num_hidden_layers
     if words["index_head_dim"] < latent.rope_dim:
         raise _unfit(

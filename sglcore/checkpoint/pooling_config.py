@@ -38,10 +38,10 @@ HEADLESS = frozenset({"LlamaModel", "MistralModel", "Qwen2Model", "Qwen3Model"})
 
 @dataclass(frozen=True, slots=True)
 class Pooling:
-    """From the hidden states of a request to its answer: the results of `modes` of `MODES`,
-    concatenated; then a head with `labels` labels (0: no head), followed by a sigmoid if
+    """How the hidden states of a request become its vector or its scores: the results of `modes` of
+    `MODES`, concatenated; then a head with `labels` labels (0: no head), followed by a sigmoid if
     `is_sigmoid`; without a head the vector itself, scaled to length 1 if `is_normalized`. `reason`:
-    the source of the decision."""
+    the source of the decision, for the ledger."""
 
     modes: tuple[str, ...]
     is_normalized: bool = False

@@ -21,7 +21,7 @@ MOST_WIDTH = 64
 
 
 Fits = Callable[[int, int], bool]
-"""`fits(size, width)`."""
+"""`fits(size, width)`: whether `size` items can be divided among `width` ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,8 @@ def _divides(size: int, width: int) -> bool:
 
 
 def _shares(size: int, width: int) -> bool:
-    """Key heads are divided, or several ranks hold the same head."""
+    """Return whether key heads can be divided among ranks, or each can be held by the same number
+    of ranks."""
     return size % width == 0 or width % size == 0
 
 
@@ -109,8 +110,9 @@ def legal_widths(config: ModelConfig) -> tuple[int, ...]:
 
 
 def check_divisible(config: ModelConfig, width: int, is_ours: bool = True) -> None:
-    """Raise ConfigError for a checkpoint that can not be divided on any device; the error says what
-    it has, and the remedy. `is_ours`: its layers are built here, not by a library's own class."""
+    """Raise ConfigError unless `is_ours`: the model's layers are built here, not by a library's own
+    class, which no device can divide. `width`, the tensor parallel size, is only named in the
+    error."""
     refused = {
         "layers of transformers' own class, which are not divided": not is_ours,
     }
@@ -121,7 +123,7 @@ def check_divisible(config: ModelConfig, width: int, is_ours: bool = True) -> No
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One of `size` equal parts."""
+    """Part number `rank`, from 0, of `size` equal parts."""
 
     rank: int
     size: int

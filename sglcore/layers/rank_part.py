@@ -26,7 +26,8 @@ class Cut:
         return tuple(found)
 
     def copy(self, whole: Tensor, target: Tensor) -> None:
-        """Fill a target from the checkpoint's tensor, cast to its dtype."""
+        """Fill `target`, this rank's part, from the checkpoint's tensor `whole`, cast to the
+        target's dtype. Entries after the ranges become 0."""
         place = 0
         for first, last in self.ranges:
             target.narrow(self.dim, place, last - first).copy_(whole.narrow(self.dim, first, last - first))
@@ -35,6 +36,6 @@ class Cut:
 
 
 def clipped(part: Range, whole: int) -> tuple[Range, ...]:
-    """Return the part of a range that lies below `whole`: one range, or none."""
+    """Return the part of a range that is below `whole`: one range, or none."""
     first, last = min(part[0], whole), min(part[1], whole)
     return ((first, last),) if last > first else ()

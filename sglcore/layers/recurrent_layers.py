@@ -34,7 +34,8 @@ class CausalConv:
         self._conv = build.kernel(KernelTable.causal_conv, *given, build.indices(), None, None)
 
     def __call__(self, x: Tensor, tails: Tensor, rows: PoolRows) -> Tensor:
-        """[T, size] to [T, size]; updates the last inputs `tails` in the requests' slots."""
+        """Convolve `x` [T, size] to [T, size]; updates `tails` [slots, taps - 1, size], the last
+        inputs of each request, in the slots of `rows`, in place."""
         return self._conv(x, self.weight, self.bias, self._silu, tails, *rows)
 
 
@@ -66,7 +67,8 @@ class GatedDeltaNet(ReplayedLayer):
         return self.projection(hidden)
 
     def advance(self, taken: Tensor, rows: PoolRows, states: Mapping[str, Tensor]) -> Tensor:
-        """[T, n] to values [T, heads * value_dim]; updates the states."""
+        """Map `taken` [T, n] to values [T, heads * value_dim] and update the states of the slots in
+        `rows`, in place; see `ReplayedLayer.advance`."""
         qkv, _, b, a = taken.split(self._sizes, dim=1)
         qkv = self.conv(qkv, states["conv"], rows)
         return self._rule(qkv, a, b, self.a_log, self.dt_bias, states["recurrent"], *rows)
@@ -105,7 +107,8 @@ class Mamba2(ReplayedLayer):
         return self.projection(hidden)
 
     def advance(self, taken: Tensor, rows: PoolRows, states: Mapping[str, Tensor]) -> Tensor:
-        """[T, n] to values [T, inner]; updates the states."""
+        """Map `taken` [T, n] to values [T, inner] and update the states of the slots in `rows`, in
+        place; see `ReplayedLayer.advance`."""
         _, xbc, dt = taken.split(self._sizes, dim=1)
         xbc = self.conv(xbc, states["conv"], rows)
         a_log, d, dt_bias = self.by_head
@@ -132,7 +135,8 @@ class ShortConv(ReplayedLayer):
         return self.projection(hidden)
 
     def advance(self, taken: Tensor, rows: PoolRows, states: Mapping[str, Tensor]) -> Tensor:
-        """[T, 3 H] to the convolution of the gated input [T, H]; updates the states."""
+        """Map `taken` [T, 3 H] to the convolution of the gated input [T, H] and update the states
+        of the slots in `rows`, in place; see `ReplayedLayer.advance`."""
         before, _, x = taken.chunk(3, dim=1)
         return self.conv(before * x, states["conv"], rows)
 

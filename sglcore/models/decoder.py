@@ -181,7 +181,7 @@ class SharedExpert:
     __slots__ = ("experts", "gate", "shared", "sigmoid")
 
     def __init__(self, build: Build, experts: Layer, shared: Layer, gate: str = "") -> None:
-        """`gate` names a linear layer of this scope with one output."""
+        """`gate` names a linear layer of this scope with one output; empty: there is no gate."""
         self.experts = experts
         self.shared = shared
         self.gate = build.linear(gate, build.config.hidden_size, 1) if gate else None

@@ -59,8 +59,8 @@ def _fill(
 
 
 def _top_ids(logits: Tensor, ids: Tensor, top_n: int) -> Tensor:
-    """Return int64[T, N]. Value and inverted id form one integer key without ties, because topk
-    alone is not stable.
+    """Return int64[T, N]: the ids of the N largest logits of each row, ties to the lowest id. Value
+    and inverted id form one integer key without ties, because topk itself is not stable.
     """
     last = (1 << ID_BITS) - 1
     keys = (_ordered(logits).long() << ID_BITS) | (last - ids)
@@ -68,7 +68,7 @@ def _top_ids(logits: Tensor, ids: Tensor, top_n: int) -> Tensor:
 
 
 def _narrow_top_ids(logits: Tensor, ids: Tensor, top_n: int) -> Tensor:
-    """Return int32[T, N] by a stable sort, which is slower."""
+    """Return the result of `_top_ids` as int32[T, N], by a stable sort, which is slower."""
     return _ordered(logits).sort(dim=-1, descending=True, stable=True).indices.to(torch.int32)[:, :top_n]
 
 

@@ -212,7 +212,8 @@ def batch_field(
 
 @dataclass_transform()
 def batch_record(host: type) -> Callable[[type[T]], type[T]]:
-    """Make a class a record of declared fields that are read from batches of type `host`.
+    """Return a class decorator that makes a dataclass of the fields declared with `batch_field`,
+    which are read from batches of type `host`.
 
     Raises TypeError if a field is not declared with `batch_field`, or reads an attribute that
     `host` does not have.

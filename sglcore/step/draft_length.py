@@ -101,8 +101,8 @@ class LengthController:
             known.seconds.setdefault(tokens, deque(maxlen=TIMES)).append(seconds)
 
     def choose(self, requests: int) -> None:
-        """Set `tokens` for the next step, which has `requests` requests. Call it once per decode
-        step.
+        """Set `tokens` once per decode step of `requests` requests: how many draft tokens the step
+        proposes and the next one verifies.
         """
         if len(self.lengths) == 1:
             return

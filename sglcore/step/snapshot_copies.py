@@ -34,7 +34,7 @@ def state_moves(batch: ScheduleBatch, max_requests: int) -> dict[str, Ints]:
 
 
 def entering_slots(batch: ScheduleBatch) -> Ints:
-    """Return the request slots int32[N] that this step gives to a new request: the device has no
+    """Return the request slots int32[N] that this step assigns to a new request: the device has no
     page of them yet.
     """
     return batch.slots[batch.page_counts == 0]

@@ -55,7 +55,7 @@ class StepOutput(Generic[A]):
         return found if self.drafts is None else [self.drafts, *found]
 
     def read(self, step: int, arrays: Sequence[NDArray]) -> BatchResult:
-        """Return the result from the host copies of `arrays()`."""
+        """Return the result of step number `step`, from the host copies of `arrays()`."""
         left = iter(arrays)
         drafts = None if self.drafts is None else next(left)
         missed = None if self.swaps is None or self.swaps.missed is None else next(left)

@@ -62,7 +62,8 @@ class DispatchedMoe:
         return torch.einsum("tk,tkh->th", weights.float(), parts.float()).to(hidden.dtype)
 
     def _run(self, rows: Tensor, experts: Tensor) -> Tensor:
-        """Run this rank's experts on rows that have one expert each."""
+        """Run this rank's experts on rows [R, H]; `experts` int32 [R] is each row's expert, as
+        numbered on this rank."""
         if not len(rows):
             return rows
         ones = torch.ones(len(rows), 1, dtype=rows.dtype, device=rows.device)

@@ -16,7 +16,8 @@ class Summed:
     __slots__ = ("_group", "_inner")
 
     def __init__(self, inner: Callable[..., Tensor], group: AnyGroup) -> None:
-        """`inner` returns a new tensor that has no other reader."""
+        """`inner` must return a new contiguous tensor that nothing else reads: the all-reduce
+        overwrites it."""
         self._inner, self._group = inner, group
 
     def __call__(self, x: Tensor, *more: Tensor) -> Tensor:
@@ -25,7 +26,7 @@ class Summed:
 
 
 def bias_once(build: Scope, bias: Tensor | None, group: AnyGroup) -> None:
-    """Have the bias of a summed layer zeroed on all ranks of `group` but rank 0, after loading.
+    """Zero the bias of a summed layer on all ranks of `group` but rank 0, once it is loaded.
 
     Every rank declares and loads the bias, so that all ranks read the same tensors.
     """

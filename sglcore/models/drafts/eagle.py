@@ -39,7 +39,7 @@ class NoNorm:
     """Replaces a norm: returns the sum unchanged."""
 
     def __call__(self, x: Array) -> Array:
-        """[T, H], the same."""
+        """Return `x` [T, H] unchanged."""
         return x
 
     def add(self, x: Array, residual: Array | None) -> tuple[Array, Array]:

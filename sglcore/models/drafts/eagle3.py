@@ -44,9 +44,10 @@ class Eagle3Layer:
         self.is_normed = build.config.words.get("norm_before_residual", False)
 
     def __call__(self, hidden: Array, residual: Array | None, batch: Batch) -> tuple[Array, Array]:
-        """Return the same as `DecoderLayer`, from the embedded tokens `hidden` [T, H].
+        """Map the embedded tokens `hidden` [T, H] and the batch's features to the `hidden` and
+        `residual` after this layer, as `AnyLayer` defines them.
 
-        Does not change the batch's features.
+        Does not read `residual` and does not change the batch's features.
         """
         normed = self.hidden_norm(batch.features)
         mixed = self.self_attn(self.concat(self.input_layernorm(hidden), normed), batch)

@@ -116,7 +116,7 @@ class Several:
         self._next = 0
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Like `PagedAttention.__call__`."""
+        """Attend with the next of the module's calls; as `PagedAttention.__call__`."""
         self._next += 1
         return self._calls[self._next - 1](query, key, value)
 

@@ -22,7 +22,7 @@ class Addend(Tensor):
 
     @classmethod
     def of(cls, x: Tensor, rows: Tensor) -> Addend:
-        """Make one from a result in both shapes."""
+        """Make an addend from a layer's result `x` [1, T, H]; `rows` is its memory as [T, H]."""
         made = x.as_subclass(cls)
         made.rows = rows
         return made

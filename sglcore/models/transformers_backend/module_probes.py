@@ -76,7 +76,8 @@ def _is_rms_norm(module: nn.Module, size: int, form: NormForm, dtype: torch.dtyp
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Whether a module is a linear layer: `nn.Linear` itself, or a subclass that gives the same."""
+    """Return whether a module is a linear layer: `nn.Linear` itself, or a subclass that computes
+    the same results."""
     if type(module) is nn.Linear or not isinstance(module, nn.Linear):
         return type(module) is nn.Linear
     generator = torch.Generator().manual_seed(0)

@@ -52,7 +52,7 @@ class GgufSource:
         return None if self.tensor.type in PLAIN else self.tensor.type
 
     def copy(self, target: Tensor, report: CountBytes) -> None:
-        """Fill a tensor of this shape, some rows at a time."""
+        """Fill `target`, a tensor of this shape, some rows at a time; see `Source.copy`."""
         if self.form is not None:
             fill(self.stored(report), target)
             return

@@ -39,8 +39,7 @@ _EXPERT = re.compile(r".*\.experts\.\d+\..*")
 
 
 def check_quantize(asked: str, kernels: KernelTable) -> None:
-    """Raise `ConfigError` if the kernels can not quantise as `asked`, one of `quantize`'s
-    choices."""
+    """Raise `ConfigError` if the kernels can not quantise as `asked`, a value of `--quantize`."""
     if asked in BITS and kernels.quantize_linear is None:
         raise ConfigError(
             "this device's kernels do not quantise "
@@ -81,7 +80,9 @@ class Packer:
         self._kernels = kernels
 
     def load(self, sources: Mapping[str, Source], report: CountBytes) -> None:
-        """Fill every weight; call `report` with the bytes of each piece read."""
+        """Fill every weight from its source, by the checkpoint's name; call `report` with the bytes
+        of each piece read. Then add offsets, check bounds, and call the functions in
+        `Weights.derived`."""
         weights, head = self._weights, self._weights.head
         in_layers = {name for layer in (*weights.linears, *([head] if head else [])) for name in layer.names}
         for name, source in sources.items():

@@ -38,8 +38,7 @@ _LEFT_BY_QUANTISERS = (r".*\.(k_scale|v_scale|q_scale|kv_scale|output_scale)",)
 
 
 class Source(Protocol):
-    """The source of one tensor of the model. `num_bytes`: bytes that reading it reads; `form`: the
-    name of its quantisation, None for a plain tensor."""
+    """The place of one tensor of the model in the checkpoint's files, and how to read it."""
 
     @property
     def num_bytes(self) -> int:
@@ -52,8 +51,8 @@ class Source(Protocol):
         ...
 
     def copy(self, target: Tensor, report: CountBytes) -> None:
-        """Fill `target`, a tensor of the same shape, with its values, cast to the target's
-        dtype."""
+        """Fill `target`, a tensor of the same shape on any device, with its values, cast to the
+        target's dtype. Calls `report` with the number of bytes of each piece read."""
         ...
 
     def stored(self, report: CountBytes) -> Stored:
@@ -89,7 +88,7 @@ class PlainSource:
         return self.entry.num_bytes
 
     def copy(self, target: Tensor, report: CountBytes) -> None:
-        """Read it straight into `target`."""
+        """Read the tensor straight into `target`; see `Source.copy`."""
         self.file.copy(self.entry, target, report)
 
     def mapped(self, dtype: torch.dtype) -> list[MappedRows] | None:
@@ -124,7 +123,8 @@ class CutSource:
         return self.whole.num_bytes * kept // max(self.cut.whole, 1)
 
     def copy(self, target: Tensor, report: CountBytes) -> None:
-        """Copy from the mapped file; reads only the pages that hold the part."""
+        """Copy the part from the mapped file to `target`; reads only the pages that hold it. See
+        `Source.copy`."""
         file, entry = self.whole.file, self.whole.entry
         self.cut.copy(file.mapped(entry), target)
         file.release(entry.start, entry.start + entry.num_bytes)
@@ -150,7 +150,7 @@ class QuantizedSource:
         return self.layer.scheme.text
 
     def copy(self, target: Tensor, report: CountBytes) -> None:
-        """Dequantise it into `target`."""
+        """Dequantise the weight, or the rank's part of it, into `target`; see `Source.copy`."""
         fill(self.stored(report), target)
 
     def stored(self, report: CountBytes) -> Stored:
@@ -183,7 +183,7 @@ class PartSource:
         return self.source.form
 
     def copy(self, target: Tensor, report: CountBytes) -> None:
-        """Fill a tensor of the part's shape."""
+        """Fill `target`, a tensor of the part's shape; see `Source.copy`."""
         if self.form is not None:
             fill(self.stored(report), target)
             return
@@ -238,7 +238,8 @@ def find_sources(
 
 
 def check_missing(wanted: Iterable[str], found: Mapping[str, object], files: Sequence[str]) -> None:
-    """Raise `CheckpointError` for tensors that no file has."""
+    """Raise `CheckpointError` for the names in `wanted` that are not in `found`; the error names
+    the `files`."""
     missing = [name for name in wanted if name not in found]
     if missing:
         raise CheckpointError(

@@ -70,7 +70,9 @@ class PrefixCache:
         self._serial = 0
 
     def key(self, tokens: Ints, index: int) -> bytes:
-        """Return the key of page `index` of a token sequence."""
+        """Return the key of page `index` of a token sequence: the bytes of its tokens and of the
+        `lookahead` tokens after them, as far as these are known.
+        """
         start = index * self.page_size
         return tokens[start : start + self.page_size + self.lookahead].tobytes()
 

@@ -89,7 +89,9 @@ class Windows:
             node.window_users += 1
 
     def grow(self, request: Request, count: int) -> None:
-        """Append `count` available pages to the request's list."""
+        """Append `count` pages to the request's list; unused pages of nodes are evicted if needed.
+        At least `count` must be `available`.
+        """
         for _ in range(count - self._pool.free):
             self._evict()
         request.window_pages += self._pool.take(count)

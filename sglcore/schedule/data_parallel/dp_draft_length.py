@@ -22,7 +22,7 @@ class AgreedLength:
     If each shard chose its own length, all would have to run either the largest or the smallest
     choice, and one of them would lose. All shards wait for the slowest one anyway, so the
     controller compares the step's time with the tokens of all shards together, and the plan carries
-    its answer.
+    its choice.
     """
 
     def __init__(self, limits: Limits) -> None:

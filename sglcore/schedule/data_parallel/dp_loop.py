@@ -161,7 +161,9 @@ class ShardLoop:
 
 
 def idle_batch(step: int, plan: StepPlan, limits: Limits) -> ScheduleBatch:
-    """Return a step without rows, for a worker with these limits."""
+    """Return the batch of an idle shard: step number `step` of `plan`, without rows, with the
+    fields that a worker with these limits reads.
+    """
     none, start = np.zeros(0, np.int32), np.zeros(1, np.int32)
     rows: dict[str, Any] = {
         name: none.copy() for name in ("slots", "seq_lens", "prefix_lens", "input_ids", "page_counts", "new_pages")
