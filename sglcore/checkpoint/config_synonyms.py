@@ -62,11 +62,11 @@ def renamed(architecture: str, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _deepseek_v4_layers(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the common keys. All layers have experts and a sliding window; some also attend to
-    compressed blocks.
+    """Return values under the common names. All layers have experts and a sliding window; some also
+    attend to compressed blocks.
 
-    The rope of those is `block_rope`: the file's `compress`, or its single rope with
-    `compress_rope_theta`. The other layers have the file's `main`, or plain `rope_theta`.
+    The rotary embedding of layers with blocks is `block_rope`: the file's `compress`, or its single
+    rope with `compress_rope_theta`. The other layers have the file's `main`, or plain `rope_theta`.
     """
     both = {**values.get("rope_parameters", {}), **values.get("rope_scaling", {})}
     partial = values.get("partial_rotary_factor", values.get("qk_rope_head_dim", 64) / max(values["head_dim"], 1))

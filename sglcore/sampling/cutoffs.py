@@ -35,8 +35,9 @@ def keep_top_k_(gaps: Tensor, top_k: Tensor) -> Tensor:
 
 
 def keep_top_p_(gaps: Tensor, top_p: Tensor, table: Tensor, is_narrow: bool = False) -> Tensor:
-    """Keep the smallest prefix with a weight of at least top_p int32[B] / 2**24 of the row's
-    candidates, in place. `is_narrow`: use no 64-bit integers, which takes more operations.
+    """Keep in each row of gaps int32[B, V] the smallest prefix with a weight of at least top_p
+    int32[B] / 2**24 of the row's candidates, in place; table as in `token_weights`. `is_narrow`:
+    use no 64-bit integers, which takes more operations.
     """
     weights = token_weights(gaps, table)
     if is_narrow:
@@ -52,7 +53,9 @@ def keep_top_p_(gaps: Tensor, top_p: Tensor, table: Tensor, is_narrow: bool = Fa
 
 
 def keep_min_p_(gaps: Tensor, min_p: Tensor) -> Tensor:
-    """Keep candidates with a gap of at most min_p int32[B], in place."""
+    """Keep in each row of gaps int32[B, V] the candidates with a gap of at most min_p int32[B], in
+    place.
+    """
     beyond = (gaps - min_p[:, None]).clamp_(0, 1)
     return _drop_(gaps, beyond)
 

@@ -74,7 +74,7 @@ def _entry_field(dtype: Any) -> Any:
 
 
 def _offset_field() -> Any:
-    """Declare the R + 1 offsets into the entries."""
+    """Declare the field with the R + 1 offsets of the rows into the fields of entries."""
     return field(metadata={"kind": "offsets", "dtype": np.int32})
 
 

@@ -141,7 +141,9 @@ def take_prompt_logprobs(request: Request, logprobs: TokenLogprobs | None, start
 
 
 def take_drafts(requests: list[Request], drafts: NDArray[np.int32]) -> None:
-    """Keep the next draft tokens int32[B, k] of the requests with a grammar."""
+    """Set `Request.drafts` of the requests with a grammar to their next draft tokens, from `drafts`
+    int32[B, k].
+    """
     for request, own in zip(requests, drafts, strict=True):
         if request.matcher is not None:
             request.drafts = own.tolist()

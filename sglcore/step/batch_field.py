@@ -215,8 +215,8 @@ def batch_record(host: type) -> Callable[[type[T]], type[T]]:
     """Return a class decorator that makes a dataclass of the fields declared with `batch_field`,
     which are read from batches of type `host`.
 
-    Raises TypeError if a field is not declared with `batch_field`, or reads an attribute that
-    `host` does not have.
+    Raises TypeError if a field is not declared with `batch_field`, reads an attribute that `host`
+    does not have, or mirrors a field that the class does not have.
     """
 
     def make(kind: type[T]) -> type[T]:

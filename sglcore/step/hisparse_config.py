@@ -41,8 +41,9 @@ class HiSparseConfig:
     unused: Mapping[str, object] = field(default_factory=lambda: MappingProxyType({}))
 
     def buffer_rows(self, top_k: int) -> int:
-        """Return the KV entries of a request that stay on the device when a token reads `top_k`.
-        Raises ConfigError if these do not fit.
+        """Return the number of KV entries per request and layer that stay on the device, for a
+        model whose tokens read `top_k`. Raises ConfigError if the configured number is smaller than
+        `top_k`.
         """
         if self.device_buffer_size is None:
             return 2 * top_k

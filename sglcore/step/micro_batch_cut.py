@@ -40,8 +40,9 @@ def cut(lengths: NDArray[np.int32], theta: float = THETA, align: int = 1) -> int
 
 @dataclass(frozen=True, slots=True)
 class Staggers:
-    """Number of pauses by which the first half runs ahead, in steps with prompts and in decode
-    steps. It changes the order of execution, never the results.
+    """Number of pauses (waits for other ranks) that the first half passes before the second half
+    starts, in steps with prompts and in decode steps. It changes the order of execution, never the
+    results.
     """
 
     prompts: int = 0

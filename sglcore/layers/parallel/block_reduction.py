@@ -22,7 +22,8 @@ class OfAllShards:
     __slots__ = ("_groups", "_inner")
 
     def __init__(self, inner: Block, groups: Groups) -> None:
-        """`inner` returns a new tensor that has no other reader."""
+        """`inner` must return a new tensor that nothing else reads: the reduction may overwrite
+        it."""
         self._inner, self._groups = inner, groups
 
     def __call__(self, x: Tensor, *more: Tensor) -> Tensor:

@@ -31,7 +31,7 @@ class NormAfterLayer:
 
 
 class Olmo2ForCausalLM(CausalLM):
-    """Norms multiply in float32."""
+    """Layers are `NormAfterLayer`s. Norms multiply by their weights in float32."""
 
     calls_library = True
     norm_offset: ClassVar[float | None] = 0.0

@@ -24,7 +24,7 @@ class DeepseekV4NextN(Drafts, DeepseekV4ForCausalLM):
     Features are all streams."""
 
     def __init__(self, build: Build) -> None:
-        """`build.config` is that of `next_token_config`."""
+        """`build.config` is the result of `next_token_config`."""
         super().__init__(build)
         self.aux_layers = (build.config.words["target_layers"],)
         inner, size = build.at("model"), build.config.hidden_size
@@ -45,7 +45,7 @@ class DeepseekV4NextN(Drafts, DeepseekV4ForCausalLM):
         return super().own_name(f"layers.0.{part}" if is_layer else part)
 
     def __call__(self, batch: Batch) -> Array:
-        """As `Drafts`; returns features [T, n * H]."""
+        """Return the draft's own features [T, n * H], as `Drafts` defines; all n streams."""
         return self.run_layers(self.join(batch), 0, len(self.layers)).hidden.flatten(1)
 
     def join(self, batch: Batch) -> LayerState:

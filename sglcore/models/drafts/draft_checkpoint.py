@@ -60,7 +60,9 @@ def same(folder: Path, name: str, found: int, wanted: int) -> None:
 
 
 def lacking(folder: Path, name: str, found: object, tensor: str, otherwise: str) -> NoReturn:
-    """Raise ConfigError: a value of the configuration needs a tensor that the files do not have."""
+    """Raise ConfigError: the value `found` of `name` in the configuration needs a tensor that the
+    files do not have. `otherwise` is a value that does not need it, for the error.
+    """
     raise ConfigError(
         f"{folder / 'config.json'} has {name} = {found}, and its files have no {tensor}",
         wanted=f"{tensor}, or {otherwise}",

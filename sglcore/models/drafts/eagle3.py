@@ -136,7 +136,8 @@ def is_eagle3(names: Collection[str]) -> bool:
 
 
 def shared(shapes: Shapes) -> Mapping[str, str]:
-    """Return the names by which the draft uses the target's parts: those that it has not itself."""
+    """Return the target's parts that the draft's files do not have, by the draft's names; see
+    `DraftCheckpoint.shared`."""
     return {name: part for name, part in SHARED.items() if f"{name.removeprefix('model.')}.weight" not in shapes}
 
 

@@ -132,9 +132,9 @@ def is_frozen(names: Collection[str]) -> bool:
 
 
 def shared(shapes: Shapes) -> Mapping[str, str]:
-    """Return the name by which the draft uses the target's embedding.
+    """Return the draft's name of the target's embedding; see `DraftCheckpoint.shared`.
 
-    Its output layer is its own.
+    The output layer is the draft's own.
     """
     return {"target.embed_tokens": EMBEDDING}
 

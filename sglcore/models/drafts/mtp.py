@@ -144,7 +144,7 @@ class Predictor:
         return self.model.lm_head(hidden)
 
     def embed_ids(self, ids: Array) -> Array:
-        """[T] to [T, H]."""
+        """Token ids [T] to embeddings [T, H], as the model's."""
         return self.model.embed_ids(ids)
 
 
@@ -158,7 +158,7 @@ class NextToken(Architecture):
     aux_layers: tuple[int, ...] = ()
 
     def __init__(self, build: Build) -> None:
-        """`build.config` is that of `next_token_config`."""
+        """`build.config` is the result of `next_token_config`."""
         super().__init__(build)
         words = build.config.words
         kind = model_class(words["target_architecture"])

@@ -128,7 +128,7 @@ class Ones(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Answer `all`; run other operations as usual."""
+        """Return True for `all`; run other operations as usual."""
         if func in (torch.all, Tensor.all):
             return torch.tensor(True)
         return super().__torch_function__(func, types, args, kwargs or {})

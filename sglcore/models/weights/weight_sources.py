@@ -110,7 +110,7 @@ class PlainSource:
 
 @dataclass(frozen=True, slots=True)
 class CutSource:
-    """A part of a plain tensor."""
+    """The part `cut` of a plain tensor, which this rank holds."""
 
     whole: PlainSource
     cut: Cut

@@ -63,7 +63,7 @@ class Memory:
     def admit(self, request: Request, promised: int, promised_windows: int = 0) -> bool:
         """Admit the request: lock its cached prefix if the rest of its tokens fits after `promised`
         pages, and `promised_windows` window pages, are reserved. Returns False and changes nothing
-        otherwise.
+        otherwise. The request then has only the pages of the prefix; `grow` allocates the rest.
         """
         total = request.num_tokens
         known = self._match(request) if self.caches and request.embeds is None else []

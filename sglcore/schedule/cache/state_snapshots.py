@@ -90,7 +90,9 @@ class Snapshots:
         self._touch(node)
 
     def restore(self, request: Request, node: Node | None) -> None:
-        """Let the request start with the node's snapshot, or with zeros."""
+        """Let the request start with the snapshot of `node`, which must have one, or with zeros if
+        `node` is None.
+        """
         request.restored = 0 if node is None else node.snapshot
         if node is not None:
             self._touch(node)

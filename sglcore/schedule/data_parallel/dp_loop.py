@@ -161,7 +161,7 @@ class ShardLoop:
 
 
 def idle_batch(step: int, plan: StepPlan, limits: Limits) -> ScheduleBatch:
-    """Return the batch of an idle shard: step number `step` of `plan`, without rows, with the
+    """Return the batch of an idle shard, without rows: step number `step`, with this plan and the
     fields that a worker with these limits reads.
     """
     none, start = np.zeros(0, np.int32), np.zeros(1, np.int32)

@@ -72,7 +72,8 @@ class BertModel(Architecture):
     stripped: ClassVar[str] = "bert."
 
     def __init__(self, build: Build) -> None:
-        """Raise `ConfigError` for another activation or other positions."""
+        """Raise `ConfigError` for an activation other than gelu, or positions other than absolute
+        ones."""
         super().__init__(build)
         config = build.config
         if config.hidden_act != "gelu" or config.words.get("position_embedding_type", "absolute") != "absolute":

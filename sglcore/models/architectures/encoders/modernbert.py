@@ -35,7 +35,7 @@ class ModernBertModel(Architecture):
     stripped: ClassVar[str] = "model."
 
     def __init__(self, build: Build) -> None:
-        """Raise `ConfigError` for another activation."""
+        """Raise `ConfigError` for an activation other than gelu."""
         super().__init__(build)
         config, raw = build.config, build.config.raw
         for name in ("hidden_activation", "classifier_activation"):

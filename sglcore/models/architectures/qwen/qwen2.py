@@ -8,7 +8,7 @@ from sglcore.models.layer_kinds import Build
 
 
 class Qwen2ForCausalLM(CausalLM):
-    """The biases are part of the architecture; the configuration has no switch for them."""
+    """Queries, keys and values always have biases; the configuration has no switch for them."""
 
     def make_layer(self, build: Build, layer_id: int) -> DecoderLayer:
         attention = SelfAttention(build.at("self_attn"), layer_id, self.rotary, qkv_bias=True)
