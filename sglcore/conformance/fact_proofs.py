@@ -1,7 +1,7 @@
 """For each fact of a device: the module of the core that reads it, the law that finds a false one,
-and a device that lies.
+and a mutant with a false one.
 
-A fact without a line here, or a line without its reader, law or mutant, fails a test.
+A fact without a proof here, or a proof without its reader, law or mutant, fails a test.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ from sglcore.conformance.mutants import mutants_package as wrong
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """`reader`: a module of the core; `law`: the name of a law that has this `mutant`."""
+    """What holds a device to one fact. `reader`: the module of the core that reads the fact; `law`:
+    the name of a law that has this `mutant`.
+    """
 
     reader: str
     law: str

@@ -51,8 +51,8 @@ class Fixture:
 
 
 def read_fixture(folder: Path | None) -> Fixture:
-    """Read the fixture of a package's folder; empty without a folder or a file. Raises ConfigError
-    for invalid content."""
+    """Read `conformance.toml` in a package's folder; the fixture is empty without a folder or a
+    file. Raises ConfigError for invalid content."""
     file, values = read_tables(folder, FILE, "tolerance")
     cells, given = values.pop("cells", None), values.pop("tolerance", [])
     if values or not isinstance(given, list) or not isinstance(cells, str | None):
@@ -67,7 +67,7 @@ def read_fixture(folder: Path | None) -> Fixture:
 
 def stale_tolerances(fixture: Fixture, laws: Sequence[Law]) -> list[str]:
     """Return what is wrong with the tolerances themselves: listed twice, of an unknown law, of a
-    dtype that the law does not compare, or not wider than the law's."""
+    dtype that the law does not compare, infinite, or not wider than the law's."""
     wrong: list[str] = []
     known = {law.name: law.tolerance for law in laws}
     for item in fixture.tolerances:
@@ -86,11 +86,12 @@ def stale_tolerances(fixture: Fixture, laws: Sequence[Law]) -> list[str]:
 def tolerance_values(
     fixture: Fixture, laws: Sequence[Law], errors: Sequence[tuple[str, Mapping[str, float]]]
 ) -> list[dict[str, Any]]:
-    """Return each tolerance as results list it. `errors`: for each case that ran, its law and its
-    largest error by dtype.
+    """Return each tolerance as results list it. `errors`: for each case that ran, the name of its
+    law and its largest error by dtype.
 
-    `largest` is None where nothing ran in this dtype. `is_wide` is reported but is no failure: the
-    hardware may need a tolerance that its stand-in does not.
+    `largest` is None where nothing ran in this dtype. `is_wide`: it allows more than `WIDE` times
+    the largest error; that is reported but is no failure, because the hardware may need a tolerance
+    that its stand-in does not.
     """
     known = {law.name: law.tolerance for law in laws}
     found: list[dict[str, Any]] = []
@@ -109,7 +110,7 @@ def tolerance_values(
 
 
 def tolerance_text(values: Mapping[str, Any]) -> str:
-    """Describe a tolerance in one line."""
+    """Describe one entry of `tolerance_values` in one line."""
     own = "nothing" if values["own"] is None else f"{values['own']:g}"
     seen = "nothing ran in it" if values["largest"] is None else f"the largest error was {values['largest']:.3g}"
     wide = f", {WIDE:g} times less than is allowed: narrow it" if values["is_wide"] else ""

@@ -30,13 +30,13 @@ class Gap:
     expiry: datetime.date
 
     def covers(self, name: str) -> bool:
-        """Return whether the gap is about this case of a law."""
+        """Return whether the gap is about the case `name`, written `law` or `law[case]`."""
         return self.law in (name, name.partition("[")[0])
 
 
 def read_gaps(folder: Path | None) -> tuple[Gap, ...]:
-    """Read the gaps of a package's folder; none without a folder or a file. Raises ConfigError for
-    an entry that is not a gap."""
+    """Read `gaps.toml` in a package's folder; no gaps without a folder or a file. Raises
+    ConfigError for an entry that is not a gap."""
     file, values = read_tables(folder, FILE, "gap")
     given = values.pop("gap", [])
     if values or not isinstance(given, list):
@@ -58,8 +58,9 @@ def read_tables(folder: Path | None, name: str, table: str) -> tuple[Path, dict[
 
 
 def read_record(record: type[T], file: Path, entry: Any, wanted: str) -> T:
-    """Convert a table of a file to a dataclass: exactly its fields, of their types, without empty
-    text. Raises ConfigError."""
+    """Convert `entry`, a table of a TOML file, to the dataclass `record`. Raises ConfigError unless
+    it has exactly the dataclass's fields, of their types, without empty text; `wanted` describes
+    that."""
     types = get_type_hints(record)
     found = sorted(entry) if isinstance(entry, dict) else []
     if found != sorted(types) or any(
@@ -71,7 +72,8 @@ def read_record(record: type[T], file: Path, entry: Any, wanted: str) -> T:
 
 
 def gap_for(gaps: Sequence[Gap], name: str) -> Gap | None:
-    """Return the gap for a case; one for the exact case comes before one for the whole law."""
+    """Return the gap for the case `name`, None if it has none. A gap for the exact case comes
+    before one for the whole law."""
     exact = [gap for gap in gaps if gap.law == name]
     return next(iter(exact or [gap for gap in gaps if gap.covers(name)]), None)
 
@@ -91,5 +93,5 @@ def stale_gaps(gaps: Sequence[Gap], known: Collection[str], today: datetime.date
 
 
 def closed_gap(gap: Gap, name: str) -> str:
-    """Return the message for a stale gap: its law holds."""
+    """Return the message for a gap that must be removed, because the case `name` passes."""
     return f"{name} holds, but has a gap {gap.law!r} ({gap.reason}); remove the gap from {FILE}"

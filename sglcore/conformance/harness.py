@@ -30,8 +30,9 @@ SHOWN = 4
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """A finished request: `scores` has one record for each output token, `prompt_scores` one for
-    each prompt token."""
+    """A finished request: `scores` has one record for each output token, `prompt_scores` records of
+    the prompt tokens after the first, if they were requested, `cached` is the number of prompt
+    tokens from the prefix cache."""
 
     prompt: list[int]
     tokens: list[int]
@@ -44,7 +45,7 @@ class Result:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drive:
-    """How the harness runs prompts."""
+    """How a session runs prompts: its scheduler, and the arrivals."""
 
     overlap: bool = False
     """Steps overlap."""
@@ -65,7 +66,8 @@ class Drive:
 
 
 class Session:
-    """One scheduler on a harness. Further prompts see what the earlier ones left."""
+    """One scheduler over a harness's worker. The worker and the pages keep what earlier sessions
+    left, and a further `begin` sees what the earlier one left."""
 
     def __init__(self, recorder: RecordingWorker, drive: Drive) -> None:
         recorder.next_scheduler()
@@ -114,17 +116,18 @@ class Session:
 
     @property
     def freed_windows(self) -> int:
-        """Number of window pages that left the page lists of these requests while they ran."""
+        """Number of sliding-window pages that left the page lists of the requests of the last
+        `begin` while they ran."""
         return sum(request.window_first for request in self._requests)
 
     def end(self) -> list[Result]:
-        """Return the results, once `step` has returned False. Checks that every page is accounted
-        for."""
+        """Return the results, in the order of the prompts, once `step` has returned False. Checks
+        that every page is accounted for; raises LawBroken if a request ended with an error."""
         self.scheduler.audit()
         return [_result(request) for request in self._requests]
 
     def run(self, prompts: Sequence[list[int]], lengths: int | Sequence[int], **sampling: Any) -> list[Result]:
-        """Run prompts to their end. Waits."""
+        """Run prompts to their end and return their results; arguments as for `begin`. Waits."""
         self.begin(prompts, lengths, **sampling)
         while self.step():
             pass
@@ -189,13 +192,15 @@ class Harness:
             torch.accelerator.synchronize()
 
     def session(self, **how: Any) -> Session:
-        """Return a session with a fresh scheduler, driven as `Drive` says."""
+        """Return a session with a fresh scheduler. `how`: fields of `Drive`."""
         return Session(self.recorder, Drive(**how))
 
     def run(
         self, prompts: Sequence[list[int]], lengths: int | Sequence[int], *, sampling: Any = None, **how: Any
     ) -> list[Result]:
-        """Run prompts under a scheduler of their own; returns their results."""
+        """Run prompts under a scheduler of their own and return their results. Waits. `lengths`:
+        tokens to emit; `sampling`: further keywords of `Session.begin`; `how`: fields of `Drive`.
+        """
         return self.session(**how).run(prompts, lengths, **(sampling or {}))
 
     def close(self) -> None:
@@ -204,7 +209,7 @@ class Harness:
 
 
 def random_prompts(seed: int, lengths: Sequence[int]) -> list[list[int]]:
-    """Random token ids."""
+    """Return one prompt for each length, of random token ids that are not special."""
     rng = np.random.default_rng(seed)
     return [rng.integers(FIRST_TOKEN, VOCAB, size=length).tolist() for length in lengths]
 

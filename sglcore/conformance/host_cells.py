@@ -46,15 +46,16 @@ class HostPool:
         return self._cells
 
     def store(self, layer_id: int, key: Tensor, value: Tensor, out_cache_loc: Tensor) -> None:
-        """Store keys and values as `write_cells` does: such a device has one way to write."""
+        """Store keys and values through `write_cells`: this pool has no other way to write."""
         self.write_cells(layer_id, out_cache_loc, key, value)
 
     def read_cells(self, layer_id: int, cells: Tensor) -> tuple[Tensor, Tensor]:
-        """Return keys and values in the dtype of the device's KV slots."""
+        """Return the keys and values [N, kv_heads, head_dim] of some KV slots, on the host, in the
+        dtype of the device's KV slots."""
         dtype: torch.dtype = getattr(torch, self._cells.dtype)
         keys, values = self._cells.read_cells(layer_id, cells.numpy())
         return torch.from_numpy(keys).to(dtype), torch.from_numpy(values).to(dtype)
 
     def write_cells(self, layer_id: int, cells: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Write keys and values through `HostCells`."""
+        """Write keys and values of any floating dtype, on the host, into some KV slots."""
         self._cells.write_cells(layer_id, cells.numpy(), keys.float().numpy(), values.float().numpy())

@@ -32,7 +32,7 @@ DEFAULTS: Mapping[str, Any] = MappingProxyType(
 """How the kit starts a device unless a law or the caller says otherwise."""
 
 LARGE = 32 << 20
-"""KV memory for the largest heads and pages that backends take."""
+"""Bytes of KV memory for the largest heads and pages that backends take."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,9 +75,10 @@ class Kit:
         self._oracles: dict[tuple[str, int], Oracle] = {}
 
     def take_case(self, law: Law, case: str) -> None:
-        """Choose how devices are started for a case from now on. If Triton is interpreted and the
-        case is not about kernels, they get the reference's kernels and the first attention backend
-        after Triton's. A caller's own choice of kernels stands."""
+        """Choose how `open` and `harness` start devices from now on. If Triton is interpreted and
+        `law.interpreted` is a set without this case, devices run the reference's kernels and, if
+        Triton's attention is preferred, the first other attention backend. A caller's own choice of
+        kernels stands."""
         is_slow = law.interpreted is not None and case not in law.interpreted and self.interprets_kernels()
         chosen = {"kernels": "reference"} if is_slow and "kernels" not in self.settings else {}
         self._for_case = MappingProxyType(chosen)
@@ -96,7 +97,8 @@ class Kit:
         return folder if folder.is_dir() else write_checkpoint(folder, model, head_dim)
 
     def reference(self, model: str, head_dim: int, page_size: int = 16) -> Harness:
-        """Return the started reference on a model; shared."""
+        """Return the reference, started on a model in float32; equal arguments return the same one.
+        """
         key = (model, head_dim, page_size)
         if key not in self._references:
             own = {"page_size": page_size, "dtype": "float32", "max_batch_tokens": 256, "kv_cache_memory": LARGE}
@@ -105,7 +107,7 @@ class Kit:
         return self._references[key]
 
     def oracle(self, model: str, head_dim: int) -> Oracle:
-        """Return the reference's distributions for texts under a model."""
+        """Return the reference's distributions for texts under a model; cached."""
         key = (model, head_dim)
         if key not in self._oracles:
             self._oracles[key] = Oracle(self.reference(model, head_dim))
@@ -114,8 +116,8 @@ class Kit:
     def open(
         self, model: str, head_dim: int | None = None, pool_kind: PoolKind | None = None, **settings: Any
     ) -> Harness:
-        """Start the device on a model; the caller closes it. Without other arguments, heads have
-        the geometry's size and pools are of the device's own kind. `settings`: fields of
+        """Start the device on a model; the caller closes the harness. `head_dim` None: that of
+        `Target.geometry`; `pool_kind` None: the device's own kind. `settings`: fields of
         EngineConfig."""
         geometry = self.target.geometry(settings.get("attention_backend"))
         given = {
@@ -132,7 +134,8 @@ class Kit:
         return self._start(self.target, model, geometry, head_dim or geometry.head_dim, given, pool_kind)
 
     def harness(self, model: str, **settings: Any) -> Harness:
-        """Return a started device that laws share: equal arguments return the same one."""
+        """Return a started device that laws share: equal arguments return the same one until
+        `forget`. `settings`: as for `open`."""
         key = (model, *sorted({**self._for_case, **settings}.items()))
         if key not in self._harnesses:
             self._harnesses[key] = self.open(model, **settings)
@@ -186,8 +189,9 @@ class Trial:
 
     @property
     def is_interpreted(self) -> bool:
-        """This case runs the device's own kernels in an interpreter, which takes about a second a
-        step, so the check should do less."""
+        """The law lists this case in `interpreted`, and the device's kernels run in Triton's
+        interpreter. A step then takes about a second, so the check should do less. False for a law
+        that lists no cases."""
         return self.law.interpreted is not None and self.case in self.law.interpreted and self.kit.interprets_kernels()
 
     def remember(self, remark: str) -> None:
@@ -195,7 +199,7 @@ class Trial:
         self.remarks.append(remark)
 
     def note(self, error: float, dtype: str) -> None:
-        """Record an error that was seen in a dtype."""
+        """Record an error that was seen in a dtype; the largest one is kept."""
         self.errors[dtype] = max(self.errors.get(dtype, 0.0), error)
 
     def tolerance(self, dtype: str) -> float:
@@ -203,14 +207,15 @@ class Trial:
         return self.kit.fixture.bound(self.law, dtype)
 
     def compare(self, harness: Harness, results: Sequence[Result]) -> None:
-        """Compare results with the reference."""
+        """Compare results of `harness` with the reference within the law's tolerance, and note the
+        largest error. Raises LawBroken, as `check_results` does."""
         oracle = self.kit.oracle(harness.model, harness.geometry.head_dim)
         dtype = harness.geometry.dtype
         self.note(check_results(results, oracle, self.tolerance(dtype)), dtype)
 
     @contextmanager
     def opened(self, model: str, **settings: Any) -> Iterator[Harness]:
-        """Start a device for this law alone; it is closed at the end."""
+        """Start a device for this law alone, as `Kit.open` does; it is closed at the end."""
         harness = self.kit.open(model, **settings)
         try:
             yield harness
@@ -219,8 +224,8 @@ class Trial:
 
 
 def run_case(kit: Kit, law: Law, case: str) -> Outcome:
-    """Check one case. An exception becomes the outcome, and after a failure the shared devices are
-    started anew."""
+    """Check one case and return its outcome. An exception of the check becomes a failure, after
+    which the shared devices are closed, so that the next case starts new ones."""
     trial = Trial(kit, law, case)
     begin = time.perf_counter()
     verdict, text = _verdict(trial)
@@ -249,8 +254,8 @@ def _verdict(trial: Trial) -> tuple[Verdict, str]:
 
 
 def catches(kit: Kit, law: Law, mutant: Mutant) -> tuple[bool | None, str]:
-    """Return whether a law fails on a mutant of the device, on any of its cases, and how; None if
-    it can not run."""
+    """Run a law on a mutant of the device, case by case until one fails. Returns True and the text
+    of that failure; False and the cases that passed; or None and the reason why none could run."""
     missing = ", ".join(sorted(mutant.needs - kit.target.capabilities())) if mutant.needs else ""
     if missing:
         return None, f"{mutant.name} cannot be planted: the device has no {missing}"
@@ -289,8 +294,8 @@ def record_run(kit: Kit) -> Record:
 
 
 def replay_run(kit: Kit, record: Record) -> Replayed:
-    """Replay recorded steps on this device. Raises LawBroken where results differ, ConfigError if
-    the device has other sizes."""
+    """Start this device on the record's model and replay the record's steps. Raises LawBroken where
+    results differ, ConfigError if the device has heads of another size."""
     about = record.about
     harness = kit.open(about["model"], page_size=about["page_size"])
     try:

@@ -33,7 +33,7 @@ class NotApplicable(Exception):
 
 
 def one_case(target: Target) -> tuple[str, ...]:
-    """A law without variants."""
+    """Return the only case, "", of a law without variants."""
     return ("",)
 
 
@@ -57,15 +57,15 @@ class Law:
     tolerance: Mapping[str, float] = field(default_factory=lambda: EXACT)
     """The allowed error, by the dtype of the model that runs."""
     cases: Callable[[Target], tuple[str, ...]] = one_case
-    """Its variants on a device."""
+    """Returns the names of its variants on a device; "" alone for a law without variants."""
     interpreted: frozenset[str] | None = None
     """Cases that run the device's own kernels even where those are interpreted; None: all. The
     other cases check the order of work and run the reference's kernels there, because an
     interpreted step takes a second."""
 
     def missing(self, capabilities: frozenset[str]) -> str:
-        """The capabilities that this law needs and a device lacks, as text; empty if it lacks
-        none."""
+        """Return the capabilities that this law needs and a device lacks, as text; empty if it
+        lacks none."""
         return ", ".join(sorted(self.needs - capabilities))
 
 
@@ -75,5 +75,5 @@ def run_name(law: Law, case: str) -> str:
 
 
 def up_to(level: str) -> tuple[str, ...]:
-    """The levels that a level includes."""
+    """Return the levels that `level` includes, itself last."""
     return LEVELS[: LEVELS.index(level) + 1]

@@ -38,13 +38,13 @@ class Mutant:
     """One planted defect, and where it is planted."""
 
     name: str
-    """Its name."""
+    """Its name in test ids and messages."""
     says: str
     """What is wrong, in one sentence."""
     package: Callable[[DevicePackage], DevicePackage] = _same
     """Changes the declaration of the package."""
     facts: Callable[[Facts], Facts] = _same
-    """Changes what it says of the device."""
+    """Changes the facts that the package returns for its device."""
     steps: Mapping[str, Change] = field(default_factory=lambda: MappingProxyType({}))
     """By name of a bring-up step, changes what the step builds."""
     order: Callable[[BringUp], BringUp] | None = None
@@ -58,7 +58,8 @@ class Mutant:
 
 
 def in_runtime(name: str, says: str, facts: Callable[[Facts], Facts] = _same, **steps: Change) -> Mutant:
-    """Make a mutant for devices of the torch runtime, with a defect in what these steps build."""
+    """Make a mutant for devices of the torch runtime. `steps`: for each bring-up step with a
+    defect, the `Change` to what it builds."""
     return Mutant(name=name, says=says, facts=facts, steps=MappingProxyType(steps), needs=TORCH)
 
 
@@ -68,8 +69,8 @@ def words_of(defect: Callable[..., Any]) -> tuple[str, str]:
 
 
 def wrap_steps(order: BringUp, changes: Mapping[str, Change]) -> BringUp:
-    """Return the order with changed results of some steps. Raises PlantingError for a step that it
-    does not have."""
+    """Return the order in which each step in `changes` continues with its changed result. Raises
+    PlantingError for a step that the order does not have."""
     missing = changes.keys() - {step.provides for step in order.steps}
     if missing:
         raise PlantingError(f"the order has no step {', '.join(sorted(missing))}")
@@ -91,6 +92,7 @@ def _wrapped(step: Step | Again, change: Change) -> Step:
 
 
 def become(thing: T, subclass: Callable[[Any], type]) -> T:
-    """Turn one object into `subclass(its class)`, which must have empty `__slots__`."""
+    """Turn one object into `subclass(its class)`, in place, and return it. The subclass must have
+    empty `__slots__`."""
     thing.__class__ = subclass(type(thing))
     return thing

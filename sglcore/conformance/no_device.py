@@ -58,8 +58,9 @@ def _asked(function: str, told: Callable[[str], None], owners: frozenset[str]) -
 
 
 def main(given: dict[str, Any]) -> list[str]:
-    """Import what the references name and call `facts`; returns which code queried a device. A
-    missing library is ignored."""
+    """Import the modules of `given["refs"]` and call the facts function of `given["facts"]`; return
+    which code of the package or the core queried a device. `given["hide"]`: call `hide_devices`
+    first; without it nothing is reported. A library that is not installed is ignored."""
     asked: list[str] = []
     if given["hide"]:
         owners = frozenset({"sglcore", *(each.partition(".")[0] for ref in given["refs"] for each in modules(ref))})

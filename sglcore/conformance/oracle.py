@@ -25,7 +25,8 @@ class Oracle:
         self._known: dict[tuple[int, ...], Scores] = {}
 
     def logprobs(self, ids: Sequence[int]) -> Scores:
-        """Return log-probabilities float32 [len(ids), vocab] after each token."""
+        """Return log-probabilities float32 [len(ids), vocab]: row i is of the token after ids[i].
+        """
         key = tuple(ids)
         if key not in self._known:
             result = self.harness.run([[*ids, FIRST_TOKEN]], 1, score_prompts=True)[0]
@@ -42,10 +43,10 @@ def _dense(found: TokenLogprobs) -> Scores:
 
 def check_results(results: Sequence[Result], oracle: Oracle, tolerance: float) -> float:
     """Check that every log-probability is the reference's for the same text, and that each greedy
-    token is one of its best.
+    token is at most twice the tolerance below the reference's best. `tolerance`: in nats.
 
     Returns the largest difference. Raises LawBroken with the first divergent token, and with the
-    margin of the reference's two best tokens against twice the tolerance.
+    margin of the reference's two best tokens.
     """
     worst = 0.0
     for number, result in enumerate(results):

@@ -27,7 +27,9 @@ LEVELS = ("C0", "C1", "C2", "C3", "C4")
 
 @dataclass(slots=True)
 class Run:
-    """One device's run within a session."""
+    """One device's run within a session. `asked`: names of the requested cases; `problems`: what is
+    wrong with its gaps and tolerances; `obstacle`: why the device cannot run here (None: not probed
+    yet); `was_named`: `--conform-device` names it."""
 
     target: Target
     gaps: tuple[Gap, ...]
@@ -125,7 +127,8 @@ def _records(config: pytest.Config) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class LawCase:
-    """One case of a law on one device, or on one mutant of it."""
+    """One case of a law on one device. `mutant`: an index into the law's mutants, for a test of the
+    whole law against that mutant; None: a test of the device itself."""
 
     run: Run
     law: Law
@@ -134,13 +137,13 @@ class LawCase:
 
     @property
     def name(self) -> str:
-        """The case's name in results."""
+        """The id of the test: level, case and mutant."""
         planted = "" if self.mutant is None else f" against {self.law.mutants[self.mutant].name}"
         return f"{self.law.level}-{self.run_name}{planted}"
 
     @property
     def run_name(self) -> str:
-        """The case's name in gaps."""
+        """The case's name in gaps and results."""
         from sglcore.conformance.law import run_name
 
         return run_name(self.law, self.case)
@@ -158,7 +161,8 @@ def _law_cases(config: pytest.Config, run: Run) -> Iterator[LawCase]:
 
 
 def _run_for(config: pytest.Config, file: Path) -> Run:
-    """Return the run for the device of a test file."""
+    """Return the session's run for the device that `--conform-device` names, or else for the device
+    of the package that contains a test file. Raises UsageError if there is neither."""
     from sglcore.conformance.gaps import read_gaps
 
     named = _option(config, "--conform-device")

@@ -39,7 +39,8 @@ class Record:
 
 
 def record_engine(engine: Engine) -> RecordingWorker:
-    """Put a recorder on an engine before its first request; `write_record` takes its `steps`."""
+    """Put a recorder on an engine before its first request, and return it. Its `steps` are those of
+    a `Record`."""
     recorder = RecordingWorker(engine.worker)
     recorder.keep = True
     engine.loop.worker = recorder
@@ -164,7 +165,10 @@ def replay(worker: ModelWorker, steps: Sequence[RecordedStep], tolerance: float)
 def _compare_token(
     step: int, found: BatchResult, wanted: BatchResult, index: int, tolerance: float, seen: Replayed
 ) -> bool:
-    """Return whether the row goes on with the recorded token."""
+    """Compare sampled token `index` of a step with the recorded one, and count it in `seen`.
+    Returns whether they are equal. Raises LawBroken for log-probabilities that differ by more than
+    the tolerance, or for another token that is not within twice the tolerance of the recorded one.
+    """
     token, other = int(found.token_ids[index]), int(wanted.token_ids[index])
     seen.tokens += 1
     if found.logprobs is None or wanted.logprobs is None:

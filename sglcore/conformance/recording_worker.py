@@ -12,8 +12,9 @@ scheduler gets a range of its own."""
 
 
 class RecordingWorker:
-    """Passes every call on. `paths`: what ran ("eager", or a graph's kind and bucket). `steps`:
-    batch and result of each step since `keep` was set, in the order of `collect`."""
+    """A `ModelWorker` that passes every call on to `worker`. `paths`: what ran ("eager", or a
+    graph's kind and bucket). `steps`: batch and result of each step since `keep` was set, in the
+    order of `collect`. Set `keep` while no step is in flight."""
 
     def __init__(self, worker: ModelWorker) -> None:
         self.worker = worker
@@ -33,14 +34,15 @@ class RecordingWorker:
         self._scheduler += 1
 
     def submit(self, batch: ScheduleBatch) -> Ticket:
-        """Start a step."""
+        """Start a step. Changes `batch.composition` in place, to the range of the present
+        scheduler."""
         batch.composition += self._scheduler * STRIDE
         if self.keep:
             self._sent[batch.step] = batch.copy_for_forward()
         return self.worker.submit(batch)
 
     def collect(self, ticket: Ticket) -> BatchResult:
-        """Wait for a step."""
+        """Wait for a step and return its results."""
         result = self.worker.collect(ticket)
         self.paths.add(result.path)
         if self.keep:

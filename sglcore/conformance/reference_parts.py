@@ -27,12 +27,12 @@ class ReplayedStep:
         self._step = step
 
     def replay(self, update: object | None) -> Tensor:
-        """Run it."""
+        """Run the step again and return what it returns; `update` is not used."""
         return self._step()
 
 
 class ReplayedGraphs:
-    """A graph mechanism that captures nothing: it tests buckets, padding and refresh."""
+    """A `GraphBackend` that captures nothing: it tests buckets, padding and refresh."""
 
     kind = "replayed"
 
@@ -55,7 +55,7 @@ class ReplayableAttention(ReferenceAttention):
 
 
 def device_memory(model: object) -> MemoryBudget:
-    """Return a fixed budget."""
+    """Return the fixed budget `MEMORY`, the same for every model."""
     return MemoryBudget(MEMORY, MEMORY, "the reference's fixed budget")
 
 

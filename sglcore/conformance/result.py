@@ -83,7 +83,7 @@ def _law_values(outcome: Outcome, gaps: Sequence[Gap]) -> dict[str, Any]:
 
 
 def digest(values: Mapping[str, Any]) -> str:
-    """Return the sha256 of the canonical JSON of a record without its digest."""
+    """Return the sha256, in hexadecimal, of the canonical JSON of `values` without its "digest"."""
     content = {name: value for name, value in values.items() if name != "digest"}
     text = json.dumps(content, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
     return hashlib.sha256(text.encode()).hexdigest()

@@ -18,8 +18,9 @@ MISSING = "not run"
 
 
 def support_table(folder: Path) -> str:
-    """Markdown: a row for each result file of a folder, then a line for each tolerance that is
-    wider than the law's. Raises ValueError for a file that was changed by hand."""
+    """Return Markdown: a row for each result file (`*.json`) of a folder, then a line for each
+    tolerance that is wider than the law's. Raises ValueError for a file that was changed by hand.
+    """
     results = sorted((read_result(file) for file in folder.glob("*.json")), key=_order)
     rows = [HEAD, tuple("---" for _ in HEAD), *(_row(values) for values in results)]
     wider = [f"- {values['device']}, {_ran_on(values)}: {told}\n" for values in results for told in _wider(values)]

@@ -61,8 +61,8 @@ class StartedDevice:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """`folder` holds the package's `gaps.toml`, `conformance.toml` and `bring_up.txt`; None: it has
-    no folder. `mutant`: the planted defect."""
+    """A device under test. `folder` holds the package's `gaps.toml`, `conformance.toml` and
+    `bring_up.txt`; None: it has no folder. `mutant`: the planted defect; None: there is none."""
 
     package: DevicePackage
     distribution: str = ""
@@ -80,7 +80,7 @@ class Target:
         return replace(self, package=mutant.package(self.package), mutant=mutant)
 
     def facts(self) -> Facts:
-        """Return the device's facts, with the defect planted."""
+        """Return the facts of the device with index 0, with the defect planted."""
         found: Facts = resolve(self.package.facts, self.name)(0)
         return found if self.mutant is None else self.mutant.facts(found)
 
@@ -93,7 +93,7 @@ class Target:
         return wrap_steps(changed, self.mutant.steps)
 
     def fixture(self) -> Fixture:
-        """The data that its package gives the kit."""
+        """Return the data that its package gives the kit."""
         return read_fixture(self.folder)
 
     def pool(self, started: StartedDevice) -> TokenToKVPool | None:
@@ -153,8 +153,9 @@ class Target:
         return MappingProxyType(found)
 
     def usable_attention(self) -> Mapping[str, Any]:
-        """Return the importable backends that the current device takes; all of them if there is no
-        device to ask."""
+        """Return the importable backends, in order of preference, without those that report
+        themselves unavailable on the current device. All of them on a device that is not of the
+        torch runtime, or if there is no device to ask."""
         found = self.importable_attention()
         if "torch_runtime" not in self.capabilities():
             return found
@@ -188,8 +189,8 @@ class Target:
         return tuple(served) if taken else self.facts().dtypes
 
     def other_dtypes(self) -> tuple[str, ...]:
-        """Return the dtype of the preferred backend, if that does not take the dtype of
-        `geometry`."""
+        """Return a 16-bit dtype that the device and its preferred backend take, if that backend
+        does not take the dtype of `geometry`; otherwise nothing."""
         first = next(iter(self.usable_attention().values()), None)
         taken = first.facts.dtypes if first is not None else None
         own = _first(("bfloat16", "float16", "float32"), [self.facts().dtypes, taken])
@@ -235,7 +236,8 @@ def find_target(name: str) -> Target:
 
 
 def package_folder(name: str) -> Path | None:
-    """Return the folder of a package's module, which holds its data files; None if it has none."""
+    """Return the folder of the module that declares a device, if it has `gaps.toml`, `bring_up.txt`
+    or `conformance.toml`; otherwise None."""
     for point in entry_points(group=GROUP, name=name):
         folder = _module_folder(point)
         if folder is not None and any((folder / name).is_file() for name in ("gaps.toml", "bring_up.txt", FILE)):

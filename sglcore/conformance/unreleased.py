@@ -29,7 +29,7 @@ class Counter(Protocol):
 
 
 def counter(target: Target) -> Counter:
-    """Return the counter for a device."""
+    """Return the counter for a device: `Bytes` on the torch runtime, otherwise `Parts`."""
     return Bytes(target.facts().tensor_device) if "torch_runtime" in target.capabilities() else Parts()
 
 

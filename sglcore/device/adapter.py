@@ -23,8 +23,9 @@ ADAPTERS: Mapping[int, Callable[[Keywords], Keywords]] = MappingProxyType({})
 
 
 def adapted(given: Keywords, adapters: Mapping[int, Callable[[Keywords], Keywords]] = ADAPTERS) -> Keywords:
-    """Return the keywords of a declaration in the current API number, with its own number as
-    `written_for`. Keywords of a number without an adapter are returned unchanged.
+    """Return `given`, the keywords of a declaration, converted to the current API number; the
+    number that the package declared is then in `written_for`. Keywords of a number without an
+    adapter are returned unchanged.
     """
     number = given.get("api", 0)
     if number not in adapters:

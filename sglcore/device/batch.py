@@ -23,8 +23,9 @@ Ints = NDArray[np.int32]
 
 
 class ForwardMode(IntEnum):
-    """The kind of forward. It follows from the states of the requests, never from the number of
-    tokens in a row.
+    """The kind of forward: no rows (IDLE), last sampled tokens (DECODE), prompt chunks (EXTEND),
+    both (MIXED), or prompts to embed or score (EMBED). It follows from the states of the requests,
+    never from the number of tokens in a row.
     """
 
     IDLE = 0
@@ -69,7 +70,7 @@ class OneShot(Generic[T]):
 
     @property
     def is_set(self) -> bool:
-        """Whether a value has been set and not taken."""
+        """Whether `take` would return anything but the default object."""
         return self._value is not self._default
 
     def move(self) -> OneShot[T]:
@@ -249,8 +250,9 @@ class ScheduleBatch:
         return len(self.input_ids)
 
     def copy_for_forward(self) -> ScheduleBatch:
-        """Return an isolated copy for one forward: arrays are copied, one-shot values are moved,
-        the sampling state is forward-only.
+        """Return an isolated copy for one forward: arrays are copied, one-shot values are moved to
+        it (this batch keeps their defaults), and the sampling state and the step plan give their
+        own `copy_for_forward`.
         """
         array, scalars = np.ndarray, _SCALARS
         values = [
@@ -260,7 +262,9 @@ class ScheduleBatch:
         return type(self)(*values)
 
     def take_back(self, view: ScheduleBatch) -> None:
-        """Return one-shot values that a failed forward did not take."""
+        """Move the one-shot values that are still set in `view`, the copy of a failed forward, back
+        into this batch.
+        """
         read = _reader(type(self))
         for mine, other in zip(read(self), read(view), strict=True):
             if isinstance(mine, OneShot) and other.is_set:
@@ -277,7 +281,7 @@ _SCALARS = frozenset({int, ForwardMode, type(None)})
 
 
 def _isolate(value: Any) -> Any:
-    """Copy a value that is neither scalar nor array. An unknown kind raises here, so that it cannot
-    leak between forwards.
+    """Return a one-shot moved to a new one, or else `value.copy_for_forward()`. A kind of value
+    without this method raises here, so that it cannot leak between forwards.
     """
     return value.move() if type(value) is OneShot else value.copy_for_forward()

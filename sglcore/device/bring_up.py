@@ -40,8 +40,9 @@ class Step:
 
     @staticmethod
     def of(function: StepFunction, provides: str = "") -> Step:
-        """Read the name and the needs of a function. Raises `BringUpError` if its signature does
-        not tell them.
+        """Return the step of a function, which provides `provides` (empty: a value of the
+        function's name) and needs its parameters. Raises `BringUpError` for a parameter that is
+        positional-only, `*args` or `**kwargs`.
         """
         name = getattr(function, "__name__")  # noqa: B009  a Callable need not declare its name to the type checker
         parameters = inspect.signature(function).parameters.values()
@@ -58,13 +59,15 @@ class Step:
         )
 
     def call(self, known: Mapping[str, Any]) -> Any:
-        """Call the function with the known values that it needs. Returns its result."""
+        """Call the function with the values in `known` that it needs, and with the optional ones
+        that are there. Returns its result; KeyError if a need is missing.
+        """
         wanted = (*self.needs, *(name for name in self.optional if name in known))
         return self.function(**{name: known[name] for name in wanted})
 
     def line(self, width: int = 0) -> str:
-        """Return one line: what the step provides, the function if its name differs,
-        and the needs.
+        """Return one line: what the step provides, padded to `width` characters, with the function
+        if its name differs, and the needs; an optional one ends in "?".
         """
         name = getattr(self.function, "__name__")  # noqa: B009
         label = self.provides if name == self.provides else f"{self.provides} ({name})"
@@ -91,7 +94,9 @@ class Again:
         return tuple(self.instead.values())
 
     def line(self, width: int = 0) -> str:
-        """Return one line: what it provides, the steps, and the replacements."""
+        """Return one line: what it provides with the steps, padded to `width` characters, and the
+        replacements.
+        """
         label = f"{self.provides} ({', '.join(self.steps)} again)"
         return f"{label:<{width}}  <- {', '.join(f'{need}={thing}' for need, thing in self.instead.items())}"
 
@@ -127,7 +132,10 @@ class BringUp:
     def insert(
         self, step: StepFunction, *, before: StepFunction | str | None = None, after: StepFunction | str | None = None
     ) -> BringUp:
-        """Return a new order with one more step, next to a step of this one."""
+        """Return a new order with one more step directly before or after a step of this one.
+        Exactly one of `before` and `after` is given: the step's function or what it provides.
+        Raises `BringUpError` if not so, or if there is no such step.
+        """
         if before is not None and after is None:
             place = self._index(before)
         elif after is not None and before is None:
@@ -150,8 +158,8 @@ class BringUp:
         return BringUp((*self.steps[:place], *self.steps[place + 1 :]))
 
     def check(self, given: Collection[str]) -> None:
-        """Raise `BringUpError` unless each need of each step is given or provided by an earlier
-        step.
+        """Raise `BringUpError` unless every need of every step is in `given` or provided by an
+        earlier step, and no step provides a value that is in `given`.
         """
         known = set(given)
         for place, step in enumerate(self.steps):

@@ -57,8 +57,8 @@ class Candidate:
         return self.report
 
     def trouble(self) -> tuple[str, str]:
-        """Return the error of loading or probing it in one line, and the remedy; both are empty
-        without an error.
+        """Return the error of loading or probing it in one line, and the remedy (its own, or else
+        an upgrade with pip). Both are empty without an error.
         """
         if self.error is None:
             return "", ""
@@ -72,8 +72,9 @@ class Candidate:
 
 
 def run_probe(package: DevicePackage, named: bool, system: System | None = None) -> ProbeReport:
-    """Call a package's probe on `system` (None: `host_system()`). Its exceptions keep their
-    traceback and get a note that names the package.
+    """Call a package's probe on `system` (None: `host_system()`); `named` says whether a user
+    requested this device by name. Exceptions of the probe keep their traceback and get a note that
+    names the package.
     """
     try:
         report = resolve(package.probe, package.name)(named, system or host_system())
@@ -88,8 +89,8 @@ def run_probe(package: DevicePackage, named: bool, system: System | None = None)
 
 
 def try_package(item: Installed, named: bool, system: System | None = None) -> Candidate:
-    """Load and probe an installed package. Its exceptions are returned in the Candidate, not
-    raised.
+    """Load and probe an installed package, as `run_probe` does. Its exceptions are returned in the
+    Candidate, not raised.
     """
     try:
         return Candidate(item, run_probe(item.loaded(), named, system))

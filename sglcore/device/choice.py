@@ -68,8 +68,8 @@ class ChosenDevice:
         return f"{self.name}:{self.index}" if self.index else self.name
 
     def pinned(self, asked: str | None) -> str | None:
-        """Return the request for a child process: this very device if it is not the first one,
-        otherwise `asked`.
+        """Return the `--device` value for a child process: this very device if its index is not 0,
+        otherwise `asked`, the parent's own value.
         """
         return f"{self.name}:{self.index}" if self.index else asked
 
@@ -93,7 +93,8 @@ class ChosenDevice:
 
 
 def adopt(encoded: str, requested: str | None, installed: Sequence[Installed]) -> DevicePackage:
-    """Return, in a child process, the package that the parent chose.
+    """Return, in a child process, the package that the parent chose: `encoded` is the parent's
+    `ChosenDevice.encode()`, `requested` the device that the child itself was given, if any.
 
     Raises `DeviceError`, naming both sides, if the child was given another device or finds another
     distribution, version or API. Raises the package's own error if it cannot be loaded.
@@ -121,7 +122,9 @@ def adopt(encoded: str, requested: str | None, installed: Sequence[Installed]) -
 
 
 def check_same(found: ChosenDevice, parent: ChosenDevice) -> None:
-    """Raise `DeviceError`, naming both, if a child process chose another device than its parent."""
+    """Raise `DeviceError`, naming both, if a child process chose a device of another name or index
+    than its parent.
+    """
     if (found.name, found.index) != (parent.name, parent.index):
         remedy = "start the child with the parent's environment; sglcore devices says what is found"
         raise _refusal("the device", f"{parent.name}:{parent.index}", f"{found.name}:{found.index}", remedy)

@@ -57,8 +57,8 @@ def _droppable(system: System, folder: str) -> int:
 
 
 def _quota(system: System, folder: str) -> float | None:
-    """Return the quota of one group: `cpu.max` is "quota period" or "max period" (version 2);
-    `cpu.cfs_quota_us` is -1 without a quota (version 1)."""
+    """Return the quota of one group in cores; None without one. `cpu.max` is "quota period" or "max
+    period" (version 2); `cpu.cfs_quota_us` is -1 without a quota (version 1)."""
     words = (system.read(f"{folder}/cpu.max") or "").split()
     if not words:
         words = [(system.read(f"{folder}/cpu.cfs_{name}_us") or "").strip() for name in ("quota", "period")]

@@ -22,7 +22,9 @@ _API_TAG = re.compile(r"\[\s*api-(\d+)\s*\]\s*$")
 
 @dataclass(frozen=True, slots=True)
 class Installed:
-    """A distribution that offers a device: its package, or the error of loading it."""
+    """A distribution with an entry point for a device `name`: its package, or the error of loading
+    it.
+    """
 
     name: str
     distribution: str
@@ -55,8 +57,8 @@ def pip(command: str, distribution: str) -> str:
 
 
 def check_api(number: int, distribution: str, name: str, api: int = API) -> None:
-    """Raise `DeviceError` unless a core with API number `api` supports the contract that a package
-    was written for.
+    """Raise `DeviceError` unless `number`, for which a package was written, is one that a core of
+    API number `api` supports. `distribution` and `name` are for the message.
     """
     taken = understood(api)
     if number not in taken:

@@ -15,7 +15,9 @@ class Facts:
     """What the runtime must know about a device, as plain host data."""
 
     tensor_device: str
-    """The device on which its tensor library allocates, with its index if there may be several."""
+    """The device on which its tensor library allocates, such as "cuda:0"; with its index if there
+    may be several.
+    """
     index_dtype: str = "int64"
     """The type of KV slot indices, and the widest integer type of tensors on the device and of
     kernel arguments. On "int32" the core makes no wider integers, except where a torch operation
@@ -59,5 +61,7 @@ class Facts:
     """
 
     def graph_kind(self, asked: str) -> str:
-        """Return the requested graph kind, or the device's default for "auto"."""
+        """Return the graph kind that the setting `asked` selects: `default_graph` for "auto",
+        otherwise `asked`, which is not checked.
+        """
         return self.default_graph if asked == "auto" else asked

@@ -21,8 +21,8 @@ def wrapped(ref: Ref, by: Ref) -> Ref:
 
 
 def modules(ref: Ref, package: str = "") -> tuple[str, ...]:
-    """Return the module of a reference, after those of its wrappers. Raises `DeviceError` if one is
-    not `module:name`.
+    """Return the modules of a reference: those of its wrappers, then its own. `package` is for
+    messages. Raises `DeviceError` if a part is not `module:name`.
     """
     wrapper, inner = _parts(ref)
     if wrapper:
@@ -49,6 +49,7 @@ def _split(ref: Ref, package: str) -> tuple[str, str]:
 
 def resolve(ref: Ref, package: str = "") -> Any:
     """Import the object of a reference; for a wrapped reference, call the wrapper with it.
+    `package`: the device package that declares it, for messages; empty: none.
 
     Raises `DeviceError` if the module or the name does not exist. An error inside the module keeps
     its traceback and gets a note that names the package.
@@ -85,7 +86,9 @@ def _import(module_name: str, ref: Ref, package: str) -> Any:
 
 
 def owner(package: str) -> str:
-    """Return the owner of a reference, for messages."""
+    """Return the text that names the owner of a reference in messages; an empty `package` is "a
+    declaration".
+    """
     return f"device package {package!r}" if package else "a declaration"
 
 

@@ -36,8 +36,8 @@ class DecisionLedger:
         self._whole: DecisionLedger | None = None
 
     def about(self, what: str) -> DecisionLedger:
-        """Return a part of this ledger. Its rows also appear here, with `what` before
-        their topics.
+        """Return a new ledger as a part of this one: each row recorded there is also recorded here,
+        with `what` and a space before its topic.
         """
         part = DecisionLedger(strict=self.strict)
         part._about, part._whole = what, self

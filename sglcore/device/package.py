@@ -30,8 +30,8 @@ Made = TypeVar("Made")
 
 
 def understood(api: int = API) -> range:
-    """Return the API numbers that a core with this number supports: its own and the previous one,
-    from `OLDEST` on.
+    """Return the API numbers of packages that a core with number `api` supports: its own and the
+    previous one, but none below `OLDEST`.
     """
     return range(max(OLDEST, api - 1), api + 1)
 
@@ -71,9 +71,11 @@ class DevicePackage(metaclass=Adapting):
     others. It must run on any machine, also without such a device.
     """
     worker: Ref
-    """The `ModelWorker` that the scheduler submits to."""
+    """The class of the `ModelWorker` to which the scheduler submits. The bring-up's step `worker`
+    calls it, with arguments of its own.
+    """
     attention: Mapping[str, Ref]
-    """Attention backends by name, the preferred first."""
+    """The classes of the attention backends by name, the preferred first."""
     graphs: Mapping[str, Ref]
     """Graph backends by kind, each `factory(facts, streams) -> GraphBackend`; empty if the device
     needs none.
@@ -84,7 +86,7 @@ class DevicePackage(metaclass=Adapting):
     own runtime gives a record with an `origin`, which names what runs each operation.
     """
     bring_up: Ref
-    """The `BringUp` order of its start-up."""
+    """The `BringUp` value with the order of its start-up."""
     pci: frozenset[PciClaim] = field(default=frozenset())
     """The PCI devices that belong to this package."""
     communication: Communication | None = None

@@ -64,7 +64,7 @@ class PageMemory(Protocol):
 
     @property
     def regions(self) -> tuple[Region, ...]:
-        """All regions of a page, in the order of the layers."""
+        """All regions, in the order of the layers. A page has the same index in each of them."""
         ...
 
     @property
@@ -95,8 +95,8 @@ class PageHolder(Protocol):
     """A worker that can share its pages with other engines."""
 
     def page_memory(self) -> PageMemory | None:
-        """Return its pages. None: its layers keep more than keys and values by head, or keep them
-        in another form.
+        """Return the memory of the worker's pages. None: its layers keep more than keys and values
+        by head, or keep them in another form, so its pages cannot be exchanged.
         """
         ...
 
@@ -132,9 +132,9 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """One event from a peer, in the order of sending: a `body` (message); the wish that nothing
-    more is written to `cancelled`, one of its leases; or, as the last event, the reason why the
-    peer is `lost`.
+    """One event from a peer, in the order of sending. Exactly one of three: a message `body`;
+    `cancelled`, a lease of the peer, to which the peer asks this engine to write no more; or, as
+    the last event, the reason why the peer is `lost`.
     """
 
     peer: int
@@ -182,30 +182,35 @@ class PageTransfer(Protocol):
         ...
 
     def offer(self, peer: int, pages: Ints) -> int:
-        """Return a new lease: the peer may write to these pages until the lease is drained."""
+        """Return a new lease for pages of this engine: the peer may write to them until the lease
+        is drained.
+        """
         ...
 
     def cancel(self, lease: int) -> None:
-        """Ask the writer to release the lease. It may still write until the lease is drained.
-        Idempotent.
+        """Ask the writer to release `lease`, which this engine offered. The writer may still write
+        until the lease is drained. Idempotent.
         """
         ...
 
     def end(self, lease: int) -> None:
-        """Note that the writer has said that it is done. Idempotent."""
+        """Note that the writer's message has released `lease`, which this engine offered.
+        Idempotent.
+        """
         ...
 
     def drained(self, lease: int) -> bool:
-        """Return whether no write of the lease can arrive any more, so that its pages may be
-        reused.
+        """Return whether no write to `lease`, which this engine offered, can arrive any more, so
+        that its pages may be reused.
         """
         ...
 
     def write(
         self, peer: int, lease: int, source: Ints, target: Ints, layers: tuple[int, int] | None = None
     ) -> Transfer:
-        """Write own pages `source` to the peer's pages `target`, of layers from..to - 1 (None:
-        all). Does not wait for the peer.
+        """Start to write own pages `source` to the peer's pages `target`, in pairs, under a `lease`
+        that the peer offered: `layers` (from, to) are layers from..to - 1, None all. Does not wait
+        for the peer.
 
         Do not write to a lease after it was reported as `cancelled`. The receiver learns that the
         lease is drained as soon as all earlier writes have been sent.

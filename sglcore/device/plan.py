@@ -21,7 +21,7 @@ class StepPlan:
     """
 
     global_num_tokens: tuple[int, ...]
-    """Token rows of every shard; 0 of an idle one."""
+    """Token rows of every shard, with those of draft tokens to verify; 0 of an idle one."""
     is_padded: bool = False
     """In exchanges between shards, each shard contributes the number of rows of the largest one.
     False: its own number of rows."""
@@ -31,7 +31,7 @@ class StepPlan:
     """The shard for which this plan is."""
     cuts: tuple[int, ...] | None = None
     """Rows of the first micro-batch of every shard, if ranks run this step as two micro-batches.
-    None: a shard can not be split."""
+    None: one batch."""
     is_decode: bool = False
     """No shard has prompt rows. All shards choose the order of their micro-batches by it."""
     verified: int = 0
@@ -43,30 +43,32 @@ class StepPlan:
     verifying: tuple[int, ...] = ()
     """Number of requests that decode, by shard."""
     going_on: tuple[int, ...] = ()
-    """Number of prompts, by shard, in a step in which some continue earlier chunks; 0 if none
-    does."""
+    """Number of prompts of each shard, counted only if at least one of them continues an earlier
+    chunk; otherwise 0."""
 
     def of_shard(self, shard: int) -> StepPlan:
         """Return the same plan for another shard."""
         return replace(self, shard=shard)
 
     def of_rows(self, rows: tuple[int, ...]) -> StepPlan:
-        """Return the plan of another forward of the step, with `rows` rows of each shard. It is not
-        split.
+        """Return the plan of another forward of the same step, with `rows[i]` rows of shard i. That
+        forward replays no graph and is not split into micro-batches.
         """
         return replace(self, global_num_tokens=rows, bucket=None, cuts=None)
 
     def of_emitting(self) -> StepPlan:
-        """Return the plan of a forward with one row of each request that emits."""
+        """Return the plan of a forward with one row for each request that samples (`emitting`)."""
         return self.of_rows(self.emitting)
 
     def with_emitting(self) -> StepPlan:
-        """Return the plan of a forward with all rows, and one more of each request that emits."""
+        """Return the plan of a forward with all rows, and one more for each request that samples
+        (`emitting`).
+        """
         return self.of_rows(tuple(map(sum, zip(self.global_num_tokens, self.emitting, strict=True))))
 
     def from_before(self, back: int) -> StepPlan:
-        """Return the plan of a forward with all rows, and `back` more of each request
-        that decodes.
+        """Return the plan of a forward with all rows, and `back` more for each request that
+        decodes.
         """
         both = zip(self.global_num_tokens, self.verifying, strict=True)
         return self.of_rows(tuple(rows + count * back for rows, count in both))
@@ -105,14 +107,18 @@ class StepPlan:
         return (max(rounded),) * len(rounded) if self.is_padded else rounded
 
     def padded_places(self, width: int) -> tuple[int, ...]:
-        """Return the index of each real row among the rows of an exchange."""
+        """Return, for each real row of all shards, its index among the `sum(sizes(width))` rows of
+        an exchange.
+        """
         begins = (0, *accumulate(self.sizes(width)))
         return tuple(
             begin + row for begin, count in zip(begins, self.global_num_tokens, strict=False) for row in range(count)
         )
 
     def real_rows(self, width: int) -> tuple[int, ...]:
-        """Return the inverse: the real row at each of these indices, -1 for padding."""
+        """Return the inverse of `padded_places`: for each row of an exchange, the index of its real
+        row, -1 for padding.
+        """
         found = [-1] * sum(self.sizes(width))
         for row, place in enumerate(self.padded_places(width)):
             found[place] = row

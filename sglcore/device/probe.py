@@ -103,8 +103,8 @@ class ProbeReport:
 
 
 def installed_fact(module: str, distribution: str, remedy: str) -> Fact:
-    """Return whether a module can be found, with the version of its distribution as evidence.
-    Nothing is imported.
+    """Return the fact that a top-level module can be found, with the version of its distribution as
+    evidence, or `remedy` if it cannot. Nothing is imported.
     """
     if find_spec(module) is None:
         return Fact(False, f"there is no module {module!r}", remedy)

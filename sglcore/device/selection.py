@@ -52,8 +52,8 @@ def select(
 
 
 def decide(candidates: Sequence[Candidate], requested: Requested, bus: Sequence[PciDevice]) -> Choice:
-    """Choose by the rules at the top of this file; `bus` has every PCI device. Raises
-    `DeviceError`, or the error of a package or its probe.
+    """Choose among probed candidates by the rules at the top of this file; `bus` has every PCI
+    device. Raises `DeviceError`, or the error of a package or its probe.
     """
     if requested.name:
         return _named(candidates, requested)
@@ -151,8 +151,8 @@ def _choice(candidate: Candidate, requested: Requested, reason: str, others: Seq
 
 
 def _index(candidate: Candidate, requested: Requested) -> int:
-    """Return the requested index, by default 0. If the probe does not know the number of devices,
-    the runtime checks it.
+    """Return the requested index, or 0. Raises `DeviceError` if the probe lists devices and none
+    has this index; if it lists none, the runtime checks the index.
     """
     report, name = candidate.probed(), candidate.name
     index = requested.index or 0

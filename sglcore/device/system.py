@@ -58,7 +58,9 @@ class System:
         return tuple(f"/{path.relative_to(self.root)}" for path in found)
 
     def numbered(self, pattern: str) -> tuple[str, ...]:
-        """Return matching paths that end in a number, sorted by that number."""
+        """Return the absolute paths that match a pattern, sorted by the number at their end. All of
+        them must be equal up to that number, because paths are ordered by length and then by text.
+        """
         return tuple(sorted(self.glob(pattern), key=lambda path: (len(path), path)))
 
     def read(self, path: str) -> str | None:
@@ -69,8 +71,8 @@ class System:
             return None
 
     def library(self, name: str, *folders: str) -> str | None:
-        """Return the absolute path of a shared library such as "libm.so.6", or None. Nothing is
-        loaded.
+        """Return the absolute path of a shared library such as "libm.so.6", or None; a name with
+        wildcards finds the first match. Nothing is loaded.
 
         Searches `folders` (absolute), LD_LIBRARY_PATH, the loader's configured folders, then the
         usual ones.
@@ -113,8 +115,8 @@ class System:
 
 
 def host_system(environ: Mapping[str, str] = os.environ, root: str | None = None) -> System:
-    """Return this machine, or the one below `root`, or else below the folder in
-    `SGLCORE_SYSTEM_ROOT`.
+    """Return the system below `root`, or else below the folder in `SGLCORE_SYSTEM_ROOT`, or else
+    this machine.
     """
     return System(Path(root or environ.get(VARIABLE) or "/"), MappingProxyType(dict(environ)))
 

@@ -69,8 +69,8 @@ class Topology:
         return self.tp // self.dp
 
     def rank_of(self, *, pp: int = 0, dp: int = 0, tr: int = 0) -> int:
-        """Return the rank at given indices of the axes; `tr` counts within a shard of requests.
-        Raises ValueError outside of them.
+        """Return the rank at given indices of the axes: stage `pp`, shard of requests `dp`, and
+        `tr` among the `attn_tp` ranks of that shard. Raises ValueError outside of them.
         """
         for name, value, width in (("pp", pp, self.pp), ("dp", dp, self.dp), ("tr", tr, self.attn_tp)):
             if not 0 <= value < width:

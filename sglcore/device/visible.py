@@ -29,12 +29,13 @@ class Visible:
 
 
 def visible_devices(devices: Sequence[DeviceInfo], environ: Mapping[str, str], *variables: str) -> Visible:
-    """Apply the variables that are set, each to the result of the one before: each lists indices,
-    or prefixes of uuids.
+    """Apply those of `variables` that are set, in this order, each to the devices that the
+    variables before it left, renumbered from 0. Each lists indices, or prefixes of uuids, separated
+    by commas.
 
     As in the vendors' runtimes, an entry that names no device ends the list, and a repeated entry
-    empties it. If a variable says that there is no device, the result is wanted; if it only names
-    devices that do not exist, it is not.
+    empties it. If no device is left, `failure.is_wanted` says whether a variable names no device on
+    purpose (`shows_none`), rather than devices that do not exist.
     """
     left, said, is_wanted = tuple(devices), list[str](), False
     for variable in variables:
@@ -50,7 +51,9 @@ def visible_devices(devices: Sequence[DeviceInfo], environ: Mapping[str, str], *
 
 
 def shows_none(value: str) -> bool:
-    """Return whether the value of a variable says that the process has no device."""
+    """Return whether the first entry in the value of a variable says that the process has no
+    device.
+    """
     first = value.partition(",")[0].strip().lower()
     return first in NO_DEVICE or re.fullmatch(r"-\d+", first) is not None
 

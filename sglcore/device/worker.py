@@ -19,8 +19,8 @@ from sglcore.device.swap_counts import SwapCounts
 
 
 def most_window_pages(window: int, max_batch_tokens: int, page_size: int, lookahead: int = 0) -> int:
-    """Return the maximum length of one request's list of window pages, including a chunk of a whole
-    step, for any alignment of its start and end.
+    """Return the maximum length of one request's list of window pages, for a chunk of a whole step
+    and any alignment of its start and end. All sizes are in tokens; `lookahead` as in `Limits`.
     """
     # The rounding of the pages at both ends already covers the first two tokens of lookahead.
     return -(-(window + max_batch_tokens + max(0, lookahead - 2)) // page_size) + 2
@@ -192,8 +192,8 @@ class ModelWorker(Protocol):
         ...
 
     def collect(self, ticket: Ticket) -> BatchResult:
-        """Wait for a step, release all that it retained, and return its results. Once per ticket,
-        in order.
+        """Wait for a step, release all that it retained, and return its results. Call it once per
+        ticket, in the order of `submit`.
         """
         ...
 

@@ -47,12 +47,13 @@ TOLERANCE: Mapping[str, float] = MappingProxyType({"float32": 5e-5, "bfloat16": 
 ANY_HEADS = (16, 80)
 """Head sizes to try on a backend that takes any; the second is no power of two."""
 CLAIMED = ((9, 1), (0, 12), (7, 5))
-"""Requests, as (tokens before, new tokens), that run in each size that a backend says it takes."""
+"""Requests, as (tokens before this step, new tokens), that run in each size that a backend says it
+takes."""
 
 
 def attention_is_reference(trial: Trial) -> None:
-    """Check one backend in one mode over page sizes. An extra feature is tested together with a
-    sliding window if the backend has that too."""
+    """Check one backend in one mode, as the case `backend/mode[/extra]` names them, for each page
+    size. An extra feature is tested together with a sliding window if the backend has that too."""
     backend, mode, asked = (*trial.case.split("/"), "")[:3]
     extra = asked if asked in (*EXTRAS, TREE) else ""
     features = _facts_of(trial, backend).features
@@ -68,8 +69,9 @@ def attention_is_reference(trial: Trial) -> None:
 def _check_start(
     trial: Trial, model: str, backend: str, mode: str, extra: str, settings: Mapping[str, str | int]
 ) -> bool:
-    """Return whether the backend serves the model with these settings. Raises LawBroken if its
-    results are wrong."""
+    """Start the device with these settings and compare the backend with the reference. Returns
+    False if the start is refused, because the backend does not serve the model with them. Raises
+    LawBroken if results are wrong."""
     try:
         harness = trial.kit.harness(model, attention_backend=backend, **settings)
     except ConfigError as refusal:
@@ -93,8 +95,9 @@ def _check_start(
 
 
 def _refreshed(needs_host_lengths: bool, backend: Any, probe: Probe) -> Tensor | None:
-    """Run the same step by a refreshed plan for capture, without lengths on the host unless the
-    device needs them there. Returns None if only the vendor's own graph could run it."""
+    """Run the step of `probe` again, by a plan for capture that is refreshed with its batch,
+    without lengths on the host unless the device needs them there. Returns the output; None if the
+    backend has no plans for capture, or if only the vendor's own graph can run this one."""
     view = probe.view
     if "capture" not in backend.facts.features or view is None:
         return None
@@ -137,9 +140,9 @@ def attention_takes_what_it_says(trial: Trial) -> None:
 
 
 def claims(facts: AttentionFacts, own: Facts, layouts: Sequence[str]) -> Sequence[tuple[int, str, int, str]]:
-    """Return the head size, dtype, page size and layout of each start. Where the backend takes any
-    value, some are chosen; dtypes are limited to the device's. `layouts`: layouts that the backend
-    takes and that the kit can make."""
+    """Return (head size, dtype, page size, layout) of each start, so that each value is in at least
+    one. Where the backend (`facts`) takes any value, some are chosen; dtypes are limited to those
+    of the device (`own`). `layouts`: layouts that the backend takes and that the kit can make."""
     heads = facts.head_dims or ANY_HEADS
     dtypes = [name for name in own.dtypes if facts.dtypes is None or name in facts.dtypes]
     pages = [size for size in facts.page_sizes or (own.page_size,) if size <= CONTEXT]
@@ -176,7 +179,8 @@ def _check_pool(harness: Harness, contents: Contents, found: Seen, text: str) ->
 
 
 def backends(target: Target) -> tuple[str, ...]:
-    """Return the attention backends of a device of the torch runtime."""
+    """Return the names of the package's attention backends; none if the device is not of the torch
+    runtime."""
     return tuple(target.package.attention) if "torch_runtime" in target.capabilities() else ()
 
 

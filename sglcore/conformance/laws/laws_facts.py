@@ -52,7 +52,8 @@ class Watch(TorchDispatchMode):
         self._type = torch.device(device).type
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run one operation. Raises LawBroken."""
+        """Run one torch operation and return its result. Raises LawBroken for a 64-bit integer
+        tensor on the device."""
         name = func.overloadpacket.__name__
         if name not in CONVERTS:
             self._check(f"{name} receives", (*args, *(kwargs or {}).values()))

@@ -26,7 +26,8 @@ MOST_RUNS = 2
 
 @contextmanager
 def _mechanism(trial: Trial) -> Iterator[tuple[GraphBackend, Tensor, Tensor]]:
-    """The graphs of the case with two buffers of four zeros, on the stream that runs forwards."""
+    """Yield a new graph backend of the kind that the case names, with two buffers of four zeros, on
+    the stream that runs forwards. The backend is closed at the end."""
     harness, package = trial.kit.harness("dense"), trial.target.package
     streams: Streams = harness.started.built["streams"]
     backend: GraphBackend = resolve(package.graphs[trial.case], package.name)(harness.facts, streams)

@@ -41,12 +41,13 @@ and 5e-4 in float16; sums may have any order. Rows in eight bits may differ by o
 
 
 CELLS = frozenset({"out_cache_loc", "out_rows", "writes"})
-"""The arguments that hold indices of cells or rows, in the dtype that the device's facts name."""
+"""The names of arguments that hold indices of KV slots or rows. They get the dtype that the
+device's facts name."""
 
 
 class Guarded:
-    """A tensor on the device with guard elements before and after its storage, and a copy of its
-    content on the host."""
+    """A copy of the tensor `host` on the device, with GUARD elements of `pattern` before and after
+    its storage. It keeps its content on the host for the two checks."""
 
     def __init__(self, host: Tensor, device: str, pattern: float) -> None:
         span = _span(host)
@@ -83,8 +84,8 @@ def _same_bits(one: Tensor, other: Tensor) -> bool:
 
 
 def kernel_is_reference(trial: Trial) -> None:
-    """Check one entry over all its cases, in the preferred table or in the one that the case
-    names."""
+    """Check one entry over all its cases: of the preferred kernel table, or for the case
+    `table/entry` of the named one."""
     name, _, entry = trial.case.rpartition("/")
     harness = trial.kit.harness("dense", **({"kernels": name} if name else {}))
     table: KernelTable = harness.started.built["kernels"]
@@ -154,8 +155,8 @@ def _built(arg: Any, device: str) -> Any:
 
 
 def _call(table: KernelTable, entry: Entry[Any], args: Sequence[Any]) -> tuple[Tensor, ...]:
-    """Return the results of a call; a packed weight is represented by the result of the entry that
-    reads it."""
+    """Return the results of an entry as a tuple. For an entry that packs a weight, these are the
+    results of the entry that reads that weight."""
     found = _through_packing(table, entry.name, args) if entry.name in PACKS else getattr(table, entry.name)(*args)
     if found is None:
         return ()
@@ -235,7 +236,8 @@ def _not_finite(found: Tensor, wanted: Tensor) -> str:
 
 
 def _computed_in(args: Sequence[Any], result: Tensor) -> str:
-    """Return the name of the dtype that rounds a result: the first floating-point argument's."""
+    """Return the name of the dtype that rounds a result: that of the first floating-point argument,
+    or else of the result."""
     given = (arg.dtype for arg in args if isinstance(arg, Tensor) and arg.is_floating_point())
     return str(next(given, result.dtype)).removeprefix("torch.")
 
@@ -251,8 +253,8 @@ def check_rows(trial: Trial, found: Tensor, wanted: Tensor, dtype: str, what: Ca
 
 
 def relative_error(found: Tensor, wanted: Tensor) -> float:
-    """Return the largest difference, relative to the largest value or to 1; infinity where only one
-    of the two is finite."""
+    """Return the largest difference, relative to the largest absolute value in `wanted` or to 1;
+    infinity where only one of the two is finite."""
     if not wanted.numel():
         return 0.0
     one, other = found.double(), wanted.double()

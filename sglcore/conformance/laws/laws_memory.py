@@ -71,7 +71,8 @@ def retraction(trial: Trial) -> None:
 
 
 class Spoiler:
-    """Free sliding-window pages hold NaN, so that a read of a freed page shows in the result."""
+    """Fills free sliding-window pages with NaN, so that a read of a freed page shows in the result.
+    It is a `Drive.after_step`."""
 
     def __init__(self, harness: Harness, pool: TokenToKVPool) -> None:
         self._harness, self._pool = harness, pool
@@ -79,7 +80,7 @@ class Spoiler:
         self._spoil(self._free)
 
     def __call__(self, scheduler: Scheduler, step: int) -> None:
-        """After a step that was collected."""
+        """Fill the pages that are free since the last call. The step must have been collected."""
         free = set(scheduler.running.memory.windows._pool.free_pages())
         freed, self._free = free - self._free, free
         if freed:

@@ -30,7 +30,8 @@ PROBE_SECONDS = 120
 IMPORT_SECONDS = 300
 INDEX_DTYPES = ("int32", "int64")
 MADE_WITH = ("pools", "hisparse", "attention", "runner")
-"""Results of steps of torch's runtime, in order; each step needs the result before it."""
+"""Bring-up steps of the torch runtime, in order; each step needs the result of the one before it.
+"""
 
 _PROBE = """
 import json, sys
@@ -76,7 +77,8 @@ def refs_resolve(trial: Trial) -> None:
 
 
 def probe_is_light(trial: Trial) -> None:
-    """Run the probe in a process of its own."""
+    """Run the probe in a process of its own, and check which modules it imports and which device
+    nodes it opens."""
     seen = _run_probe(trial.target)
     own = {"sglcore", *(module.partition(".")[0] for module in modules(trial.target.package.probe))}
     foreign = sorted(set(seen["modules"]) - own - sys.stdlib_module_names)
@@ -88,7 +90,8 @@ def probe_is_light(trial: Trial) -> None:
 
 
 def four_facts(trial: Trial) -> None:
-    """Probe this machine, and one where nothing is installed, with the device named and not."""
+    """Probe this machine, and one where nothing is installed, each with the device requested by
+    name and not; check evidence and remedy of each fact."""
     seen = _run_probe(trial.target)
     for where, facts in seen["reports"].items():
         for name, fact in facts.items():
@@ -103,8 +106,8 @@ def four_facts(trial: Trial) -> None:
 
 
 def devices_are_listed(trial: Trial) -> None:
-    """List the devices of this machine, and of one where nothing is installed, with the device
-    named and not. A list may be empty."""
+    """Check the devices that the probe lists on this machine, and on one where nothing is
+    installed, each with the device requested by name and not. A list may be empty."""
     seen = _run_probe(trial.target)
     for where, devices in seen["devices"].items():
         if devices and not seen["reports"][where]["hardware"]["holds"]:
@@ -120,7 +123,8 @@ def devices_are_listed(trial: Trial) -> None:
 
 
 def facts_of_the_number(trial: Trial) -> None:
-    """Check that the tensor device of the facts has the requested number, if it has one."""
+    """Check that the facts of device index 0 and 1 name a tensor device with that index, or with
+    none."""
     package = trial.target.package
     for index in (0, 1):
         name = resolve(package.facts, package.name)(index).tensor_device
@@ -142,7 +146,8 @@ def _run_probe(target: Target) -> Mapping[str, Any]:
 
 
 def imports_touch_no_device(trial: Trial) -> None:
-    """Run the law in a separate process in which torch sees no device."""
+    """Import the package's references in a process in which torch sees no device (`no_device.py`),
+    and check that its code queries none."""
     target, package = trial.target, trial.target.package
     hides = "torch_runtime" in target.capabilities()
     given = {"path": sys.path, "refs": package.refs(), "facts": package.facts, "hide": hides}
@@ -164,7 +169,7 @@ def imports_touch_no_device(trial: Trial) -> None:
 
 
 def order_checks(trial: Trial) -> None:
-    """Check the order before any work."""
+    """Check the needs of the bring-up's steps, and that one provides the worker. No step runs."""
     order = trial.target.order()
     try:
         order.check(GIVEN)
@@ -175,8 +180,8 @@ def order_checks(trial: Trial) -> None:
 
 
 def reversed_order_fails(trial: Trial) -> None:
-    """Put a step before the step that it needs: the check names both before any work, because the
-    needs of a step are its parameters."""
+    """Move each step of MADE_WITH before the step that it needs: the order's check must name both
+    before any work, because the needs of a step are its parameters."""
     order = trial.target.order()
     here = {step.provides for step in order.steps}
     for need, name in pairwise(MADE_WITH):
@@ -235,8 +240,8 @@ def facts_agree(trial: Trial) -> None:
 
 
 def _values(target: Target, facts: Facts) -> Iterator[tuple[str, bool, str]]:
-    """Yield facts with a limited range of values: name, whether the value is allowed, and what is
-    wanted."""
+    """Yield (name, whether the value is allowed, what is wanted) of each fact with a limited range
+    of values."""
     graphs, dtypes, most = ("off", *target.package.graphs), facts.dtypes, facts.most_graph_segments
     known = isinstance(dtypes, tuple) and set(dtypes) <= set(DTYPES) and 0 < len(dtypes) == len(set(dtypes))
     halves = (None, *(name for name in dtypes if name != "float32"))

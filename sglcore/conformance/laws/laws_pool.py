@@ -16,7 +16,8 @@ from sglcore.conformance.mutants import mutants_pool
 from sglcore.runtime.memory.pools import TokenToKVPool
 
 SAME = MappingProxyType({"float32": 0.0, "bfloat16": 0.0, "float16": 0.0})
-"""A pool that rounds what it stores needs a tolerance of its package."""
+"""No error. A pool that rounds what it stores needs a tolerance in its package's
+`conformance.toml`."""
 STORED = 33
 """KV slots of one store; few, because some kernels are interpreted."""
 

@@ -26,14 +26,15 @@ BUCKETS = (1, 2, 4, 6)
 TOKENS = (16, 32, 64)
 """Token buckets of prompt graphs: few, because each is traced anew."""
 INTERPRETED = ((3, 9, 1, 14), (6,))
-"""Prompts of a replay where each step takes a second: they fill a bucket, then use one row of
-it."""
+"""Prompt lengths of the two batches of a replay where each step takes a second: the first fills a
+bucket, the second replays one row."""
 CHECKED = ("dense", "window", "moe")
 KEPT = ("hybrid", "alternating")
 """Models that keep more of a request than KV pages of all tokens: recurrent states, and
 sliding-window pages."""
 FLAT = 2.0**30
-"""A bias so large that float32 loses the logit under it: all tokens with it are equally likely."""
+"""A logit bias so large that float32 loses the logit under it: all tokens with this bias are
+equally likely."""
 
 
 def tiny(trial: Trial) -> None:
@@ -43,7 +44,8 @@ def tiny(trial: Trial) -> None:
 
 
 def chunks_are_whole(trial: Trial) -> None:
-    """Run chunks of one token too: the request's state decides what continues a prompt."""
+    """Run prompts in chunks of 1, 5 and 8 tokens. What continues a prompt follows from the
+    request's state, also for a chunk of one token."""
     harness = open_case(trial)
     for seed, chunk in ((1, 1), (2, 5), (3, 8)):
         trial.compare(harness, harness.run(random_prompts(seed, LENGTHS), 4, chunk=chunk, score_prompts=True))
@@ -58,14 +60,15 @@ def batch_is_singles(trial: Trial) -> None:
 
 
 def any_page_layout(trial: Trial) -> None:
-    """Run on pages of this size, in random order."""
+    """Run on pages of the size that the case names, handed out in random order."""
     with trial.opened("dense", page_size=int(trial.case.removeprefix("page="))) as harness:
         for seed in (4, 5):
             trial.compare(harness, harness.run(random_prompts(seed, LENGTHS), 6, scramble=seed))
 
 
 def joins_and_leaves(trial: Trial) -> None:
-    """Run more requests than slots; they join one by one and end at different times."""
+    """Run ten prompts, more than there are slots; they join one by one and end at different times.
+    """
     harness = open_case(trial)
     for stagger in (1, 3):
         prompts = random_prompts(6, (*LENGTHS, 12, 3, 21, 4, 16))
@@ -137,7 +140,8 @@ def replay_is_eager(trial: Trial) -> None:
 
 
 def check_replayed(harness: Harness, kind: str, buckets: Sequence[int]) -> None:
-    """Check that graphs ran the steps; otherwise the results prove nothing."""
+    """Check that a graph of `kind` ran steps, and that one was replayed at each bucket; otherwise
+    the results prove nothing. Raises LawBroken."""
     replayed = {path.rpartition(":")[2] for path in harness.recorder.paths if path != "eager"}
     missing = [str(bucket) for bucket in buckets if str(bucket) not in replayed]
     if missing:
@@ -167,8 +171,8 @@ def sampling_repeats(trial: Trial) -> None:
 
 
 def opens_and_closes(trial: Trial) -> None:
-    """Start and close ten times: after the last, the device holds what it held after the first few;
-    bytes if torch counts them, else objects that bring-ups built."""
+    """Start and close ten times: after the last close the device holds no more than after the
+    third. It counts bytes on the torch runtime, otherwise objects that bring-ups built."""
     held: list[int] = []
     count = counter(trial.target)
     for _ in range(10):
@@ -191,7 +195,8 @@ def two_runners(trial: Trial) -> None:
 
 
 def run_in_turn(trial: Trial, *harnesses: Harness) -> None:
-    """Run a few requests on each device, one step of each in turn."""
+    """Run the same number of requests on each device, one step of each in turn, and compare the
+    results with the reference."""
     sessions = [harness.session(chunk=6) for harness in harnesses]
     for seed, session in enumerate(sessions):
         session.begin(random_prompts(seed, (9, 4, 17)), 8)
@@ -216,8 +221,8 @@ def _other_backend(trial: Trial, backends: tuple[str, ...]) -> dict[str, str]:
 
 
 def models(*names: str) -> Callable[[Target], tuple[str, ...]]:
-    """Return these models as cases; also the first of them in the dtype of the preferred backend,
-    if that is another."""
+    """Return a function for `Law.cases` that returns these models, and the first of them in the
+    dtypes of `Target.other_dtypes`, as `model/dtype`."""
     return lambda target: (*names, *(f"{names[0]}/{dtype}" for dtype in target.other_dtypes()))
 
 
@@ -249,7 +254,8 @@ def _check_keeps(harness: Harness) -> None:
 
 
 def tiny_cases(target: Target) -> tuple[str, ...]:
-    """Return every model, and the first in 16-bit dtypes that the device or its backend prefers."""
+    """Return each model of CHECKED, and "dense" in the 16-bit dtypes that the facts or the backend
+    prefer."""
     preferred = target.facts().preferred_dtype
     dtypes = dict.fromkeys((*target.other_dtypes(), *((preferred,) if preferred else ())))
     return (*CHECKED, *(f"dense/{dtype}" for dtype in dtypes if dtype != target.geometry().dtype))
@@ -263,14 +269,14 @@ def page_cases(target: Target) -> tuple[str, ...]:
 
 
 def padding_cases(target: Target) -> tuple[str, ...]:
-    """Return cases without graphs and with each kind of graph; with recurrent states, without
-    graphs and with the first kind."""
+    """Return "off" and each kind of graph; also, with recurrent states, "off" and the first kind,
+    as `graph/hybrid`."""
     graphs = ("off", *target.package.graphs)
     return (*graphs, *(f"{graph}/hybrid" for graph in graphs[:2]))
 
 
 def replay_cases(target: Target) -> tuple[str, ...]:
-    """Return each kind of graph with each model."""
+    """Return each kind of graph with each model, as `kind/model[/dtype]`."""
     models = (*CHECKED, *KEPT, *(f"dense/{dtype}" for dtype in target.other_dtypes()))
     return tuple(f"{kind}/{model}" for kind in target.package.graphs for model in models)
 

@@ -32,7 +32,7 @@ def make_engine(trial: Trial, harness: Harness) -> Engine:
 
 
 def generate(engine: Engine, prompts: Sequence[Prompt], params: SamplingParams = PARAMS) -> list[RequestOutput]:
-    """Complete prompts together."""
+    """Complete prompts together and return their outputs, in order. Waits."""
     outputs = [engine.add(prompt, params) for prompt in prompts]
     while not all(output.finished for output in outputs):
         engine.step()
@@ -60,8 +60,8 @@ def text_streams(trial: Trial) -> None:
 
 
 def compare_completions(trial: Trial, harness: Harness, found: Completion, wanted: Completion) -> None:
-    """Check for equal tokens with equal log-probabilities, up to a position where two tokens are
-    nearly equal."""
+    """Check for equal tokens with equal log-probabilities, up to a position where different tokens
+    are within twice the tolerance on both sides. Raises LawBroken."""
     dtype = harness.geometry.dtype
     bound = trial.tolerance(dtype)
     assert found.logprobs is not None and wanted.logprobs is not None
@@ -79,7 +79,8 @@ def compare_completions(trial: Trial, harness: Harness, found: Completion, wante
 
 
 def _nearly_equal(one: TokenLogprob, other: TokenLogprob, bound: float) -> bool:
-    """Return whether each side lists the other's token, within `bound` of its own token."""
+    """Return whether both sides list the other's token with a log-probability within `bound` of
+    that of their own token."""
     pairs = ((one, other.token_id), (other, one.token_id))
     return all(abs(dict(mine.top).get(token, -1e9) - mine.logprob) <= bound for mine, token in pairs)
 
@@ -94,7 +95,7 @@ def concurrent_is_serial(trial: Trial) -> None:
 
 
 def bad_requests_hurt_nobody(trial: Trial) -> None:
-    """Send prompts that can not run and abort a request in mid-flight; other requests must not
+    """Send prompts that must be refused and abort a request in mid-flight; other requests must not
     change."""
     harness = trial.kit.harness("text")
     engine = make_engine(trial, harness)

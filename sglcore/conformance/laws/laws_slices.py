@@ -12,7 +12,8 @@ from sglcore.step.slice_decisions import INTERLEAVE, PARTITION, PRIORITY
 
 
 def lanes(target: Target) -> tuple[str, ...]:
-    """Return the lanes that a device supports for prompt slices."""
+    """Return the lanes (`--prompt-lane`) that a device supports for prompt slices: interleaved;
+    with streams also by priority; with a `partition` also on a part of the device."""
     beside = (PRIORITY,) if target.facts().has_streams else ()
     return (INTERLEAVE, *beside) if target.package.partition is None else (INTERLEAVE, *beside, PARTITION)
 

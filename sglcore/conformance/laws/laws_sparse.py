@@ -26,10 +26,11 @@ from sglcore.conformance.mutants.mutants_attention import FORGETS_LENGTHS
 from sglcore.conformance.target import Target
 
 LENGTHS = (41, 3, 16, 5, 64, 1)
-"""Prompt lengths around the sizes of blocks and pages, and longer than an indexer and a window
-see."""
+"""Prompt lengths around the sizes of blocks and pages, and longer than what an indexer chooses and
+a window holds."""
 FEW_ROWS = '{"device_buffer_size": 5, "host_to_device_ratio": 1000}'
-"""Settings with a device buffer of 5 entries: the number that the kit's models read for a token."""
+"""A value of `--hisparse` with a device buffer of 5 entries: the number that the kit's models read
+for a token."""
 BUCKETS = (4,)
 TOKENS = (16,)
 
@@ -53,8 +54,8 @@ def slots_and_pages_go_on(trial: Trial) -> None:
 
 
 def replayed_rows(trial: Trial) -> None:
-    """Replay plans that are refreshed in place, for fewer rows than were captured and for the same
-    number, with prompts in between."""
+    """Replay plans that are refreshed in place, for fewer requests than were captured and for the
+    same number, with prompts in between."""
     kind, _, model = trial.case.partition("/")
     check_computes(trial.target, model)
     with trial.opened(model, graph=kind, graph_buckets=BUCKETS, graph_token_buckets=TOKENS) as harness:
@@ -64,8 +65,9 @@ def replayed_rows(trial: Trial) -> None:
 
 
 def rows_in_host_memory(trial: Trial) -> None:
-    """Keep only the entries on the device that one token reads: prompts in chunks, graph replays if
-    the device has them, one request after the other in a slot."""
+    """Keep only as many cache entries on the device as one token reads, and the rest on the host:
+    prompts in chunks, graph replays if the case names a graph, one request after the other in the
+    same slot."""
     kind, _, model = trial.case.partition("/")
     check_computes(trial.target, model)
     lengths, count = (3, 26), 3
@@ -77,20 +79,22 @@ def rows_in_host_memory(trial: Trial) -> None:
 
 
 def runners_in_turn(trial: Trial) -> None:
-    """Run one model of each kind and one without such entries in one process, each with its own
-    pools, plans and backend."""
+    """Run both sparse models and a dense one in one process, in alternating steps, each with its
+    own pools, plans and backend."""
     check_computes(trial.target, *SPARSE_MODELS)
     with trial.opened("latent") as one, trial.opened("compressed") as two, trial.opened("dense") as three:
         run_in_turn(trial, one, two, three)
 
 
 def by_graph(target: Target) -> tuple[str, ...]:
-    """Return each model with each kind of graph."""
+    """Return each sparse model with each kind of graph, as `kind/model`."""
     return tuple(f"{kind}/{model}" for kind in target.package.graphs for model in SPARSE_MODELS)
 
 
 def reached(target: Target) -> tuple[str, ...]:
-    """Return each model, eager and with each kind of graph, if entries may lie in host memory."""
+    """Return each sparse model without a graph, and with each kind of graph unless the device
+    shares host memory, as `kind/model`. No case on a device that cannot read cache entries in host
+    memory."""
     facts = target.facts()
     if not (facts.reaches_pinned_memory or facts.shares_host_memory):
         return ()
@@ -99,7 +103,7 @@ def reached(target: Target) -> tuple[str, ...]:
 
 
 def by_model(target: Target) -> tuple[str, ...]:
-    """Return each model."""
+    """Return the names of the models with sparse attention."""
     return tuple(SPARSE_MODELS)
 
 

@@ -20,24 +20,26 @@ TOKENS = 3
 """Draft tokens of a step."""
 BUCKETS = (1, 2, 4)
 COIN: Mapping[int, float] = MappingProxyType({30: FLAT, 31: FLAT})
-"""Only two tokens are drawn, so that n-gram drafts are sometimes accepted."""
+"""The logit bias with which only two tokens are drawn, so that n-gram drafts are sometimes
+accepted."""
 
 
 def proposals_change_nothing(trial: Trial) -> None:
-    """Draft by n-grams, some accepted and some rejected, with the next step planned ahead and
-    not."""
+    """Draft by n-grams and compare with the reference: some draft tokens are accepted and some
+    rejected, with the next step planned ahead and not."""
     _verify(trial, "dense", (5, 14, 9, 21, 3))
 
 
 def proposals_change_no_rows(trial: Trial) -> None:
-    """The same over blocks that end anywhere among verified tokens, and over stored tokens that do
-    not fill a block yet."""
+    """Do the same as `proposals_change_nothing` with compressed attention: blocks that end anywhere
+    among verified tokens, and stored tokens that do not fill a block yet."""
     check_computes(trial.target, "compressed")
     _verify(trial, "compressed", (14, 9))
 
 
 def proposals_change_no_states(trial: Trial) -> None:
-    """The same with recurrent states, which take in accepted tokens only."""
+    """Do the same as `proposals_change_nothing` with recurrent states, which take in accepted
+    tokens only."""
     _verify(trial, "hybrid", (5, 14, 9))
 
 
@@ -64,7 +66,7 @@ def _check_verified(harness: Harness) -> None:
 
 
 def _kinds(target: Target) -> tuple[str, ...]:
-    """Return eager steps, and the kind of graph that the device uses by default."""
+    """Return "off", for eager steps, and the kind of graph that the device uses by default."""
     facts: Facts = target.facts()
     return tuple(dict.fromkeys(("off", facts.graph_kind("auto"))))
 

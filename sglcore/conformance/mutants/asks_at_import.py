@@ -1,5 +1,5 @@
-"""A planted defect: a module that asks the device while it is imported, and says nothing where
-there is none. Nothing but its mutant names it."""
+"""The module of the mutant "asks at import": it queries the device while it is imported, and
+ignores the error if there is no device. Only that mutant's declaration names it."""
 
 from __future__ import annotations
 
@@ -12,4 +12,4 @@ except RuntimeError:
 
 
 def kernels() -> None:
-    """Is never called."""
+    """The name that the mutant's declaration refers to as a kernel table; never called."""

@@ -39,7 +39,8 @@ def one_key_too_few(base: Any) -> type:
 
 
 def with_layer(base: Any, **changes: Any) -> type:
-    """A backend that attends as if the layer asked for something else."""
+    """Return a subclass of a backend that attends with `changes` to the attributes of each layer.
+    """
 
     class WithLayer(base):
         __slots__ = ()
@@ -146,10 +147,12 @@ def forgets_lengths(base: Any) -> type:
 
 
 class HalfScores(ReferenceAttention):
-    """Scores are numbers of 16 bits, where they are not torch's own."""
+    """The reference's attention, but scores that it computes itself, for softcap or sinks, are
+    rounded to 16 bits."""
 
     def scores(self, q: Tensor, k: Tensor, layer: Any) -> Tensor:
-        """Return the reference's scores, rounded to 16 bits."""
+        """Return the reference's scores, rounded to the dtype of `q` if that has 16 bits, otherwise
+        to bfloat16."""
         return super().scores(q, k, layer).to(q.dtype if q.dtype.itemsize == 2 else torch.bfloat16).float()
 
 
@@ -159,7 +162,7 @@ def half_scores(backend: Any) -> Any:
 
 
 class Boasts(ReferenceAttention):
-    """Declares a dtype that does not exist."""
+    """The reference's attention with a dtype in its facts that does not exist."""
 
     facts = replace(ReferenceAttention.facts, dtypes=("float32", "banana"))
 
@@ -178,7 +181,7 @@ def powers_of_two(base: Any) -> type:
 
 
 def taken_for_cells(base: Any) -> type:
-    """A pool that reads its storage as cell-major, whatever its layout is."""
+    """Return a subclass of a pool that reads its storage as cell-major, whatever its layout is."""
 
     class TakenForCells(base):
         def kv(self, layer_id: int) -> tuple[Tensor, Tensor]:

@@ -21,7 +21,9 @@ from sglcore.runtime.kernels.table import KernelTable
 
 
 def coarse(table: KernelTable) -> KernelTable:
-    """A norm that keeps three bits of every 16-bit number, as of a chip that has no such type."""
+    """Return the table with norms that keep three bits of every 16-bit result, as on a chip that
+    has no such type.
+    """
 
     def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return _coarse(table.rms_norm(x, weight, eps))
@@ -41,23 +43,25 @@ def _coarse(x: Tensor) -> Tensor:
 
 
 def widens_ids(table: KernelTable) -> KernelTable:
-    """An embedding that reads ids of 64 bits."""
+    """Return the table with an embedding that gets its ids in 64 bits."""
     return table.replace(embedding=lambda ids, weight: table.embedding(ids.long(), weight))
 
 
 def sums_wide(runner: Any) -> Any:
-    """A runner that adds in 64 bits when it draws."""
+    """Make a runner add in 64 bits when it samples, and return it."""
     runner.is_narrow = False
     return runner
 
 
 def says_narrow(facts: Facts) -> Facts:
-    """Indices have 32 bits."""
+    """Return the facts with indices of 32 bits."""
     return replace(facts, index_dtype="int32")
 
 
 def late_copies(runner: Any) -> Any:
-    """What is copied to the device is what the host held at the copy before."""
+    """Make the decode inputs of a runner late, and return it: each copy to the device has what the
+    host held at the copy before.
+    """
     before: list[NDArray[Any]] = []
 
     def subclass(base: Any) -> type:
@@ -79,7 +83,9 @@ def late_copies(runner: Any) -> Any:
 
 
 def _batches(change: Change) -> Change:
-    """A change of what a runner's batches have as lengths on the host."""
+    """Return a change of a runner: the host lengths (`seq_lens_cpu`) of each batch that it prepares
+    become `change(batch)`.
+    """
 
     def subclass(base: Any) -> type:
         class Staged(base):
@@ -96,7 +102,9 @@ def _batches(change: Change) -> Change:
 
 
 def reads_lengths(backend: Any) -> Any:
-    """Attention that reads lengths on the host in a graph replay."""
+    """Make an attention backend read lengths on the host when it refreshes a plan for a graph
+    replay, and return it.
+    """
 
     def subclass(base: Any) -> type:
         class ReadsLengths(base):
@@ -112,7 +120,9 @@ def reads_lengths(backend: Any) -> Any:
 
 
 def reads_a_copy(table: KernelTable) -> KernelTable:
-    """Rows that are read from host memory are what it held before anything was written."""
+    """Return the table with a `copy_rows` that reads zeros in place of rows in host memory, as if
+    these had not been written yet.
+    """
     before: list[Tensor] = []
 
     def copy_rows(source: Tensor, target: Tensor, loads: Tensor, counts: Tensor) -> None:
@@ -128,7 +138,7 @@ class RefusesMixed(Changed):
     """A worker that fails for a step with both prefill and decode requests."""
 
     def change(self, batch: ScheduleBatch) -> None:
-        """Raise for such a step."""
+        """Raise RuntimeError for a batch of mode MIXED."""
         if batch.forward_mode is ForwardMode.MIXED:
             raise RuntimeError("this device runs prompts alone")
 

@@ -18,7 +18,7 @@ class FirstOutputs(ReplayedGraphs):
     """Replays return the results of the capture."""
 
     def capture(self, step: Callable[[], Tensor]) -> ReplayedStep:
-        """Run it for the last time."""
+        """Run the step; each replay returns a copy of this run's output."""
         output = step().clone()
         return ReplayedStep(lambda: output)
 
@@ -27,7 +27,8 @@ class OnceEach(ReplayedGraphs):
     """A step that ran is not run again."""
 
     def capture(self, step: Callable[[], Tensor]) -> ReplayedStep:
-        """One run for the first replay."""
+        """Run the step; the first replay runs it once more, and further replays return that output.
+        """
         step()
         ran: list[Tensor] = []
 
@@ -43,7 +44,8 @@ class HidesErrors(ReplayedGraphs):
     """A failed capture does not report the reason."""
 
     def capture(self, step: Callable[[], Tensor]) -> ReplayedStep:
-        """Run it."""
+        """Capture the step, but raise RuntimeError in place of the LookupError that the step
+        raises."""
         try:
             return super().capture(step)
         except LookupError:

@@ -47,7 +47,7 @@ def silent_probe(named: bool, system: System) -> ProbeReport:
 
 
 def lying_probe(named: bool, system: System) -> ProbeReport:
-    """Reports hardware wherever a module can be found."""
+    """Reports hardware on every machine."""
     fact = Fact(True, "a module of that name can be found")
     return ProbeReport(fact, fact, fact, fact)
 
@@ -89,12 +89,12 @@ def first_facts(index: int = 0) -> Facts:
 
 
 class HalfAttention:
-    """Not a backend."""
+    """A class without the constructor and methods of an attention backend."""
 
 
 def _declares(name: str, says: str, needs: frozenset[str] = frozenset(), **changes: Any) -> Mutant:
-    """Make a mutant with changed values of the declaration; entries are added to values that are
-    mappings."""
+    """Make a mutant with changed fields of the declaration: a dict is added to the field's mapping,
+    any other value replaces the field's."""
 
     def planted(package: DevicePackage) -> DevicePackage:
         added = {key: {**getattr(package, key), **new} for key, new in changes.items() if isinstance(new, dict)}
@@ -112,12 +112,12 @@ def _facts(name: str, says: str, **lies: Any) -> Mutant:
 
 
 def worker_first(order: BringUp) -> BringUp:
-    """The last step first."""
+    """Return the order with its last step first."""
     return BringUp((order.steps[-1], *order.steps[:-1]))
 
 
 def warm_up(config: Any) -> None:
-    """A step that is not declared."""
+    """Do nothing: a bring-up step that the package's `bring_up.txt` does not list."""
 
 
 def _unwritten(order: BringUp) -> BringUp:
@@ -125,8 +125,8 @@ def _unwritten(order: BringUp) -> BringUp:
 
 
 def _forgets(name: str, need: str) -> Callable[[BringUp], BringUp]:
-    """Return the order with a step that does not declare one of its needs; the unchanged order if
-    it has no such step."""
+    """Return a change of an order after which the step `name` does not declare that it needs
+    `need`; an order without this step stays as it is."""
 
     def planted(order: BringUp) -> BringUp:
         return BringUp(

@@ -59,7 +59,8 @@ def rows_mix(table: KernelTable) -> KernelTable:
 
 
 def sharing() -> Callable[[Any], Any]:
-    """A change after which every backend reads the pools of the one that was made last."""
+    """Return a change after which every attention backend reads the pool of the one that was
+    changed last."""
     latest: list[Any] = []
 
     def subclass(base: Any) -> type:

@@ -16,7 +16,8 @@ from sglcore.device.worker import BatchResult, Limits, ModelWorker, Ticket
 
 
 class Changed:
-    """A worker that changes its batches or results; the subclasses below say how."""
+    """A worker that passes every call on to `worker`, but changes its batches or results; the
+    subclasses below say how."""
 
     def __init__(self, worker: ModelWorker) -> None:
         self.worker = worker
@@ -27,12 +28,12 @@ class Changed:
         return self.worker.limits
 
     def submit(self, batch: ScheduleBatch) -> Ticket:
-        """Start a step."""
+        """Apply `change` to the batch and start the step."""
         self.change(batch)
         return self.worker.submit(batch)
 
     def collect(self, ticket: Ticket) -> BatchResult:
-        """Wait for a step."""
+        """Wait for a step; returns `changed` of its result."""
         return self.changed(self.worker.collect(ticket))
 
     def close(self) -> None:
@@ -40,7 +41,7 @@ class Changed:
         self.worker.close()
 
     def change(self, batch: ScheduleBatch) -> None:
-        """Change a batch in place."""
+        """Change a batch in place; does nothing here."""
 
     def changed(self, result: BatchResult) -> BatchResult:
         """Return a changed copy of a result, or the result itself."""
@@ -270,11 +271,11 @@ class Overstates(Changed):
 
 
 def hoarding() -> Callable[[ModelWorker], ModelWorker]:
-    """A change that keeps every worker alive and lets none be closed."""
+    """Return a change after which no worker is closed, and all stay alive."""
     kept: list[ModelWorker] = []
 
     class Hoarded(Changed):
-        """Closes nothing."""
+        """A worker that is kept alive where it should be closed."""
 
         def close(self) -> None:
             kept.append(self)
@@ -283,8 +284,8 @@ def hoarding() -> Callable[[ModelWorker], ModelWorker]:
 
 
 def latest() -> Callable[[ModelWorker], ModelWorker]:
-    """A change after which every worker of the process hands its steps to the one that was made
-    last."""
+    """Return a change after which every worker of the process hands its steps to the one that was
+    made last."""
     made: list[ModelWorker] = []
 
     class Latest(Changed):
