@@ -97,7 +97,8 @@ class Kit:
         return folder if folder.is_dir() else write_checkpoint(folder, model, head_dim)
 
     def reference(self, model: str, head_dim: int, page_size: int = 16) -> Harness:
-        """Return the reference, started on a model in float32; equal arguments return the same one.
+        """Return the started reference on a model, in float32; equal arguments return the same
+        one.
         """
         key = (model, head_dim, page_size)
         if key not in self._references:

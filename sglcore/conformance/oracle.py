@@ -25,7 +25,8 @@ class Oracle:
         self._known: dict[tuple[int, ...], Scores] = {}
 
     def logprobs(self, ids: Sequence[int]) -> Scores:
-        """Return log-probabilities float32 [len(ids), vocab]: row i is of the token after ids[i].
+        """Return log-probabilities float32 [len(ids), vocab]; row i is of the token after
+        ids[i].
         """
         key = tuple(ids)
         if key not in self._known:

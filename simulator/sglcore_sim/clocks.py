@@ -117,7 +117,8 @@ def _bytes(name: str, read: Sequence[torch.Tensor], made: Sequence[torch.Tensor]
 
 @contextmanager
 def virtual_time(sim: Simulator, speeds: Speeds = Speeds()) -> Iterator[VirtualTime]:
-    """A region of this thread with virtual time for a device of these speeds, starting at 0."""
+    """Run a block of this thread in virtual time, which starts at 0, for a device of these speeds;
+    yields the clock."""
     sim.core.virtual_time(True)
     clock = sim.timing = VirtualTime(sim, speeds)
     try:

@@ -62,13 +62,13 @@ class Caught:
 
 
 class FaultLog:
-    """Makes faults for the native core and keeps the unexpected ones."""
+    """Makes faults for the native core and keeps those that no `expect` block caught."""
 
     def __init__(self) -> None:
         self.seen: list[Fault] = []
 
     def make(self, kind: str, text: str) -> Fault:
-        """Make and keep a fault; called by the native core."""
+        """Return a new fault of `kind`, and keep it in `seen`. The native core raises it."""
         if kind not in KINDS:
             raise ValueError(f"found fault kind {kind!r}, wanted one of {', '.join(KINDS)}")
         fault = (HostAccess if kind == "host_access" else Fault)(kind, text)
@@ -83,7 +83,9 @@ class FaultLog:
 
     @contextmanager
     def expect(self, kind: str, out_of_memory: type[BaseException]) -> Iterator[Caught]:
-        """Catch one fault of `kind` raised in the block; raises AssertionError if none was."""
+        """Catch one fault of `kind` raised in the block, and remove it from `seen`; raises
+        AssertionError if none was raised. `out_of_memory`: the exception class that torch raises
+        for an exhausted capacity."""
         if kind not in KINDS:
             raise ValueError(f"found fault kind {kind!r}, wanted one of {', '.join(KINDS)}")
         caught = Caught()

@@ -44,8 +44,9 @@ class Run:
     touched: dict[bool, list[np.ndarray]] = field(default_factory=lambda: {False: [], True: []})
 
     def check(self, what: str, program: Any, pointers: np.ndarray, mask: Any, size: int, write: bool) -> Any:
-        """Check the addresses of the lanes that are not masked off, record them, and return the
-        lanes that run. A lane outside of every argument is a fault, except in a rehearsal (the run
+        """Check the addresses of the lanes that are not masked off, record them, and return bool of
+        the shape of `pointers`: the lanes that run. `what` and `program` are for messages; `size`:
+        bytes per lane. A lane outside of every argument is a fault, except in a rehearsal (the run
         in a capture, before the kernel's inputs are computed), which skips such a lane."""
         active = np.broadcast_to(np.ones((), bool) if mask is None else mask, pointers.shape).astype(bool)
         addresses = pointers[active].reshape(-1).astype(np.uint64)
@@ -82,7 +83,7 @@ class Run:
         )
 
     def ranges(self, write: bool) -> list[tuple[int, int]]:
-        """Return the merged byte ranges that were read, or written."""
+        """Return the merged byte ranges, as (first, end), that were written, or else read."""
         return merged(self.touched[write])
 
 
@@ -101,7 +102,7 @@ HERE = Here()
 
 
 def merged(pieces: list[np.ndarray]) -> list[tuple[int, int]]:
-    """Sort and merge byte ranges."""
+    """Sort byte ranges, given as arrays [N, 2] of (first, end), and merge those that touch."""
     if not pieces:
         return []
     every = np.unique(np.concatenate(pieces), axis=0)
@@ -319,8 +320,8 @@ def _guard_arithmetic(builder: Any, interpreter: Any) -> None:
 
 
 def launch(interpreter: Any, run_kernel: Callable[..., Any], executor: Any, args: Any, kwargs: Any) -> Any:
-    """Run one launch: as work of the device if it has device tensors; else on the CPU, with checks
-    inside `check_lanes`."""
+    """Run one launch of a kernel: as work of the device if it has device tensors; else on the CPU,
+    with checks if inside `check_lanes`. `run_kernel` calls the interpreter itself."""
     from sglcore_sim.simulator import current
 
     sim, name = current(), executor.fn.__name__

@@ -70,7 +70,8 @@ def pytest_report_header(config: pytest.Config) -> str | None:
 
 
 def size(text: str) -> int:
-    """Return the bytes of "8g", "512m" or any plain number. Raises pytest.UsageError."""
+    """Return the bytes of a text such as "8g", "512m" or a plain number. Raises
+    pytest.UsageError."""
     found = re.fullmatch(r"(\d+)([kmg]?)", text.lower())
     if found is None:
         raise pytest.UsageError(f"found --sim-memory {text!r}, wanted bytes, or a number with one of k, m, g")
@@ -118,8 +119,8 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
 
 @pytest.fixture
 def sim() -> Iterator[Simulator]:
-    """The simulated device, without accesses, counters or faults of earlier tests; skips the test
-    if there is no device."""
+    """Yield the simulated device, without accesses, counters or faults of earlier tests; skip the
+    test if there is no device."""
     device = installed()
     if device is None:
         pytest.skip("needs the capability device: run with --sim=KIND")

@@ -65,7 +65,7 @@ class Simulator:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """A region of this thread in which a hidden host sync faults; waiting for an event stays
+        """Make each hidden host sync in a block of this thread a fault; waiting for an event stays
         allowed."""
         self.core.no_sync(1)
         try:
@@ -74,13 +74,14 @@ class Simulator:
             self.core.no_sync(-1)
 
     def expect(self, kind: str) -> AbstractContextManager[Caught]:
-        """Catch one fault of `kind`; raises AssertionError if none was raised."""
+        """Catch one fault of `kind`, a key of KINDS, in a block; raises AssertionError if none was
+        raised."""
         return self.log.expect(kind, torch.OutOfMemoryError)
 
     @contextmanager
     def untracked(self) -> Iterator[None]:
-        """A region of this thread in which operations are not device work: no accesses, graph nodes
-        or syncs are recorded."""
+        """Run a block of this thread without tracking: its operations are not device work, and no
+        accesses, graph nodes or syncs are recorded."""
         self.core.untracked(1)
         try:
             yield
@@ -129,12 +130,13 @@ class Simulator:
 
     def busy(self, milliseconds: float) -> None:
         """Occupy the current stream for this time of the host's clock. The host does not wait; work
-        that is queued after it, or waits for it, does. Inside a capture it becomes a node. Other
-        operations take no device time."""
+        that is queued after it, or waits for it, does. Inside a capture it becomes a node. Outside
+        of virtual time, other operations take no device time."""
         self.core.busy(milliseconds)
 
     def access(self, tensor: torch.Tensor, write: bool = False, op: str = "access") -> None:
-        """Record an access of the current stream to the bytes of `tensor`."""
+        """Record a read or, with `write`, a write of the bytes of `tensor` by the current stream;
+        `op` names it in faults."""
         self.core.access(tensor, write, op)
 
     def host_view(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -149,7 +151,8 @@ class Simulator:
         return self.core.host_alias(tensor)
 
     def check_finite(self, tensor: torch.Tensor, name: str = "tensor") -> None:
-        """Fault (uninitialised) if `tensor` holds poison or other values that are not finite."""
+        """Fault (uninitialised) if `tensor` holds poison or other values that are not finite;
+        `name` is for the message."""
         poisoned = self.core.poisoned_elements(tensor)
         values = self.core.host_alias(tensor)
         bad = int((~torch.isfinite(values)).sum()) if values.is_floating_point() else 0
@@ -161,8 +164,8 @@ class Simulator:
             raise self.log.make("uninitialised", text)
 
     def declare_writes(self, op: str, *arguments: str) -> None:
-        """Declare arguments that the operator writes although its schema does not mark them. Call
-        it before the operator's first use."""
+        """Declare the names of arguments that operator `op` writes although its schema does not
+        mark them. Call it before the operator's first use."""
         self.core.declare_writes(op, list(arguments))
 
     def stats(self) -> Mapping[str, int]:

@@ -65,7 +65,8 @@ class Contents:
     queries: Tensor
 
     def new(self, parts: list[Tensor]) -> Tensor:
-        """This step's tokens of keys or values, [T, kv_heads * dim]."""
+        """Return the keys or values of this step's tokens, [T, kv_heads * dim], from `parts`, which
+        is `keys` or `values`."""
         return torch.cat([part[before:] for part, (before, _) in zip(parts, self.rows, strict=True)]).flatten(1)
 
 
@@ -133,13 +134,15 @@ class Probe:
         self.view: ForwardBatch | None = None
 
     def __call__(self, batch: ForwardBatch) -> Tensor:
-        """Run the layer; returns its output [T, heads * dim]."""
+        """Keep the batch as `view` and run the layer on the given rows; returns its output [T,
+        heads * dim]."""
         self.view = batch
         return self._layer(*self._inputs)
 
 
 def asking_for(layer: BackendAttention, extra: str, device: str) -> BackendAttention:
-    """Return a copy of the layer that also requests `extra`, if that is one of `EXTRAS`."""
+    """Return a copy of the layer that also requests `extra`; an unchanged copy if that is not one
+    of `EXTRAS`."""
     changed = copy(layer)
     if extra == "softcap":
         changed.softcap = LIFT / 0.6
@@ -162,9 +165,9 @@ def attend(
     again: Callable[[Any, Probe], Tensor | None] | None = None,
     extra: str = "",
 ) -> Seen:
-    """Run one step of attention on a harness. `again(backend, probe)` runs the same step a second
-    time in another way; `extra` is one of `EXTRAS` or `TREE`, requested in addition to what the
-    model does."""
+    """Run one step of attention on a harness, in a pool with NaN in every KV slot that the contents
+    do not fill. `again(backend, probe)` runs the same step a second time in another way; `extra` is
+    one of `EXTRAS` or `TREE`, requested in addition to what the model does, or empty."""
     runner = copy(harness.started.built["runner"])
     pool = harness.pool
     device, dtype = harness.facts.tensor_device, getattr(torch, harness.geometry.dtype)
@@ -214,8 +217,8 @@ def cells_of(contents: Contents, page_size: int) -> list[Tensor]:
 
 
 def expected_cells(contents: Contents, parts: list[Tensor], lengths: list[int], pool: TokenToKVPool) -> Tensor:
-    """Return the keys or values of a whole pool in float32: the first `lengths` tokens of each row
-    in their KV slots, NaN everywhere else."""
+    """Return the keys or values (`parts`) of a whole pool in float32: the first `lengths[i]` tokens
+    of request i in their KV slots, NaN everywhere else."""
     host = torch.full((pool.num_cells, *parts[0].shape[1:]), float("nan"), device="cpu")
     for where, part, length in zip(cells_of(contents, pool.page_size), parts, lengths, strict=True):
         host[where[:length]] = part[:length]

@@ -34,12 +34,12 @@ class HashedMatcher:
         return True
 
     def rollback(self, count: int) -> None:
-        """Forget the last tokens."""
+        """Forget the last `count` tokens, and the error."""
         del self._digests[len(self._digests) - count :]
         self.error = ""
 
     def fill(self, words: NDArray[np.int32]) -> None:
-        """Write the bits of `allowed`."""
+        """Write `allowed` to the words int32[N] of a mask, lowest bit first."""
         bits = np.zeros(len(words) * 32, dtype=bool)
         bits[: self._vocab_size] = self.allowed()
         words[:] = np.packbits(bits, bitorder="little").view("<i4")

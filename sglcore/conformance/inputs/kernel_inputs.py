@@ -1,7 +1,7 @@
 """Test inputs for entries of the kernel table that do not accept arbitrary values.
 
-One function for each entry, with the entry's name. It takes the number of rows, and whether the
-rows are slices of wider rows.
+One function for each entry, with the entry's name. It yields argument tuples on the host for
+`tokens` rows, drawn from `drawn`; with `strided`, the rows are slices of wider rows.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Inputs = Iterator[tuple[Any, ...]]
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """An argument that is made on the device that uses it."""
+    """An argument that `make(device)` makes on the device that uses it."""
 
     make: Callable[[str], Any]
 
@@ -68,7 +68,8 @@ class Draw:
 
 
 def pack_linear(drawn: Draw, tokens: int, strided: bool) -> Inputs:
-    """Rows, a weight and a bias or none, as `linear` takes them."""
+    """Yield arguments for `KernelTable.pack_linear` and `pack_parts`: rows, a weight, and a bias or
+    None, as `linear` takes them."""
     yield drawn.rows(tokens, WIDTH, strided), drawn.values(80, WIDTH) * 0.15, None
     yield drawn.rows(tokens, WIDTH, strided), drawn.values(17, WIDTH) * 0.15, drawn.values(17)
 
@@ -77,20 +78,22 @@ pack_parts = pack_linear
 
 
 def pack_head(drawn: Draw, tokens: int, strided: bool) -> Inputs:
-    """Rows, a weight, and ids of its rows."""
+    """Yield arguments for `KernelTable.pack_head`: rows to multiply, a weight, and ids of the
+    weight's rows."""
     yield drawn.rows(tokens, WIDTH, strided), drawn.values(29, WIDTH) * 0.15, drawn.ints(0, 29, tokens)
 
 
 def _whole_rows(drawn: Draw, tokens: int, strided: bool) -> Tensor:
-    """Draw [tokens, COLUMNS] integers with 127 in each 32: quantising them to 8 bits, by any group,
-    changes nothing."""
+    """Draw [tokens, COLUMNS] integers with a 127 in each 32 columns, in the drawer's dtype:
+    quantising them to 8 bits, by any group, changes nothing."""
     rows = drawn.ints(-127, 128, tokens, COLUMNS + 32)[:, 16 : 16 + COLUMNS]
     rows[:, ::32] = 127
     return rows.to(drawn.dtype) if strided else rows.to(drawn.dtype).contiguous()
 
 
 def quantize_linear(drawn: Draw, tokens: int, strided: bool) -> Inputs:
-    """Weights on the quantisation steps; each 32 columns have the lowest and the highest step."""
+    """Yield rows, a weight and the kind for `KernelTable.quantize_linear`. Each weight is on the
+    quantisation steps; each 32 columns have the lowest and the highest step."""
     for kind, low, high in (("int8", -127, 127), ("int4", -8, 7)):
         steps = drawn.ints(low, high + 1, 21, COLUMNS)
         steps[:, ::32], steps[:, 1::32] = low, high
@@ -98,7 +101,8 @@ def quantize_linear(drawn: Draw, tokens: int, strided: bool) -> Inputs:
 
 
 def pack_quantized(drawn: Draw, tokens: int, strided: bool) -> Inputs:
-    """Scales and zeros that float16 can represent; the last group may be cut."""
+    """Yield rows and a quantised weight for `KernelTable.pack_quantized`, with scales and zeros
+    that float16 can represent; the last group may be cut."""
     for bits, group, has_zeros in ((4, 32, True), (4, 128, False), (8, 64, False), (8, 32, True)):
         groups = -(-COLUMNS // group)
         codes = drawn.ints(0, 1 << bits, 21, COLUMNS, dtype=torch.uint8)
@@ -114,12 +118,13 @@ def _moved(weight: QuantizedWeight, device: str) -> QuantizedWeight:
 
 
 def embedding(drawn: Draw, tokens: int, strided: bool) -> Inputs:
-    """Ids, each below the vocabulary."""
+    """Yield arguments of `KernelTable.embedding`: ids, each below the vocabulary."""
     yield drawn.ints(0, 29, tokens), drawn.values(29, WIDTH)
 
 
 def rotary(drawn: Draw, tokens: int, strided: bool) -> Inputs:
-    """Heads rotated whole and in half; strided, q and k are slices of one tensor."""
+    """Yield arguments of `KernelTable.rotary`: heads rotated whole and in half; strided, q and k
+    are slices of one tensor."""
     for dim in HEAD_DIMS:
         for rotated in (dim, dim // 2):
             angles = torch.arange(40, device="cpu")[:, None] * torch.linspace(0.01, 1, rotated // 2, device="cpu")
@@ -131,7 +136,8 @@ def rotary(drawn: Draw, tokens: int, strided: bool) -> Inputs:
 
 
 def top_k_routing(drawn: Draw, tokens: int, strided: bool) -> Inputs:
-    """No two logits of a row are equal, so that there is one right order."""
+    """Yield arguments of `KernelTable.top_k_routing`. No two logits of a row are equal, so that
+    there is one right order."""
     for experts, k, normalize in ((5, 2, True), (16, 4, False), (8, 8, True)):
         ranks = [drawn.permutation(experts) for _ in range(tokens)]
         logits = torch.stack(ranks).to(drawn.dtype) / 2 if ranks else drawn.values(0, experts)
@@ -139,7 +145,8 @@ def top_k_routing(drawn: Draw, tokens: int, strided: bool) -> Inputs:
 
 
 def sigmoid_routing(drawn: Draw, tokens: int, strided: bool) -> Inputs:
-    """One group, and the best three of four; no two sums of a row are equal."""
+    """Yield arguments of `KernelTable.sigmoid_routing`: one group, and the best three of four; no
+    two sums of a row are equal."""
     for groups, top_groups, normalize in ((1, 1, True), (4, 3, False)):
         ranks = [drawn.permutation(16) for _ in range(tokens)]
         logits = (torch.stack(ranks).to(drawn.dtype) - 8) / 4 if ranks else drawn.values(0, 16)
@@ -147,7 +154,8 @@ def sigmoid_routing(drawn: Draw, tokens: int, strided: bool) -> Inputs:
 
 
 def group_limited_routing(drawn: Draw, tokens: int, strided: bool) -> Inputs:
-    """All groups, and the best two of four; no two logits of a row are equal."""
+    """Yield arguments of `KernelTable.group_limited_routing`: all groups, and the best two of four;
+    no two logits of a row are equal."""
     for groups, top_groups in ((1, 1), (4, 2)):
         ranks = [drawn.permutation(16) for _ in range(tokens)]
         logits = (torch.stack(ranks).to(drawn.dtype) - 8) / 4 if ranks else drawn.values(0, 16)
@@ -155,20 +163,21 @@ def group_limited_routing(drawn: Draw, tokens: int, strided: bool) -> Inputs:
 
 
 def sqrtsoftplus_routing(drawn: Draw, tokens: int, strided: bool) -> Inputs:
-    """No two sums of a row are equal, and some of the largest are below zero."""
+    """Yield arguments of `KernelTable.sqrtsoftplus_routing`. No two sums of a row are equal, and
+    some of the largest are below zero."""
     ranks = [drawn.permutation(16) for _ in range(tokens)]
     logits = (torch.stack(ranks).to(drawn.dtype) - 8) / 4 if ranks else drawn.values(0, 16)
     yield logits, torch.linspace(-1.57, -0.81, 16, device="cpu"), 5, 1.5
 
 
 def hash_routing(drawn: Draw, tokens: int, strided: bool) -> Inputs:
-    """Each token's experts are distinct."""
+    """Yield arguments of `KernelTable.hash_routing`. Each token's experts are distinct."""
     table = torch.stack([drawn.permutation(16)[:5] for _ in range(29)]).int()
     yield drawn.rows(tokens, 16, strided), drawn.ints(0, 29, tokens), table, 1.5
 
 
 def moe(drawn: Draw, tokens: int, strided: bool) -> Inputs:
-    """Rows without an expert hold NaN."""
+    """Yield arguments of `KernelTable.moe`. Rows without an expert hold NaN."""
     for experts, k in ((5, 2), (4, 1)):
         hidden, weights = drawn.rows(tokens, WIDTH, strided).clone(), drawn.values(tokens, k).abs()
         chosen = [drawn.permutation(experts)[:k] for _ in range(tokens)]
@@ -179,25 +188,28 @@ def moe(drawn: Draw, tokens: int, strided: bool) -> Inputs:
 
 
 def relu2_moe(drawn: Draw, tokens: int, strided: bool) -> Inputs:
-    """As `moe`, without gates."""
+    """Yield arguments of `KernelTable.relu2_moe`: as `moe`, without gates."""
     for hidden, weights, ids, w13, w2 in moe(drawn, tokens, strided):
         yield hidden, weights, ids, w13[:, :32].contiguous(), w2
 
 
 def clamped_moe(drawn: Draw, tokens: int, strided: bool) -> Inputs:
-    """As `moe`, with biases, and with a limit that many values exceed."""
+    """Yield arguments of `KernelTable.clamped_moe`: as `moe`, with biases, and with a limit that
+    many values exceed."""
     for hidden, weights, ids, w13, w2 in moe(drawn, tokens, strided):
         b13, b2 = drawn.values(*w13.shape[:2]), drawn.values(*w2.shape[:2])
         yield hidden, weights, ids, w13, b13, w2, b2, 1.702, 1.5
 
 
 def limited_moe(drawn: Draw, tokens: int, strided: bool) -> Inputs:
-    """As `moe`, with a limit that many values exceed."""
+    """Yield arguments of `KernelTable.limited_moe`: as `moe`, with a limit that many values
+    exceed."""
     yield *next(moe(drawn, tokens, strided)), 0.7
 
 
 def mxfp4_moe(drawn: Draw, tokens: int, strided: bool) -> Inputs:
-    """As `clamped_moe`, of random codes with small exponents, in rows of whole groups of 32."""
+    """Yield arguments of `KernelTable.mxfp4_moe`: as `clamped_moe`, of random codes with small
+    exponents, in rows of whole groups of 32."""
     for narrow, weights, ids, *_ in moe(drawn, tokens, strided):
         hidden = torch.cat((narrow, narrow[:, :16]), dim=1)
         packed: list[torch.Tensor] = []
@@ -209,7 +221,8 @@ def mxfp4_moe(drawn: Draw, tokens: int, strided: bool) -> Inputs:
 
 
 def store_kv(drawn: Draw, tokens: int, strided: bool) -> Inputs:
-    """Some padding rows name cell 0; every other cell is distinct."""
+    """Yield arguments of `KernelTable.store_kv`, with distinct KV slots above 0; strided, keys and
+    values are slices of one tensor."""
     dim = 16
     together = drawn.values(tokens, 2, 2, dim)
     key, value = (
@@ -220,7 +233,8 @@ def store_kv(drawn: Draw, tokens: int, strided: bool) -> Inputs:
 
 
 def rotary_and_store(drawn: Draw, tokens: int, strided: bool) -> Inputs:
-    """One padding row names cell 0; the caches' other cells are distinct."""
+    """Yield arguments of `KernelTable.rotary_and_store`. One padding row names cell 0; the caches'
+    other cells are distinct."""
     for q, k, positions, cache, dim in rotary(drawn, tokens, strided):
         cells = drawn.permutation(71)[:tokens] + 1
         cells[tokens // 2 : tokens // 2 + 1] = 0
@@ -229,8 +243,8 @@ def rotary_and_store(drawn: Draw, tokens: int, strided: bool) -> Inputs:
 
 
 def norm_rotary_and_store(drawn: Draw, tokens: int, strided: bool) -> Inputs:
-    """As `rotary_and_store`, with the weights of both norms, in float32 for heads that are rotated
-    in part."""
+    """Yield arguments of `KernelTable.norm_rotary_and_store`: as `rotary_and_store`, with the
+    weights of both norms, in float32 for heads that are rotated in part."""
     for args in rotary_and_store(drawn, tokens, strided):
         weights = [drawn.values(args[5]) for _ in range(2)]
         if args[4].shape[1] < args[5]:
@@ -239,7 +253,7 @@ def norm_rotary_and_store(drawn: Draw, tokens: int, strided: bool) -> Inputs:
 
 
 def cache_locations(drawn: Draw, tokens: int, strided: bool) -> Inputs:
-    """Pages of one token and of several."""
+    """Yield arguments of `KernelTable.cache_locations`: pages of one token and of several."""
     for page_size in (1, 3, 16):
         table = drawn.ints(0, 90, 7, 12)
         out = torch.full((tokens,), -7, dtype=torch.int64, device="cpu")
@@ -255,7 +269,7 @@ _REQUESTS: tuple[Mapping[str, Any], ...] = (
 
 
 def draw(drawn: Draw, tokens: int, strided: bool) -> Inputs:
-    """Every kind of request in one batch."""
+    """Yield arguments of `KernelTable.draw`: every kind of request in one batch."""
     asked = [(SamplingParams(**_REQUESTS[row % len(_REQUESTS)]), 7 * row + 1) for row in range(tokens)]
     rows, places = SamplingBatch.from_params(asked), drawn.ints(1, 99, tokens)
     state, tables = Built(lambda device: make_state(rows, places.to(device))), Built(partial(make_race_tables, VOCAB))
@@ -264,7 +278,7 @@ def draw(drawn: Draw, tokens: int, strided: bool) -> Inputs:
 
 
 def greedy(drawn: Draw, tokens: int, strided: bool) -> Inputs:
-    """Ties, and rows from which no token can be drawn."""
+    """Yield arguments of `KernelTable.greedy`: ties, and rows from which no token can be drawn."""
     logits = drawn.rows(tokens, VOCAB, strided) * 4
     if tokens > 3:
         logits[2], logits[5], logits[6, 17] = 0.5, float("-inf"), float("nan")
@@ -305,7 +319,8 @@ def rows_of_states(drawn: Draw, tokens: int) -> Iterator[tuple[int, int, tuple[T
 
 
 def causal_conv(drawn: Draw, tokens: int, strided: bool) -> Inputs:
-    """Convolutions that reach three tokens back, and two."""
+    """Yield arguments of `KernelTable.causal_conv`: convolutions that reach three tokens back, and
+    two."""
     for taps, has_bias, silu in ((4, True, True), (3, False, False)):
         for count, size, rows in rows_of_states(drawn, tokens):
             weight, bias = drawn.values(taps, WIDTH), drawn.values(WIDTH) if has_bias else None
@@ -313,7 +328,8 @@ def causal_conv(drawn: Draw, tokens: int, strided: bool) -> Inputs:
 
 
 def gated_delta_rule(drawn: Draw, tokens: int, strided: bool) -> Inputs:
-    """Fewer query heads than value heads, then the same number of both."""
+    """Yield arguments of `KernelTable.gated_delta_rule`: fewer query heads than value heads, then
+    the same number of both."""
     for key_heads, heads, key_size, width in ((2, 4, 16, 16), (1, 1, 24, 40)):
         for count, size, rows in rows_of_states(drawn, tokens):
             qkv = drawn.rows(count, 2 * key_heads * key_size + heads * width, strided)
@@ -322,7 +338,8 @@ def gated_delta_rule(drawn: Draw, tokens: int, strided: bool) -> Inputs:
 
 
 def selective_scan(drawn: Draw, tokens: int, strided: bool) -> Inputs:
-    """Two groups of heads with a limit that cuts the time step, and one group without a limit."""
+    """Yield arguments of `KernelTable.selective_scan`: two groups of heads with a limit that cuts
+    the time step, and one group without a limit."""
     for groups, heads, head_dim, width, most in ((2, 4, 16, 16, 1.0), (1, 1, 24, 40, math.inf)):
         for count, size, rows in rows_of_states(drawn, tokens):
             xbc, dt = (

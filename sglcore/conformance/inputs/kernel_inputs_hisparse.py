@@ -27,8 +27,8 @@ def _filled(drawn: Draw, places: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def swap_in(drawn: Draw, tokens: int, strided: bool) -> Inputs:
-    """Places for exactly the chosen entries, and for more; rows that choose all, a few and no
-    entries; padding."""
+    """Yield arguments of `KernelTable.swap_in`: places for exactly the chosen entries, and for
+    more; rows that choose all, a few and no entries; padding."""
     for count, places in ((5, 5), (7, 12)):
         slots = (drawn.permutation(SLOTS - 1)[:tokens] + 1).to(torch.int32)
         slots[tokens // 2 : tokens // 2 + 1] = 0
@@ -45,8 +45,8 @@ def swap_in(drawn: Draw, tokens: int, strided: bool) -> Inputs:
 
 
 def copy_rows(drawn: Draw, tokens: int, strided: bool) -> Inputs:
-    """Rows that can be copied in units of four bytes, of two and of one; for each request some of
-    its copies, none and all."""
+    """Yield arguments of `KernelTable.copy_rows`: rows that can be copied in units of four bytes,
+    of two and of one; for each request some of its copies, none and all."""
     for size, dtype in ((24, None), (5, None), (9, torch.uint8)):
         count = 6
         source = drawn.values(SLOTS, size) if dtype is None else drawn.ints(0, 256, SLOTS, size).to(dtype)

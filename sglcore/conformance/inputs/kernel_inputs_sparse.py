@@ -72,7 +72,8 @@ def _codecs(drawn: Draw) -> tuple[tuple[int, RowCodec | None], ...]:
 
 
 def _pool(drawn: Draw, rows: int, size: int, named: Tensor, codec: RowCodec | None) -> Tensor:
-    """Return [rows, size], or their encoded bytes; rows that `named` does not have hold NaN."""
+    """Draw a pool [rows, size]; with a codec, the encoded bytes of one. Rows whose index is not in
+    `named` hold NaN."""
     values = drawn.values(rows, size)
     values = values if codec is None else codec.encode(values)
     nobody = torch.full_like(values, math.nan) if codec is None else codec.unwritten.repeat(rows, 1)
@@ -81,21 +82,24 @@ def _pool(drawn: Draw, rows: int, size: int, named: Tensor, codec: RowCodec | No
 
 
 def _out_rows(drawn: Draw, tokens: int, rows: int) -> Tensor:
-    """Draw distinct rows, except that the middle one is row 0, as for padding."""
+    """Draw `tokens` distinct pool rows between 1 and `rows` - 1, except that the middle one is row
+    0, as for padding."""
     found = drawn.permutation(rows - 1)[:tokens] + 1
     found[tokens // 2 : tokens // 2 + 1] = 0
     return found
 
 
 def rope_tail(drawn: Draw, tokens: int, strided: bool) -> Inputs:
-    """Forward with a norm, rotated in part; inverse without a norm, rotated whole."""
+    """Yield arguments of `KernelTable.rope_tail`: forward with a norm, rotated in part; inverse
+    without a norm, rotated whole."""
     for size, eps, is_inverse in ((24, 1e-6, False), (ROTATED, None, True)):
         heads = drawn.rows(tokens, 3 * size, strided).unflatten(1, (3, size))
         yield heads, drawn.ints(0, POSITIONS, tokens), _cache(), eps, is_inverse
 
 
 def norm_rope_store(drawn: Draw, tokens: int, strided: bool) -> Inputs:
-    """A norm of the part that is not rotated, and a norm of the whole row."""
+    """Yield arguments of `KernelTable.norm_rope_store`: a norm of the part that is not rotated, and
+    a norm of the whole row."""
     for (size, codec), normed in zip(_codecs(drawn), (16, 44), strict=True):
         rows = _pool(drawn, 40, size, drawn.permutation(0), codec)
         where = drawn.ints(0, POSITIONS, tokens), _cache(), rows, _out_rows(drawn, tokens, 40)
@@ -103,7 +107,7 @@ def norm_rope_store(drawn: Draw, tokens: int, strided: bool) -> Inputs:
 
 
 def index_key_store(drawn: Draw, tokens: int, strided: bool) -> Inputs:
-    """Plain rows, and rows in eight bits."""
+    """Yield arguments of `KernelTable.index_key_store`: plain rows, and rows in eight bits."""
     for size, codec in _codecs(drawn):
         gain, shift = drawn.values(size).float(), drawn.values(size).float()
         rows = _pool(drawn, 40, size, drawn.permutation(0), codec)
@@ -112,14 +116,14 @@ def index_key_store(drawn: Draw, tokens: int, strided: bool) -> Inputs:
 
 
 def window_rows(drawn: Draw, tokens: int, strided: bool) -> Inputs:
-    """Windows within a page, and over several."""
+    """Yield arguments of `KernelTable.window_rows`: windows within a page, and over several."""
     for paged, width in zip(_paged(drawn, tokens), (5, 19), strict=True):
         out = torch.full((len(paged.positions), width), -7, dtype=torch.int32, device="cpu")
         yield paged.table, paged.token_slots, paged.positions, width, PAGE, out
 
 
 def block_rows(drawn: Draw, tokens: int, strided: bool) -> Inputs:
-    """One block in a page, and several."""
+    """Yield arguments of `KernelTable.block_rows`: one block in a page, and several."""
     for paged, ratio in zip(_paged(drawn, tokens), (PAGE, 4), strict=True):
         width = paged.table.shape[1] * PAGE // ratio
         out = torch.full((len(paged.positions), width), -7, dtype=torch.int32, device="cpu")
@@ -127,8 +131,9 @@ def block_rows(drawn: Draw, tokens: int, strided: bool) -> Inputs:
 
 
 def compress_plan(drawn: Draw, tokens: int, strided: bool) -> Inputs:
-    """Overlapping blocks with states in pages, which may begin after the first page; and separate
-    blocks with states by slot. There is room for more events than occur."""
+    """Yield arguments of `KernelTable.compress_plan`: overlapping blocks with states in pages,
+    which may begin after the first page; and separate blocks with states by slot. There is room for
+    more events than occur."""
     for paged, (ratio, span) in product(_paged(drawn, tokens), ((4, 8), (PAGE, PAGE))):
         slots, starts, lengths = paged.rows
         count = len(paged.positions)
@@ -142,8 +147,8 @@ def compress_plan(drawn: Draw, tokens: int, strided: bool) -> Inputs:
 
 
 def compress(drawn: Draw, tokens: int, strided: bool) -> Inputs:
-    """Read tokens of this step, rows of the state (the call then overwrites a few of them), and
-    nothing."""
+    """Yield arguments of `KernelTable.compress`: blocks that read tokens of this step, rows of the
+    state (of which the call then overwrites a few), and nothing."""
     for ratio, span, size in ((4, 8, 24), (3, 3, 12)):
         state = _pool(drawn, 50, 2 * size, drawn.permutation(25), None).float()
         held = -2 - drawn.ints(0, 25, tokens, span)
@@ -156,7 +161,8 @@ def compress(drawn: Draw, tokens: int, strided: bool) -> Inputs:
 
 
 def index_logits(drawn: Draw, tokens: int, strided: bool) -> Inputs:
-    """Weights of both signs; more columns than any token has rows."""
+    """Yield arguments of `KernelTable.index_logits`: weights of both signs; more columns than any
+    token has rows."""
     for paged, (size, codec) in zip(_paged(drawn, tokens), _codecs(drawn), strict=True):
         count, lens = len(paged.positions), paged.positions + (paged.token_slots > 0).int()
         q = drawn.rows(count, 3 * size, strided).unflatten(1, (3, size))
@@ -172,7 +178,8 @@ def _held(paged: Paged, lens: Tensor) -> Tensor:
 
 
 def index_top_k(drawn: Draw, tokens: int, strided: bool) -> Inputs:
-    """Fewer rows than `k`, and more; no two logits of a token are equal."""
+    """Yield arguments of `KernelTable.index_top_k`: fewer rows than `k`, and more; no two logits of
+    a token are equal."""
     for paged, k in zip(_paged(drawn, tokens), (4, 11), strict=True):
         lens = paged.positions + (paged.token_slots > 0).int()
         ranks = [drawn.permutation(POSITIONS) for _ in lens]
@@ -182,8 +189,8 @@ def index_top_k(drawn: Draw, tokens: int, strided: bool) -> Inputs:
 
 
 def sparse_mqa(drawn: Draw, tokens: int, strided: bool) -> Inputs:
-    """One list, and two with sinks; some tokens choose nothing. Then the numbers of heads and
-    elements of the published models."""
+    """Yield arguments of `KernelTable.sparse_mqa`: one list, and two with sinks; some tokens choose
+    nothing. Then the numbers of heads and elements of the published models."""
     for (size, codec), value_size, lists in zip(_codecs(drawn), (16, 44), (1, 2), strict=True):
         yield _attention(drawn, tokens, (3, size, value_size), lists, codec, strided)
     for size, lists in PUBLISHED if tokens in PUBLISHED_TOKENS else ():
@@ -215,7 +222,7 @@ def _chosen(drawn: Draw, tokens: int, width: int) -> Tensor:
 
 
 def paged_mqa(drawn: Draw, tokens: int, strided: bool) -> Inputs:
-    """Plain rows, and rows in eight bits."""
+    """Yield arguments of `KernelTable.paged_mqa`: plain rows, and rows in eight bits."""
     for paged, (size, codec), value_size in zip(_paged(drawn, tokens), _codecs(drawn), (16, 44), strict=True):
         lens = paged.positions + (paged.token_slots > 0).int()
         q = drawn.rows(len(lens), 3 * size, strided).unflatten(1, (3, size))
@@ -224,13 +231,14 @@ def paged_mqa(drawn: Draw, tokens: int, strided: bool) -> Inputs:
 
 
 def grouped_linear(drawn: Draw, tokens: int, strided: bool) -> Inputs:
-    """With `strided`, the weight is a transposed view too."""
+    """Yield arguments of `KernelTable.grouped_linear`. With `strided`, the weight is a transposed
+    view too."""
     weight = drawn.values(3, 40, 17).transpose(1, 2) if strided else drawn.values(3, 17, 40)
     yield drawn.rows(tokens, 3 * 40, strided).unflatten(1, (3, 40)), weight * 0.15
 
 
 def hc_pre(drawn: Draw, tokens: int, strided: bool) -> Inputs:
-    """Four streams, and three."""
+    """Yield arguments of `KernelTable.hc_pre`: four streams, and three."""
     tokens = min(tokens, MOST_TOKENS)
     for streams, iters in ((4, 3), (3, 2)):
         outputs, scale = (2 + streams) * streams, torch.tensor([0.7, 1.1, 1.6], device="cpu")
@@ -243,14 +251,14 @@ def _streams(drawn: Draw, tokens: int, streams: int, strided: bool) -> Tensor:
 
 
 def hc_post(drawn: Draw, tokens: int, strided: bool) -> Inputs:
-    """The mix of streams is not symmetric."""
+    """Yield arguments of `KernelTable.hc_post`. The mix of streams is not symmetric."""
     tokens = min(tokens, MOST_TOKENS)
     post, comb = drawn.values(tokens, 4).float(), drawn.values(tokens, 4, 4).float() / 2
     yield drawn.rows(tokens, 24, strided), _streams(drawn, tokens, 4, strided), post, comb
 
 
 def hc_head(drawn: Draw, tokens: int, strided: bool) -> Inputs:
-    """Four streams."""
+    """Yield arguments of `KernelTable.hc_head`: four streams."""
     tokens = min(tokens, MOST_TOKENS)
     fn, scale = drawn.values(4, 96).float() * 0.15, torch.tensor([0.8], device="cpu")
     yield _streams(drawn, tokens, 4, strided), fn, drawn.values(4).float(), scale, 1e-6, 1e-2

@@ -28,7 +28,8 @@ def _tables(drawn: Draw, requests: int, width: int) -> Iterator[tuple[Tensor, ..
 
 
 def place_proposals(drawn: Draw, tokens: int, strided: bool) -> Inputs:
-    """Runs of one token, of several tokens, and of the largest number of tokens."""
+    """Yield arguments of `KernelTable.place_proposals`: runs of one token, of several tokens, and
+    of the largest number of tokens."""
     for width in (1, 4, MOST + 1):
         for tables in _tables(drawn, tokens, width):
             for nodes in (None, drawn.ints(1, width + 1, tokens)):
@@ -40,7 +41,7 @@ def place_proposals(drawn: Draw, tokens: int, strided: bool) -> Inputs:
 
 
 def accept_proposals(drawn: Draw, tokens: int, strided: bool) -> Inputs:
-    """Inputs as `place_proposals` leaves them."""
+    """Yield arguments of `KernelTable.accept_proposals`, as `place_proposals` leaves them."""
     for width in (1, 4, MOST + 1):
         for last, lengths, proposals, slots, limits in _tables(drawn, tokens, width):
             steps = torch.arange(width, dtype=torch.int32)
@@ -54,7 +55,8 @@ def accept_proposals(drawn: Draw, tokens: int, strided: bool) -> Inputs:
 
 
 def tree_walk(drawn: Draw, tokens: int, strided: bool) -> Inputs:
-    """Random trees; siblings are different tokens; a node in four is absent or has no KV slot."""
+    """Yield arguments of `KernelTable.tree_walk`: random trees; siblings are different tokens; a
+    node in four is absent or has no KV slot."""
     for width in (1, 4, MOST + 1):
         for last, lengths, _, slots, limits in _tables(drawn, tokens, width):
             trees, proposals = _trees(drawn)
@@ -108,8 +110,8 @@ def _leaders(drawn: Draw, *sizes: int) -> tuple[Tensor, Tensor]:
 
 
 def tree_expand(drawn: Draw, tokens: int, strided: bool) -> Inputs:
-    """The first depth after the root, and a depth after beams; a few beams have no chance
-    (-inf)."""
+    """Yield arguments of `KernelTable.tree_expand`: the first depth after the root, and a depth
+    after beams; a few beams have no chance (-inf)."""
     for width, depth, _ in SHAPES:
         records, sums, _ = _records(drawn, tokens, width, depth)
         for first, count in ((0, 1), (width, width)):
@@ -125,7 +127,8 @@ def tree_expand(drawn: Draw, tokens: int, strided: bool) -> Inputs:
 
 
 def tree_build(drawn: Draw, tokens: int, strided: bool) -> Inputs:
-    """Records as the expansion of beams leaves them."""
+    """Yield arguments of `KernelTable.tree_build`: records as the expansion of beams leaves
+    them."""
     for width, depth, nodes in SHAPES:
         records, sums, depths = _records(drawn, tokens, width, depth)
         yield records, sums, depths, torch.full((3, tokens, nodes - 1), -7, dtype=torch.int32, device="cpu")
@@ -150,7 +153,7 @@ def _records(drawn: Draw, requests: int, width: int, depth: int) -> tuple[Tensor
 
 
 def tree_place(drawn: Draw, tokens: int, strided: bool) -> Inputs:
-    """Trees of any form, and chains."""
+    """Yield arguments of `KernelTable.tree_place`: trees of any form, and chains."""
     slots = (drawn.permutation(SLOTS - 1)[:tokens] + 1).to(torch.int32)
     trees, proposals = _trees(drawn)
     own = trees[:, slots.long(), 1:]

@@ -20,13 +20,15 @@ from sglcore.runtime.kernels.table import KernelTable, origin_of
 PACKS = frozenset({"pack_linear", "pack_quantized", "quantize_linear", "pack_head", "pack_parts", "head"})
 """Entries that make or take packed weights."""
 MAKES = PACKS - {"head"}
-"""Entries of these that refuse a weight by a ConfigError or by their result."""
+"""Entries of PACKS that refuse a weight by a ConfigError or by their result, not by what they
+say."""
 HANDS_ON = PACKS | {"linear"}
 """Entries that may pass plain weights to the next candidate."""
 
 
 class Taking:
-    """The candidates of one entry over all its cases. Its methods raise LawBroken."""
+    """Checks what the candidates of one kernel entry say they take, over all cases of the entry.
+    Its methods raise LawBroken."""
 
     def __init__(self, table: KernelTable, entry: Entry[Any]) -> None:
         self._table = table
@@ -38,7 +40,8 @@ class Taking:
         self._first = 0
 
     def table_for(self, case: KernelCase, args: Sequence[Any]) -> KernelTable | None:
-        """Return the table with the first candidate that takes a case; None if none takes it."""
+        """Return the table in which the first candidate that takes the case with arguments `args`
+        computes the entry; None if none takes it."""
         call = None if self._entry.name in MAKES else [described_as(arg) for arg in args]
         taking = [place for place in range(len(self._held)) if self._takes(place, case, call)]
         if not taking:
@@ -48,8 +51,8 @@ class Taking:
         return type(self._table)(**{**self._table.candidates, **left}) if self._first else self._table
 
     def refused(self, reason: str) -> None:
-        """Note that the candidate refused the current case after all, with an error for its
-        caller."""
+        """Note that the candidate of the last `table_for` refused the case after all, with a
+        ConfigError."""
         self._taken[self._first] -= 1
         self._reasons[self._first] = reason
 
@@ -104,7 +107,8 @@ class Taking:
 
 
 def code_of(kernel: Any) -> CodeType | None:
-    """Return the Python code that a kernel begins with; None if it has none."""
+    """Return the Python code that a kernel begins with; None if it is not a Python function or an
+    object with one."""
     kernel = kernel.func if isinstance(kernel, partial) else kernel
     kernel = kernel.__func__ if isinstance(kernel, MethodType) else kernel
     function = kernel if isinstance(kernel, FunctionType) else vars(type(kernel)).get("__call__")

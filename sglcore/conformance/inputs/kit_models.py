@@ -57,7 +57,8 @@ _HYBRID: Mapping[str, Any] = MappingProxyType(
         "rms_norm_eps": 1e-2,
     }
 )
-"""Its epsilon is large, so that the norm of a small sum does not amplify a rounding error."""
+"""The epsilon of its norms is large, so that the norm of a small sum does not amplify a rounding
+error."""
 MODELS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
         "dense": MappingProxyType({"architectures": ["LlamaForCausalLM"], "model_type": "llama"}),
@@ -113,7 +114,7 @@ rounding changes no choice of entries, and the backend that takes such layers, w
 serves other models."""
 
 SMOOTH: Mapping[str, str] = MappingProxyType({"moe": "moe-all", "spoiled": "spoiled-all"})
-"""The model that replaces a model where it runs in 16 bits."""
+"""For each model with experts, the model that replaces it where models run in 16 bits."""
 
 
 def write_checkpoint(folder: Path, model: str, head_dim: int, seed: int = 0) -> Path:

@@ -67,7 +67,8 @@ def any_page_layout(trial: Trial) -> None:
 
 
 def joins_and_leaves(trial: Trial) -> None:
-    """Run ten prompts, more than there are slots; they join one by one and end at different times.
+    """Run ten prompts, more than there are slots; they join one by one and end at different steps
+    of the run.
     """
     harness = open_case(trial)
     for stagger in (1, 3):

@@ -39,8 +39,7 @@ def one_key_too_few(base: Any) -> type:
 
 
 def with_layer(base: Any, **changes: Any) -> type:
-    """Return a subclass of a backend that attends with `changes` to the attributes of each layer.
-    """
+    """Return a subclass of a backend that attends with `changes` to each layer's attributes."""
 
     class WithLayer(base):
         __slots__ = ()

@@ -27,7 +27,8 @@ class OnceEach(ReplayedGraphs):
     """A step that ran is not run again."""
 
     def capture(self, step: Callable[[], Tensor]) -> ReplayedStep:
-        """Run the step; the first replay runs it once more, and further replays return that output.
+        """Run the step; the first replay runs it once more, and all further replays return what
+        that run returned.
         """
         step()
         ran: list[Tensor] = []

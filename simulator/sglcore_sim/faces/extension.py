@@ -65,8 +65,8 @@ class Stream(module.StreamBinding):
 
 
 class Capturing:
-    """A context in which a graph captures the given stream, or a stream that all such contexts
-    share."""
+    """A context in which the graph `made` captures the given stream; without one, a new stream that
+    all such contexts share."""
 
     default_capture_stream = None
 

@@ -58,7 +58,8 @@ class GraphBinding:
         self.core = self.native.Graph()
 
     def begin(self, pool: tuple[int, int] | None, capture_error_mode: str = MODES[0]) -> None:
-        """Start to record the current stream; memory comes from `pool`, or from a new pool."""
+        """Start to capture the current stream; the graph's memory comes from `pool`, or from a new
+        pool."""
         if capture_error_mode not in MODES:
             raise RuntimeError(f"found capture error mode {capture_error_mode!r}, wanted one of {', '.join(MODES)}")
         self.core.begin(tuple(pool) if pool else (0, 0))
@@ -81,7 +82,8 @@ class GraphBinding:
 
 
 class Device:
-    """A context in which another device is current; None or a negative index changes nothing."""
+    """A context in which another device is current; None, a device without an index or a negative
+    index changes nothing."""
 
     def __init__(self, device: Any) -> None:
         self.idx = index_of(device, -1)
@@ -113,8 +115,8 @@ class StreamContext:
 
 
 def index_of(device: Any, default: int | None = None) -> int:
-    """Return the index of a device in any form that torch accepts; without an index `default`, else
-    the current device."""
+    """Return the index of a device in any form that torch accepts. A device without an index, or
+    None, gives `default`; the current device if that is None."""
     given = torch.device(device) if isinstance(device, str) else device
     index = given.index if isinstance(given, torch.device) else given
     if index is not None:

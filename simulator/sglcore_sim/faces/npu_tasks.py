@@ -111,7 +111,8 @@ class Tasks:
         self.capturing: Any = None
 
     def begin_group(self, stream: torch.Stream) -> None:
-        """Start a group with the calls that follow; the stream must be capturing."""
+        """Start a group: the vendor's operators that follow on this thread belong to it. Raises
+        RuntimeError unless a stream is being captured."""
         if not self._sim.core.is_capturing():
             raise RuntimeError("graph_task_group_begin wants a stream that is being captured")
         # On another stream than the captured one, so that the marker is not in the graph's pool,
@@ -131,14 +132,16 @@ class Tasks:
         return recording.handle
 
     def begin_update(self, stream: torch.Stream, handle: Handle) -> None:
-        """Start an update: the calls that follow give the group new arguments."""
+        """Start an update of a group: the vendor's operators that follow on this thread are not
+        run, but give the group's operators new arguments, in order."""
         rewriting = Rewriting(handle)
         rewriting.__enter__()
         self._rewriting.append(rewriting)
 
     def end_update(self, stream: torch.Stream) -> None:
-        """Queue the update on the stream. It must be ordered after the previous replay and before
-        the next one."""
+        """End the update and queue it on the stream. It must be ordered after the previous replay
+        and before the next one. Raises RuntimeError if it did not name all operators of the group.
+        """
         if not self._rewriting:
             raise RuntimeError("graph_task_update_end without graph_task_update_begin")
         rewriting = self._rewriting.pop()
@@ -189,7 +192,8 @@ class Tasks:
         return self._sim.log.make("race", text)
 
     def refuse(self, what: str) -> None:
-        """Fault (stuck_graph) if a replay still waits for the host."""
+        """Fault (stuck_graph) if a replay still waits for the host; `what` says what happened
+        instead."""
         if self.waiting:
             self.waiting.clear()
             raise self._stuck(what)

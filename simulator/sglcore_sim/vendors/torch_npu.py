@@ -32,7 +32,8 @@ SPARSE = "npu_sparse_flash_attention"
 
 
 def attention(query: Tensor, key: Tensor, value: Tensor, **given: Any) -> tuple[Tensor, Tensor]:
-    """Run the variant of the operator that allocates its results."""
+    """Implement npu_fused_infer_attention_score, the variant of the operator that allocates its
+    results."""
     out = torch.empty_like(query)
     lse = torch.zeros(1, dtype=torch.float32)
     attention_out(query, key, value, **given, out=[out, lse])
@@ -57,8 +58,8 @@ def attention_out(
     out: list[Tensor],
     **unused: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Run the variant of the operator with the caller's buffers, over pages of a block table:
-    decode in layout BSND, or packed rows in TND."""
+    """Implement npu_fused_infer_attention_score.out, the variant with the caller's buffers, over
+    pages of a block table: decode in layout BSND, or packed rows in TND."""
     if block_table is None or actual_seq_lengths_kv is None or input_layout not in ("BSND", "TND"):
         raise NotImplementedError("this reference takes pages with lengths of the keys, in the layouts BSND and TND")
     packed = input_layout == "TND"
@@ -142,12 +143,14 @@ def _check(
 
 
 def attention_workspace(query: Tensor, key: Tensor, value: Tensor, **given: Any) -> Tensor:
-    """Return a workspace of 512 bytes, which the reference does not use."""
+    """Implement the operator that sizes the workspace of attention_out: return 512 bytes, which the
+    reference does not use."""
     return torch.zeros(512, dtype=torch.uint8)
 
 
 def rms_norm(input: Tensor, gamma: Tensor, epsilon: float = 1e-6) -> tuple[Tensor, Tensor]:
-    """Return the norm, computed in float32 and cast once, and the reciprocal root mean square."""
+    """Implement npu_rms_norm: return the norm, computed in float32 and cast once, and the
+    reciprocal root mean square."""
     wanted = {
         "one dtype of floats": input.dtype == gamma.dtype and input.dtype in FLOATS,
         "a gamma of the last dimensions": input.shape[input.dim() - gamma.dim() :] == gamma.shape,
@@ -159,7 +162,8 @@ def rms_norm(input: Tensor, gamma: Tensor, epsilon: float = 1e-6) -> tuple[Tenso
 
 
 def add_rms_norm(x1: Tensor, x2: Tensor, gamma: Tensor, epsilon: float = 1e-6) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the norm of the sum, its reciprocal root mean square, and the sum."""
+    """Implement npu_add_rms_norm: return the norm of x1 + x2, its reciprocal root mean square, and
+    the sum."""
     require("npu_add_rms_norm", {"two tensors of one shape and dtype": (x1.shape, x1.dtype) == (x2.shape, x2.dtype)})
     total = x1 + x2
     normed, scale = rms_norm(total, gamma, epsilon)
@@ -167,7 +171,7 @@ def add_rms_norm(x1: Tensor, x2: Tensor, gamma: Tensor, epsilon: float = 1e-6) -
 
 
 def swiglu(input: Tensor, dim: int = -1) -> Tensor:
-    """Return silu of the first half times the second half."""
+    """Implement npu_swiglu: return silu of the first half times the second half."""
     wanted = {"floats": input.dtype in FLOATS, "two halves of one size": input.shape[dim] % 2 == 0}
     require("npu_swiglu", wanted)
     gate, up = input.float().chunk(2, dim)
@@ -177,8 +181,8 @@ def swiglu(input: Tensor, dim: int = -1) -> Tensor:
 def rotary_mul(
     input: Tensor, r1: Tensor, r2: Tensor, rotary_mode: str = "half", rotate: Tensor | None = None
 ) -> Tensor:
-    """Return input * r1 + (-second, first) * r2 for the halves of each head of a tensor with four
-    dimensions."""
+    """Implement npu_rotary_mul: return input * r1 + (-second, first) * r2 for the halves of each
+    head of a tensor with four dimensions."""
     four = all(x.dim() == 4 for x in (input, r1, r2))
     wanted = {
         "four dimensions in the mode 'half'": four and rotary_mode == "half",
@@ -206,8 +210,8 @@ def scatter_pa_kv_cache(
     seq_lens: Tensor | None = None,
     cache_mode: str | None = "PA_NZ",
 ) -> None:
-    """Store rows of key and value in KV slots of pages in the plain layout, in the dtypes that an
-    A2 or A3 supports."""
+    """Implement npu_scatter_pa_kv_cache: store rows of key and value in KV slots of pages in the
+    plain layout, in the dtypes that an A2 or A3 supports."""
     if cache_mode not in (None, "Norm"):
         raise NotImplementedError("this reference stores pages in the plain layout only (cache_mode 'Norm')")
     parts = (key, value, key_cache, value_cache)
@@ -230,7 +234,8 @@ def scatter_pa_kv_cache(
 def format_cast(
     input: Tensor, acl_format: int, *, customize_dtype: int | None = None, input_dtype: int | None = None
 ) -> Tensor:
-    """Return the same values; the device's internal layout is not simulated."""
+    """Implement npu_format_cast: return a copy with the same values; the device's internal layout
+    is not simulated."""
     if acl_format == FRACTAL_NZ and (input.dtype not in HALF or any(size % 16 for size in input.shape[-2:])):
         raise RuntimeError(f"npu_format_cast keeps {tuple(input.shape)} of {input.dtype} in whole blocks of 16 only")
     return input.clone()
@@ -253,8 +258,8 @@ def sparse_attention(
     attention_mode: int = 0,
     **unused: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Attend to the listed rows of a sequence, up to the list's first -1, in the absorbed form of
-    MLA, where the keys are also the values."""
+    """Implement npu_sparse_flash_attention: attend to the listed rows of a sequence, up to the
+    list's first -1, in the absorbed form of MLA, where the keys are also the values."""
     if (layout_query, layout_kv, sparse_mode) != ("BSND", "BSND", 0):
         raise NotImplementedError("this reference takes batches of texts, without a mask (sparse_mode 0)")
     given = actual_seq_lengths_query, actual_seq_lengths_kv, query_rope, key_rope
