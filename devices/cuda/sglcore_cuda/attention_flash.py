@@ -32,13 +32,13 @@ class FlashAttention(PageRowsAttention):
 
     @classmethod
     def unavailable(cls) -> str:
-        """Check the compute capability of the current GPU."""
+        """Return why the current GPU cannot run it; empty for compute capability 9.0."""
         found = torch.cuda.get_device_capability()
         return "" if found == CAPABILITY else f"it needs a GPU of compute capability 9.0, this one has {found}"
 
     def attend_pages(self, q: Tensor, k_pages: Tensor, v_pages: Tensor, plan: RowsPlan, layer: Attention) -> Tensor:
-        """Attend with one launch; its split depends only on sizes that are fixed in a captured
-        plan."""
+        """Implements `PageRowsAttention.attend_pages` with one launch; its split depends only on
+        sizes that are fixed in a captured plan."""
         left = window_left(layer.sliding_window)
         return flash_attn_interface.flash_attn_with_kvcache(
             q,

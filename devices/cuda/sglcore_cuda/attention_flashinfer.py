@@ -99,7 +99,7 @@ class FlashInferAttention(AttentionBackend[FlashInferPlan]):
         self._graph_memory: GraphMemory | None = None
 
     def plan(self, batch: ForwardBatch) -> FlashInferPlan:
-        """Plan every geometry. Copies lengths to the device; does not wait."""
+        """Plan the wrapper of every geometry. Copies lengths to the device; does not wait."""
         assert batch.seq_lens_cpu is not None
         count = len(batch.seq_lens_cpu)
         plan = FlashInferPlan(self, self.token_to_kv_pool.generation)
@@ -117,7 +117,8 @@ class FlashInferAttention(AttentionBackend[FlashInferPlan]):
         return plan
 
     def capture_plan(self, bucket: Bucket) -> FlashInferPlan:
-        """Make graph-mode wrappers over fixed buffers, planned for requests of one token. Waits."""
+        """Make two graph-mode wrappers for each geometry, over the fixed buffers of all buckets,
+        planned for `bucket.batch_size` requests of one token. Waits."""
         size = bucket.batch_size
         memory = self._shared(size)
         pair = tuple({g: self._graph_wrapper(g, memory, size) for g in self._geometries} for _ in range(2))
@@ -131,8 +132,8 @@ class FlashInferAttention(AttentionBackend[FlashInferPlan]):
         return plan
 
     def refresh(self, plan: FlashInferPlan, batch: ForwardBatch) -> None:
-        """Write the captured buffers on the device, then plan with the wrapper that the step before
-        the previous one used. One copy."""
+        """Write the captured buffers on the device, then plan the wrappers that the step before the
+        previous one used; the captured kernels read the new plan."""
         assert self._graph_memory is not None
         size, memory, page_size = plan.num_tokens, self._graph_memory, self.token_to_kv_pool.page_size
         plan.turn += 1
@@ -231,8 +232,8 @@ class FlashInferAttention(AttentionBackend[FlashInferPlan]):
         return wrapper
 
     def _shared(self, size: int) -> GraphMemory:
-        """Return the memory of captured wrappers; the largest bucket comes first and sets its
-        size."""
+        """Return the memory that captured wrappers share, for at least `size` requests. The largest
+        bucket must come first: a later, larger one gets new memory of its own."""
         memory, pool = self._graph_memory, self.req_to_token_pool
         if memory is None or len(memory.last_lengths) < size:
             like = pool.page_table

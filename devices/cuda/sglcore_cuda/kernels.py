@@ -43,7 +43,7 @@ def kernels() -> KernelTable:
 
 
 def with_libraries(table: KernelTable, capability: Capability) -> KernelTable:
-    """Return the table with the entries that the libraries serve.
+    """Return the table with the entries that the libraries in LIBRARIES serve for this capability.
 
     For each library that cannot be used, the table's `refused` holds the reason.
     """

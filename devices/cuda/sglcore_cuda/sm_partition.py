@@ -18,14 +18,16 @@ MULTIPLE = 8
 
 
 def partition(device: torch.device) -> Partition:
-    """Return how to partition a GPU. Raises ConfigError for a torch without green contexts."""
+    """Implements `DevicePackage.partition`: return how to partition a GPU. Raises ConfigError for a
+    torch without green contexts."""
     if not green_contexts.SUPPORTED:
         raise ConfigError(
             f"torch {torch.__version__} has no green contexts", remedy="install a build for CUDA 12.8 or later"
         )
 
     def stream(units: int) -> torch.Stream:
-        """Make a stream on `units` multiprocessors. Raises ConfigError if the driver refuses."""
+        """Make a stream on `units` multiprocessors, rounded up as MULTIPLE says. Raises ConfigError
+        if the driver refuses."""
         try:
             made = _context(device.index or 0, units).Stream()
         except RuntimeError as error:

@@ -20,7 +20,7 @@ except (ImportError, OSError) as error:
 
 MAJORS = (8, 9, 10)
 """Major compute capabilities of GPUs with the 128 KiB of shared memory that its kernel needs; of
-the first only minor 0."""
+8.x only 8.0."""
 MOST = 2048
 """The largest k of its capturable kernel."""
 LARGEST_PAGE = 1 << 30
@@ -43,15 +43,16 @@ def entry(capability: Capability) -> Limited:
 
 
 def takes(logits: Tensor, lens: Tensor, table: Tensor, token_slots: Tensor, rows_per_page: int, k: int) -> str:
-    """Check the page size and k (see `Limited`)."""
+    """Return why `index_top_k` refuses this page size or k; empty if it takes the call (see
+    `Limited`)."""
     if rows_per_page > LARGEST_PAGE or rows_per_page & (rows_per_page - 1):
         return f"it takes pages of 1, 2, 4, ... rows, not of {rows_per_page}"
     return "" if k <= MOST else f"it chooses {MOST} rows at most, not {k}"
 
 
 def index_top_k(logits: Tensor, lens: Tensor, table: Tensor, token_slots: Tensor, rows_per_page: int, k: int) -> Tensor:
-    """As in the kernel table. Launches depend only on sizes, so it can be captured; does not
-    wait."""
+    """Implements `KernelTable.index_top_k`. Launches depend only on sizes, so it can be captured;
+    does not wait."""
     places = torch.empty(logits.shape[0], k, dtype=torch.int32, device=logits.device)
     if not logits.shape[0]:
         return places

@@ -56,7 +56,8 @@ def takes(
     value_size: int,
     codec: None,
 ) -> str:
-    """Check dtypes, heads and entry sizes (see `Limited`)."""
+    """Return why `sparse_mqa` refuses these dtypes, heads or entry sizes; empty if it takes the
+    call (see `Limited`)."""
     dtypes = dict.fromkeys(str(x.dtype).removeprefix("torch.") for x in (q, rows, more_rows) if x is not None)
     if list(dtypes) != ["bfloat16"]:
         return f"it takes queries and rows in bfloat16, not in {' and '.join(dtypes)}"
@@ -81,8 +82,8 @@ def sparse_mqa(
     *,
     is_newer: bool,
 ) -> Tensor:
-    """As in the kernel table. Launches depend only on sizes, so it can be captured; does not
-    wait."""
+    """Implements `KernelTable.sparse_mqa`; `is_newer`: the GPU is a Blackwell. Launches depend only
+    on sizes, so it can be captured; does not wait."""
     if not q.shape[0]:
         return q.new_empty(0, q.shape[1], value_size)
     is_legacy = not is_newer or q.shape[2] != SHORT
@@ -121,8 +122,9 @@ def _lengths(lists: Tensor) -> Tensor | None:
 
 
 def _merged(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor], sinks: Tensor | None) -> Tensor:
-    """Merge both results [T, H, V] by their shares of all weights, in the memory of the first. An
-    empty list has log-sum-exp +inf and the result 0."""
+    """Merge the results of two lists, each (result [T, H, V], log-sum-exp [T, H]), by their shares
+    of all weights, in the memory of the first result. An empty list has log-sum-exp +inf and the
+    result 0."""
     sums = torch.stack((one[1], other[1]))
     sums = sums.masked_fill(sums == torch.inf, -torch.inf)
     total = torch.logsumexp(sums, dim=0)

@@ -91,7 +91,7 @@ class AiterAttention(AttentionBackend[AiterPlan]):
 
     @classmethod
     def unavailable(cls) -> str:
-        """Check the wave size of the current GPU."""
+        """Return why the current GPU cannot run it; empty if its waves are 64 wide."""
         found = read_capability().wave_size
         return "" if found == WIDE_WAVE else f"its kernels need waves of {WIDE_WAVE}, this GPU has waves of {found}"
 
@@ -100,7 +100,8 @@ class AiterAttention(AttentionBackend[AiterPlan]):
         self._one = torch.ones(1, dtype=torch.float32, device=self.req_to_token_pool.page_table.device)
 
     def plan(self, batch: ForwardBatch) -> AiterPlan:
-        """Gather page table rows, or list KV slots, on the device; does not wait."""
+        """Gather page table rows for decode, or list KV slots for steps with prompts, on the
+        device; does not wait."""
         assert batch.seq_lens_cpu is not None
         lengths, generation = batch.seq_lens_cpu, self.token_to_kv_pool.generation
         count, extends = len(lengths), batch.extend_seq_lens_cpu
@@ -190,8 +191,9 @@ class AiterAttention(AttentionBackend[AiterPlan]):
         )
 
     def _rows(self, pages: Tensor, seq_lens: Tensor, longest: int) -> PageRows:
-        """Allocate memory for each request, head and partition: a partial result in the KV cache's
-        dtype, and its sum and maximum in float32."""
+        """Return the inputs of decode, with new memory for the partial results: for each request,
+        head and partition of a sequence of `longest` tokens a result in the KV cache's dtype, and
+        its sum and maximum in float32."""
         count = len(seq_lens)
         dim = max(head_dim for _, head_dim in self.shape.layers)
         each = dim * self.token_to_kv_pool.kv(0)[0].element_size() + 2 * 4

@@ -69,8 +69,8 @@ def _variables(system: System) -> tuple[str, str]:
 def topology(system: System) -> tuple[Gpu, ...]:
     """Return the GPUs that the compute driver lists, ordered by node number.
 
-    A GPU is left out if its render node does not exist here. A node without SIMD units is a
-    processor and is left out too.
+    A GPU is left out if the render node that the driver names for it does not exist here. A node
+    without SIMD units is a processor and is left out too.
     """
     nodes = system.numbered(f"{TOPOLOGY}/*")
     found = (_gpu(node, system.read(f"{node}/properties") or "") for node in nodes)

@@ -38,7 +38,8 @@ class DecodeForward:
         states: list[States],
     ) -> tuple[mx.array, list[mx.array], list[States]]:
         """Return logits float32 [B, V], the KV cache with the new keys and values, and the states
-        after the tokens. Arguments as in `DecodeInputs`, B requests."""
+        after the tokens. `fields` and `page_table` as in `DecodeInputs`, B requests; `last` and
+        `cells` as in `DeviceState`; `states` of the B requests, by layer."""
         return self.rows({**fields, "input_ids": last[fields["req_pool_indices"]]}, page_table, cells, states)
 
     def rows(
@@ -98,7 +99,10 @@ def begin_extend(
     state: DeviceState,
     batch_type: type[ForwardBatch] = ForwardBatch,
 ) -> Extend:
-    """Prepare any batch that writes to the KV cache for a model's layers."""
+    """Return the inputs of any batch that writes to the KV cache, for one call of a model with
+    these layers. Its attention writes keys and values to the KV cache in `state`; its states begin
+    as those of the requests in `state`, and `Extend.leave` stores them after the layers. Queues
+    only."""
     reader = host_reader(batch_type, is_decode=False)
     values = extend_values(reader, batch, table)
     parts: list[_Singles | PromptPlan] = []

@@ -36,8 +36,8 @@ class Hardware:
 
 
 def open_hardware(threads: int | None) -> Hardware:
-    """Ask MLX which device it uses. Must run on the stream thread. `threads`: the requested
-    number; None: automatic."""
+    """Ask MLX which device it uses. Must run on the stream thread. `threads`: the requested number
+    of threads on a CPU; None: automatic."""
     kind = mx.default_device().type.name
     if kind == "gpu" and mx.metal.is_available():
         kind = "metal"

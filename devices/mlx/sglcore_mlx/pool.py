@@ -54,7 +54,7 @@ class PageTable:
             self.rows[slots, columns] = pages
 
     def cells(self, slots: NDArray[np.int32], positions: NDArray[np.int32]) -> NDArray[np.int32]:
-        """Return int32 [T]: the KV slot of each position of its request slot."""
+        """Return int32 [T]: the KV slots of `positions` [T] of the request slots `slots` [T]."""
         size = self.page_size
         return self.rows[slots, positions // size] * np.int32(size) + positions % np.int32(size)
 

@@ -20,8 +20,8 @@ SetLimit = Callable[[int], int]
 
 class Residency:
     """Memory limits of the whole process, set at start and restored at the end. With several
-    workers in one process, the first that ends restores them; the others stay correct but become
-    slower."""
+    workers in one process, the end of the first one restores them; the others stay correct but
+    become slower."""
 
     def __init__(
         self,

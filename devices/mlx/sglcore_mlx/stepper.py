@@ -145,8 +145,9 @@ class Stepper:
         return StepOutput(rows, path, self._sampling.run(batch, rows, logits, inputs, arrived, self._state), prompt)
 
     def _slice(self, batch: ScheduleBatch, first: int, last: int) -> StepOutput[mx.array]:
-        """Run layers of the open prompt; after the last layer, sample tokens. The batch with layer
-        0 opens the prompt. Raises ValueError."""
+        """Run the layers first <= i < last of the open prompt; after the model's last layer, sample
+        tokens. The batch with layer 0 opens the prompt. Raises ValueError if no prompt is open, or
+        for other layers than the next ones."""
         if first == 0:
             self._open = self._begin(batch)
         if (prompt := self._open) is None:

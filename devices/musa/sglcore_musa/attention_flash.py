@@ -63,12 +63,12 @@ class FlashAttention(PageRowsAttention):
 
     @classmethod
     def unavailable(cls) -> str:
-        """Check the capability of the current GPU."""
+        """Return why the current GPU cannot run it; empty for capability 3.1 and newer."""
         found = musa().get_device_capability()
         return f"it needs a GPU of capability 3.1, this one has {found}" if found < CAPABILITY else ""
 
     def attend_pages(self, q: Tensor, k_pages: Tensor, v_pages: Tensor, plan: RowsPlan, layer: Attention) -> Tensor:
-        """Attend with one call of the library."""
+        """Implements `PageRowsAttention.attend_pages` with one call of the library."""
         left = window_left(layer.sliding_window)
         return call(
             q,

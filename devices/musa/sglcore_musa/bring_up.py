@@ -41,7 +41,8 @@ def extension(ledger: DecisionLedger) -> str:
 
 
 def kernel_choices(kernels: object, ledger: DecisionLedger) -> str:
-    """Return why the Triton kernels do not run, and record it; empty if they run."""
+    """Return `triton_gap()`, why the Triton kernels do not run, and record it in the ledger; empty
+    if they run."""
     gap = triton_gap()
     if gap:
         ledger.record(Row("triton", "auto", "reference", gap, "the vendor's triton"))

@@ -14,7 +14,8 @@ WARP = 32
 
 
 def kernels() -> KernelTable:
-    """Return the kernel table. The core's ledger row says which entries are the reference."""
+    """Return the core's Triton kernels, or the reference table if `triton_gap` gives a reason. The
+    core's ledger row says which entries are the reference."""
     if triton_gap():
         return KernelTable()
     from sglcore.runtime.kernels.triton import Tuning, triton_kernels
@@ -23,7 +24,8 @@ def kernels() -> KernelTable:
 
 
 def lanes() -> int:
-    """Return the threads per warp of the current GPU, by its properties."""
+    """Return the threads per warp of the current GPU, by its properties; WARP if they do not tell
+    it."""
     properties = musa().get_device_properties(musa().current_device())
     return getattr(properties, "warp_size", WARP)  # foreign: older extensions do not tell it
 

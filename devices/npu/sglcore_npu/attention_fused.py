@@ -87,8 +87,8 @@ class FusedAttention(AttentionBackend[FusedPlan]):
         return FusedPlan(self, self.token_to_kv_pool.generation, pages, [1] * size)
 
     def refresh(self, plan: FusedPlan, batch: ForwardBatch) -> HostLengths:
-        """Gather the page table rows on the device; returns the new lengths for the graph's
-        tasks."""
+        """Gather the page table rows on the device; returns the new lengths for the graph's tasks,
+        which `NpuSegment.replay` takes."""
         assert batch.seq_lens_cpu is not None
         page_rows(self.req_to_token_pool, batch.req_pool_indices, out=plan.pages)
         plan.ends = query_ends(batch)

@@ -20,7 +20,8 @@ class NpuSegment:
         self._done: Any = None
 
     def replay(self, update: object | None = None) -> None:
-        """Queue the update of lengths on the update stream, and the graph on the current stream."""
+        """Queue the update of lengths on the update stream, and the graph on the current stream.
+        `update` is `HostLengths`; None: the graph has no attention calls."""
         if update is None:
             self._graph.replay()
             return

@@ -26,24 +26,24 @@ WIDEST_HEAD, MOST_HEADS = 896, 1000
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """One operator."""
+    """Implements `KernelTable.rms_norm` with npu_rms_norm."""
     return torch.ops.npu.npu_rms_norm(x, weight, eps)[0]
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """One operator for the sum and its norm."""
+    """Implements `KernelTable.add_rms_norm` with npu_add_rms_norm."""
     normed, _, total = torch.ops.npu.npu_add_rms_norm(x, residual, weight, eps)
     return normed, total
 
 
 def silu_and_mul(x: Tensor) -> Tensor:
-    """One operator."""
+    """Implements `KernelTable.silu_and_mul` with npu_swiglu."""
     return torch.ops.npu.npu_swiglu(x, -1)
 
 
 def store_kv(key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, out_cache_loc: Tensor) -> None:
-    """Store keys and values with one operator. It expects pages; with pages of one token its slots
-    are our KV slots."""
+    """Implements `KernelTable.store_kv` with one operator. The operator expects pages; with pages
+    of one token its slots are our KV slots."""
     if not key.shape[0]:
         return
     torch.ops.npu.npu_scatter_pa_kv_cache(
@@ -57,25 +57,29 @@ def store_kv(key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, out_c
 
 
 def takes_store(key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, out_cache_loc: Tensor) -> str:
-    """Check for a KV cache of 16 bits."""
+    """Return why `store_kv` refuses a KV cache that is not of 16 bits; otherwise empty (see
+    `Limited`)."""
     if k_cache.dtype in STORED:
         return ""
     return f"it stores float16 and bfloat16, not {str(k_cache.dtype).removeprefix('torch.')}"
 
 
 def takes_nz(weight: Tensor) -> bool:
-    """Return whether a matrix is large, has 16-bit elements, and both sides are whole blocks."""
+    """Return whether a matrix gets the blocked layout: it has 16-bit elements, at least LARGE of
+    them, and both sides are whole blocks."""
     aligned = all(size % BLOCK == 0 for size in weight.shape)
     return weight.dtype in (torch.float16, torch.bfloat16) and aligned and weight.numel() >= LARGE
 
 
 def pack_linear(weight: Tensor) -> Tensor:
-    """Convert a weight to the blocked layout if that pays; torch's linear reads both layouts."""
+    """Implements `KernelTable.pack_linear`: convert a weight to the blocked layout if `takes_nz`,
+    otherwise return it as it is; torch's linear reads both layouts."""
     return torch.ops.npu.npu_format_cast(weight, FRACTAL_NZ) if takes_nz(weight) else weight
 
 
 def rotary(q: Tensor, k: Tensor, positions: Tensor, cos_sin_cache: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
-    """Apply the rotary embedding with the vendor's x * cos + swapped(x) * sin."""
+    """Implements `KernelTable.rotary` for whole heads with the vendor's x * cos + swapped(x) *
+    sin."""
     tokens = q.shape[0]
     if not tokens:
         return torch.empty_like(q), torch.empty_like(k)
@@ -85,8 +89,9 @@ def rotary(q: Tensor, k: Tensor, positions: Tensor, cos_sin_cache: Tensor, head_
 
 
 def takes_rotary(q: Tensor, k: Tensor, positions: Tensor, cos_sin_cache: Tensor, head_dim: int) -> str:
-    """Check the operator's limits, by the vendor's page on npu_rotary_mul: less than 896 elements
-    per head, less than 1000 heads, and no partial rotation."""
+    """Return why `rotary` refuses these heads; otherwise empty (see `Limited`). Limits by the
+    vendor's page on npu_rotary_mul: less than 896 elements per head, less than 1000 heads, and no
+    partial rotation."""
     rotated, heads = cos_sin_cache.shape[1], max(q.shape[1], k.shape[1]) // head_dim
     if rotated != head_dim:
         return f"{rotated} of {head_dim} elements of a head are rotated"
@@ -112,7 +117,8 @@ OPERATORS: Mapping[str, Limited] = MappingProxyType(
         **sparse.OPERATORS,
     }
 )
-"""By operator: a function for the kernel table; its name is the entry's name."""
+"""For each operator of torch_npu, a function for the kernel table; the function's name is the
+entry's name."""
 
 
 def kernels() -> KernelTable:

@@ -68,13 +68,15 @@ def _driver(system: System, nodes: tuple[str, ...]) -> Fact:
 
 
 def driver_folder(system: System) -> str:
-    """Return the folder in which the driver is installed."""
+    """Return the folder of the driver's files, from its installer's record or else the usual one;
+    it need not exist."""
     found = re.search(r"^Driver_Install_Path_Param=(\S+)", system.read(INSTALLED) or "", re.MULTILINE)
     return f"{found.group(1) if found else DRIVER}/driver"
 
 
 def driver_version(system: System) -> str | None:
-    """The installed driver's version, such as "25.0.rc1"; None if none is seen."""
+    """Return the installed driver's version, such as "25.0.rc1"; None if its file does not name
+    one."""
     found = re.search(r"^Version=(\S+)", system.read(f"{driver_folder(system)}/version.info") or "", re.MULTILINE)
     return found.group(1) if found else None
 

@@ -37,9 +37,9 @@ def sparse_mqa(
     value_size: int,
     codec: RowCodec | None,
 ) -> Tensor:
-    """Attend over the selected entries of some tokens at a time. The operator reads the latent and
-    the rotary part from two contiguous tensors, but our entries hold them together, so the selected
-    entries are gathered first."""
+    """Implements `KernelTable.sparse_mqa`, for some tokens at a time. The operator reads the latent
+    and the rotary part from two contiguous tensors, but our entries hold them together, so the
+    selected entries are gathered first."""
     out = q.new_empty(*q.shape[:2], value_size)
     step = max(1, GATHERED // (chosen.shape[1] * rows.shape[1]))
     for first in range(0, q.shape[0], step):
@@ -90,8 +90,8 @@ def takes_sparse_mqa(
     value_size: int,
     codec: object,
 ) -> str:
-    """Check for entries of the published size in half precision, one pool, and a power of two
-    heads."""
+    """Return why `sparse_mqa` refuses a call; otherwise empty (see `Limited`). It takes entries of
+    the published size in half precision, one pool without sinks, and a power of two heads."""
     heads, size = q.shape[1:]
     if rows.dtype not in HALF or q.dtype != rows.dtype:
         asked, kept = (str(each.dtype).removeprefix("torch.") for each in (q, rows))
@@ -108,4 +108,4 @@ def takes_sparse_mqa(
 OPERATORS: Mapping[str, Limited] = MappingProxyType(
     {"npu_sparse_flash_attention": Limited(sparse_mqa, takes_sparse_mqa)}
 )
-"""As in `kernels.OPERATORS`."""
+"""The function for the kernel table by the vendor's operator, as in `kernels.OPERATORS`."""

@@ -61,7 +61,9 @@ class HostLengths:
 
 
 def record(call: dict[str, Any], lengths: list[int]) -> Task:
-    """Queue a call on the current stream, which is capturing, as a task with rewritable lengths."""
+    """Queue a call on the current stream, which must be capturing, as a task with rewritable
+    lengths. `call`: arguments of the attention operator's `.out` variant without lengths;
+    `lengths`: the number of keys of each request, for the capture only."""
     stream = npu().current_stream()
     event = npu().ExternalEvent()
     event.wait(stream)
@@ -75,5 +77,6 @@ def record(call: dict[str, Any], lengths: list[int]) -> Task:
 
 
 def run(call: dict[str, Any], lengths: list[int]) -> None:
-    """Run the operator; `out` in `call` receives the result."""
+    """Run the attention operator's `.out` variant; `out` in `call` receives the result. `lengths`:
+    the number of keys of each request."""
     torch.ops.npu.npu_fused_infer_attention_score.out(**call, actual_seq_lengths_kv=lengths)

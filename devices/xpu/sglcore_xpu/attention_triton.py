@@ -14,7 +14,8 @@ class TritonAttention(PortableAttention):
 
     @classmethod
     def unavailable(cls) -> str:
-        """Check that the installed Triton compiles for Intel GPUs."""
+        """Return why Triton attention cannot run: no installed Triton compiles for Intel GPUs;
+        otherwise empty."""
         missing = triton_gap(COMPILER)
         return f"{missing}; {TRITON}" if missing else ""
 

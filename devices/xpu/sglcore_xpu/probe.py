@@ -99,8 +99,9 @@ def _visible(system: System, gpus: tuple[Gpu, ...]) -> Visible:
 
 
 def selects_none(selector: str) -> bool:
-    """Return whether a selector leaves no device for torch, which uses Level Zero only. Terms with
-    "!" exclude devices; without other terms they exclude from all devices."""
+    """Return whether ONEAPI_DEVICE_SELECTOR with this value leaves no device for torch, which uses
+    Level Zero only. Terms with "!" exclude devices; without other terms they exclude from all
+    devices."""
     terms = [term.strip().lower() for term in selector.split(";") if term.strip()]
     taken = [term for term in terms if not term.startswith("!")]
     away = {term[1:] for term in terms if term.startswith("!")}

@@ -26,7 +26,8 @@ def attend(q: mx.array, k: mx.array, v: mx.array, mask: mx.array | str, layer: L
 
 
 def _seen(mask: mx.array | str, queries: int, keys: int) -> mx.array:
-    """Return a mask that broadcasts to [B, kv_heads, heads per KV head, L, S]."""
+    """Return `mask` of `attend` as one that broadcasts to [B, kv_heads, heads per KV head, L, S];
+    "causal" becomes bool [L, S] for L queries and S keys."""
     if isinstance(mask, str):
         return mx.arange(keys)[None] <= mx.arange(keys - queries, keys)[:, None]
     return mask if mask.ndim == 2 else mask[:, :, None]

@@ -27,7 +27,7 @@ class GatheredPlan:
     masks: Mapping[int | None, mx.array]
 
     def forward(self, q: mx.array, kv: mx.array, layer: LayerShape) -> mx.array:
-        """See `AttentionPlan`."""
+        """Implements `AttentionPlan.forward`."""
         found = kv[self.cells]
         keys, values = found[:, :, 0].swapaxes(1, 2), found[:, :, 1].swapaxes(1, 2)
         mask = self.masks[layer.sliding_window]

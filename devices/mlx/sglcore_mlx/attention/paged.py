@@ -23,7 +23,7 @@ class PagedPlan:
     launcher: Launcher
 
     def forward(self, q: mx.array, kv: mx.array, layer: LayerShape) -> mx.array:
-        """See `AttentionPlan`."""
+        """Implements `AttentionPlan.forward`."""
         return paged_decode(
             q,
             kv,
@@ -39,7 +39,8 @@ class PagedPlan:
 
 
 class MetalAttention:
-    """One or two kernel launches per layer; `GatheredAttention` is its reference."""
+    """Paged attention with one or two kernel launches per layer (`metal.py`); `GatheredAttention`
+    is its reference."""
 
     facts: ClassVar[AttentionFacts] = AttentionFacts(
         dtypes=("float32", "float16", "bfloat16"), head_dims=tuple(range(32, 513, 32)), compute=("metal",)

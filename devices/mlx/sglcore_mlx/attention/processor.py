@@ -23,7 +23,7 @@ class ProcessorPlan:
     streams: tuple[mx.Stream, ...]
 
     def forward(self, q: mx.array, kv: mx.array, layer: LayerShape) -> mx.array:
-        """See `AttentionPlan`."""
+        """Implements `AttentionPlan.forward`."""
         rows, count = self.gathered.cells.shape[0], len(self.streams)
         queries = q.reshape(rows, -1, *q.shape[1:])
         return self._shared(queries, kv, layer, rows, count).reshape(q.shape)
@@ -57,8 +57,8 @@ class ProcessorPlan:
 
 
 class ProcessorAttention:
-    """On the CPU `mx.fast` attention is not one kernel but composed of operations; this backend
-    needs fewer operations. `GatheredAttention` is its reference."""
+    """Attention for the CPU, where `mx.fast` attention is not one kernel but composed of
+    operations: this backend needs fewer operations. `GatheredAttention` is its reference."""
 
     facts: ClassVar[AttentionFacts] = AttentionFacts(compute=("cpu",))
 

@@ -31,10 +31,11 @@ from sglcore_mlx.layers.scope import Scope
 
 @dataclass(frozen=True, slots=True)
 class Build(Scope):
-    """Makes the layers of a scope; `Scope` makes those with single weights."""
+    """Implements `sglcore.models.layer_kinds.Build`: makes the layers of a scope; `Scope` makes
+    those with single weights."""
 
     def norm(self, name: str, size: int, offset: float | None = None, eps: float | None = None) -> RMSNorm:
-        """Make an RMS norm."""
+        """Implements `layer_kinds.Build.norm`: make an RMS norm."""
         return RMSNorm(self.at(name), size, self.config.rms_norm_eps if eps is None else eps, offset)
 
     def layer_norm(self, name: str, size: int, eps: float, bias: bool = True) -> LayerNorm:
@@ -57,8 +58,8 @@ class Build(Scope):
         sinks: bool = False,
         is_encoder: bool = False,
     ) -> AttentionLayer:
-        """Make an attention layer; q and k share one call of the norm and one of the rotary
-        embedding."""
+        """Implements `layer_kinds.Build.attention`: q and k share one call of the norm and one of
+        the rotary embedding."""
         return AttentionLayer(
             self,
             layer_id,
@@ -71,15 +72,16 @@ class Build(Scope):
         )
 
     def gated_delta_net(self, state_id: int, net: DeltaNetConfig, projection: Linear, output: Linear) -> GatedDeltaNet:
-        """Make a layer with the gated delta rule."""
+        """Implements `layer_kinds.Build.gated_delta_net`: make a layer with the gated delta
+        rule."""
         return GatedDeltaNet(self, state_id, net, projection, output)
 
     def mamba2(self, state_id: int, space: Mamba2Config, projection: Linear, output: Linear) -> Mamba2:
-        """Make a Mamba 2 layer."""
+        """Implements `layer_kinds.Build.mamba2`: make a Mamba 2 layer."""
         return Mamba2(self, state_id, space, projection, output)
 
     def short_conv(self, state_id: int, taps: int, projection: Linear, output: Linear, bias: bool = False) -> ShortConv:
-        """Make a convolution between two gates."""
+        """Implements `layer_kinds.Build.short_conv`: make a convolution between two gates."""
         return ShortConv(self, state_id, taps, projection, output, bias)
 
     def softcap(self, cap: float) -> Callable[[mx.array], mx.array]:
@@ -87,7 +89,7 @@ class Build(Scope):
         return lambda x: mx.tanh(x / cap) * cap
 
     def mlp(self, name: str, size: int, bias: bool = False, fused: str = "") -> GatedMlp:
-        """Make a gated MLP."""
+        """Implements `layer_kinds.Build.mlp`: make a gated MLP."""
         return GatedMlp(self.at(name), size, bias, fused)
 
     def experts(
@@ -99,25 +101,27 @@ class Build(Scope):
         parts: Sequence[str] = EXPERT_PARTS,
         is_sigmoid: bool = False,
     ) -> SparseMoe:
-        """Make an MoE block with gated experts."""
+        """Implements `layer_kinds.Build.experts`: make an MoE block with gated experts."""
         scope, routing = self.at(name), SigmoidRouting if is_sigmoid else SoftmaxRouting
         return SparseMoe(routing(scope, gate, moe), GatedExperts(scope, moe, parts))
 
     def clamped_experts(self, name: str, moe: MoeConfig, alpha: float, limit: float) -> SparseMoe:
-        """Make an MoE block with biases and a clamped gate (gpt-oss)."""
+        """Implements `layer_kinds.Build.clamped_experts`: make an MoE block with biases and a
+        clamped gate (gpt-oss)."""
         scope = self.at(name)
         return SparseMoe(SoftmaxRouting(scope, "router", moe, bias=True), ClampedExperts(scope, moe, alpha, limit))
 
     def relu2_experts(self, name: str, moe: MoeConfig, latent: int = 0) -> SparseMoe | LatentMoe:
-        """Make an MoE block with relu^2 experts; `latent`: width of the experts' inputs, 0: the
-        hidden size."""
+        """Implements `layer_kinds.Build.relu2_experts`: make an MoE block with relu^2 experts.
+        `latent`: width of the experts' inputs and outputs; 0: the hidden size."""
         scope = self.at(name)
         if latent:
             return LatentMoe(scope, moe, latent)
         return SparseMoe(SigmoidRouting(scope, "gate", moe), Relu2Experts(scope, moe, self.config.hidden_size))
 
     def activation(self, name: str) -> Callable[[mx.array], mx.array]:
-        """Return an elementwise function. Raises `ConfigError` for an unknown one."""
+        """Return the elementwise function of this name: gelu, relu2, sigmoid or tanh. Raises
+        `ConfigError` for another name."""
         activations = {"gelu": gelu, "relu2": relu2, "sigmoid": mx.sigmoid, "tanh": mx.tanh}
         if name not in activations:
             raise ConfigError(f"MLX's layers have no activation {name!r}", wanted=", ".join(activations))

@@ -43,7 +43,7 @@ class HeadNorm:
         self._eps = config.rms_norm_eps
 
     def __call__(self, heads: mx.array) -> mx.array:
-        """Queries and keys [T, heads + kv_heads, D], normalised."""
+        """Return queries and keys [T, heads + kv_heads, D], queries first, normalised."""
         normed = mx.fast.rms_norm(heads.astype(self._weight.dtype), None, self._eps) * self._weight
         return normed.astype(heads.dtype)
 
@@ -63,7 +63,7 @@ class WholeNorm:
         )
 
     def __call__(self, heads: mx.array) -> mx.array:
-        """Queries and keys [T, heads + kv_heads, D], normalised."""
+        """Return queries and keys [T, heads + kv_heads, D], queries first, normalised."""
         both = mx.split(heads, [self._heads], axis=1)
         parts = [
             norm(part.reshape(part.shape[0], part.shape[1] * part.shape[2])).reshape(part.shape)

@@ -41,7 +41,8 @@ def selective_scan(
 def _delta_step(
     q: mx.array, k: mx.array, v: mx.array, g: mx.array, beta: mx.array, states: mx.array
 ) -> tuple[mx.array, mx.array]:
-    """One token: the states are read for one product, and once more for the update."""
+    """Compute `gated_delta_rule` for one token: the states are read for one product, and once more
+    for the update."""
     decay = mx.exp(g)[..., None]
     found = mx.concatenate([k, q], axis=2) @ states * decay
     delta = (v - found[:, :, :1]) * beta[..., None]
@@ -52,8 +53,8 @@ def _delta_step(
 def _delta_chunks(
     q: mx.array, k: mx.array, v: mx.array, g: mx.array, beta: mx.array, states: mx.array, chunk: int
 ) -> tuple[mx.array, mx.array]:
-    """The chunked form (section 3.3 of Yang et al.): the dependencies between the tokens of a chunk
-    are a triangular system."""
+    """Compute `gated_delta_rule` in the chunked form (section 3.3 of Yang et al.): the dependencies
+    between the tokens of a chunk are a triangular system."""
     length = q.shape[2]
     q, k, v, g, beta = (_chunked(each, 2, chunk) for each in (q, k, v, g, beta))
     passed, kept, within = _decays(g)
@@ -80,7 +81,7 @@ def _scan_step(
 def _scan_chunks(
     x: mx.array, g: mx.array, before: mx.array, after: mx.array, states: mx.array, chunk: int
 ) -> tuple[mx.array, mx.array]:
-    """The chunked form (section 6 of Dao and Gu)."""
+    """Compute `selective_scan` in the chunked form (section 6 of Dao and Gu)."""
     length = x.shape[3]
     x, g, before, after = (_chunked(each, 3, chunk) for each in (x, g, before, after))
     passed, kept, within = _decays(g)

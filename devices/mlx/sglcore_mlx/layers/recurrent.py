@@ -63,7 +63,7 @@ class GatedDeltaNet:
         self.kept = (self._conv.tail, StateShape((heads, net.key_dim, net.value_dim), mx.float32))
 
     def __call__(self, hidden: mx.array, batch: ForwardBatch) -> mx.array:
-        """hidden [T, H] to [T, H]."""
+        """Map hidden [T, H] to [T, H]; each request continues from its states in the batch."""
         qkv, gate, b, a = mx.split(self._projection(hidden), self._edges, axis=-1)
         return self._output(self._norm(batch.recur(self.layer_id, self._advance, qkv, b, a), gate))
 
@@ -104,7 +104,7 @@ class Mamba2:
         self.kept = (self._conv.tail, StateShape((groups, each, space.head_dim, space.width), mx.float32))
 
     def __call__(self, hidden: mx.array, batch: ForwardBatch) -> mx.array:
-        """hidden [T, H] to [T, H]."""
+        """Map hidden [T, H] to [T, H]; each request continues from its states in the batch."""
         space = self._space
         gate, xbc, dt = mx.split(self._projection(hidden), [space.inner, space.inner + space.channels], axis=-1)
         return self._output(self._norm(batch.recur(self.layer_id, self._advance, xbc, dt), gate))
@@ -142,7 +142,7 @@ class ShortConv:
         self.kept = (self._conv.tail,)
 
     def __call__(self, hidden: mx.array, batch: ForwardBatch) -> mx.array:
-        """hidden [T, H] to [T, H]."""
+        """Map hidden [T, H] to [T, H]; each request continues from its states in the batch."""
         before, after, x = mx.split(self._projection(hidden), 3, axis=-1)
         return self._output(after * batch.recur(self.layer_id, self._advance, before * x))
 

@@ -33,7 +33,8 @@ def keep_prefix(gaps: mx.array, top_k: mx.array | None, top_p: mx.array | None, 
 
 
 def keep_min_p(gaps: mx.array, min_p: mx.array) -> mx.array:
-    """Keep, of gaps int32[B, V], those of at most min_p int32[B]; the others become LIMIT."""
+    """Keep, of gaps int32[B, V], those that are at most min_p int32[B], a gap too; the others
+    become LIMIT."""
     return _drop(gaps, gaps > min_p[:, None])
 
 

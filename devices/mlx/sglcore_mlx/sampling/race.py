@@ -103,7 +103,7 @@ def table_entries(table: mx.array, index: mx.array) -> tuple[mx.array, mx.array]
 
 
 def race_scores(gaps: mx.array, keys: mx.array, hashed_ids: mx.array, table: mx.array) -> mx.array:
-    """Return noise - gap, int32[B, V]."""
+    """Return the scores of a draw, `gumbel_noise` minus gaps: int32[B, V] in 2**-16 nat."""
     return gumbel_noise(keys, hashed_ids, table) - gaps
 
 

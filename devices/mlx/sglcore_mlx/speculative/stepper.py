@@ -42,8 +42,9 @@ Drafter: TypeAlias = Callable[[mx.array, mx.array, int], mx.array]
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """The requests of a verification: `slots` and `limits` int32[B], and `most`, the largest number
-    of valid KV slots that one of them can have after it."""
+    """The requests of a verification: `slots` and `limits` int32[B] (request slot, and KV slots in
+    its pages), and `most`, the largest number of valid KV slots that one of them can have after it.
+    """
 
     slots: mx.array
     limits: mx.array

@@ -80,8 +80,9 @@ def place(
 
 @dataclass(frozen=True, slots=True)
 class Runs:
-    """int32[B] each: accepted draft tokens, proposed draft tokens, the token after the accepted
-    ones (`roots`), and the number of valid KV slots after the step (`lengths`)."""
+    """int32[B] each: numbers of accepted and of verified draft tokens (`accepted`, `proposed`), the
+    token after the accepted ones (`roots`), and the number of valid KV slots after the step
+    (`lengths`)."""
 
     accepted: mx.array
     proposed: mx.array
@@ -90,8 +91,8 @@ class Runs:
 
 
 def accept(drawn: mx.array, placed: Placed, drafts: Drafts, slots: mx.array, limits: mx.array) -> Runs:
-    """Accept the draft tokens of slots int32[B] as long as they equal the drawn tokens, int32[B,
-    N], at their positions. Queues only."""
+    """Accept the draft tokens of slots int32[B] as long as they equal the drawn tokens int32[B, N]
+    at their positions. `limits` as in `place`. Writes no table. Queues only."""
     width, usable = drawn.shape[1], placed.is_usable[:, 1:]
     proposed, before = drafts.proposals[slots][:, : width - 1], drafts.lengths[slots]
     right = ((drawn[:, :-1] == proposed) & usable).astype(mx.int32)
