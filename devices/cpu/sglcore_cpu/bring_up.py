@@ -111,8 +111,8 @@ def threads(config: EngineConfig, model_path: Path, ledger: DecisionLedger, plac
 
 
 def room(config: EngineConfig, model_path: Path) -> int:
-    """Estimate the bytes of the loaded weights; raises ConfigError if that is more than the memory
-    available to this process."""
+    """Estimate and return the bytes of the loaded weights; raises ConfigError if that is more than
+    the memory available to this process."""
     needed = weight_bytes(model_path, config)
     available, evidence = available_memory()
     if needed > available:
@@ -259,8 +259,8 @@ def processor_runner(
 
 
 def reason_against_recording(kernels: KernelTable, attention: AttentionBackend) -> str:
-    """Return why a step with this kernel table and attention can not be replayed as a list of
-    kernel calls; empty if it can."""
+    """Return why a decode step with this kernel table and attention can not be replayed as a list
+    of kernel calls; empty if it can."""
     if attention.shape.is_encoder:
         return "an encoder does not decode"
     if not is_native(kernels):

@@ -42,7 +42,7 @@ def choose_kernels(
     asked: str, threads: int, cores: Sequence[Sequence[int]] = (), load: Callable[[], Library] = load_library
 ) -> tuple[KernelTable, Row]:
     """Return the kernel table for "auto", "native" or an instruction set's name, and its ledger
-    row.
+    row. `threads` and `cores`: as in `Library.engine`.
 
     If the native kernels can not run here, "auto" returns torch's table; any other choice raises
     ConfigError.
@@ -65,7 +65,8 @@ def choose_kernels(
 
 
 def kernels() -> KernelTable:
-    """Return this processor's kernel table, with torch's number of threads."""
+    """Implements `DevicePackage.kernels`: return this processor's kernel table, as
+    `choose_kernels("auto")` chooses it, with torch's number of threads."""
     return choose_kernels("auto", torch.get_num_threads())[0]
 
 

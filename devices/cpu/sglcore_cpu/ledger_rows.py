@@ -18,8 +18,9 @@ NATIVE_EXPERTS = Row("experts", "auto", "native", "only the chosen experts are c
 
 
 def kernel_rows(model: LoadedModel, graph: str) -> list[Row]:
-    """Return the rows of entries that depend on the model's dtype and shapes: linear layers,
-    experts."""
+    """Return ledger rows that name the kernels of the linear layers and, for an MoE model, of the
+    experts. `graph` is the resolved graph kind, such as "native" or "compiled"
+    (`Facts.graph_kind`), not the setting."""
     rows = [linear_row(model, graph)]
     config = model.config
     if config.moe is not None:
@@ -29,7 +30,8 @@ def kernel_rows(model: LoadedModel, graph: str) -> list[Row]:
 
 
 def linear_row(model: LoadedModel, graph: str) -> Row:
-    """Return the row of linear layers: their packed formats, which determine the kernels."""
+    """Return the row of the linear layers: how their weights are packed, which determines the
+    kernels. `graph`: as in `kernel_rows`."""
     layers = model.weights.linears
     forms = Counter(_form(layer.weight) for layer in layers)
     told = ", ".join(f"{count} of {len(layers)} {form}" for form, count in forms.items())
@@ -49,16 +51,16 @@ def _form(weight: torch.Tensor) -> str:
 
 
 def pages_row(root: Path = Path("/")) -> Row:
-    """Return the row that says whether weights are on huge pages. No setting requests them, so
-    their absence is no downgrade."""
+    """Return the row that says whether the system at `root` gives weights huge pages. No setting
+    requests them, so their absence is no downgrade."""
     granted, why = huge_pages(root)
     remedy = "" if granted else "echo madvise > /sys/kernel/mm/transparent_hugepage/enabled"
     return Row("pages", "auto", "huge" if granted else "4 KiB", why, remedy)
 
 
 def experts_row(dtype: torch.dtype, graph: str) -> Row:
-    """Return the row of experts on torch's kernels: grouped products (if they take the experts'
-    sizes), or the reference."""
+    """Return the row of experts that run on torch's kernels: grouped products, but the reference in
+    compiled graphs (`graph` as in `kernel_rows`) of another dtype than bfloat16."""
     if graph == "compiled" and dtype is not torch.bfloat16:
         reason = f"a compiler takes grouped products of bfloat16 only, not {dtype}"
         return Row("experts", "auto", "reference in graphs", reason, "--graph off, or --dtype bfloat16")

@@ -34,7 +34,7 @@ class Recorder(Protocol):
     """Records every kernel call while a step is captured; the kernels do not run."""
 
     def add(self, engine: Engine, kernel: int, arguments: bytes) -> None:
-        """Record a kernel call."""
+        """Record a call of an engine's kernel number `kernel` with the packed words `arguments`."""
         ...
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -82,7 +82,8 @@ class Library:
 
     @property
     def processor_level(self) -> int:
-        """The level of this processor as defined in `isa.h`; 0 if it supports none of them."""
+        """The number of the highest instruction set that this processor announces, as `isa.h`
+        numbers them; 0 if it announces none of them."""
         return int(self._c.sgl_processor_level())
 
     def usable(self) -> tuple[str, ...]:
@@ -131,8 +132,9 @@ class Engine:
         return self.kernels[name]
 
     def call(self, number: int, arguments: bytes) -> None:
-        """Run one kernel, or pass the call to the active recorder. Raises MemoryError, and
-        RuntimeError if another thread is using the engine."""
+        """Run the kernel with this number, or pass the call to the active recorder. `arguments`:
+        the packed words of its layout. Raises MemoryError, and RuntimeError if another thread is
+        using the engine."""
         recording = recorder.get()
         if recording is not None:
             recording.add(self, number, arguments)
@@ -207,7 +209,8 @@ class Program:
         self._handle = c.sgl_program_new(engine.handle)
 
     def add(self, kernel: int, arguments: bytes) -> None:
-        """Append a call with a copy of its arguments."""
+        """Append a call of the engine's kernel number `kernel`, with a copy of its packed
+        arguments."""
         self._c.sgl_program_add(self._handle, kernel, arguments)
 
     def __len__(self) -> int:

@@ -50,13 +50,13 @@ class Placement:
 
 
 def plan_placement(topology: Topology, asked_threads: int | None, weight_bytes: int = 0) -> Placement:
-    """Plan one thread per physical core, at most the CPU quota; `asked_threads` overrides the
-    count.
+    """Plan one thread per physical core of the chosen memory nodes, at most the CPU quota;
+    `asked_threads` is the number of threads instead.
 
-    On a machine with several memory nodes: the largest node alone; more nodes if the weights do not
-    fit its memory or `asked_threads` exceeds its cores; all nodes if each reads at least
-    `WORTH_SPREADING` bytes of the weights. Raises ConfigError if `asked_threads` exceeds the number
-    of cores.
+    On a machine with several memory nodes: the fewest nodes with cores for `asked_threads`; without
+    it, the largest node, or more nodes if the weights do not fit its memory, or all nodes if each
+    reads at least `WORTH_SPREADING` bytes of the weights and the quota is above one node's cores.
+    Raises ConfigError if `asked_threads` exceeds the number of cores.
     """
     every = sum(len(node) for node in topology.nodes)
     if asked_threads is not None and asked_threads > every:

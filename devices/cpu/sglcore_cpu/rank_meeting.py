@@ -33,12 +33,13 @@ class Meeting:
         self._round = ctypes.c_uint32.from_address(address + rank * LINE)
 
     def place(self, rank: int, half: int) -> int:
-        """Return the offset of one of a rank's two buffers in the memory."""
+        """Return the byte offset of buffer `half` (0 or 1) of a rank in the shared memory."""
         return self.ranks * LINE + (rank * 2 + half) * self.most
 
     def exchange(self, x: Tensor) -> int:
-        """Share a tensor of at most `most` bytes with all ranks. Returns which of the two buffers
-        of each rank holds its tensor; it stays valid until the call after the next."""
+        """Share a contiguous tensor of at most `most` bytes with all ranks. Returns which of the
+        two buffers of each rank, 0 or 1, holds its tensor (`place`); the tensor stays valid until
+        the call after the next."""
         self._exchange(**self._own, x=_flat(x), bytes=x.nbytes)
         return self._round.value % 2
 

@@ -200,8 +200,9 @@ class Recording:
         self.parts.append(HostCall(function, arguments, {}, ()))
 
     def by_kernel(self, func: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Tensor | None:
-        """Compute a torch operation by a kernel instead; None if there is no kernel for it, or
-        before the step has called any kernel."""
+        """Return the result of the torch operation `func(*args, **named)`, computed by a recorded
+        kernel instead; None if there is no kernel for it, or before the step has called any kernel.
+        """
         if self._engine is None:
             return None
         if func is torch.ops.aten._to_copy.default:
@@ -216,8 +217,8 @@ class Recording:
         return Operations(engine).cast(x, dtype)
 
     def keep(self, func: Any, args: tuple[Any, ...], named: dict[str, Any], result: Any) -> None:
-        """Record an operation that torch computed. Raises NotCapturable if its result goes to the
-        host."""
+        """Record the operation `func(*args, **named)` with its `result`, which torch has computed.
+        Raises NotCapturable if the result goes to the host."""
         name, results = func._schema.name, _tensors(result)
         if name in READS or not (results or func._schema.is_mutable):
             raise NotCapturable(

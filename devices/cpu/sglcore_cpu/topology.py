@@ -34,9 +34,9 @@ class Topology:
 
 
 def share_of(whole: Topology, part: int, parts: int) -> Topology:
-    """Return the share of process `part` of `parts` on the machine: consecutive physical cores,
-    node by node, and 1 / parts of the quota. With fewer physical cores than processes, logical
-    cores are divided; with fewer logical cores, every process gets all cores."""
+    """Return the share of process `part` (from 0) of `parts` on the machine: consecutive physical
+    cores, node by node, and 1 / parts of the quota. With fewer physical cores than processes,
+    logical cores are divided; with fewer logical cores, every process gets all cores."""
     groups = [
         tuple(core for core in group if core in node)
         for node in whole.nodes
