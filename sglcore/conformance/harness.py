@@ -48,15 +48,17 @@ class Drive:
     """How a session runs prompts: its scheduler, and the arrivals."""
 
     overlap: bool = False
-    """Steps overlap."""
+    """Whether a step is submitted before the previous one is collected."""
     stagger: int = 0
     """Steps between the arrivals of two prompts. 0: all arrive at once."""
     chunk: int | None = None
-    """Largest number of tokens of a step. None: the device's."""
+    """Largest number of tokens of a step; the device's own limit is the upper bound. None: the
+    device's."""
     scramble: int | None = None
     """The seed of the order in which pages are handed out. None: the usual order."""
     pages: int | None = None
-    """KV pages, fewer than there are. None: all."""
+    """Number of KV pages that the scheduler may use; the device's own number is the upper bound.
+    None: all."""
     prefix_cache: bool = False
     """The prefix cache is on."""
     score_prompts: bool = False

@@ -61,7 +61,7 @@ RUNS = pytest.StashKey[dict[str, Run]]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """The kit's options."""
+    """Add the kit's options (`--conform-...`)."""
     group = parser.getgroup("conformance", "sglcore's conformance kit")
     group.addoption("--conform-device", metavar="NAME", help='the device under test, or "reference"')
     group.addoption("--conform-level", default="C4", choices=LEVELS, help="run the laws up to this level")
@@ -89,7 +89,7 @@ def _option(config: pytest.Config, name: str) -> Any:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Begin the session without any run."""
+    """Begin the session without any `Run`; runs are made as their tests are collected."""
     config.stash[RUNS] = {}
 
 

@@ -45,7 +45,7 @@ class ReplayedGraphs:
         return ReplayedStep(step)
 
     def close(self) -> None:
-        """There is nothing to close."""
+        """Do nothing: there is nothing to close."""
 
 
 class ReplayableAttention(ReferenceAttention):

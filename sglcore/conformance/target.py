@@ -76,7 +76,7 @@ class Target:
         return self.package.name
 
     def broken_by(self, mutant: Mutant) -> Target:
-        """Return the same device with a defect."""
+        """Return the same device with `mutant` planted in its declaration, facts and bring-up."""
         return replace(self, package=mutant.package(self.package), mutant=mutant)
 
     def facts(self) -> Facts:

@@ -43,7 +43,7 @@ class Bytes:
         self._is_host = torch.device(tensor_device).type == "cpu"
 
     def watch(self, parts: Iterable[object]) -> None:
-        """Bytes need no watching."""
+        """Do nothing: bytes need no watching."""
 
     def held(self) -> int:
         """Return the number of bytes now."""

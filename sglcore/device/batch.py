@@ -41,7 +41,9 @@ class ForwardMode(IntEnum):
 
 
 class CaptureHiddenMode(IntEnum):
-    """The hidden states that a forward returns."""
+    """The hidden states that a forward returns: none, each row's last one, or all. The workers of
+    this repository refuse a batch that sets it (`refuse_hidden_states`).
+    """
 
     NONE = 0
     LAST = 1

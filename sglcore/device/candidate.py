@@ -40,7 +40,9 @@ class Candidate:
 
     @property
     def is_hidden(self) -> bool:
-        """Whether it is present, but a variable hides all its devices from this process."""
+        """Whether it is present, but an environment variable hides all its devices from this
+        process.
+        """
         return self.is_present and self.probed().hiding is not None
 
     @property

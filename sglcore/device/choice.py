@@ -74,7 +74,9 @@ class ChosenDevice:
         return f"{self.name}:{self.index}" if self.index else asked
 
     def encode(self) -> str:
-        """Return one line of text for a child process."""
+        """Return the fields as one line of JSON for a child process, which reads it with
+        `decode`.
+        """
         return json.dumps(asdict(self))
 
     @staticmethod

@@ -17,8 +17,8 @@ long as counting the frozen objects."""
 def no_collection() -> Iterator[None]:
     """Disable garbage collection inside; afterwards the collector is on if it was on before.
 
-    If many objects were made inside, they are marked as old. They stay, and the next collection of
-    young objects would search all of them.
+    If many objects were made inside, all present objects are then marked as old: those made inside
+    are permanent, and the next collection of young objects would search them in vain.
     """
     was_on = gc.isenabled()
     gc.disable()

@@ -17,7 +17,8 @@ from types import MappingProxyType
 @dataclass(frozen=True, slots=True)
 class Fact:
     """One statement that holds or not, its evidence, and the remedy. `is_wanted`: it does not hold
-    because a variable says so; an automatic choice of the device skips this one.
+    because an environment variable hides every device on purpose; an automatic choice skips such a
+    device instead of ending the start.
     """
 
     holds: bool

@@ -113,7 +113,9 @@ class Place:
 
     @property
     def decides(self) -> bool:
-        """Whether this rank samples the tokens of its shard of requests."""
+        """Whether this rank is the first of those that share a request's heads: it decides which
+        tokens its shard of requests samples, and sends the results.
+        """
         return self.rank % self.topology.attn_tp == 0
 
     def as_plain(self) -> dict[str, Any]:

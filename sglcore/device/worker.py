@@ -178,7 +178,9 @@ class BatchResult:
 
 
 class ModelWorker(Protocol):
-    """A model on a device."""
+    """A model on a device, as the scheduler sees it: steps are submitted, and collected in the same
+    order.
+    """
 
     @property
     def limits(self) -> Limits:
@@ -214,7 +216,7 @@ class Trial:
     bold: ModelWorker
     """The worker that may be faster."""
     plain: ModelWorker
-    """The other worker."""
+    """The worker that is kept if the bold one is not faster."""
     prompt: NDArray[np.int32]
     """int32[N]: the beginning of a text, which is the prompt of the trial."""
     leave: Callable[[], None]

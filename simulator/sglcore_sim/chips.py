@@ -40,7 +40,8 @@ def gpu(
 
 
 def cuda(chip: str, device: int, pci_class: int, properties: dict[str, Any]) -> Kind:
-    """Make the kind of an NVIDIA GPU with driver 570."""
+    """Make the kind of an NVIDIA GPU with driver 570. `chip`: its name for `--sim`; `device`: PCI
+    device id; `pci_class`: PCI class of 24 bits; `properties`: as `gpu` returns them."""
     driver = "570.86.15"
     files = {
         "dev/nvidia{i}": "",
@@ -60,7 +61,9 @@ def cuda(chip: str, device: int, pci_class: int, properties: dict[str, Any]) -> 
 
 
 def hip(chip: str, device: int, pci_class: int, target: str, properties: dict[str, Any], features: str = "") -> Kind:
-    """Make the kind of an AMD GPU with ROCm 6.4. On MI250 a device is one of the two dies."""
+    """Make the kind of an AMD GPU with ROCm 6.4; parameters as for `cuda`. `target`: the compilers'
+    name, such as "gfx942"; `features`: appended to it in `gcnArchName`. On MI250 a device is one of
+    the two dies."""
     wide, units = target.startswith("gfx9"), properties["multi_processor_count"]
     lanes, per_unit = (64, 4) if wide else (32, 2)
     version = int(target[3:-2]) * 10000 + int(target[-2], 16) * 100 + int(target[-1], 16)
@@ -91,7 +94,7 @@ def hip(chip: str, device: int, pci_class: int, target: str, properties: dict[st
 
 def musa(chip: str, device: int, properties: dict[str, Any]) -> Kind:
     """Make the kind of a Moore Threads GPU with the vendor's driver, and a torch_musa of torch's
-    version."""
+    version; parameters as for `cuda`."""
     files = {
         "dev/mtgpu.{i}": "",
         "sys/module/mtgpu/version": "3.3.1\n",
@@ -107,8 +110,8 @@ def musa(chip: str, device: int, properties: dict[str, Any]) -> Kind:
 
 
 def npu(chip: str, device: int, properties: dict[str, Any]) -> Kind:
-    """Make the kind of an Ascend NPU with CANN 8.5, and a torch_npu of torch's version. On chips of
-    two dies a device is one die."""
+    """Make the kind of an Ascend NPU with CANN 8.5, and a torch_npu of torch's version; parameters
+    as for `cuda`. On chips of two dies a device is one die."""
     home = "usr/local/Ascend"
     files = {
         "dev/davinci{i}": "",

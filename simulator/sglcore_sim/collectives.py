@@ -190,7 +190,8 @@ class Group(dist.ProcessGroup):
         return self._run("reduce_scatter_tensor", scatter, [given], [output], [output], opts)
 
     def alltoall_base(self, output: Any, given: Any, output_sizes: Any, input_sizes: Any, opts: Any = None) -> Done:
-        """Exchange rows with every rank."""
+        """Exchange rows of dimension 0 with every rank: `input_sizes` and `output_sizes` are the
+        numbers of rows per rank; empty: equal shares."""
 
         def exchange(over: Any) -> Any:
             return self._gloo.alltoall_base(

@@ -6,8 +6,8 @@ from sglcore.device.facts import Facts
 
 
 def facts(index: int = 0) -> Facts:
-    """Return the facts: host memory is device memory, and a decode step is a list of native kernel
-    calls."""
+    """Implements `DevicePackage.facts`: host memory is device memory, and a decode step is a list
+    of native kernel calls."""
     return Facts(
         tensor_device="cpu",
         index_dtype="int64",

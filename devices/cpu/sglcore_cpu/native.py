@@ -150,7 +150,7 @@ class Engine:
         return torch.empty(shape, dtype=dtype)
 
     def program(self) -> Program:
-        """Make an empty program."""
+        """Make an empty list of kernel calls of this engine."""
         return Program(self, self._c)
 
     @property
@@ -176,7 +176,7 @@ class NativeKernel:
         return tuple(word.partition(":")[2] for word in self.layout.split())
 
     def bind(self) -> BoundKernel:
-        """Return the callable kernel."""
+        """Return a callable that packs its named arguments and runs the kernel."""
         return BoundKernel(self)
 
 

@@ -18,7 +18,8 @@ FEATURES = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_in
 
 
 def probe(named: bool, system: System) -> ProbeReport:
-    """Report on the processor. It is always present, so `named` is not used."""
+    """Implements `DevicePackage.probe` for the processor, which is always present; `named` is not
+    used."""
     model, features = processor(system.path(CPUINFO))
     extension = find_extension(system.torch_build().get("version", ""))
     details = {"features": " ".join(features), "cores": str(usable_cores()), "machine": platform.machine()}

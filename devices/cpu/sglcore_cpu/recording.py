@@ -69,7 +69,7 @@ class Kept:
     tensors: tuple[Tensor, ...]
 
     def run(self) -> None:
-        """Do nothing."""
+        """Do nothing: the tensors only have to stay alive."""
 
 
 class Block:

@@ -59,7 +59,8 @@ class SharedSums(Group):
         return graph == NATIVE or super().goes_into(graph)
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """Sum in place, as `Group.all_reduce`."""
+        """Implements `Group.all_reduce`: sum in place, for any size; dtypes that kernels do not add
+        go to the group's backend above MOST bytes."""
         is_native = x.dtype in TYPES
         recording = recorder.get()
         if recording is not None:
@@ -77,14 +78,14 @@ class SharedSums(Group):
         return x
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """Gather as `Group.all_gather`."""
+        """Implements `Group.all_gather`; above MOST bytes by the group's backend."""
         out = torch.empty((self.size, *x.shape), dtype=x.dtype)
         if not is_recorded(self._gather, x, out):
             self._gather(x, out)
         return out
 
     def broadcast(self, x: Tensor, source: int = 0) -> Tensor:
-        """Broadcast as `Group.broadcast`."""
+        """Implements `Group.broadcast`; above MOST bytes by the group's backend."""
         if is_recorded(self.broadcast, x, source):
             return x
         if x.nbytes > MOST:
@@ -96,23 +97,24 @@ class SharedSums(Group):
         return x
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
-        """Reduce and scatter as `Group.reduce_scatter`; only a recording differs."""
+        """Implements `Group.reduce_scatter` by the group's backend; a recorded step calls it
+        again."""
         out = torch.empty((x.shape[0] // self.size, *x.shape[1:]), dtype=x.dtype)
         if not is_recorded(self._scatter, x, out):
             self._scatter(x, out)
         return out
 
     def all_to_all(self, x: Tensor, sent: list[int] | None = None, received: list[int] | None = None) -> Tensor:
-        """Exchange rows as `Group.all_to_all`. A recorded step replays the counts `sent` and
-        `received` with which it was recorded."""
+        """Implements `Group.all_to_all` by the group's backend. A recorded step replays the counts
+        `sent` and `received` with which it was recorded."""
         out = torch.empty((x.shape[0] if received is None else sum(received), *x.shape[1:]), dtype=x.dtype)
         if not is_recorded(self._exchange_rows, x, out, sent, received):
             self._exchange_rows(x, out, sent, received)
         return out
 
     def launch_all_to_all(self, x: Tensor, sent: list[int] | None = None, received: list[int] | None = None) -> Handle:
-        """Start `all_to_all` as `Group.launch_all_to_all`; a recorded step runs it at once and
-        returns a finished handle."""
+        """Implements `Group.launch_all_to_all`; a recorded step runs it at once and returns a
+        finished handle."""
         if recorder.get() is not None:
             return Finished(self.all_to_all(x, sent, received))
         return super().launch_all_to_all(x, sent, received)

@@ -159,7 +159,8 @@ class FlashInferAttention(AttentionBackend[FlashInferPlan]):
             )
 
     def attend(self, q: Tensor, layer: Attention, batch: ForwardBatch, plan: FlashInferPlan) -> Tensor:
-        """Attend; padding rows become zero."""
+        """Implements `AttentionBackend.attend` with the planned wrapper of the layer's geometry;
+        padding rows become zero."""
         if not plan.wrappers:
             return torch.zeros_like(q)
         wrapper = plan.wrappers[layer.num_kv_heads, layer.head_dim, layer.sliding_window, layer.softcap]

@@ -11,8 +11,9 @@ BFLOAT16: tuple[int, int] = (8, 0)
 
 
 def facts(index: int = 0) -> Facts:
-    """Return the facts: streams, graphs and pinned memory; dtypes by the GPU's compute capability,
-    if the GPU is present. FlashInfer plans each replay on the host, so it needs host lengths."""
+    """Implements `DevicePackage.facts`: streams, graphs and pinned memory; dtypes by the GPU's
+    compute capability, if the GPU is present. FlashInfer plans each replay on the host, so it needs
+    host lengths."""
     capability = torch.cuda.get_device_capability(index) if torch.cuda.device_count() > index else BFLOAT16
     has_bfloat16 = capability >= BFLOAT16
     return Facts(

@@ -32,7 +32,9 @@ capability."""
 
 
 def kernels() -> KernelTable:
-    """Return the table for the current GPU. Raises `DeviceError` if Triton is not installed."""
+    """Implements `DevicePackage.kernels`: return the table for the current GPU. Raises
+    `DeviceError` if Triton is not installed.
+    """
     try:
         from sglcore.runtime.kernels.triton import triton_kernels
     except ImportError as error:

@@ -30,7 +30,7 @@ TORCH = (
 
 
 def probe(named: bool, system: System) -> ProbeReport:
-    """Probe `system`; `named` has no effect."""
+    """Implements `DevicePackage.probe` for NVIDIA GPUs; `named` has no effect."""
     nodes = _nodes(system)
     seen = _visible(system, nodes)
     return ProbeReport(

@@ -133,7 +133,8 @@ class AiterAttention(AttentionBackend[AiterPlan]):
         plan.rows.seq_lens.copy_(batch.seq_lens)
 
     def attend(self, q: Tensor, layer: Attention, batch: ForwardBatch, plan: AiterPlan) -> Tensor:
-        """Attend; padding rows become zero."""
+        """Implements `AttentionBackend.attend`: paged decode, or batched prefill if the plan has
+        lists; padding rows become zero."""
         if not plan.num_tokens:
             return torch.zeros_like(q)
         queries = q.view(-1, layer.num_heads, layer.head_dim)

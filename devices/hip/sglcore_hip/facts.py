@@ -6,7 +6,7 @@ from sglcore.device.facts import Facts
 
 
 def facts(index: int = 0) -> Facts:
-    """Return the facts: streams, graphs and pinned memory."""
+    """Implements `DevicePackage.facts`: streams, graphs and pinned memory."""
     return Facts(
         tensor_device=f"cuda:{index}",
         index_dtype="int64",

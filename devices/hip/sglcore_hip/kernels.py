@@ -13,8 +13,9 @@ if TYPE_CHECKING:
 
 
 def kernels() -> KernelTable:
-    """Return the table for the current GPU. It stores 8-bit rows in the float format that the GPU
-    converts. Raises `DeviceError` if Triton is not installed."""
+    """Implements `DevicePackage.kernels`: return the table for the current GPU. It stores 8-bit
+    rows in the float format that the GPU converts. Raises `DeviceError` if Triton is not installed.
+    """
     try:
         from sglcore.runtime.kernels.triton import triton_kernels
     except ImportError as error:

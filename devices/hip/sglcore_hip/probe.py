@@ -44,7 +44,7 @@ class Gpu:
 
 
 def probe(named: bool, system: System) -> ProbeReport:
-    """Probe `system`. Integrated graphics count only if `named`."""
+    """Implements `DevicePackage.probe` for AMD GPUs. Integrated graphics count only if `named`."""
     gpus = topology(system)
     seen = visible_devices([_device(system, i, gpu) for i, gpu in enumerate(gpus)], system.environ, *_variables(system))
     return ProbeReport(

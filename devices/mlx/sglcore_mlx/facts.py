@@ -10,8 +10,8 @@ from sglcore_mlx.probe import mlx_build
 
 
 def facts(index: int = 0) -> Facts:
-    """Return the facts: host and device share memory; MLX orders its own work, so there are no
-    streams. Does not import MLX: the installed build determines the device type."""
+    """Implements `DevicePackage.facts`: host and device share memory; MLX orders its own work, so
+    there are no streams. Does not import MLX: the installed build determines the device type."""
     return Facts(
         tensor_device=device_kind(),
         index_dtype="int32",

@@ -31,5 +31,6 @@ class KernelNames:
 
 
 def kernels() -> KernelNames:
-    """Return the function of each operation, as `module:name`."""
+    """Implements `DevicePackage.kernels`: return the function of each operation, as
+    `module:name`."""
     return KernelNames()

@@ -79,7 +79,7 @@ class DeviceState:
         return self.history
 
     def arrays(self) -> list[mx.array]:
-        """Return all arrays."""
+        """Return all arrays of the state, for one evaluation."""
         history = () if self.history is None else (self.history,)
         drafts = () if self.drafts is None else (self.drafts.lengths, self.drafts.proposals)
         return [*self.cells, *self.states.arrays(), self.last, *history, *drafts]

@@ -46,7 +46,8 @@ class Build:
 
 
 def probe(named: bool, system: System) -> ProbeReport:
-    """Probe `system`. Machines other than Macs count only if the device was named."""
+    """Implements `DevicePackage.probe` for MLX. Machines other than Macs count only if the device
+    was named."""
     macos, build = macos_version(system), mlx_build(system)
     if macos is not None:
         hardware, driver = _apple_silicon(system), _macos(macos)

@@ -33,7 +33,8 @@ class SampleStep:
         self._known: tuple[BatchSampling, Arrays] = NO_SAMPLING, {}
 
     def admit(self, batch: ScheduleBatch, state: DeviceState) -> None:
-        """Store the history of new requests with sampling that needs it (penalties)."""
+        """Store the tokens of new requests for which the batch brings history: for penalties, or
+        for the drafter."""
         entries = new_history(batch)
         if entries is not None and len(entries[0]):
             slots, columns, ids = map(mx.array, entries)

@@ -14,8 +14,8 @@ WARP = 32
 
 
 def kernels() -> KernelTable:
-    """Return the core's Triton kernels, or the reference table if `triton_gap` gives a reason. The
-    core's ledger row says which entries are the reference."""
+    """Implements `DevicePackage.kernels`: return the core's Triton kernels, or the reference table
+    if `triton_gap` gives a reason. The core's ledger row says which entries are the reference."""
     if triton_gap():
         return KernelTable()
     from sglcore.runtime.kernels.triton import Tuning, triton_kernels

@@ -24,7 +24,7 @@ EXTENSION = "install the torch_musa wheel that the vendor publishes for this tor
 
 
 def probe(named: bool, system: System) -> ProbeReport:
-    """Probe `system`; `named` has no effect."""
+    """Implements `DevicePackage.probe` for Moore Threads GPUs; `named` has no effect."""
     nodes = _nodes(system)
     found = [DeviceInfo(index, node) for index, node in enumerate(nodes)]
     seen = visible_devices(found, system.environ, VISIBLE)

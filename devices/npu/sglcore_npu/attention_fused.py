@@ -97,7 +97,8 @@ class FusedAttention(AttentionBackend[FusedPlan]):
         return HostLengths(plan.tasks, plan.lengths)
 
     def attend(self, q: Tensor, layer: Attention, batch: ForwardBatch, plan: FusedPlan) -> Tensor:
-        """Attend; padding rows become zero."""
+        """Implements `AttentionBackend.attend`: an eager call, or in a capture a task with
+        rewritable lengths; padding rows become zero."""
         queries = q.view(-1, layer.num_heads, layer.head_dim)
         if plan.ends is not None:
             return self._extend(queries, plan, plan.ends, layer).view(q.shape)

@@ -12,8 +12,9 @@ RESERVED = 248
 
 
 def facts(index: int = 0) -> Facts:
-    """Return the facts: KV slot indices are int32, pages have the attention operator's size, and a
-    replay needs lengths from the host. Generations before A2, and 310P, do not support bfloat16."""
+    """Implements `DevicePackage.facts`: KV slot indices are int32, pages have the attention
+    operator's size, and a replay needs lengths from the host. Generations before A2, and 310P, do
+    not support bfloat16."""
     npu = device_module("torch_npu", "npu", index)
     has_bfloat16 = npu is None or npu.is_bf16_supported()
     return Facts(

@@ -122,8 +122,8 @@ entry's name."""
 
 
 def kernels() -> KernelTable:
-    """Make the kernel table. If torch_npu does not register an operator, its entry stays the
-    reference, with a reason for the ledger."""
+    """Implements `DevicePackage.kernels`. If torch_npu does not register an operator, its entry
+    stays the reference, with a reason for the ledger."""
     offered = {each.function.__name__: each for operator, each in OPERATORS.items() if offers(operator)}
     refused = (
         f"{operator} refused for {each.function.__name__}: this torch_npu does not register it; install a newer one"

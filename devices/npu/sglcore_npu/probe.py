@@ -26,7 +26,7 @@ MOUNTS = (
 
 
 def probe(named: bool, system: System) -> ProbeReport:
-    """Probe `system`; `named` has no effect."""
+    """Implements `DevicePackage.probe` for Ascend NPUs; `named` has no effect."""
     nodes = _nodes(system)
     found = [DeviceInfo(index, node) for index, node in enumerate(nodes)]
     seen = visible_devices(found, system.environ, VISIBLE)

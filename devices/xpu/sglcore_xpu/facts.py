@@ -6,8 +6,8 @@ from sglcore.device.facts import Facts
 
 
 def facts(index: int = 0) -> Facts:
-    """Return the facts: streams, graphs and pinned memory; all dtypes of models, which the oldest
-    of these GPUs support too."""
+    """Implements `DevicePackage.facts`: streams, graphs and pinned memory; all dtypes of models,
+    which the oldest of these GPUs support too."""
     return Facts(
         tensor_device=f"xpu:{index}",
         index_dtype="int64",

@@ -21,8 +21,8 @@ WIDEST = 32
 
 
 def kernels() -> KernelTable:
-    """Return the table for the current GPU. Raises `DeviceError` if no Triton that compiles for it
-    is installed."""
+    """Implements `DevicePackage.kernels`: return the table for the current GPU. Raises
+    `DeviceError` if no Triton that compiles for it is installed."""
     if missing := triton_gap(COMPILER):
         raise DeviceError(f"the kernels of this device cannot be used: {missing}", remedy=TRITON)
     from sglcore.runtime.kernels.triton import triton_kernels

@@ -43,7 +43,8 @@ class Gpu:
 
 
 def probe(named: bool, system: System) -> ProbeReport:
-    """Probe `system`. Integrated graphics count only if `named`."""
+    """Implements `DevicePackage.probe` for Intel GPUs. Integrated graphics count only if
+    `named`."""
     gpus = render_nodes(system)
     seen = _visible(system, gpus)
     return ProbeReport(

@@ -182,12 +182,12 @@ class Embedding:
         return self(batch.input_ids)
 
     def row(self, index: int) -> mx.array:
-        """Return one row, [1, size]."""
+        """Return the row of one id, [1, size]."""
         return self(mx.array([index]))
 
 
 class Head:
-    """The output layer."""
+    """The output layer (LM head): hidden states to float32 logits."""
 
     __slots__ = ("_linear",)
 

@@ -50,7 +50,7 @@ class PlainExperts:
         self._is_wide = is_wide and turned.dtype != mx.float32
 
     def __call__(self, x: mx.array, experts: mx.array, is_sorted: bool) -> mx.array:
-        """See `ExpertLinear`."""
+        """Implements `ExpertLinear.__call__`."""
         if not self._is_wide:
             return mx.gather_mm(x, self._turned, rhs_indices=experts, sorted_indices=is_sorted)
         wide, turned = x.astype(mx.float32), self._turned.astype(mx.float32)
@@ -66,7 +66,7 @@ class QuantisedExperts:
         self._packed = packed
 
     def __call__(self, x: mx.array, experts: mx.array, is_sorted: bool) -> mx.array:
-        """See `ExpertLinear`."""
+        """Implements `ExpertLinear.__call__`."""
         packed, form, is_whole = self._packed, self._packed.form, x.shape[-1] % SORTED_MULTIPLE == 0
         return mx.gather_qmm(
             x,
@@ -91,7 +91,7 @@ class ExpertsSideBySide:
         self._up = up
 
     def __call__(self, x: mx.array, experts: mx.array, is_sorted: bool) -> mx.array:
-        """See `ExpertLinear`."""
+        """Implements `ExpertLinear.__call__`: the results of gate and up, concatenated."""
         return mx.concatenate([part(x, experts, is_sorted) for part in (self._gate, self._up)], axis=-1)
 
 
@@ -114,7 +114,7 @@ class GatedExperts:
             self.gate_up_proj, self.down_proj = _separate(build.at("experts"), moe, parts)
 
     def __call__(self, x: mx.array, experts: mx.array, is_sorted: bool) -> mx.array:
-        """See `ExpertLinear`."""
+        """Implements `ExpertLinear.__call__`."""
         return self.down_proj(silu_and_mul(self.gate_up_proj(x, experts, is_sorted)), experts, is_sorted)
 
 
@@ -138,7 +138,7 @@ class ClampedExperts:
         self._alpha, self._limit = alpha, limit
 
     def __call__(self, x: mx.array, experts: mx.array, is_sorted: bool) -> mx.array:
-        """See `ExpertLinear`."""
+        """Implements `ExpertLinear.__call__`."""
         both = self._w13(x, experts, is_sorted) + self._b13[experts][..., None, :]
         gate = mx.minimum(both[..., ::2], self._limit)
         up = mx.clip(both[..., 1::2], -self._limit, self._limit)
@@ -207,7 +207,7 @@ class Relu2Experts:
             self._down = _stack(each, moe, ("down_proj",), width, size)
 
     def __call__(self, x: mx.array, experts: mx.array, is_sorted: bool) -> mx.array:
-        """See `ExpertLinear`."""
+        """Implements `ExpertLinear.__call__`."""
         return self._down(relu2(self._up(x, experts, is_sorted)), experts, is_sorted)
 
 
@@ -238,7 +238,7 @@ class SoftmaxRouting:
         self._top_k, self._normalize = moe.experts_per_token, moe.normalize
 
     def __call__(self, hidden: mx.array) -> tuple[mx.array, mx.array]:
-        """See `Routing`."""
+        """Implements `Routing` with `top_k_routing`."""
         return top_k_routing(self.gate(hidden), self._top_k, self._normalize)
 
 
@@ -259,7 +259,8 @@ class SigmoidRouting:
         self._moe = moe
 
     def __call__(self, hidden: mx.array) -> tuple[mx.array, mx.array]:
-        """See `Routing`."""
+        """Implements `Routing`: the weights are the unbiased sigmoids of the selected experts,
+        scaled."""
         moe, k = self._moe, self._moe.experts_per_token
         scores = mx.sigmoid(self._gate(hidden).astype(mx.float32))
         biased = scores + self._bias

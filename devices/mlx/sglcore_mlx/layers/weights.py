@@ -86,8 +86,8 @@ class Weights:
         return "; ".join(sorted(self._forms)) or "none"
 
     def check(self, is_harmless: Callable[[str], object]) -> None:
-        """Raise `CheckpointError` for missing tensors, then for unused ones that are not
-        harmless."""
+        """Raise `CheckpointError` for missing tensors, then for unused ones. `is_harmless` gets the
+        name of an unused tensor and returns whether it may be ignored."""
         if self._missing:
             raise CheckpointError(
                 f"{_some(self._missing)} not in the checkpoint", remedy="check config.json, or download it again"

@@ -24,7 +24,7 @@ class LayerShape:
     sliding_window: int | None
     """Number of tokens that a query sees, including itself. None: all."""
     scale: float
-    """Factor of scores."""
+    """Factor of the scores q k^T."""
     causal: bool = True
     """A token sees itself and earlier tokens. False: also later ones, and a window extends in both
     directions."""

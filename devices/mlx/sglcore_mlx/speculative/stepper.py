@@ -78,7 +78,8 @@ class SpeculativeStepper(Stepper):
         mx.eval(state.arrays())
 
     def launch_with(self, counts: Counts, batch: ScheduleBatch) -> Launched:
-        """As `launch`, with these numbers of draft tokens."""
+        """Launch a step, as `launch` does; `counts`: the draft tokens per request that this step
+        verifies and makes."""
         self._counts = counts
         return self.launch(batch)
 

@@ -25,7 +25,8 @@ class Drafts:
 
 
 def make_drafts(max_requests: int, tokens: int) -> Drafts:
-    """Make tables without draft tokens."""
+    """Make tables without draft tokens: lengths 0, and NONE for the `tokens` draft tokens of each
+    slot."""
     slots = max_requests + 1
     return Drafts(mx.zeros((slots,), mx.int32), mx.full((slots, tokens), NONE, mx.int32))
 

@@ -17,7 +17,9 @@ DISPLAY, OTHER_DISPLAY = 0x030000, 0x038000
 
 
 def chip(name: str, arch: str, device: int, pci_class: int, mib: int, figures: dict[str, Any]) -> Kind:
-    """Make a GPU with the driver `xe`, Level Zero, and a torch build for it."""
+    """Make the kind of a GPU with the driver `xe`, Level Zero, and a torch build for it. `device`:
+    PCI device id; `pci_class`: PCI class of 24 bits; `mib`: memory in MiB; `figures`: as `figures`
+    returns them."""
     node = f"DRIVER=xe\nPCI_CLASS={pci_class:X}\nPCI_ID=8086:{device:04X}\nPCI_SLOT_NAME=0000:{{bus}}:00.0\n"
     files = {
         "dev/dri/renderD{render}": "",
