@@ -42,7 +42,9 @@ class Adapting(type):
     """
 
     def __call__(cls: type[Made], **given: Any) -> Made:
-        """Make an instance. Raises what the class itself raises."""
+        """Make an instance from keywords that `adapter.adapted` converts. Raises what the class
+        itself raises.
+        """
         return type.__call__(cls, **adapted(given))
 
 

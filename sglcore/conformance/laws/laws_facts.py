@@ -39,7 +39,8 @@ BUSY, ROUNDS = 512, 6
 
 
 def computes_in(trial: Trial) -> None:
-    """Run one prompt and two decode steps in one of the dtypes that the facts name."""
+    """Run one prompt and two decode steps in the dtype that the case names, and compare with the
+    reference."""
     harness = trial.kit.harness("dense", dtype=trial.case)
     trial.compare(harness, harness.run(random_prompts(1, (7,)), 3, score_prompts=True))
 
@@ -88,7 +89,8 @@ def integers_are_narrow(trial: Trial) -> None:
 
 
 def copies_are_ordered(trial: Trial) -> None:
-    """Copy in, compute and copy out after slow work, while the host writes the next values."""
+    """Copy in, compute and copy out after slow device work, while the host writes the next values:
+    each result must be that of the values of its own round."""
     harness = trial.kit.harness("dense")
     runner = harness.started.built["runner"]
     buffer, block = runner.decode_registry.input_buffer("seq_lens"), runner.decode_registry.block
@@ -114,7 +116,8 @@ def _check_arrived(sent: int, readback: Any) -> None:
 
 
 def kernels_reach_the_host(trial: Trial) -> None:
-    """Copy in rows that the host has just written, compute and copy out, after slow device work."""
+    """Copy rows that the host has just written to the device and back with the kernel `copy_rows`,
+    after slow device work: the rows must come back with what was added on the device."""
     harness = trial.kit.harness("dense")
     runner, device = harness.started.built["runner"], harness.facts.tensor_device
     copy_rows = harness.started.built["kernels"].copy_rows

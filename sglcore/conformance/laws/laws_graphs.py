@@ -46,7 +46,8 @@ def _check(what: str, found: Tensor, wanted: float) -> None:
 
 
 def replay_reads_buffers(trial: Trial) -> None:
-    """Replay with other values in the same buffer."""
+    """Capture a step, then replay it with other values in its input buffer: each replay must use
+    the values that the buffer has then."""
     with _mechanism(trial) as (backend, given, made):
         step = backend.capture(lambda: made.copy_(given * 2))
         for value in (1.0, 5.0):
@@ -55,7 +56,8 @@ def replay_reads_buffers(trial: Trial) -> None:
 
 
 def replays_keep_order(trial: Trial) -> None:
-    """Replay two captures that share memory in another order than they were captured."""
+    """Replay two captures that share a buffer in another order than they were captured: each must
+    work on what the replay before it left."""
     with _mechanism(trial) as (backend, total, _):
         steps = [backend.capture(lambda: total.add_(1)), backend.capture(lambda: total.mul_(10))]
         total.zero_()
@@ -65,7 +67,8 @@ def replays_keep_order(trial: Trial) -> None:
 
 
 def errors_leave_graphs_usable(trial: Trial) -> None:
-    """Raise in the warm-up and in the capture; then capture without an error."""
+    """Capture steps that raise, in the first run and in the second: the capture must raise the
+    step's error, and the next capture must work."""
     with _mechanism(trial) as (backend, total, made):
         for run in range(1, MOST_RUNS + 1):
             try:

@@ -40,8 +40,8 @@ def _abort_some(scheduler: Scheduler, step: int) -> None:
 
 
 def prefix_hits(trial: Trial) -> None:
-    """Run prompts with the prefix of an earlier one on its pages, and on the states that it left
-    for requests that branch off."""
+    """Run prompts with the prefix of an earlier one, which start on its cached pages and on the
+    state snapshots at its branching points; compare with the reference."""
     harness = open_case(trial)
     length = max(33, 2 * harness.limits.page_size + 1)
     if length + 12 > CONTEXT:
@@ -59,7 +59,8 @@ def prefix_hits(trial: Trial) -> None:
 
 
 def retraction(trial: Trial) -> None:
-    """Let pages run out: the youngest request is preempted and computed again."""
+    """Let pages run out: the youngest request is preempted and computed again; compare with the
+    reference."""
     harness = open_case(trial)
     size = harness.limits.page_size
     if size > 16:

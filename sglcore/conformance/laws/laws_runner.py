@@ -38,7 +38,7 @@ equally likely."""
 
 
 def tiny(trial: Trial) -> None:
-    """Run one prompt in one step, then four decode steps."""
+    """Run one prompt in one step, then four decode steps, and compare with the reference."""
     harness = open_case(trial)
     trial.compare(harness, harness.run(random_prompts(1, (7,)), 5, score_prompts=True))
 
@@ -52,7 +52,7 @@ def chunks_are_whole(trial: Trial) -> None:
 
 
 def batch_is_singles(trial: Trial) -> None:
-    """Run each request alone, then all together."""
+    """Run each request alone, then all together, and compare both with the reference."""
     harness = open_case(trial)
     prompts = random_prompts(4, LENGTHS)
     trial.compare(harness, [harness.run([prompt], 6)[0] for prompt in prompts])
@@ -77,8 +77,9 @@ def joins_and_leaves(trial: Trial) -> None:
 
 
 def padding_is_inert(trial: Trial) -> None:
-    """Overwrite input buffers before every step. Token 0, which padding rows hold, is NaN, and so
-    is page 0 if the kit has access to it."""
+    """Run with input buffers that are overwritten before every step, and compare with the
+    reference. Token 0, which padding rows hold, is NaN in the model, and so is page 0 if the kit
+    has access to it."""
     never_token_0 = {"logit_bias": {0: -FLAT}, "temperature": 0.8, "seed": 5}
     graph, _, model = trial.case.partition("/")
     model = f"spoiled-{model}" if model else "spoiled"

@@ -86,7 +86,7 @@ def _nearly_equal(one: TokenLogprob, other: TokenLogprob, bound: float) -> bool:
 
 
 def concurrent_is_serial(trial: Trial) -> None:
-    """Run requests one after another, then all at once."""
+    """Run requests one after another, then all at once, and compare their completions."""
     harness = trial.kit.harness("text")
     engine = make_engine(trial, harness)
     serial = [generate(engine, [prompt])[0] for prompt in PROMPTS]

@@ -32,7 +32,7 @@ SPARSE = "npu_sparse_flash_attention"
 
 
 def attention(query: Tensor, key: Tensor, value: Tensor, **given: Any) -> tuple[Tensor, Tensor]:
-    """Implement npu_fused_infer_attention_score, the variant of the operator that allocates its
+    """Implements npu_fused_infer_attention_score, the variant of the operator that allocates its
     results."""
     out = torch.empty_like(query)
     lse = torch.zeros(1, dtype=torch.float32)
@@ -58,7 +58,7 @@ def attention_out(
     out: list[Tensor],
     **unused: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Implement npu_fused_infer_attention_score.out, the variant with the caller's buffers, over
+    """Implements npu_fused_infer_attention_score.out, the variant with the caller's buffers, over
     pages of a block table: decode in layout BSND, or packed rows in TND."""
     if block_table is None or actual_seq_lengths_kv is None or input_layout not in ("BSND", "TND"):
         raise NotImplementedError("this reference takes pages with lengths of the keys, in the layouts BSND and TND")
@@ -143,13 +143,13 @@ def _check(
 
 
 def attention_workspace(query: Tensor, key: Tensor, value: Tensor, **given: Any) -> Tensor:
-    """Implement the operator that sizes the workspace of attention_out: return 512 bytes, which the
-    reference does not use."""
+    """Implements the operator that sizes the workspace of attention_out: return 512 bytes, which
+    the reference does not use."""
     return torch.zeros(512, dtype=torch.uint8)
 
 
 def rms_norm(input: Tensor, gamma: Tensor, epsilon: float = 1e-6) -> tuple[Tensor, Tensor]:
-    """Implement npu_rms_norm: return the norm, computed in float32 and cast once, and the
+    """Implements npu_rms_norm: return the norm, computed in float32 and cast once, and the
     reciprocal root mean square."""
     wanted = {
         "one dtype of floats": input.dtype == gamma.dtype and input.dtype in FLOATS,
@@ -162,7 +162,7 @@ def rms_norm(input: Tensor, gamma: Tensor, epsilon: float = 1e-6) -> tuple[Tenso
 
 
 def add_rms_norm(x1: Tensor, x2: Tensor, gamma: Tensor, epsilon: float = 1e-6) -> tuple[Tensor, Tensor, Tensor]:
-    """Implement npu_add_rms_norm: return the norm of x1 + x2, its reciprocal root mean square, and
+    """Implements npu_add_rms_norm: return the norm of x1 + x2, its reciprocal root mean square, and
     the sum."""
     require("npu_add_rms_norm", {"two tensors of one shape and dtype": (x1.shape, x1.dtype) == (x2.shape, x2.dtype)})
     total = x1 + x2
@@ -171,7 +171,7 @@ def add_rms_norm(x1: Tensor, x2: Tensor, gamma: Tensor, epsilon: float = 1e-6) -
 
 
 def swiglu(input: Tensor, dim: int = -1) -> Tensor:
-    """Implement npu_swiglu: return silu of the first half times the second half."""
+    """Implements npu_swiglu: return silu of the first half times the second half."""
     wanted = {"floats": input.dtype in FLOATS, "two halves of one size": input.shape[dim] % 2 == 0}
     require("npu_swiglu", wanted)
     gate, up = input.float().chunk(2, dim)
@@ -181,7 +181,7 @@ def swiglu(input: Tensor, dim: int = -1) -> Tensor:
 def rotary_mul(
     input: Tensor, r1: Tensor, r2: Tensor, rotary_mode: str = "half", rotate: Tensor | None = None
 ) -> Tensor:
-    """Implement npu_rotary_mul: return input * r1 + (-second, first) * r2 for the halves of each
+    """Implements npu_rotary_mul: return input * r1 + (-second, first) * r2 for the halves of each
     head of a tensor with four dimensions."""
     four = all(x.dim() == 4 for x in (input, r1, r2))
     wanted = {
@@ -210,7 +210,7 @@ def scatter_pa_kv_cache(
     seq_lens: Tensor | None = None,
     cache_mode: str | None = "PA_NZ",
 ) -> None:
-    """Implement npu_scatter_pa_kv_cache: store rows of key and value in KV slots of pages in the
+    """Implements npu_scatter_pa_kv_cache: store rows of key and value in KV slots of pages in the
     plain layout, in the dtypes that an A2 or A3 supports."""
     if cache_mode not in (None, "Norm"):
         raise NotImplementedError("this reference stores pages in the plain layout only (cache_mode 'Norm')")
@@ -234,7 +234,7 @@ def scatter_pa_kv_cache(
 def format_cast(
     input: Tensor, acl_format: int, *, customize_dtype: int | None = None, input_dtype: int | None = None
 ) -> Tensor:
-    """Implement npu_format_cast: return a copy with the same values; the device's internal layout
+    """Implements npu_format_cast: return a copy with the same values; the device's internal layout
     is not simulated."""
     if acl_format == FRACTAL_NZ and (input.dtype not in HALF or any(size % 16 for size in input.shape[-2:])):
         raise RuntimeError(f"npu_format_cast keeps {tuple(input.shape)} of {input.dtype} in whole blocks of 16 only")
@@ -258,7 +258,7 @@ def sparse_attention(
     attention_mode: int = 0,
     **unused: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Implement npu_sparse_flash_attention: attend to the listed rows of a sequence, up to the
+    """Implements npu_sparse_flash_attention: attend to the listed rows of a sequence, up to the
     list's first -1, in the absorbed form of MLA, where the keys are also the values."""
     if (layout_query, layout_kv, sparse_mode) != ("BSND", "BSND", 0):
         raise NotImplementedError("this reference takes batches of texts, without a mask (sparse_mode 0)")

@@ -106,7 +106,8 @@ class Scope:
         return SplitLinear(whole, shares, streams)
 
     def embedding(self, name: str, rows: int, size: int, scale: float | None = None) -> Embedding:
-        """Make an embedding with a row for each id."""
+        """Make an embedding with a weight [rows, size], one row for each id; `scale`: a factor of
+        the rows."""
         form = self.form_of(name)
         if form is not None:
             return Embedding(self.packed([(name, (rows,))], size, form), self.dtype, scale)
