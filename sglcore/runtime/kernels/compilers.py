@@ -6,9 +6,8 @@ from importlib import import_module
 
 
 def triton_gap(compiler: str) -> str:
-    """Return why the core's Triton kernels cannot run with this compiler of `triton.backends`.
-
-    Empty if they can.
+    """Return why the core's Triton kernels cannot run here with this compiler, a name in
+    `triton.backends`; "" if they can.
     """
     try:
         from sglcore.runtime.kernels.triton.rounding import INTERPRETED

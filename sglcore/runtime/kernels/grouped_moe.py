@@ -16,17 +16,17 @@ from sglcore.runtime.kernels.reference_kernels import clamped_swiglu, relu2, sil
 
 
 def grouped_moe(hidden: Tensor, weights: Tensor, ids: Tensor, w13: Tensor, w2: Tensor) -> Tensor:
-    """Implement `KernelTable.moe`.
+    """Implement `KernelTable.moe` by `torch.nn.functional.grouped_mm`.
 
-    Rows are copied for each choice and sorted by expert; the sum is in a wider dtype. Rows of H and
-    of I elements must be multiples of 16 bytes, and bfloat16 if a compiler traces this; torch
-    raises `RuntimeError` otherwise.
+    Rows are copied for each choice and sorted by expert; the results of a token are summed at once,
+    in a wider dtype. Rows of H and of I elements must be multiples of 16 bytes, and bfloat16 if a
+    compiler traces this; torch raises `RuntimeError` otherwise.
     """
     return _grouped(hidden, weights, ids, w13, w2, lambda part, experts: silu_and_mul(part), None)
 
 
 def grouped_relu2_moe(hidden: Tensor, weights: Tensor, ids: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
-    """Implement `KernelTable.relu2_moe`, computed in the same way."""
+    """Implement `KernelTable.relu2_moe` as `grouped_moe` does, with the same conditions."""
     return _grouped(hidden, weights, ids, w1, w2, lambda part, experts: relu2(part), None)
 
 
@@ -41,7 +41,7 @@ def grouped_clamped_moe(
     alpha: float,
     limit: float,
 ) -> Tensor:
-    """Implement `KernelTable.clamped_moe`, computed in the same way."""
+    """Implement `KernelTable.clamped_moe` as `grouped_moe` does, with the same conditions."""
 
     def activate(part: Tensor, experts: Tensor) -> Tensor:
         return clamped_swiglu(part + b13[experts], alpha, limit)
@@ -58,7 +58,11 @@ def _grouped(
     activate: Callable[[Tensor, Tensor], Tensor],
     b2: Tensor | None,
 ) -> Tensor:
-    """Compute the MoE. `activate` gets the output of the first product and each row's expert."""
+    """Compute an MoE by two grouped products.
+
+    `activate(part, experts)` gets the output of the first product and the expert of each of its
+    rows; `b2` None: the second product has no bias.
+    """
     tokens, choices = ids.shape
     experts, rows = w13.shape[0], tokens * choices
     # Rows without an expert sort after the last group; the products leave undefined values there,

@@ -6,14 +6,15 @@ from sglcore.runtime.kernels import reference_hisparse
 from sglcore.runtime.kernels.entry import entry
 
 REACHING = ("norm_rope_store", "copy_rows")
-"""Entries that access host memory if rows lie there."""
+"""The entries that access host memory if KV rows are there."""
 
 
 class HiSparseKernels:
-    """A request's entries are counted from 0.
+    """Operations on a cache of KV rows on the device. An entry is one KV row of a request, numbered
+    from 0.
 
-    K of them are chosen, and D are cached on the device, K <= D. All tables are int32, by slot.
-    Slot 0 is for padding. Row 0 of a pool is reserved.
+    K entries of a request are chosen in a step, and D are cached on the device, K <= D. All tables
+    are int32, by request slot. Slot 0 is for padding. Row 0 of a pool is reserved.
     """
 
     swap_in = entry(reference_hisparse.swap_in, writes=("held", "order", "where", "rows", "loads", "counts"))

@@ -32,9 +32,9 @@ class Refusals:
         self._by_reason: dict[str, dict[tuple[str, str], Row]] = {}
 
     def add(self, entry: Entry[Any], refuses: Kernel, after: Kernel | None, reason: str, call: Call) -> None:
-        """Record that a candidate refuses a call.
+        """Record that a candidate, `refuses`, does not take a call, with its reason.
 
-        `after` is used instead, or the parts that the entry combines.
+        `after` is the next candidate; None if the layer uses the entries that this one combines.
         """
         instead = "the entries that it combines" if after is None else origin_of(after)
         found = f"{reason}; found {_text(entry, call)}"
@@ -61,10 +61,10 @@ def _modules(origins: Iterable[str]) -> str:
 
 
 def choose(table: KernelTable, entry: Entry[K], call: Call, refusals: Refusals | None = None) -> K:
-    """Return the function of `entry` for calls like this one.
+    """Return the first function of `entry` that takes calls with these arguments.
 
-    None if it is optional and no candidate takes them. Records candidates that refuse in
-    `refusals`.
+    None if the entry is optional and no candidate takes them. Candidates that refuse are recorded
+    in `refusals`.
     """
     described = [described_as(arg) for arg in call]
     candidates = table.candidates[entry.name]
@@ -79,14 +79,16 @@ def choose(table: KernelTable, entry: Entry[K], call: Call, refusals: Refusals |
 
 
 def fitted(table: KernelTable, entry: Entry[Any], call: Call, refusals: Refusals | None) -> KernelTable:
-    """Return the table without the candidates of `entry` that refuse calls like this one."""
+    """Return the table without the candidates of `entry` before the first that takes calls with
+    these arguments. If none takes them, the entry of the new table is None.
+    """
     chosen, held = choose(table, entry, call, refusals), table.candidates[entry.name]
     left = tuple(dropwhile(lambda candidate: candidate.function is not chosen, held))
     return table if left == held else type(table)(**{**table.candidates, entry.name: left})
 
 
 def described_as(arg: object) -> Any:
-    """Return an argument as `takes` sees it.
+    """Return an argument as `Limited.takes` gets it.
 
     A tensor becomes one without content, with its dtype, shape and strides. A number, text or None
     stays; anything else becomes None.

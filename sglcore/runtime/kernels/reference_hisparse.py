@@ -18,7 +18,7 @@ def swap_in(
     loads: Tensor,
     counts: Tensor,
 ) -> None:
-    """Update the LRU cache of each request."""
+    """Reference of `KernelTable.swap_in`: update the LRU cache of each request."""
     places, count = held.shape[1], chosen.shape[1]
     is_real = (chosen >= 0) & (slots > 0).unsqueeze(1)
     own, line = slots.long(), order[slots.long()].long()
@@ -54,12 +54,14 @@ def swap_in(
 
 
 def _with_spare(lines: Tensor) -> Tensor:
-    """Add a column for absent entries."""
+    """Add a column at the end, as a target for entries that are not to be written."""
     return torch.cat((lines, lines[:, :1]), dim=1)
 
 
 def copy_rows(source: Tensor, target: Tensor, loads: Tensor, counts: Tensor) -> None:
-    """Copy the counted rows. Copies that are not counted go from row 0 to row 0."""
+    """Reference of `KernelTable.copy_rows`. Loads that are not counted copy row 0 to row 0, which
+    is reserved.
+    """
     inside = torch.arange(loads.shape[2], device=loads.device) < counts.unsqueeze(1)
     taken, given = loads.masked_fill(~inside, 0).long().flatten(1).unbind(0)
     target[given] = source[taken]

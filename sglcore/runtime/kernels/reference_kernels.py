@@ -64,17 +64,17 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def pack_linear(weight: Tensor) -> Tensor:
-    """Return the weight unchanged."""
+    """Reference of `KernelTable.pack_linear`: return the weight itself."""
     return weight
 
 
 def embedding(ids: Tensor, weight: Tensor) -> Tensor:
-    """Return rows of the weight."""
+    """Return the rows of the weight at `ids`."""
     return F.embedding(ids, weight)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Apply root mean square norm (Zhang and Sennrich 2019).
+    """Apply root mean square norm over the last axis (Zhang and Sennrich 2019).
 
     Float32 until the product with the weight, which has the weight's dtype.
     """
@@ -84,7 +84,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Add in the inputs' own dtype, then normalise."""
+    """Return the norm of residual + x, and that sum, which is rounded to the inputs' dtype before
+    the norm.
+    """
     total = residual + x
     return rms_norm(total, weight, eps), total
 
@@ -116,13 +118,15 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, head_dim: int) -> Tensor:
 
 
 def silu_and_mul(x: Tensor) -> Tensor:
-    """Apply SwiGLU (Shazeer 2020), gate first."""
+    """Apply SwiGLU (Shazeer 2020): silu of the first half of the columns, times the second half."""
     gate, up = x.chunk(2, dim=-1)
     return F.silu(gate) * up
 
 
 def gelu_tanh_and_mul(x: Tensor) -> Tensor:
-    """Apply GeGLU (Shazeer 2020) with the tanh approximation, gate first."""
+    """Apply GeGLU (Shazeer 2020) with the tanh approximation: GELU of the first half of the
+    columns, times the second half.
+    """
     gate, up = x.chunk(2, dim=-1)
     return F.gelu(gate, approximate="tanh") * up
 
@@ -138,7 +142,7 @@ def softcap(x: Tensor, cap: float) -> Tensor:
 
 
 def top_k_routing(logits: Tensor, k: int, normalize: bool) -> tuple[Tensor, Tensor]:
-    """Compute a softmax over all experts, then choose the K largest."""
+    """Reference of `KernelTable.top_k_routing`: a softmax over all experts, then the K largest."""
     weights, ids = torch.topk(torch.softmax(logits.float(), dim=-1), k, dim=-1)
     if normalize:
         weights = weights / weights.sum(dim=-1, keepdim=True)
@@ -153,7 +157,8 @@ def sigmoid(x: Tensor) -> Tensor:
 def sigmoid_routing(
     logits: Tensor, bias: Tensor, k: int, groups: int, top_groups: int, normalize: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Route with a bias that balances experts (DeepSeek-V3, section 2.1.2).
+    """Reference of `KernelTable.sigmoid_routing`, with a bias that balances experts (DeepSeek-V3,
+    section 2.1.2).
 
     Takes the best groups by the sum of their two best experts, then the best experts in them. The
     bias affects the choice, not the weights.
@@ -172,7 +177,8 @@ def sigmoid_routing(
 
 
 def group_limited_routing(logits: Tensor, k: int, groups: int, top_groups: int, scale: float) -> tuple[Tensor, Tensor]:
-    """Route to experts on few devices (DeepSeek-V2, section 2.2.2).
+    """Reference of `KernelTable.group_limited_routing`, for experts on few devices (DeepSeek-V2,
+    section 2.2.2).
 
     Takes the groups with the best experts, then the best experts in them.
     """
@@ -187,7 +193,7 @@ def group_limited_routing(logits: Tensor, k: int, groups: int, top_groups: int, 
 
 
 def moe(hidden: Tensor, weights: Tensor, ids: Tensor, w13: Tensor, w2: Tensor) -> Tensor:
-    """Run every expert on every token and mask those not chosen.
+    """Reference of `KernelTable.moe`: run every expert on every token and mask those not chosen.
 
     No shape depends on the routing.
     """
@@ -199,7 +205,7 @@ def moe(hidden: Tensor, weights: Tensor, ids: Tensor, w13: Tensor, w2: Tensor) -
 
 
 def relu2_moe(hidden: Tensor, weights: Tensor, ids: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
-    """Compute as `moe`, for experts without a gate."""
+    """Reference of `KernelTable.relu2_moe`, computed as `moe`."""
 
     def run(expert: int) -> Tensor:
         return F.linear(relu2(F.linear(hidden, w1[expert])), w2[expert])
@@ -213,9 +219,10 @@ def relu2(x: Tensor) -> Tensor:
 
 
 def clamped_swiglu(x: Tensor, alpha: float, limit: float) -> Tensor:
-    """Apply SwiGLU with a sharper gate, plus the gate alone (gpt-oss).
+    """Return (up + 1) * gate * sigmoid(alpha * gate) (gpt-oss), with gate at most `limit` and up
+    within +-`limit`.
 
-    Gate and up are interleaved.
+    Gate and up are interleaved: columns 2 i and 2 i + 1 of x.
     """
     gate, up = x[..., ::2].clamp(max=limit), x[..., 1::2].clamp(-limit, limit)
     return (up + 1) * (gate * torch.sigmoid(gate * alpha))
@@ -232,7 +239,7 @@ def clamped_moe(
     alpha: float,
     limit: float,
 ) -> Tensor:
-    """Compute as `moe`: run every expert on every token."""
+    """Reference of `KernelTable.clamped_moe`, computed as `moe`: every expert on every token."""
 
     def run(expert: int) -> Tensor:
         return _clamped(hidden, w13[expert], b13[expert], w2[expert], b2[expert], alpha, limit)
@@ -241,13 +248,15 @@ def clamped_moe(
 
 
 def limited_silu_and_mul(x: Tensor, limit: float) -> Tensor:
-    """Clamp both factors before the activation (DeepSeek-V4)."""
+    """Return silu(gate) * up, gate at most `limit` and up within +-`limit` (DeepSeek-V4). Gate is
+    the first half of the columns.
+    """
     gate, up = x.chunk(2, dim=-1)
     return F.silu(gate.clamp(max=limit)) * up.clamp(-limit, limit)
 
 
 def limited_moe(hidden: Tensor, weights: Tensor, ids: Tensor, w13: Tensor, w2: Tensor, limit: float) -> Tensor:
-    """Compute as `moe`: run every expert on every token."""
+    """Reference of `KernelTable.limited_moe`, computed as `moe`: every expert on every token."""
 
     def run(expert: int) -> Tensor:
         return F.linear(limited_silu_and_mul(F.linear(hidden, w13[expert]), limit), w2[expert])
@@ -256,13 +265,17 @@ def limited_moe(hidden: Tensor, weights: Tensor, ids: Tensor, w13: Tensor, w2: T
 
 
 def sqrtsoftplus_routing(logits: Tensor, bias: Tensor, k: int, scale: float) -> tuple[Tensor, Tensor]:
-    """Route with a bias that affects the choice, not the weights."""
+    """Reference of `KernelTable.sqrtsoftplus_routing`. The bias affects the choice, not the
+    weights.
+    """
     scores = torch.sqrt(F.softplus(logits.float()))
     return _weighed(scores, torch.topk(scores + bias, k, dim=-1)[1], scale, logits.dtype)
 
 
 def hash_routing(logits: Tensor, input_ids: Tensor, table: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Choose experts by token id and weight them by logits (Roller et al. 2021, Hash Layers)."""
+    """Reference of `KernelTable.hash_routing`: choose experts by token id, weight them by logits
+    (Roller et al. 2021, Hash Layers).
+    """
     scores = torch.sqrt(F.softplus(logits.float()))
     return _weighed(scores, table.index_select(0, input_ids).long(), scale, logits.dtype)
 
@@ -285,7 +298,9 @@ def mxfp4_moe(
     alpha: float,
     limit: float,
 ) -> Tensor:
-    """Dequantise one expert at a time and compute as `clamped_moe`."""
+    """Reference of `KernelTable.mxfp4_moe`: dequantise one expert at a time and compute as
+    `clamped_moe`.
+    """
 
     def run(expert: int) -> Tensor:
         first = dequantized(w13[expert], s13[expert]).to(hidden.dtype)
@@ -296,7 +311,7 @@ def mxfp4_moe(
 
 
 def _clamped(hidden: Tensor, w13: Tensor, b13: Tensor, w2: Tensor, b2: Tensor, alpha: float, limit: float) -> Tensor:
-    """Run one expert."""
+    """Run one expert of `clamped_moe` on every token."""
     return F.linear(clamped_swiglu(F.linear(hidden, w13, b13), alpha, limit), w2, b2)
 
 
@@ -310,7 +325,7 @@ def _every_expert(hidden: Tensor, weights: Tensor, ids: Tensor, experts: int, ru
 
 
 def store_kv(key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, out_cache_loc: Tensor) -> None:
-    """Write by two indexed assignments."""
+    """Reference of `KernelTable.store_kv`: two indexed assignments."""
     k_cache[out_cache_loc] = key.to(k_cache.dtype)
     v_cache[out_cache_loc] = value.to(v_cache.dtype)
 
@@ -326,7 +341,7 @@ def rotary_and_store(
     v_cache: Tensor,
     out_cache_loc: Tensor,
 ) -> Tensor:
-    """Call `rotary`, then `store_kv`.
+    """Reference of `KernelTable.rotary_and_store`: call `rotary`, then `store_kv`.
 
     Not in the default table: it would replace a device's own two kernels.
     """
@@ -350,7 +365,9 @@ def norm_rotary_and_store(
     k_weight: Tensor,
     eps: float,
 ) -> Tensor:
-    """Call the parts one after the other."""
+    """Reference of `KernelTable.norm_rotary_and_store`: call `rms_norm` for each head of q and k,
+    then `rotary_and_store`.
+    """
     q, k = (
         rms_norm(x.unflatten(1, (x.shape[1] // head_dim, head_dim)), weight, eps).flatten(1)
         for x, weight in ((q, q_weight), (k, k_weight))
@@ -359,26 +376,28 @@ def norm_rotary_and_store(
 
 
 def gated_linear(x: Tensor, weight: Tensor) -> Tensor:
-    """Call the parts one after the other."""
+    """Reference of `KernelTable.gated_linear`: call `linear`, then `silu_and_mul`."""
     return silu_and_mul(linear(x, weight, None))
 
 
 def cache_locations(
     page_table: Tensor, slots: Tensor, positions: Tensor, page_size: int, out_cache_loc: Tensor
 ) -> None:
-    """Compute the KV slot of each token from its slot's page table."""
+    """Reference of `KernelTable.cache_locations`: write the KV slot of each token to
+    `out_cache_loc`.
+    """
     pages = (positions // page_size).add_(slots, alpha=page_table.shape[1])
     torch.remainder(positions, page_size, out=out_cache_loc)
     out_cache_loc.add_(page_table.view(-1).index_select(0, pages), alpha=page_size)
 
 
 def draw(logits: Tensor, state: SamplingState, tables: RaceTables) -> tuple[Tensor, Tensor]:
-    """Call the sampler's own function, in torch."""
+    """Reference of `KernelTable.draw`: call the sampler's own function, in torch."""
     return draw_rows(logits, state, tables)
 
 
 def pack_quantized(quantized: QuantizedCodes) -> Tensor:
-    """Dequantise to a plain weight."""
+    """Reference of `KernelTable.pack_quantized`: dequantise to a plain weight [N, K]."""
     columns = quantized.codes.shape[1]
     scales, zeros = (
         part if part is None else part.repeat_interleave(quantized.group, 1)[:, :columns]
@@ -390,9 +409,10 @@ def pack_quantized(quantized: QuantizedCodes) -> Tensor:
 
 
 def quantize_linear(weight: Tensor, kind: str) -> Tensor:
-    """Round each group of 32 columns to equal steps.
+    """Reference of `KernelTable.quantize_linear`: round each group of 32 columns to equal steps and
+    return a plain weight.
 
-    A step is 1/127 of the largest magnitude (int8), or 1/15 of the range (int4).
+    A step is 1/127 of the largest magnitude ("int8"), or 1/15 of the range ("int4").
     """
     columns = weight.shape[1]
     padded = F.pad(weight.float(), (0, -columns % 32)).unflatten(1, (-(-columns // 32), 32))
@@ -404,17 +424,19 @@ def quantize_linear(weight: Tensor, kind: str) -> Tensor:
 
 
 def pack_head(weight: Tensor) -> Tensor:
-    """Return the weight unchanged."""
+    """Reference of `KernelTable.pack_head`: return the weight itself."""
     return weight
 
 
 def head(hidden: Tensor, weight: Tensor) -> Tensor:
-    """Call the parts one after the other."""
+    """Reference of `KernelTable.head`: `linear` without a bias, cast to float32."""
     return linear(hidden, weight, None).float()
 
 
 def pack_parts(parts: Sequence[Tensor], done: Callable[[int], None]) -> Tensor | None:
-    """Concatenate the parts and pack them."""
+    """Reference of `KernelTable.pack_parts`: concatenate the parts by rows and pack them. Never
+    returns None.
+    """
     joined = torch.cat(list(parts))
     for place in range(len(parts)):
         done(place)
@@ -422,5 +444,5 @@ def pack_parts(parts: Sequence[Tensor], done: Callable[[int], None]) -> Tensor |
 
 
 def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Call the sampler's own function, in torch."""
+    """Reference of `KernelTable.greedy`: call the sampler's own function, in torch."""
     return draw_greedy(logits)

@@ -36,7 +36,9 @@ def causal_conv(
     lengths: Tensor | None,
     targets: Tensor | None = None,
 ) -> Tensor:
-    """Convolve each channel over a token and the W - 1 before it (Gu and Dao 2023, Mamba)."""
+    """Reference of `KernelTable.causal_conv`: convolve each channel over a token and the W - 1
+    before it (Gu and Dao 2023, Mamba).
+    """
     if targets is not None:
         own, places = _apart(tails, slots)
         out = causal_conv(x, weight, bias, silu, own, places, starts, lengths)
@@ -65,9 +67,10 @@ def gated_delta_rule(
     lengths: Tensor | None,
     targets: Tensor | None = None,
 ) -> Tensor:
-    """Compute S = exp(g) S; S = S + k (beta (v - S^T k))^T; S^T q, with q and k of length 1.
+    """Reference of `KernelTable.gated_delta_rule`.
 
-    Yang et al. 2024, Gated Delta Networks.
+    S = exp(g) S; S = S + k (beta (v - S^T k))^T; S^T q, with q and k of length 1 (Yang et al. 2024,
+    Gated Delta Networks).
     """
     if targets is not None:
         own, places = _apart(states, slots)
@@ -93,7 +96,7 @@ def gated_delta_rule(
 
 
 def _unit(x: Tensor, heads: int) -> Tensor:
-    """Normalise every head of [N, key_heads, K] and repeat each for its share of the `heads`."""
+    """Normalise every head of float32 [N, key_heads, K] and repeat each heads / key_heads times."""
     x = x * torch.rsqrt(x.square().sum(-1, keepdim=True) + L2_EPS)
     return x.repeat_interleave(heads // x.shape[1], dim=1)
 
@@ -112,10 +115,10 @@ def selective_scan(
     lengths: Tensor | None,
     targets: Tensor | None = None,
 ) -> Tensor:
-    """Compute S = exp(dt A) S + dt x B^T; S C + D x, with dt = softplus(dt + bias) within its
-    limits.
+    """Reference of `KernelTable.selective_scan`.
 
-    Dao and Gu 2024, Mamba 2.
+    S = exp(dt A) S + dt x B^T; S C + D x, with dt = softplus(dt + bias) within its limits (Dao and
+    Gu 2024, Mamba 2).
     """
     if targets is not None:
         own, places = _apart(states, slots)
@@ -142,9 +145,11 @@ def selective_scan(
 
 
 def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, gate_first: bool) -> Tensor:
-    """Apply root mean square norm to each group and multiply by silu(gate).
+    """Reference of `KernelTable.gated_rms_norm`: root mean square norm of each group, times
+    silu(gate).
 
-    The product comes before the norm (Mamba 2) or after it (Gated Delta Networks).
+    The product comes before the norm if `gate_first` (Mamba 2), otherwise after it (Gated Delta
+    Networks).
     """
     tokens, width = x.shape
     groups, size = weight.shape
@@ -156,22 +161,25 @@ def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, gate_fir
 
 
 def _apart(pool: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
-    """Copy the rows' states to a pool of their own, after the scratch state.
-
-    Return their slots in it.
+    """Return a pool of copies, the state of slot 0 and then that of each row, and the slots of the
+    rows in it (0 for padding).
     """
     places = torch.arange(1, slots.shape[0] + 1, dtype=slots.dtype, device=slots.device)
     return torch.cat((pool[:1], pool.index_select(0, slots))), places * (slots > 0)
 
 
 def _keep(pool: Tensor, slots: Tensor, new: Tensor) -> None:
-    """Write the states of these slots, except slot 0."""
+    """Write `new` [N, ...] to the pool at slots [N], except at slot 0."""
     is_padding = (slots == 0).view(-1, *(1 for _ in new.shape[1:]))
     pool.index_copy_(0, slots, torch.where(is_padding, pool.index_select(0, slots), new.to(pool.dtype)))
 
 
 def _in_order(step: Step, slots: Tensor, starts: Tensor | None, lengths: Tensor | None, *inputs: Tensor) -> Tensor:
-    """Apply `step` to every token, each after the earlier tokens of its row."""
+    """Apply `step` to every token, each after the earlier tokens of its row, and return the results
+    [T, ...].
+
+    `inputs` are [T, ...]. Tokens of no row or of slot 0 give zeros.
+    """
     if starts is None or lengths is None:
         return _of_rows(step(*inputs, slots.long()), slots)
     tokens = inputs[0].shape[0]

@@ -19,7 +19,9 @@ AT_ONCE = 1 << 24
 
 
 def rope_tail(x: Tensor, positions: Tensor, cos_sin_cache: Tensor, norm_eps: float | None, is_inverse: bool) -> Tensor:
-    """Rotate pairs of neighbours (Su et al. 2021), in float32."""
+    """Reference of `KernelTable.rope_tail`: rotate pairs of neighbours (Su et al. 2021), in
+    float32.
+    """
     values = x.float()
     if norm_eps is not None:
         values = values * torch.rsqrt(values.square().mean(-1, keepdim=True) + norm_eps)
@@ -28,7 +30,9 @@ def rope_tail(x: Tensor, positions: Tensor, cos_sin_cache: Tensor, norm_eps: flo
 
 
 def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the last elements of float32 [..., D] in pairs of neighbours."""
+    """Rotate the last elements of float32 [..., D] in pairs (2 i, 2 i + 1); cos and sin have one
+    column per pair.
+    """
     rest, last = x.split((x.shape[-1] - 2 * cos.shape[-1], 2 * cos.shape[-1]), dim=-1)
     even, odd = last[..., ::2], last[..., 1::2]
     pairs = torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1)
@@ -45,7 +49,9 @@ def norm_rope_store(
     out_rows: Tensor,
     codec: RowCodec | None,
 ) -> None:
-    """Normalise the first elements, rotate the last ones, and store."""
+    """Reference of `KernelTable.norm_rope_store`: normalise the first elements, rotate the last
+    ones, and store the rows.
+    """
     size, values = weight.shape[0], x.float()
     first = values[:, :size]
     first = first * torch.rsqrt(first.square().mean(-1, keepdim=True) + eps) * weight.float()
@@ -64,7 +70,9 @@ def index_key_store(
     out_rows: Tensor,
     codec: RowCodec | None,
 ) -> None:
-    """Apply layer norm, rotate the first elements in pairs (i, i + half), and store."""
+    """Reference of `KernelTable.index_key_store`: layer norm, rotate the first elements in pairs
+    (i, i + half), and store the rows.
+    """
     values = F.layer_norm(x.float(), weight.shape, weight.float(), bias.float(), eps)
     cos, sin = cos_sin_cache.index_select(0, positions).chunk(2, dim=-1)
     half = cos.shape[-1]
@@ -87,14 +95,18 @@ def _read(rows: Tensor, chosen: Tensor, codec: RowCodec | None) -> Tensor:
 def window_rows(
     table: Tensor, token_slots: Tensor, positions: Tensor, window: int, page_size: int, out: Tensor
 ) -> None:
-    """List the rows of the last tokens."""
+    """Reference of `KernelTable.window_rows`: write the rows of the last `window` tokens up to each
+    token.
+    """
     places = torch.arange(window, device=out.device) + (positions.unsqueeze(1) - window + 1).clamp(min=0)
     found = _rows_at(table, token_slots, places, page_size)
     out.copy_(found.masked_fill(places > positions.unsqueeze(1), -1))
 
 
 def block_rows(table: Tensor, token_slots: Tensor, positions: Tensor, ratio: int, page_size: int, out: Tensor) -> None:
-    """List the rows of all complete blocks."""
+    """Reference of `KernelTable.block_rows`: write the rows of all blocks that are complete with
+    each token.
+    """
     out.copy_(_seen_rows(table, token_slots, (positions + 1) // ratio, page_size // ratio, out.shape[1]))
 
 
@@ -108,7 +120,7 @@ def _rows_at(table: Tensor, slots: Tensor, places: Tensor, rows_per_page: int) -
 
 
 def _seen_rows(table: Tensor, slots: Tensor, lens: Tensor, rows_per_page: int, width: int) -> Tensor:
-    """Return int64 [N, width]: the first `lens` rows of slots [N]."""
+    """Return the pool rows of the first `lens` entries of slots [N], int64 [N, width], then -1."""
     places = torch.arange(width, device=table.device).expand(slots.shape[0], width)
     return _rows_at(table, slots, places, rows_per_page).masked_fill(places >= lens.unsqueeze(1), -1)
 
@@ -131,7 +143,9 @@ def compress_plan(
     out_rows: Tensor,
     writes: Tensor,
 ) -> None:
-    """Count the blocks that each request completes and enumerate them as events."""
+    """Reference of `KernelTable.compress_plan`: count the blocks that each request completes, and
+    number them as events.
+    """
     ends = seq_lens.long()
     begins = ends - (1 if lengths is None else lengths)
     count = torch.where(slots > 0, ends // ratio - begins // ratio, 0)
@@ -169,7 +183,9 @@ def compress_plan(
 
 
 def compress(kv_gate: Tensor, state: Tensor, ape: Tensor, reads: Tensor, writes: Tensor) -> Tensor:
-    """Weight the tokens of a block by a softmax per channel; then update the state."""
+    """Reference of `KernelTable.compress`: weight the tokens of a block by a softmax per channel;
+    then update the state.
+    """
     ratio, width = ape.shape
     events, span = reads.shape
     size = width * ratio // span
@@ -201,7 +217,9 @@ def index_logits(
     width: int,
     codec: RowCodec | None,
 ) -> Tensor:
-    """Sum the positive scores of the heads, with signed weights (DeepSeek-V3.2, section 2.1)."""
+    """Reference of `KernelTable.index_logits`: sum the positive scores of the heads, with signed
+    weights (DeepSeek-V3.2, section 2.1).
+    """
     logits = torch.empty(q.shape[0], width, dtype=torch.float32, device=q.device)
     for part in _parts(q.shape[0], width * q.shape[2]):
         chosen = _seen_rows(table, token_slots[part], lens[part], rows_per_page, width)
@@ -212,14 +230,18 @@ def index_logits(
 
 
 def _parts(tokens: int, each: int) -> Iterator[slice]:
-    """Yield slices of tokens that gather `each` elements per token."""
+    """Yield slices of the tokens, so that a slice gathers at most AT_ONCE elements if a token
+    gathers `each`.
+    """
     step = max(1, AT_ONCE // max(1, each))
     for first in range(0, tokens, step):
         yield slice(first, first + step)
 
 
 def index_top_k(logits: Tensor, lens: Tensor, table: Tensor, token_slots: Tensor, rows_per_page: int, k: int) -> Tensor:
-    """Choose the largest, of equal ones the first; return them in text order."""
+    """Reference of `KernelTable.index_top_k`: choose the K largest, of equal ones the first, and
+    return their rows in text order.
+    """
     width = logits.shape[1]
     places = torch.sort(logits, dim=1, descending=True, stable=True)[1][:, :k]
     places = torch.sort(places.masked_fill(places >= lens.unsqueeze(1), width), dim=1)[0]
@@ -238,7 +260,9 @@ def sparse_mqa(
     value_size: int,
     codec: RowCodec | None,
 ) -> Tensor:
-    """Apply softmax attention over the chosen rows of both lists; a row is key and value."""
+    """Reference of `KernelTable.sparse_mqa`: softmax attention over the chosen rows of both pools;
+    a row is key and value.
+    """
     out = torch.empty(*q.shape[:2], value_size, dtype=q.dtype, device=q.device)
     width = chosen.shape[1] + (0 if more_chosen is None else more_chosen.shape[1])
     for part in _parts(q.shape[0], width * q.shape[2]):
@@ -251,7 +275,10 @@ def sparse_mqa(
 
 
 def _attend(q: Tensor, keys: Tensor, is_seen: Tensor, sinks: Tensor | None, scale: float, value_size: int) -> Tensor:
-    """Attend q float32 [T, H, D] to keys float32 [T, W, D], with is_seen bool [T, W]."""
+    """Return the attention of q float32 [T, H, D] to keys float32 [T, W, D], as [T, H, value_size].
+
+    is_seen is bool [T, W], sinks float [H] or None. Zeros where nothing is seen.
+    """
     scores = (torch.einsum("thd,twd->thw", q, keys) * scale).masked_fill(~is_seen.unsqueeze(1), -torch.inf)
     if sinks is not None:
         last = sinks.float().view(1, sinks.shape[0], 1).expand(*scores.shape[:2], 1)
@@ -272,7 +299,9 @@ def paged_mqa(
     value_size: int,
     codec: RowCodec | None,
 ) -> Tensor:
-    """Attend to all rows of a token's request up to itself."""
+    """Reference of `KernelTable.paged_mqa`: attend to the first `lens` rows of each token's
+    request.
+    """
     out, width = torch.empty(*q.shape[:2], value_size, dtype=q.dtype, device=q.device), table.shape[1] * page_size
     for part in _parts(q.shape[0], width * q.shape[2]):
         chosen = _seen_rows(table, token_slots[part], lens[part], page_size, width)
@@ -282,14 +311,14 @@ def paged_mqa(
 
 
 def grouped_linear(x: Tensor, weight: Tensor) -> Tensor:
-    """Compute one product per group."""
+    """Reference of `KernelTable.grouped_linear`: one product per group."""
     return torch.einsum("tgk,grk->tgr", x, weight)
 
 
 def hc_pre(
     h: Tensor, fn: Tensor, base: Tensor, scale: Tensor, norm_eps: float, hc_eps: float, iters: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Mix the residual streams by weights computed from them.
+    """Reference of `KernelTable.hc_pre`: mix the residual streams by weights computed from them.
 
     These are manifold-constrained hyper-connections (Xie et al. 2025).
     """
@@ -306,18 +335,20 @@ def hc_pre(
 
 
 def hc_post(x: Tensor, h: Tensor, post: Tensor, comb: Tensor) -> Tensor:
-    """Add the result to every mixed stream."""
+    """Reference of `KernelTable.hc_post`: add the layer's result x to every mixed stream."""
     mixed = torch.einsum("tjk,tjd->tkd", comb, h.float())
     return (post.unsqueeze(-1) * x.float().unsqueeze(1) + mixed).to(h.dtype)
 
 
 def hc_head(h: Tensor, fn: Tensor, base: Tensor, scale: Tensor, norm_eps: float, hc_eps: float) -> Tensor:
-    """Reduce the streams to one."""
+    """Reference of `KernelTable.hc_head`: reduce the streams to one."""
     pre = torch.sigmoid(_mixes(h, fn, norm_eps) * scale + base) + hc_eps
     return (pre.unsqueeze(-1) * h.float()).sum(1).to(h.dtype)
 
 
 def _mixes(h: Tensor, fn: Tensor, eps: float) -> Tensor:
-    """Return float32 [T, outputs] of all streams of a token, scaled to root mean square 1."""
+    """Return float32 [T, outputs]: the products of `fn` with all streams of a token, scaled to root
+    mean square 1.
+    """
     flat = h.float().flatten(1)
     return F.linear(flat * torch.rsqrt(flat.square().mean(-1, keepdim=True) + eps), fn.float())

@@ -18,7 +18,9 @@ def place_proposals(
     seq_lens: Tensor,
     owners: Tensor,
 ) -> None:
-    """Place each token of a request by the tables of its slot."""
+    """Reference of `KernelTable.place_proposals`: place each token of a request by the tables of
+    its slot.
+    """
     if not slots.numel():
         return
     shape = slots.numel(), ids.numel() // slots.numel()
@@ -44,7 +46,9 @@ def accept_proposals(
     proposals: Tensor,
     runs: Tensor,
 ) -> None:
-    """Count the accepted draft tokens of each request and update the tables for the next step."""
+    """Reference of `KernelTable.accept_proposals`: count the accepted draft tokens of each request
+    and update `last` and `lengths` for the next step.
+    """
     if not slots.numel():
         return
     shape = slots.numel(), drawn.numel() // slots.numel()
@@ -73,7 +77,9 @@ def tree_walk(
     path: Tensor,
     runs: Tensor,
 ) -> None:
-    """Find the accepted path of each request's tree and update the tables for the next step."""
+    """Reference of `KernelTable.tree_walk`: find the accepted path of each request's tree and
+    update `last` and `lengths` for the next step.
+    """
     if not slots.numel():
         return
     shape, steps = (slots.numel(), drawn.numel() // slots.numel()), path.shape[1]

@@ -17,7 +17,9 @@ def tree_expand(
     beams: Tensor,
     reached: Tensor,
 ) -> None:
-    """Record the candidates of one depth and choose the beams that continue."""
+    """Reference of `KernelTable.tree_expand`: record the candidates of one depth and choose the
+    beams of the next.
+    """
     count, width = reached.shape
     if not count:
         return
@@ -38,7 +40,7 @@ def tree_expand(
 
 
 def tree_build(records: Tensor, sums: Tensor, depths: Tensor, tree: Tensor) -> None:
-    """Keep the likeliest records, with their parents."""
+    """Reference of `KernelTable.tree_build`: keep the likeliest records as nodes of the tree."""
     count, nodes = tree.shape[1:]
     best = sums.sort(dim=1, descending=True, stable=True).indices[:, :nodes]
     chosen = best.sort(1).values
@@ -53,7 +55,7 @@ def tree_build(records: Tensor, sums: Tensor, depths: Tensor, tree: Tensor) -> N
 def tree_place(
     tokens: Tensor, parents: Tensor, depths: Tensor, slots: Tensor, trees: Tensor, proposals: Tensor
 ) -> None:
-    """Store trees in the tables of their slots."""
+    """Reference of `KernelTable.tree_place`: store trees in the tables of their slots."""
     nodes = trees.shape[2]
     before, behind = (torch.nn.functional.pad(each, (1, 0)) for each in (parents, depths))
     places = torch.arange(nodes, dtype=torch.int64, device=slots.device)

@@ -16,7 +16,7 @@ from torch import Tensor
 E4M3FN, E4M3FNUZ = "e4m3fn", "e4m3fnuz"
 """8-bit float formats: with exponent bias 7 (OCP), and with bias 8 and a single zero."""
 SMALLEST = 1e-4
-"""The least value that a group's largest element counts as."""
+"""The scale of a group is computed as if its largest magnitude were at least this."""
 BIAS = 127
 """The exponent bias of a scale byte (ue8m0, OCP Microscaling Formats 1.0)."""
 ALIGNMENT = 8
@@ -26,9 +26,10 @@ NOTHING = 0xFF
 
 @dataclass(frozen=True, slots=True)
 class Float8:
-    """Floats with four bits of exponent, of this `bias`, and three of mantissa.
+    """An 8-bit float format: four bits of exponent with this `bias`, three of mantissa.
 
-    A group's largest element is scaled to at most `most`; `nan` is a byte that is NaN.
+    `most` is the magnitude to which a group's largest element is scaled at most; `nan` is a byte
+    that is NaN.
     """
 
     dtype: torch.dtype
@@ -66,12 +67,12 @@ class RowCodec:
 
     @property
     def floats(self) -> Float8:
-        """The format of the 8-bit elements."""
+        """The `Float8` of the elements that are not exact."""
         return FLOATS[self.float8]
 
     @property
     def unwritten(self) -> Tensor:
-        """uint8 [num_bytes] that reads as NaN."""
+        """A row, uint8 [num_bytes], that decodes to NaN in every element."""
         elements, rest = self.size - self.exact, self.num_bytes - (self.size - self.exact)
         return torch.tensor([self.floats.nan] * elements + [NOTHING] * rest, dtype=torch.uint8)
 
@@ -107,7 +108,7 @@ class RowCodec:
         return F.pad(parts, (0, self.num_bytes - parts.shape[1]))
 
     def decode(self, rows: Tensor) -> Tensor:
-        """Decode to float32 [N, size]."""
+        """Decode uint8 [N, num_bytes] to float32 [N, size]."""
         rounded, last = self.size - self.exact, self.size + self.exact
         exponents = rows[:, last : last + self.num_scales].float() - BIAS
         scales = torch.exp2(exponents).repeat_interleave(self.group, dim=1)[:, :rounded]

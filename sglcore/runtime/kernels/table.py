@@ -30,7 +30,7 @@ _FUNCTIONS = (FunctionType, BuiltinFunctionType, MethodType)
 def origin_of(kernel: Kernel) -> str:
     """Return `module:name` of a kernel, as the ledger shows it.
 
-    Of its type if it is an object without a name.
+    For a partial, the name of its function; for another object without a name, that of its type.
     """
     function = kernel.func if isinstance(kernel, functools.partial) else kernel
     named = function if isinstance(function, _FUNCTIONS) else type(function)
@@ -38,12 +38,12 @@ def origin_of(kernel: Kernel) -> str:
 
 
 def takes_all(*call: object) -> str:
-    """Accept every call of the entry."""
+    """Return "": a function with these limits takes every call of its entry."""
     return ""
 
 
 def takes_one_dtype(*call: object) -> str:
-    """Accept calls with tensors of one dtype only."""
+    """Return "" for a call whose tensors have one dtype, otherwise the reason to refuse it."""
     found = dict.fromkeys(str(arg.dtype).removeprefix("torch.") for arg in call if isinstance(arg, Tensor))
     return "" if len(found) < 2 else f"it takes tensors of one dtype, not of {' and '.join(found)}"
 
@@ -342,22 +342,26 @@ class KernelTable(SpeculativeKernels, SparseKernels, HiSparseKernels):
     every call.
     """
     refused: tuple[str, ...]
-    """Functions meant for some entry that are missing, with reason and remedy, for the ledger."""
+    """One text for each function that a device could not supply: its entry, the reason and the
+    remedy. For the ledger.
+    """
     float8: str
     """The 8-bit float format of its functions, one of `row_codec.FLOATS`.
 
     KV rows in 8 bits use it.
     """
     activation_bits: int
-    """Bits to which `linear` rounds activations for quantised weights; 0: no rounding.
+    """Number of bits to which this table's `linear` rounds activations for quantised weights, for
+    the ledger; 0: no rounding.
 
     Quantised weights are those of `pack_quantized` and `quantize_linear`.
     """
 
     def __init__(self, **entries: Given) -> None:
-        """Start from the reference and set these entries.
+        """Start from the required entries of the reference and set these entries.
 
-        Raises ConfigError for a name that is not an entry.
+        A `Limited` comes before the reference, which remains the next candidate; any other value
+        replaces the reference. Raises ConfigError for a name that is not an entry.
         """
         declared = self.declared()
         if unknown := sorted(entries.keys() - declared.keys()):
@@ -385,12 +389,12 @@ class KernelTable(SpeculativeKernels, SparseKernels, HiSparseKernels):
 
     @classmethod
     def complete(cls) -> Self:
-        """Return the table of references, optional entries included."""
+        """Return the table of all references, those of optional entries included."""
         return cls(**{name: one.reference for name, one in cls.declared().items()})
 
     @property
     def replaced(self) -> dict[str, str]:
-        """The origin of every entry that is not the reference."""
+        """The origin (`module:name`), by entry, of every entry that is not the reference."""
         declared = self.declared()
         return {
             name: origin for name, origin in self.origin.items() if vars(self)[name] is not declared[name].reference
@@ -399,9 +403,9 @@ class KernelTable(SpeculativeKernels, SparseKernels, HiSparseKernels):
     def replace(self, **entries: Kernel | Limited | None) -> Self:
         """Return a table with some entries replaced.
 
-        Raises `ConfigError` for a name that is not an entry. The function that a `Limited` one
-        replaces serves the calls that this one refuses. An optional entry that rests on a replaced
-        one is dropped, unless it is replaced too.
+        The candidates that a `Limited` replaces remain after it, for the calls that it refuses. An
+        optional entry that rests on a replaced one is dropped, unless it is replaced too. Raises
+        `ConfigError` for a name that is not an entry.
         """
         gone = {name: () for name, one in self.declared().items() if not entries.keys().isdisjoint(one.rests_on)}
         behind = {**self.candidates, **gone}
@@ -413,23 +417,25 @@ class KernelTable(SpeculativeKernels, SparseKernels, HiSparseKernels):
         return self._like(self, refused=(*self.refused, *reasons))
 
     def storing(self, float8: str) -> Self:
-        """Return the same table with 8-bit KV rows in this format.
+        """Return the same table with this format for KV rows in 8 bits, a name in
+        `row_codec.FLOATS`.
 
-        Raises `ConfigError` for an unknown one.
+        Raises `ConfigError` for another name.
         """
         if float8 not in FLOATS:
             raise ConfigError(f"the format of 8-bit rows is {float8!r}", wanted=f"one of {', '.join(FLOATS)}")
         return self._like(self, float8=float8)
 
     def rounding(self, activation_bits: int) -> Self:
-        """Return the same table with rounded activations.
-
-        Products with quantised weights round activations to `activation_bits` bits.
+        """Return the same table with this value of `activation_bits`: it states what the device's
+        `linear` does, and changes no function.
         """
         return self._like(self, activation_bits=activation_bits)
 
     def _like(self, other: Self, **changes: object) -> Self:
-        """Return the entries of another table with this one's attributes, except `changes`."""
+        """Return a table with the entries of `other`, and with this table's attributes except
+        `changes`.
+        """
         new = type(self)(**other.candidates)
         kept = {"refused": self.refused, "float8": self.float8, "activation_bits": self.activation_bits}
         new.__dict__.update(kept | changes)

@@ -2,8 +2,12 @@
 (`Tuning`).
 
 Needs the library `triton`, which nothing else in the core imports. Under `TRITON_INTERPRET=1`, set
-before this package is imported, the same kernels run on the host. "Floor:" in the docstring of a
-kernel is the least memory traffic that the operation needs.
+before this package is imported, the same kernels run on the host.
+
+The docstring of a kernel names the `KernelTable` entry that defines its arguments, says what one
+program computes, and the least memory traffic that the operation needs ("Reads at least ...").
+`x_stride` is the distance in elements between the rows of `x`; capitals are compile-time constants,
+and `ROWS`, `COLUMNS` and `BLOCK` are the tile of one program.
 """
 
 from __future__ import annotations
@@ -45,9 +49,8 @@ __all__ = ["LaunchConfig", "Tuning", "triton_kernels"]
 
 
 def triton_kernels(tuning: Tuning = Tuning()) -> KernelTable:
-    """Return the reference table with Triton kernels where they exist.
-
-    `tuning` has their launches.
+    """Return the reference table, with a Triton kernel for every entry that has one. `tuning` has
+    the launch parameters of all of them.
     """
     entries = (rms_norm, add_rms_norm, rotary, rotary_and_store, silu_and_mul, gelu_tanh_and_mul, top_k_routing, moe)
     entries += (

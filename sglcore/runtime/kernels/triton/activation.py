@@ -19,13 +19,18 @@ from sglcore.runtime.kernels.triton.tuning import Tuning, power_of_two, tiles
 
 @triton.jit
 def limited(gate, up, limit, dtype: tl.constexpr):
-    """Clamp gate and up as `limited_silu_and_mul` does, for values of dtype."""
+    """Return gate, at most `limit`, and up, within +-`limit`, as float32 rounded to dtype
+    (`KernelTable.limited_silu_and_mul`).
+    """
     return rounded(tl.minimum(gate, limit), dtype), rounded(tl.minimum(tl.maximum(up, -limit), limit), dtype)
 
 
 @triton.jit
 def silu_times(gate, up, limit, dtype: tl.constexpr, LIMITED: tl.constexpr):
-    """Return silu(gate) * up, rounded as by `silu_and_mul` or `limited_silu_and_mul`."""
+    """Return silu(gate) * up in float32; gate, up and silu(gate) are rounded to dtype before.
+
+    LIMITED: gate and up are limited as in `limited_silu_and_mul`; otherwise `limit` is not read.
+    """
     gate, up = rounded(gate, dtype), rounded(up, dtype)
     if LIMITED:
         gate, up = limited(gate, up, limit, dtype)
@@ -44,9 +49,11 @@ def gated_kernel(
     BLOCK: tl.constexpr,
     IS_GELU: tl.constexpr,
 ):
-    """silu(gate) * up, or GELU as gate * sigmoid(2 z) with z the argument of its tanh.
+    """Implements `KernelTable.silu_and_mul`, `gelu_tanh_and_mul` (IS_GELU) and
+    `limited_silu_and_mul` (`limit` is not None): x [rows, 2 * SIZE] to out [rows, SIZE].
 
-    A limit may be None. Floor: 2 * rows * SIZE elements read and rows * SIZE written.
+    GELU is gate * sigmoid(2 z), where z is the argument of its tanh. Reads at least 2 * rows * SIZE
+    elements and writes rows * SIZE.
     """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

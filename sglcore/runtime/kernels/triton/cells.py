@@ -28,9 +28,11 @@ def store_kv_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Store keys and values.
+    """Implements `KernelTable.store_kv`; `cells` is its `out_cache_loc`, and `cell_stride` that of
+    both caches.
 
-    Floor: 2 * tokens * WIDTH elements read and written; WIDTH = kv_heads * head_dim.
+    One program per ROWS tokens and BLOCK of WIDTH = kv_heads * head_dim elements. Reads and writes
+    at least 2 * tokens * WIDTH elements.
     """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -48,9 +50,9 @@ def store_kv_kernel(
 def cache_locations_kernel(
     page_table, slots, positions, out, tokens, table_stride, PAGE: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Compute KV slots from the page table.
+    """Implements `KernelTable.cache_locations`; `out` is its `out_cache_loc`.
 
-    Floor: three int32 read and one index written for each token.
+    One program per BLOCK tokens. Reads at least three int32 and writes one index for each token.
     """
     token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = token < tokens

@@ -35,10 +35,13 @@ def causal_conv_kernel(
     TOKENS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Programs (row, tile of its tokens, channels).
+    """Implements `KernelTable.causal_conv` with C = SIZE and W = TAPS; `out` is its result.
 
-    Only a row's first tile reads and then writes its tail. Floor: 2 * tokens * SIZE elements, and 2
-    * rows * (TAPS - 1) * SIZE of tails.
+    RAGGED: `starts` and `lengths` are read, and `out` starts as zeros; otherwise row r is token r.
+    `targets` are `slots` if the tails are updated in place. One program per row, TOKENS of its
+    tokens and BLOCK channels; only the program of a row's first tokens reads its tail, and writes
+    it afterwards. Reads and writes at least tokens * SIZE elements, and rows * (TAPS - 1) * SIZE of
+    tails.
     """
     row, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
     column = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)

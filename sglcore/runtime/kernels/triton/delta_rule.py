@@ -1,6 +1,5 @@
-"""The gated delta rule, for one token per row, or for a row's tokens in chunks.
-
-Chunks are computed by matrix products.
+"""The gated delta rule: one token per row, or the tokens of a row in chunks, which are computed by
+matrix products.
 """
 
 # A kernel is not Python to a type checker.
@@ -29,9 +28,10 @@ def softplus(x):
 
 @triton.jit
 def gates(a, b, a_log, dt_bias, token, a_stride, b_stride, head, mask):
-    """Return the logarithm of the decay and the strength of the update of one head.
+    """Return g = -exp(a_log) softplus(a + dt_bias), the logarithm of the decay, and beta =
+    sigmoid(b), the strength of the update, of one head at `token`, one index or several.
 
-    0 where masked.
+    Both are float32, and 0 where `mask` is false.
     """
     rate = tl.exp(tl.load(a_log + head))
     wide = tl.load(a + token * a_stride + head, mask=mask, other=0.0).to(tl.float32) + tl.load(dt_bias + head)
@@ -42,13 +42,20 @@ def gates(a, b, a_log, dt_bias, token, a_stride, b_stride, head, mask):
 
 @triton.jit
 def decays_between(total, i):
-    """Return [later, earlier] e^(total[later] - total[earlier]), 0 where the second is later."""
+    """Return float32 [later, earlier]: e^(total[later] - total[earlier]), and 0 where `later` comes
+    before `earlier`.
+
+    `total` is the cumulative log decay of each token in a chunk, `i` their indices.
+    """
     return tl.exp(tl.where(i[:, None] >= i[None, :], total[:, None] - total[None, :], float("-inf")))
 
 
 @triton.jit
 def inverse_of(lower, i, CHUNK: tl.constexpr):
-    """Return the inverse of I + lower, computed row by row."""
+    """Return the inverse of I + lower, computed row by row.
+
+    `lower` is float32 [CHUNK, CHUNK], zero on and above the diagonal; `i` is 0 ... CHUNK - 1.
+    """
     inverse = tl.where(i[:, None] == i[None, :], 1.0, 0.0)
     for step in range(1, CHUNK):
         factors = tl.sum(tl.where(i[:, None] == step, lower, 0.0), axis=0)
@@ -59,7 +66,12 @@ def inverse_of(lower, i, CHUNK: tl.constexpr):
 
 @triton.jit
 def load_heads(rows, whose, mask, scale):
-    """Load queries or keys of a chunk, normalised to length `scale`."""
+    """Load one head's queries or keys of a chunk as float32 [tokens, columns], each of length
+    `scale`.
+
+    `rows` [tokens, 1] are the addresses of the tokens, `whose` the head's columns; masked elements
+    are 0.
+    """
     x = tl.load(rows + whose[None, :], mask=mask, other=0.0).to(tl.float32)
     return x * (tl.rsqrt(tl.sum(x * x, axis=1) + EPS) * scale)[:, None]
 
@@ -86,9 +98,12 @@ def delta_step_kernel(
     BLOCK_K: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Programs (row, head, columns of the state).
+    """Implements `KernelTable.gated_delta_rule` for one token per row; updates `states`, writes
+    `out`.
 
-    Floor: rows * HEADS * KEY * SIZE float32 read once and written once.
+    K = KEY, V = SIZE, `scale` is K^-0.5, and `targets` are `slots` if the states stay in their
+    slots. One program per row, head and BLOCK columns of the state. Reads and writes at least rows
+    * HEADS * KEY * SIZE float32.
     """
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     key, column = tl.arange(0, BLOCK_K), tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
@@ -139,11 +154,13 @@ def delta_chunks_kernel(
     BLOCK: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Programs (row, head, columns of the state), each over its row's chunks in order.
+    """Implements `KernelTable.gated_delta_rule` for rows with `starts` and `lengths`; updates
+    `states`, writes `out`, which starts as zeros. Other arguments are those of `delta_step_kernel`.
 
     Yang et al. 2024, section 3. With t the cumulative log decay since the start of the chunk, the
     updates of a chunk are the solution U of (I + A) U = beta (V - e^t K S), A[i, j] = beta_i e^(t_i
-    - t_j) k_i k_j for j < i. Floor: every input and the state once.
+    - t_j) k_i k_j for j < i. One program per row, head and BLOCK columns of the state; it computes
+    the row's chunks in order. Reads at least every input and the state once.
     """
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     key, column = tl.arange(0, BLOCK_K), tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)

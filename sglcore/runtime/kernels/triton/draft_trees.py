@@ -1,4 +1,6 @@
-"""Draft trees: beams that continue, the likeliest records, and the tables of nodes."""
+"""Kernels that make draft trees: choose the beams of each depth, choose the nodes, and write the
+tables that a verification reads.
+"""
 
 # A kernel is not Python to a type checker.
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false, reportOperatorIssue=false
@@ -32,7 +34,12 @@ def tree_expand_kernel(
     scores_stride,
     LEADERS: tl.constexpr,
 ):
-    """Programs (request). Floor: two numbers read and three written for each candidate."""
+    """Implements `KernelTable.tree_expand`, which defines the arrays: tokens, scores, parents and
+    chances are read; records, sums, beams and reached are written.
+
+    `leaders` = b * w candidates per request, `most` = M, `requests` = B. One program per request.
+    Reads at least two and writes three 4-byte values for each candidate.
+    """
     row = tl.program_id(0)
     place = tl.arange(0, LEADERS)
     inside = place < leaders
@@ -61,7 +68,11 @@ def tree_expand_kernel(
 
 @triton.jit
 def tree_build_kernel(records, sums, depths, tree, most, requests, nodes, RECORDS: tl.constexpr):
-    """Programs (request). Floor: four numbers read for each record."""
+    """Implements `KernelTable.tree_build`; only `tree` is written. `most` = M, `requests` = B,
+    `nodes` = N - 1.
+
+    One program per request. Reads at least four 4-byte values for each record.
+    """
     row = tl.program_id(0)
     place = tl.arange(0, RECORDS)
     inside = place < most
@@ -103,7 +114,11 @@ def tree_place_kernel(
     NODES: tl.constexpr,
     ROUNDS: tl.constexpr,
 ):
-    """Programs (request). Floor: three int32 read and five written for each node."""
+    """Implements `KernelTable.tree_place`; only `trees` and `proposals` are written. `nodes` = N,
+    and `table` is the stride of the first axis of `trees`.
+
+    One program per request. Reads at least three int32 and writes five for each node.
+    """
     row = tl.program_id(0)
     node = tl.arange(0, NODES)
     inside, is_node = node < nodes, (node > 0) & (node < nodes)

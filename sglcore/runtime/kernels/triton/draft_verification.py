@@ -1,6 +1,5 @@
-"""Verification of draft tokens.
-
-Place the tokens of each request, count the accepted ones, walk draft trees.
+"""Kernels that verify draft tokens: they place the tokens of each request, count the accepted ones,
+and find the accepted path of a draft tree.
 """
 
 # A kernel is not Python to a type checker.
@@ -31,7 +30,11 @@ def place_proposals_kernel(
     proposals_stride,
     NODES: tl.constexpr,
 ):
-    """Programs (request). Floor: one int32 read and four written for each token."""
+    """Implements `KernelTable.place_proposals`; ids, positions, seq_lens and owners are written.
+    `width` = N tokens per request.
+
+    One program per request. Reads at least one int32 and writes four for each token.
+    """
     row = tl.program_id(0)
     node = tl.arange(0, NODES)
     inside = node < width
@@ -64,7 +67,11 @@ def accept_proposals_kernel(
     proposals_stride,
     NODES: tl.constexpr,
 ):
-    """Programs (request). Floor: three int32 read for each token."""
+    """Implements `KernelTable.accept_proposals`; last, lengths and runs are written. `requests` =
+    B, `width` = N tokens per request.
+
+    One program per request. Reads at least three int32 for each token.
+    """
     row = tl.program_id(0)
     place = tl.arange(0, NODES)
     inside = place < width - 1
@@ -105,7 +112,11 @@ def tree_walk_kernel(
     proposals_stride,
     NODES: tl.constexpr,
 ):
-    """Programs (request). Floor: six int32 read for each node."""
+    """Implements `KernelTable.tree_walk`; last, lengths, path and runs are written. `requests` = B,
+    `width` = N, `most` = M, and `table` is the stride of the first axis of `trees`.
+
+    One program per request. Reads at least six int32 for each node.
+    """
     row = tl.program_id(0)
     node = tl.arange(0, NODES)
     inside, is_node = node < width, (node > 0) & (node < width)
@@ -153,7 +164,7 @@ def place_proposals(
 ) -> None:
     """Implement `KernelTable.place_proposals`.
 
-    A step of fewer draft tokens than the table has runs the same program.
+    One compiled kernel serves every number of draft tokens up to that of the table.
     """
     requests = slots.shape[0]
     if not requests:
@@ -187,7 +198,10 @@ def accept_proposals(
     runs: Tensor,
     tuning: Tuning = Tuning(),
 ) -> None:
-    """Implement `KernelTable.accept_proposals`; one program for any number of draft tokens."""
+    """Implement `KernelTable.accept_proposals`.
+
+    One compiled kernel serves every number of draft tokens up to that of the table.
+    """
     requests = slots.shape[0]
     if not requests:
         return
@@ -221,7 +235,10 @@ def tree_walk(
     runs: Tensor,
     tuning: Tuning = Tuning(),
 ) -> None:
-    """Implement `KernelTable.tree_walk`; one program for any number of nodes."""
+    """Implement `KernelTable.tree_walk`.
+
+    One compiled kernel serves every number of nodes up to that of `trees`.
+    """
     requests = slots.shape[0]
     if not requests:
         return

@@ -1,6 +1,7 @@
-"""MoE: choices sorted by expert into tiles on the device, two grouped products, a sum.
+"""MoE by grouped products. A choice is one of the K experts of a token: number token * K + k.
 
-No shape and no launch depends on the routing, so all of it can be captured; unused tiles end at
+Choices are sorted by expert into tiles on the device; then two grouped products and a sum. No shape
+and no launch depends on the routing, so all of it can be captured; programs of unused tiles end at
 once.
 """
 
@@ -41,10 +42,12 @@ def sort_kernel(
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Programs (expert): write its choices to `order`, and itself to `owners` of its tiles.
+    """Sort the choices by expert into tiles of ROWS choices with one expert each.
 
-    `order` is padded to whole tiles with `choices`. Tiles after the last expert's get -1. Floor: 8
-    * choices bytes per expert, from the cache after the first.
+    `ids` int [choices] are read. `order` int32 [most_tiles * ROWS] gets the numbers of the choices,
+    each expert's padded to whole tiles with the value `choices`; `owners` int32 [most_tiles] gets
+    the expert of each tile, -1 after the last. Choices with the id -1 are left out. One program per
+    expert. Reads at least 8 * choices bytes per expert, from the cache after the first.
     """
     expert = tl.program_id(0)
     every = tl.arange(0, BINS)
@@ -74,7 +77,11 @@ def sort_kernel(
 
 @triton.jit
 def mxfp4_tile(codes, scales, line, part, inside, WIDTH: tl.constexpr):
-    """Return float32 [parts, lines] of an MXFP4 weight [lines, WIDTH], zero where not `inside`."""
+    """Return float32 [parts, lines] of an MXFP4 weight [lines, WIDTH], zero where not `inside`.
+
+    `codes` has WIDTH / 2 bytes per line and `scales` WIDTH / 32; `line` and `part` are the indices
+    of rows and of columns.
+    """
     place, depth = line[None, :], part[:, None]
     byte = tl.load(codes + place * (WIDTH // 2) + depth // 2, mask=inside, other=0).to(tl.int32)
     code = (byte >> (depth % 2 * 4)) & 15
@@ -90,7 +97,8 @@ def weight_tile(
 ):
     """Return [parts, lines] of a weight [lines, WIDTH], zero where not `inside`.
 
-    Plain values from `places`, or dequantised codes.
+    PACKED: dequantised by `mxfp4_tile` and rounded to dtype. Otherwise the plain values at the
+    addresses `places`, in their own dtype.
     """
     if PACKED:
         tile = mxfp4_tile(codes, scales, line, part, inside, WIDTH).to(dtype)
@@ -122,11 +130,14 @@ def gate_up_kernel(
     PACKED: tl.constexpr,
     LIMITED: tl.constexpr,
 ):
-    """Programs (tile, columns): silu(gate) * up of the tile's choices.
+    """Compute the first product of an MoE and its activation, for the tiles of `sort_kernel`: the
+    row of each choice in `hidden` by the w13 of its expert to out [tiles * ROWS, SIZE].
 
-    `out` is [tiles * ROWS, SIZE]. CLAMPED: gate and up are interleaved (`clamped_moe`), else up
-    follows gate. LIMITED: `limited_moe`. PACKED: `mxfp4_moe`. Floor: the w13 of each chosen expert,
-    read once; above some hundred rows per expert the limit is the matrix unit.
+    CHOICES is K, `choices` T * K, SIZE is I. CLAMPED: the activation of `clamped_moe`, whose gate
+    and up rows are interleaved; otherwise silu(gate) * up, with the limit of `limited_moe` if
+    LIMITED. PACKED: `mxfp4_moe`; otherwise `s13` is not read. One program per tile and COLUMNS
+    columns. Reads at least the w13 of each chosen expert once; above some hundred rows per expert
+    the limit is the matrix unit.
     """
     tile = tl.program_id(0)
     expert = tl.load(owners + tile).to(tl.int64)
@@ -182,9 +193,12 @@ def down_kernel(
     CLAMPED: tl.constexpr,
     PACKED: tl.constexpr,
 ):
-    """Programs (tile, columns): each choice's row times its weight into out [choices, HIDDEN].
+    """Compute the second product of an MoE: each row of `active`, which `gate_up_kernel` wrote, by
+    w2 and times the weight of its choice, to out [choices, HIDDEN].
 
-    Floor: the w2 of each chosen expert, read once.
+    `weights` are the routing weights [T, K]; `order` and `owners` are those of `sort_kernel`.
+    Choices without an expert are not written. One program per tile and COLUMNS columns. Reads at
+    least the w2 of each chosen expert once.
     """
     tile = tl.program_id(0)
     expert = tl.load(owners + tile).to(tl.int64)
@@ -217,9 +231,11 @@ def down_kernel(
 def sum_kernel(
     parts, ids, out, tokens, CHOICES: tl.constexpr, HIDDEN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Sum over a token's choices in float32; choices without an expert are not read.
+    """Sum the CHOICES rows of each token in `parts`, which `down_kernel` wrote, in float32 to out
+    [tokens, HIDDEN]. Rows of choices with the id -1 are not read.
 
-    Floor: CHOICES + 1 rows for each token.
+    One program per ROWS tokens and BLOCK columns. Reads at least CHOICES rows and writes one for
+    each token.
     """
     token = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -235,9 +251,9 @@ def sum_kernel(
 
 
 def moe(hidden: Tensor, weights: Tensor, ids: Tensor, w13: Tensor, w2: Tensor, tuning: Tuning = Tuning()) -> Tensor:
-    """Implement `KernelTable.moe`; weights and ids are contiguous.
+    """Implement `KernelTable.moe`.
 
-    A compiler sees one operation.
+    While tracing, a compiler gets one operation, `moe_op`.
     """
     return _moe(hidden, weights, ids, w13, w2, None, tuning)
 
@@ -245,7 +261,7 @@ def moe(hidden: Tensor, weights: Tensor, ids: Tensor, w13: Tensor, w2: Tensor, t
 def limited_moe(
     hidden: Tensor, weights: Tensor, ids: Tensor, w13: Tensor, w2: Tensor, limit: float, tuning: Tuning = Tuning()
 ) -> Tensor:
-    """Implement `KernelTable.limited_moe`, with the same kernels.
+    """Implement `KernelTable.limited_moe` with the kernels of `moe`.
 
     While tracing, a compiler gets the reference.
     """
@@ -266,7 +282,7 @@ def clamped_moe(
     limit: float,
     tuning: Tuning = Tuning(),
 ) -> Tensor:
-    """Implement `KernelTable.clamped_moe`, with the same kernels.
+    """Implement `KernelTable.clamped_moe` with the kernels of `moe`.
 
     While tracing, a compiler gets the reference.
     """
@@ -289,7 +305,7 @@ def mxfp4_moe(
     limit: float,
     tuning: Tuning = Tuning(),
 ) -> Tensor:
-    """Implement `KernelTable.mxfp4_moe`, with the same kernels.
+    """Implement `KernelTable.mxfp4_moe` with the kernels of `moe`.
 
     While tracing, a compiler gets the reference.
     """
@@ -299,9 +315,10 @@ def mxfp4_moe(
 
 
 class Clamp(NamedTuple):
-    """Arguments that `clamped_moe` has in addition to `moe`, and the scales of `mxfp4_moe`.
+    """Arguments that `clamped_moe` and `mxfp4_moe` have in addition to those of `moe`.
 
-    The other entries pass weights in place of the scales, which are not read.
+    Only `mxfp4_moe` has scales; the others pass w13 and w2 as `s13` and `s2`, which the kernels do
+    not read then.
     """
 
     b13: Tensor
@@ -336,8 +353,10 @@ def _moe(
 def moe_op(
     hidden: Tensor, weights: Tensor, ids: Tensor, w13: Tensor, w2: Tensor, sizes: list[int], launches: str
 ) -> Tensor:
-    """Run `moe` as one operation; `sizes` and `launches`, a JSON list, are the parts of the tuning
-    that it needs.
+    """Compute `KernelTable.moe` as one torch operation, `sglcore::triton_moe`.
+
+    `sizes` are rows, columns and depth_bytes of the `MoeTile`, then lanes and elements of the
+    `Tuning`. `launches` is a JSON list of the launches of the products, the sort and the sum.
     """
     rows, columns, depth_bytes, lanes, elements = sizes
     products, sort, total = read_launches(launches)
@@ -352,9 +371,8 @@ def _(hidden: Tensor, weights: Tensor, ids: Tensor, w13: Tensor, w2: Tensor, siz
 
 
 def _in_tiles(ids: Tensor, experts: int, rows: int, tuning: Tuning) -> tuple[Tensor, Tensor]:
-    """Return the choices in tiles of one expert each, and the tiles' experts.
-
-    int32 [tiles * rows] and int32 [tiles].
+    """Return the `order` int32 [tiles * rows] and the `owners` int32 [tiles] of `sort_kernel`, for
+    tiles of `rows` choices.
     """
     choices = ids.numel()
     # Every tile holds a choice, and every expert's tiles but its last are full.
@@ -387,7 +405,11 @@ def moe_in_tiles(
     tuning: Tuning,
     most: float | None = None,
 ) -> Tensor:
-    """Sort, gate and up, down, sum. `most` limits gate and up of experts that are not clamped."""
+    """Compute an MoE entry by four kernels: sort, gate and up, down, sum.
+
+    `clamp` is None for `moe` and `limited_moe`; `most` is the limit of `limited_moe`, None for the
+    others. Weights with four dimensions are in MXFP4.
+    """
     tokens, width = hidden.shape
     experts, size, choices = w13.shape[0], w2.shape[2] * (1 if w2.dim() == 3 else 32), ids.numel()
     out = torch.empty(tokens, width, dtype=hidden.dtype, device=hidden.device)

@@ -33,9 +33,12 @@ def grouped_linear_kernel(
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
-    """Programs (rows, columns, group): x [T, GROUPS, DEEP] by the weight [GROUPS, SIZE, DEEP].
+    """Implements `KernelTable.grouped_linear`: x [tokens, GROUPS, DEEP] by weight [GROUPS, SIZE,
+    DEEP] to out [tokens, GROUPS, SIZE].
 
-    Floor: the weight, read once; above some hundred rows the limit is the matrix unit.
+    `group_stride`, `line_stride` and `part_stride` are the strides of the weight. One program per
+    ROWS tokens, COLUMNS columns and group. Reads at least the weight once; above some hundred rows
+    the limit is the matrix unit.
     """
     group = tl.program_id(2).to(tl.int64)
     row, column = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -52,7 +55,9 @@ def grouped_linear_kernel(
 
 
 def grouped_linear(x: Tensor, weight: Tensor, tuning: Tuning = Tuning()) -> Tensor:
-    """Implement `KernelTable.grouped_linear`, with the tile sizes of experts."""
+    """Implement `KernelTable.grouped_linear`. The tile is that of `Tuning.moe` for T rows per
+    expert.
+    """
     (tokens, groups, deep), size = x.shape, weight.shape[1]
     out = torch.empty(tokens, groups, size, dtype=x.dtype, device=x.device)
     if not tokens:

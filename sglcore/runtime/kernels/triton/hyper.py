@@ -31,10 +31,12 @@ def hc_mix_kernel(
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
-    """Programs (tokens, split): the share of SPLIT elements of all streams in products and square.
+    """Compute the products fn h and the sum of squares of h that `hc_pre_kernel` needs, in splits
+    of SPLIT elements of a token's streams.
 
-    mixes is float32 [splits, tokens, OUTPUTS + 1], the square last. Floor: h read once; fn once for
-    each tile of tokens, from the cache.
+    h is [tokens, SIZE] and fn [OUTPUTS, SIZE] with SIZE = n * d; mixes is float32 [splits, tokens,
+    OUTPUTS + 1], the squares last. One program per ROWS tokens and split. Reads at least h once,
+    and fn once for each tile of tokens, from the cache.
     """
     token = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     output, depth = tl.arange(0, COLUMNS), tl.arange(0, DEPTH)
@@ -57,7 +59,9 @@ def hc_mix_kernel(
 
 @triton.jit
 def summed(mixes, places, inside, splits, apart):
-    """Return the sum over splits at `places`."""
+    """Return the sum of mixes[places] over the splits, which are `apart` elements from each other;
+    0 where not inside.
+    """
     total = tl.load(mixes + places, mask=inside, other=0.0)
     for split in range(1, splits):
         total += tl.load(mixes + split * apart + places, mask=inside, other=0.0)
@@ -66,7 +70,7 @@ def summed(mixes, places, inside, splits, apart):
 
 @triton.jit
 def sums_to_one(matrix, inside, eps, AXIS: tl.constexpr):
-    """Divide by the sums over an axis."""
+    """Return `matrix` divided by its sums over AXIS plus eps; 0 where not inside."""
     return tl.where(inside, matrix / (tl.expand_dims(tl.sum(matrix, axis=AXIS), AXIS) + eps), 0.0)
 
 
@@ -86,10 +90,11 @@ def store_ways_back(
     STREAMS: tl.constexpr,
     LINES: tl.constexpr,
 ):
-    """Compute how a token's result is added to the streams and how these are mixed.
+    """Store the `post` and `comb` of a token that `KernelTable.hc_pre` defines; only the token's
+    first program does so.
 
-    Runs in the first program of a token. The mixing matrix is normalised by rows and columns
-    (Sinkhorn and Knopp 1967).
+    `mixes` is the token's row of what `hc_mix_kernel` wrote, `near` 1 / rms of its streams. The
+    rows and columns of `comb` are normalised in turn (Sinkhorn and Knopp 1967).
     """
     if tl.program_id(1) == 0:
         stream, other = tl.arange(0, LINES), tl.arange(0, LINES)
@@ -132,10 +137,11 @@ def hc_pre_kernel(
     LINES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Programs (token, columns): reduce the streams to one.
+    """Implements `KernelTable.hc_pre` (HAS_MATRIX) and `hc_head`, from the `mixes` of
+    `hc_mix_kernel`: `out` [T, SIZE] is the weighted sum of the streams h [T, STREAMS, SIZE].
 
-    The first program of a token also computes `post` and `comb` (`hc_pre`; not for `hc_head`).
-    Floor: h read once and a stream written.
+    `post` and `comb` are written by the first program of a token; None for `hc_head`. One program
+    per token and BLOCK columns. Reads at least h once and writes one stream.
     """
     token = tl.program_id(0).to(tl.int64)
     stream = tl.arange(0, LINES)
@@ -169,7 +175,11 @@ def hc_post_kernel(
     LINES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Programs (token, columns). Floor: x read once, the streams read and written once."""
+    """Implements `KernelTable.hc_post`; `out` [T, STREAMS, SIZE] is its result.
+
+    One program per token and BLOCK columns. Reads at least x and h once, and writes STREAMS * SIZE
+    elements for each token.
+    """
     token = tl.program_id(0).to(tl.int64)
     stream, column = tl.arange(0, LINES), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_stream = stream < STREAMS

@@ -1,6 +1,5 @@
-"""Root mean square norm, alone or after adding the residual.
-
-One pass over rows held in registers.
+"""Root mean square norms: plain, after adding the residual, and gated. One pass over rows that are
+held in registers.
 """
 
 # A kernel is not Python to a type checker.
@@ -33,9 +32,11 @@ def rms_norm_kernel(
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Floor: x read once, out written once, 2 * rows * SIZE elements.
+    """Implements `KernelTable.rms_norm`; out [rows, SIZE] is its result.
 
-    The weight stays in the cache.
+    x is [rows / INNER, INNER, SIZE] with the strides of its first two axes. One program per ROWS
+    rows. Reads x and writes out once at least, 2 * rows * SIZE elements; the weight stays in the
+    cache.
     """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
@@ -63,7 +64,11 @@ def add_rms_norm_kernel(
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Works in place. Floor: both inputs read and written once, 4 * rows * SIZE elements."""
+    """Implements `KernelTable.add_rms_norm` in place: `residual` gets the sum and `x` its norm.
+
+    One program per ROWS rows of SIZE elements. Reads and writes both at least once, 4 * rows * SIZE
+    elements.
+    """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
     inside = (row < rows)[:, None] & (column < SIZE)[None, :]
@@ -97,9 +102,11 @@ def gated_rms_norm_kernel(
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Rows of INNER groups each.
+    """Implements `KernelTable.gated_rms_norm`; `out` is its result.
 
-    Floor: x and gate read once, out written once, 3 * rows * SIZE elements.
+    A row here is one group of SIZE elements: INNER of them are a row of x, and the weight has
+    GROUPS. One program per ROWS rows. Reads x and gate and writes out once at least, 3 * rows *
+    SIZE elements.
     """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
@@ -151,7 +158,8 @@ def gated_rms_norm(
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, tuning: Tuning = Tuning()) -> Tensor:
-    """Implement `KernelTable.rms_norm`; x [T, N] or [T, heads, N] by strides.
+    """Implement `KernelTable.rms_norm`. x is read in place by its strides if it is [T, N] or [T,
+    heads, N] with a contiguous last axis; otherwise a copy may be made.
 
     While tracing, a compiler gets the reference.
     """
@@ -187,7 +195,10 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, tuning: Tuning = Tuning()) -
 def add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, tuning: Tuning = Tuning()
 ) -> tuple[Tensor, Tensor]:
-    """Implement `KernelTable.add_rms_norm`: write the sum to `residual` and its norm to `x`."""
+    """Implement `KernelTable.add_rms_norm`: write the sum to `residual` and its norm to `x`.
+
+    While tracing, a compiler gets the reference, which writes to neither.
+    """
     if torch.compiler.is_compiling():
         return reference_add_rms_norm(x, residual, weight, eps)
     rows, size = x.shape

@@ -50,13 +50,17 @@ def number_of(order):
 
 @triton.jit
 def keyed(value, ids):
-    """Pack int32 value and id into int64: the largest is the first of the largest values."""
+    """Return int64 keys of int32 values and ids: the largest key is that of the largest value, and
+    of equal values that of the lowest id.
+    """
     return value.to(tl.int64) * IDS + (ids ^ LAST_ID)
 
 
 @triton.jit
 def best_of(partial, row, COUNT: tl.constexpr, BLOCK: tl.constexpr):
-    """Return (value int32, id int32) of the largest key of a row of partial int64 [rows, COUNT]."""
+    """Return (value int32, id int32) of the largest of a row's COUNT keys; `partial` is int64
+    [rows, COUNT], and BLOCK >= COUNT.
+    """
     part = tl.arange(0, BLOCK)
     key = tl.max(tl.load(partial + row * COUNT + part, mask=part < COUNT, other=-(1 << 62)), axis=0)
     return (key >> 22).to(tl.int32), ((key & LAST_ID) ^ LAST_ID).to(tl.int32)
@@ -64,10 +68,12 @@ def best_of(partial, row, COUNT: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def gaps_below(logits, best, scale):
-    """Return int32 gaps in 2**-16 nat, LIMIT where a token is no candidate, as `gaps_below_best`.
+    """Return int32 gaps of float32 logits below the row's `best`, in 2**-16 nat after division by
+    the temperature (`SamplingState.scale`); LIMIT where a token is no candidate. As
+    `sglcore.sampling.gumbel_race.gaps_below_best`.
 
-    The bound is between product and sum, so that they are never fused into one operation with one
-    rounding.
+    The minimum stands between product and sum, so that a compiler can not fuse them into one
+    operation with one rounding.
     """
     gap = (best - logits) * scale
     gap = tl.where(gap < LIMIT, gap, LIMIT * 1.0)
@@ -76,7 +82,9 @@ def gaps_below(logits, best, scale):
 
 @triton.jit
 def weight_of(gap, table):
-    """Return exp(-gap) in 2**-30, int32, as `token_weights`."""
+    """Return exp(-gap) in 2**-30, int32, as `sglcore.sampling.cutoffs.token_weights`; `table` is
+    `RaceTables.weight`.
+    """
     index = gap >> WEIGHT_STEP_BITS
     drop = tl.load(table + WEIGHT_SIZE + index) * (gap & WEIGHT_STEP_MASK)
     return tl.load(table + index) - (drop >> WEIGHT_STEP_BITS)
@@ -84,7 +92,7 @@ def weight_of(gap, table):
 
 @triton.jit
 def mix32(words):
-    """Mix the bits of uint32 (avalanche)."""
+    """Return uint32 words with their bits mixed (avalanche), as `sglcore.sampling.noise.mix32`."""
     words = (words ^ (words >> 16)) * tl.full([], MIX_1, tl.uint32)
     words = (words ^ (words >> 15)) * tl.full([], MIX_2, tl.uint32)
     return words ^ (words >> 16)
@@ -92,7 +100,9 @@ def mix32(words):
 
 @triton.jit
 def row_key(seed_words, positions, row):
-    """Return both key words uint32 of a row, as `row_keys`."""
+    """Return the two key words uint32 of a row, as `sglcore.sampling.gumbel_race.row_keys`;
+    `seed_words` and `positions` are those of `SamplingState`.
+    """
     position = tl.load(positions + row).to(tl.uint32, bitcast=True)
     first = tl.load(seed_words + 2 * row).to(tl.uint32, bitcast=True)
     second = tl.load(seed_words + 2 * row + 1).to(tl.uint32, bitcast=True)
@@ -102,7 +112,11 @@ def row_key(seed_words, positions, row):
 
 @triton.jit
 def noise_of(hashed, first, second, table):
-    """Return keyed Gumbel noise int32 in 2**-16 nat for hashed ids int32, as `gumbel_noise`."""
+    """Return Gumbel noise int32 in 2**-16 nat for ids int32 hashed by `noise.hashed_ids`, as
+    `sglcore.sampling.gumbel_race.gumbel_noise`.
+
+    `first` and `second` are the words of `row_key`, `table` is `RaceTables.gumbel`.
+    """
     words = hashed.to(tl.uint32, bitcast=True) ^ first
     words = (words ^ (words >> 16)) * second
     words = (words ^ (words >> 15)) * tl.full([], MIX_2, tl.uint32)

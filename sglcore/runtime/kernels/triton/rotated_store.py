@@ -42,10 +42,12 @@ def rotary_and_store_kernel(
     WHOLE: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Programs for rows of (token, head) of q, then of k, then of v.
+    """Implements `KernelTable.rotary_and_store`: writes `q_out`, and rotated keys and values to the
+    KV slots in `cells` (`out_cache_loc`) of the caches. R = 2 * HALF.
 
-    Floor: 2 * tokens * (Q_HEADS + 2 * K_HEADS) * DIM elements, half read and half written: k is
-    written once, rotated.
+    One program per ROWS of the rows (token, head): the first `q_programs` for q, the next
+    `k_programs` for k, then v. Reads and writes at least tokens * (Q_HEADS + 2 * K_HEADS) * DIM
+    elements: k is written once, rotated.
     """
     program = tl.program_id(0)
     row = tl.arange(0, ROWS)

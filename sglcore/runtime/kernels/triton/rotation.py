@@ -17,7 +17,9 @@ from sglcore.runtime.kernels.triton.tuning import Tuning, power_of_two, tiles
 
 @triton.jit
 def row_of(token, cells, tokens):
-    """Return the target row of a token, int64: its KV slot, or its own row without KV slots."""
+    """Return the target row of each token, int64: its KV slot in `cells`, or, if `cells` is None,
+    its own index.
+    """
     row = token
     if cells is not None:
         row = tl.load(cells + token, mask=token < tokens, other=0).to(tl.int64)
@@ -40,10 +42,12 @@ def rotate_heads(
     BLOCK: tl.constexpr,
     DIM: tl.constexpr,
 ):
-    """Rotate rows `flat` of (token, head) of x [tokens, HEADS * DIM] and store them in out.
+    """Rotate the rows `flat` = token * HEADS + head of x [tokens, HEADS * DIM] and store them in
+    out.
 
-    `out_stride` is the distance between tokens, or between KV slots if `cells` has each token's
-    (None: its own row). Products and their sum are rounded to x's dtype, as in the reference.
+    Token t is stored at t * out_stride, or, with `cells`, at cells[t] * out_stride. The rotated
+    elements are the first 2 * HALF of a head; cos_sin is `KernelTable.rotary`'s cache. Products and
+    their sum are rounded to x's dtype, as in the reference.
     """
     token, head = (flat // HEADS).to(tl.int64), flat % HEADS
     column = tl.arange(0, BLOCK)
@@ -69,7 +73,10 @@ def rotate_heads(
 def copy_rest(
     x, out, cells, flat, tokens, x_stride, out_stride, HEADS, FROM: tl.constexpr, DIM: tl.constexpr, REST: tl.constexpr
 ):
-    """Copy the elements [FROM, DIM) of each head, which are not rotated."""
+    """Copy the elements [FROM, DIM) of each head, which are not rotated, cast to out's dtype.
+
+    The other arguments are those of `rotate_heads`; REST is a power of two, at least DIM - FROM.
+    """
     token, head = (flat // HEADS).to(tl.int64), flat % HEADS
     column = FROM + tl.arange(0, REST)
     inside = (token < tokens)[:, None] & (column < DIM)[None, :]
@@ -99,7 +106,11 @@ def rotary_kernel(
     REST: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Programs (rows of (token, head), q or k). Floor: q and k read and written once."""
+    """Implements `KernelTable.rotary` with R = 2 * HALF; writes `q_out` and `k_out`.
+
+    One program per ROWS of the rows (token, head) of q or of k. Reads and writes q and k once at
+    least.
+    """
     flat = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     if tl.program_id(1) == 0:
         rotate_heads(

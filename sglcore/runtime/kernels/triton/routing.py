@@ -31,9 +31,11 @@ def top_k_routing_kernel(
     NORMALIZE: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Equal probabilities prefer the lower id; ids are valid for any row.
+    """Implements `KernelTable.top_k_routing` with E = EXPERTS and K = CHOICES; writes `weights` and
+    `ids`.
 
-    Floor: rows * EXPERTS elements read.
+    Of equal probabilities the lower id comes first; ids are below EXPERTS even for a row of NaN.
+    One program per ROWS rows. Reads at least rows * EXPERTS elements.
     """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     expert = tl.arange(0, BLOCK)
@@ -90,9 +92,11 @@ def sqrtsoftplus_routing_kernel(
     WIDE: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """As `top_k_routing_kernel`, for sums that may be negative.
+    """Implements `KernelTable.sqrtsoftplus_routing` with E = EXPERTS and K = CHOICES; writes
+    `weights` and `ids`.
 
-    Floor: rows * EXPERTS elements read.
+    Of equal sums, which may be negative, the lower id comes first. One program per ROWS rows. Reads
+    at least rows * EXPERTS elements.
     """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     expert, choice = tl.arange(0, BLOCK), tl.arange(0, WIDE)
@@ -118,7 +122,9 @@ def sqrtsoftplus_routing_kernel(
 
 @triton.jit
 def store_shares(share, chosen, weights, ids, row, choice, rows, scale, CHOICES: tl.constexpr):
-    """Store the chosen values [rows, choices] divided by their sum."""
+    """Store `share` [rows, choices], divided by its sum and times `scale`, in `weights`, and
+    `chosen` in `ids`.
+    """
     inside = (row < rows)[:, None] & (choice < CHOICES)[None, :]
     share = share / (tl.sum(share, axis=1)[:, None] + 1e-20) * scale
     place = row[:, None] * CHOICES + choice[None, :]
@@ -140,7 +146,10 @@ def hash_routing_kernel(
     WIDE: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Floor: three elements for each choice."""
+    """Implements `KernelTable.hash_routing` with K = CHOICES; writes `weights` and `ids`.
+
+    One program per ROWS rows. Reads at least two elements and writes two for each choice.
+    """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     choice = tl.arange(0, WIDE)
     inside = (row < rows)[:, None] & (choice < CHOICES)[None, :]

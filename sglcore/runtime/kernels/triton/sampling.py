@@ -47,7 +47,9 @@ NOTHING = tl.constexpr(-(1 << 62))
 
 @triton.jit
 def load_row(logits, row, stride, vocab, BLOCK: tl.constexpr):
-    """Return this program's ids, whether they exist, and their logits as float32."""
+    """Return the ids of this program's block of a row, whether each is below `vocab`, and its
+    logits as float32.
+    """
     ids = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = ids < vocab
     return ids, inside, tl.load(logits + row * stride + ids, mask=inside, other=float("-inf")).to(tl.float32)
@@ -55,9 +57,10 @@ def load_row(logits, row, stride, vocab, BLOCK: tl.constexpr):
 
 @triton.jit
 def best_kernel(logits, best, stride, vocab, BLOCK: tl.constexpr):
-    """Programs (row, block): the key of the block's first largest logit.
+    """Write to best int64 [rows, blocks] the key (`keyed`) of the first largest logit of each
+    block.
 
-    Floor: the logits, read once.
+    One program per row and BLOCK ids. Reads at least the logits once.
     """
     row = tl.program_id(0).to(tl.int64)
     ids, inside, wide = load_row(logits, row, stride, vocab, BLOCK)
@@ -82,10 +85,11 @@ def histogram_kernel(
     COUNT: tl.constexpr,
     PADDED: tl.constexpr,
 ):
-    """Programs (row, block): add 1, or the weight, of each token before the cut to its bin.
+    """Add 1, or with WEIGHTED its weight, of each token with a smaller gap than the cut to its bin
+    in sums int64 [rows, STEPS], which starts as zeros.
 
-    Bins are sums int64 [rows, STEPS]. FINE: only tokens of the coarse bin that was found, by the
-    rest of the gap. Floor: the logits, read once.
+    `best` is that of `best_kernel`. FINE: only tokens of the coarse bin in `found` are added, by
+    the rest of the gap. One program per row and BLOCK ids. Reads at least the logits once.
     """
     row = tl.program_id(0).to(tl.int64)
     _, inside, wide = load_row(logits, row, stride, vocab, BLOCK)
@@ -103,9 +107,8 @@ def histogram_kernel(
 
 @triton.jit
 def first_reaching(sums, column, wanted, SIZE: tl.constexpr):
-    """Return the first column with a running sum of at least `wanted`, and the sum before it.
-
-    The last column if none reaches it.
+    """Return the first of SIZE columns at which the running sum of `sums` is at least `wanted`, and
+    the sum before it. The last column if no running sum is that large.
     """
     running = tl.cumsum(sums, axis=0)
     behind = (running < wanted) & (column < SIZE)
@@ -115,11 +118,12 @@ def first_reaching(sums, column, wanted, SIZE: tl.constexpr):
 
 @triton.jit
 def search_kernel(sums, cut, found, limits, table, FINE: tl.constexpr, WEIGHTED: tl.constexpr):
-    """Programs (row): coarse or fine search for a cut.
+    """Search the histogram `sums` for the cut of top-k, or with WEIGHTED of top-p; `limits` is the
+    `top_k` or `top_p` of `SamplingState`.
 
-    Coarse: `found` int64 [rows, 3] gets the bin, the sum before it and the wanted sum. Fine: the
-    cut is narrowed. Tokens at the present cut are in no histogram; those that are kept are added
-    here.
+    Coarse: `found` int64 [rows, 3] gets the bin, the sum before it and the wanted sum. FINE: `cut`
+    int32 [rows, 2] is narrowed. Tokens with the gap of the present cut are in no histogram; those
+    that the cut keeps are added here. One program per row.
     """
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, STEPS)
@@ -156,9 +160,9 @@ def search_kernel(sums, cut, found, limits, table, FINE: tl.constexpr, WEIGHTED:
 def ties_kernel(
     logits, best, scale, cut, ties, stride, vocab, BLOCK: tl.constexpr, COUNT: tl.constexpr, PADDED: tl.constexpr
 ):
-    """Programs (row, block): count the block's tokens that have the gap of the cut.
+    """Write to ties int32 [rows, COUNT] how many tokens of each block have the gap of the cut.
 
-    Floor: the logits, read once.
+    One program per row and BLOCK ids. Reads at least the logits once.
     """
     row = tl.program_id(0).to(tl.int64)
     _, inside, wide = load_row(logits, row, stride, vocab, BLOCK)
@@ -189,8 +193,13 @@ def race_kernel(
     COUNT: tl.constexpr,
     PADDED: tl.constexpr,
 ):
-    """Programs (row, block): the key of the block's first largest noise - gap. Floor: the logits,
-    read once."""
+    """Write to drawn int64 [rows, COUNT] the key (`keyed`) of each block's first largest noise -
+    gap, or NOTHING without a candidate.
+
+    `best`, `cut` and `ties` are those of the kernels before; `cut` and `ties` are read with HAS_CUT
+    only, `min_p` with HAS_MIN_P only. One program per row and BLOCK ids. Reads at least the logits
+    once.
+    """
     row = tl.program_id(0).to(tl.int64)
     ids, inside, wide = load_row(logits, row, stride, vocab, BLOCK)
     value, _ = best_of(best, row, COUNT, PADDED)
@@ -213,7 +222,12 @@ def race_kernel(
 
 @triton.jit
 def pick_kernel(best, drawn, greedy, tokens, bad, COUNT: tl.constexpr, PADDED: tl.constexpr):
-    """Programs (row): the token; 0 in a bad row, the first best in a greedy row."""
+    """Write the results of `KernelTable.draw`: `tokens` int32 and `bad` bool [rows], from the
+    blocks' keys in `best` and `drawn`.
+
+    The token is 0 in a bad row, the id of the first largest logit in a greedy row. One program per
+    row.
+    """
     row = tl.program_id(0).to(tl.int64)
     value, first = best_of(best, row, COUNT, PADDED)
     _, token = best_of(drawn, row, COUNT, PADDED)
@@ -225,13 +239,17 @@ def pick_kernel(best, drawn, greedy, tokens, bad, COUNT: tl.constexpr, PADDED: t
 
 @triton.jit
 def ordered_infinity():
-    """Return `ordered` of infinity; its complement is that of minus infinity."""
+    """Return `ordered` of infinity. That of minus infinity is its bitwise complement."""
     return 0x7F800000
 
 
 @dataclass(frozen=True, slots=True)
 class DrawKernels:
-    """The buffers of one draw and the launches of its kernels."""
+    """The buffers of one draw and the launches of its kernels.
+
+    `best` int64 [B, blocks] is that of `best_kernel`, for blocks of `block` ids; every kernel is
+    launched with `options`.
+    """
 
     logits: Tensor
     state: SamplingState
@@ -251,9 +269,10 @@ class DrawKernels:
         return {"BLOCK": self.block, "COUNT": self.best.shape[1], "PADDED": power_of_two(self.best.shape[1])}
 
     def narrow(self, cut: Tensor, limits: Tensor, weighted: bool) -> None:
-        """Search for the cut of top_k, or of top_p if weighted.
+        """Narrow `cut` int32 [rows, 2], in place, to the tokens that `limits` keeps: `top_k` of the
+        state, or `top_p` if weighted.
 
-        First in coarse bins, then in the steps of the bin found.
+        The search has two steps: coarse bins, then the gaps in the bin that was found.
         """
         rows, (_, vocab) = self.grid[0], self.logits.shape
         sums = cut.new_zeros((2, rows, cutoffs.STEPS), dtype=torch.int64)
@@ -267,7 +286,9 @@ class DrawKernels:
             search_kernel[(rows,)](level, cut, found, limits, self.tables.weight, **kind, **self.options)
 
     def race(self, cut: Tensor | None) -> Tensor:
-        """Return the best key of each block, int64 [rows, blocks]."""
+        """Return the best key of each block, int64 [rows, blocks]. `cut` None: no top-k and no
+        top-p.
+        """
         state, drawn = self.state, torch.empty_like(self.best)
         ties = drawn
         sizes = (self.logits.stride(0), self.logits.shape[1])
@@ -298,8 +319,8 @@ def draw(logits: Tensor, state: SamplingState, tables: RaceTables, tuning: Tunin
     """Implement `KernelTable.draw`: tokens int32[B] and bad bool[B] of logits float[B, V]. Does not
     wait.
 
-    Floor: the logits read twice without cut-offs, and five times more for each of top-k and top-p;
-    from the cache after the first read, if they fit.
+    Reads the logits at least twice, five times with top-k or top-p, and seven times with both; from
+    the cache after the first read, if they fit.
     """
     rows, vocab = logits.shape
     tokens = torch.empty(rows, dtype=torch.int32, device=logits.device)

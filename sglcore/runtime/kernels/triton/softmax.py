@@ -1,4 +1,6 @@
-"""A running softmax over blocks of keys, and the merge of such softmaxes over parts of the keys."""
+"""Softmax over blocks of keys in one pass, and the merge of the results for several parts of the
+keys.
+"""
 
 # A kernel is not Python to a type checker.
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false, reportOperatorIssue=false
@@ -20,9 +22,10 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def begin(sinks, head, counted, QUERIES: tl.constexpr):
-    """Return the running maximum and sum of each query row [QUERIES] before the first block.
+    """Return the running maximum, in base 2, and the running sum of each query row [QUERIES] before
+    the first block: -inf and 0, or, where `counted`, the sink of the row's `head` and 1.
 
-    With sinks they start from the head's sink where it is counted.
+    `sinks` is a float tensor [heads], or None.
     """
     best = tl.full([QUERIES], float("-inf"), tl.float32)
     if sinks is not None:
@@ -32,10 +35,11 @@ def begin(sinks, head, counted, QUERIES: tl.constexpr):
 
 @triton.jit
 def take_scores(score, values, best, total, mean):
-    """Update running maximum, sum and weighted sum of query rows [QUERIES] with one more block.
+    """Update running maximum, sum and weighted sum of query rows [QUERIES] with one more block, and
+    return all three.
 
-    `score` [QUERIES, TOKENS] is in base 2, -inf where a row does not see a token (Milakov and
-    Gimelshein 2018).
+    `score` [QUERIES, TOKENS] is in base 2, -inf where a row does not see a token; `values` is
+    [TOKENS, DIM], `mean` float32 [QUERIES, DIM] (Milakov and Gimelshein 2018).
     """
     higher = tl.maximum(best, tl.max(score, axis=1))
     # A row that has seen nothing yet has -inf here, which cannot be subtracted.
@@ -49,7 +53,8 @@ def take_scores(score, values, best, total, mean):
 
 @triton.jit
 def take_in(query, keys, values, seen, scale, best, total, mean, SOFTCAP: tl.constexpr):
-    """As `take_scores`.
+    """As `take_scores`, with the scores of `query` and `keys`; `scale` includes log2(e). SOFTCAP: a
+    cap as in `KernelTable.softcap`, or None.
 
     `seen` [QUERIES, TOKENS], or broadcastable to it, says which tokens a row sees.
     """
@@ -62,9 +67,11 @@ def take_in(query, keys, values, seen, scale, best, total, mean, SOFTCAP: tl.con
 
 @triton.jit
 def merge_parts(parts, weights, out, row, most, count, DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr):
-    """Store the mean of a row's `count` results by their log2 weights; rows have `most` places.
+    """Merge a row's `count` partial results by their log2 weights, and store the mean in out [rows,
+    DIM].
 
-    Results with the weight -inf are not read.
+    parts is float32 [rows, most, DIM], weights float32 [rows, most]; results with the weight -inf
+    are not read. Zeros if all have it.
     """
     split, column = tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_D)
     weight = tl.load(weights + row * most + split, mask=split < count, other=float("-inf"))
@@ -81,16 +88,19 @@ def merge_parts(parts, weights, out, row, most, count, DIM: tl.constexpr, BLOCK_
 def merge_kernel(
     parts, weights, out, DIM: tl.constexpr, BLOCK_D: tl.constexpr, SPLITS: tl.constexpr, BLOCK_S: tl.constexpr
 ):
-    """Programs (row * head): the mean of the splits' results by their weights.
+    """Merge the SPLITS partial results of each row: parts float32 [rows, SPLITS, DIM] and their
+    log2 weights float32 [rows, SPLITS] to out [rows, DIM].
 
-    Floor: SPLITS * DIM float32 read for each head of each row; splits without tokens are not read.
+    One program per row, which is one head of one query. Reads at least SPLITS * DIM float32 for
+    each; splits without tokens are not read.
     """
     row = tl.program_id(0).to(tl.int64)
     merge_parts(parts, weights, out, row, SPLITS, SPLITS, DIM, BLOCK_D, BLOCK_S)
 
 
 def parts_of(out: Tensor, splits: int) -> tuple[Tensor, Tensor]:
-    """Return buffers for the splits of a result, [rows, heads, splits, dim], and for their weights.
+    """Return buffers for the partial results of `out` [rows, heads, dim]: float32 [rows, heads,
+    splits, dim], and float32 [rows, heads, splits] for their log2 weights.
 
     With one split both are `out`; the weights are then not used.
     """
@@ -101,7 +111,9 @@ def parts_of(out: Tensor, splits: int) -> tuple[Tensor, Tensor]:
 
 
 def merged(parts: Tensor, weights: Tensor, out: Tensor, tuning: Tuning) -> Tensor:
-    """Merge the buffers of `parts_of` into `out` [rows, heads, dim]."""
+    """Merge the filled buffers of `parts_of` into `out` [rows, heads, dim], and return `out`. Does
+    nothing if `parts` is `out`.
+    """
     if parts is not out:
         rows, heads, splits, dim = parts.shape
         merge_kernel[(rows * heads,)](

@@ -21,7 +21,9 @@ from sglcore.runtime.kernels.triton.tuning import Tuning, power_of_two, tiles
 
 @triton.jit
 def time_step(dt, dt_bias, place, head, mask, dt_min, dt_max):
-    """Return softplus(dt + bias) within its limits; 0 where masked."""
+    """Return softplus(dt[place] + dt_bias[head]) within [dt_min, dt_max], float32; 0 where `mask`
+    is false.
+    """
     wide = softplus(tl.load(dt + place, mask=mask, other=0.0).to(tl.float32) + tl.load(dt_bias + head))
     return tl.where(mask, tl.minimum(tl.maximum(wide, dt_min), dt_max), 0.0)
 
@@ -48,9 +50,12 @@ def scan_step_kernel(
     BLOCK: tl.constexpr,
     BLOCK_W: tl.constexpr,
 ):
-    """Programs (row, head, rows of the state).
+    """Implements `KernelTable.selective_scan` for one token per row; updates `states`, writes
+    `out`.
 
-    Floor: rows * HEADS * SIZE * WIDTH float32 read once and written once.
+    P = SIZE, N = WIDTH, G = GROUPS, and `targets` are `slots` if the states stay in their slots.
+    One program per row, head and BLOCK rows of the state. Reads and writes at least rows * HEADS *
+    SIZE * WIDTH float32.
     """
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     element, column = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, BLOCK_W)
@@ -98,9 +103,11 @@ def scan_chunks_kernel(
     BLOCK_W: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Programs (row, head, rows of the state), each over its row's chunks in order.
+    """Implements `KernelTable.selective_scan` for rows with `starts` and `lengths`; updates
+    `states`, writes `out`, which starts as zeros. Other arguments are those of `scan_step_kernel`.
 
-    Dao and Gu 2024, section 6. Floor: every input and the state once.
+    Dao and Gu 2024, section 6. One program per row, head and BLOCK rows of the state; it computes
+    the row's chunks in order. Reads at least every input and the state once.
     """
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     element, column = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, BLOCK_W)

@@ -16,12 +16,12 @@ DECIDED = frozenset({"num_warps", "num_stages"})
 
 @dataclass(frozen=True, slots=True)
 class LaunchConfig:
-    """The launch of one kernel.
+    """The launch of one kernel: threads per program, loads in flight per loop (`stages`), and the
+    warp size (`lanes`; None: `Tuning.lanes`).
 
-    Threads, loads in flight per loop, and the warp size if it is not the device's. `options` are
-    passed to the launch unchanged: options of this vendor's compiler (`waves_per_eu`, `maxnreg`,
-    `grf_mode`). Raises ValueError for options that the other fields determine. `text` is the whole
-    in JSON, read by `read_launches`.
+    `options` are passed to the launch unchanged: options of this vendor's compiler (`waves_per_eu`,
+    `maxnreg`, `grf_mode`). Raises ValueError for `num_warps` and `num_stages`, which the other
+    fields determine. `text` is the whole in JSON, read by `read_launches`.
     """
 
     threads: int = 128
@@ -31,7 +31,7 @@ class LaunchConfig:
     text: str = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        """Freeze the options as a copy."""
+        """Check the options, freeze a copy of them, and write `text`."""
         if taken := sorted(DECIDED & self.options.keys()):
             raise ValueError(f"{', '.join(taken)} of a launch follow from its threads, lanes and stages")
         values = {"threads": self.threads, "stages": self.stages, "lanes": self.lanes, "options": dict(self.options)}
@@ -40,13 +40,13 @@ class LaunchConfig:
 
 
 def read_launches(text: str) -> tuple[LaunchConfig, ...]:
-    """Return the launches of a JSON list of `text` values."""
+    """Return the launches in a JSON list of objects, each as in `LaunchConfig.text`."""
     return tuple(LaunchConfig(**values) for values in json.loads(text))
 
 
 @dataclass(frozen=True, slots=True)
 class MoeTile:
-    """The tile of expert products for up to `most_rows` rows per expert on average.
+    """The tile of expert products if experts have at most `most_rows` rows on average.
 
     A tile has `rows` x `columns`; one iteration adds up `depth_bytes` of each row.
     """
@@ -79,8 +79,9 @@ class Tuning:
     """The 8-bit float format that the device converts by an instruction. All other formats are
     converted by their bits. None: the device has no such instruction."""
     elements: int = 2048
-    """Elements that one program of an elementwise kernel or norm holds. A longer row is held
-    whole."""
+    """Elements that one program of an elementwise kernel or norm holds. A norm holds a longer row
+    whole.
+    """
     rms_norm: LaunchConfig = LaunchConfig(256, 1)
     """RMS norm."""
     add_rms_norm: LaunchConfig = LaunchConfig(256, 1)
@@ -132,13 +133,14 @@ class Tuning:
     extend: LaunchConfig = LaunchConfig(128, 2)
     """Prefill attention."""
     tile_bytes: int = 16 << 10
-    """Bytes of the keys of one iteration. Several such tiles are in flight in memory that a few
-    programs share."""
+    """Bytes of the keys in one iteration of decode and prefill attention. Several such tiles are in
+    flight in memory that a few programs share.
+    """
     sparse_heads: int = 64
     """Heads of one program of attention over rows that all heads share, in 16-bit types. The memory
     of a program grows with them."""
     sparse_tokens: int = 16
-    """Rows of one iteration of that attention."""
+    """Rows in one iteration of attention over rows that all heads share, in 16-bit types."""
     sparse_mqa: LaunchConfig = LaunchConfig(256, 2)
     """Attention over chosen rows that all heads share."""
     index_tokens: int = 64
@@ -146,11 +148,11 @@ class Tuning:
     index_logits: LaunchConfig = LaunchConfig(128, 2)
     """The indexer's scores."""
     index_scanned: int = 4096
-    """Scores per iteration of the search for the highest."""
+    """Scores in one iteration of the search for the highest scores of the indexer."""
     index_top_k: LaunchConfig = LaunchConfig(512, 1)
     """The search for the highest scores of the indexer."""
     compress: LaunchConfig = LaunchConfig(128, 1)
-    """Making compressed rows."""
+    """Making compressed rows, and storing the state that they are made from."""
     top_k_routing: LaunchConfig = LaunchConfig(128, 1)
     """Choosing experts."""
     moe: tuple[MoeTile, ...] = field(default=MOE_TILES)
@@ -191,7 +193,7 @@ class Tuning:
     """Elements of a token's streams that one program adds up for the mixing weights
     (hyper-connections)."""
     hc_depth: int = 64
-    """Elements of one iteration of that sum."""
+    """Elements in one iteration of the sum for the mixing weights (hyper-connections)."""
     hc_pre: LaunchConfig = LaunchConfig(128, 2)
     """Mixing streams into one before a block (`hc_head` too)."""
     hc_post: LaunchConfig = LaunchConfig(128, 1)
@@ -202,22 +204,24 @@ class Tuning:
     """Drawing tokens."""
 
     def options(self, config: LaunchConfig) -> dict[str, Option]:
-        """Return the launch options of a kernel."""
+        """Return the launch options of Triton for this config: `num_warps`, `num_stages` and its
+        own options.
+        """
         lanes = config.lanes or self.lanes
         return {"num_warps": max(1, config.threads // lanes), "num_stages": config.stages, **config.options}
 
     def rows(self, width: int, count: int) -> int:
         """Return how many of `count` rows of `width` elements one program holds: a power of two.
 
-        It is the same for all counts but one, so that a kernel is compiled for two numbers of rows:
-        a new number would make all requests wait for the compiler.
+        1 for at most one row, and the same for every larger count, so that a kernel is compiled for
+        two numbers of rows: a new number would make all requests wait for the compiler.
         """
         wanted = max(1, self.elements // width)
         return 1 if count <= 1 else 1 << (wanted.bit_length() - 1)
 
     def fitting(self, tokens: int, token_bytes: int) -> int:
-        """Return the power of two, from 16 to `tokens`, that fits in a tile at `token_bytes`
-        each.
+        """Return how many tokens of `token_bytes` bytes fit in `tile_bytes`: a power of two, at
+        least 16 and at most `tokens`, which is a power of two.
         """
         return max(16, min(tokens, 1 << ((self.tile_bytes // token_bytes).bit_length() - 1)))
 

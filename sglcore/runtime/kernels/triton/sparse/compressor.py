@@ -30,9 +30,11 @@ def compress_kernel(
     TOKENS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Programs (event, channels).
+    """Implements the result `out` of `KernelTable.compress`, with W = SPAN, C = WIDTH and SIZE = C
+    * ratio / W. `keep_kernel` does the rest.
 
-    Floor: the SPAN values and gates of each channel of an event, read once.
+    One program per event and BLOCK channels. Reads at least the SPAN values and gates of each
+    channel of an event once.
     """
     event = tl.program_id(0).to(tl.int64)
     token, channel = tl.arange(0, TOKENS), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -67,7 +69,12 @@ def keep_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Store row t at state[writes[t]]. Floor: tokens * COLUMNS elements read and written."""
+    """Implements the update of the state in `KernelTable.compress`: row t of kv_gate is stored at
+    state[writes[t]]. COLUMNS is 2 * C.
+
+    One program per ROWS tokens and BLOCK columns. Reads and writes at least tokens * COLUMNS
+    elements.
+    """
     token, column = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = (token < tokens)[:, None] & (column < COLUMNS)[None, :]
     row = tl.load(writes + token, mask=token < tokens, other=0).to(tl.int64)
@@ -80,7 +87,7 @@ def keep_kernel(
 def compress(
     kv_gate: Tensor, state: Tensor, ape: Tensor, reads: Tensor, writes: Tensor, tuning: Tuning = Tuning()
 ) -> Tensor:
-    """Implement `KernelTable.compress`. One launch reads everything before another writes."""
+    """Implement `KernelTable.compress`. One launch reads everything before the next one writes."""
     (tokens, columns), (events, span), (ratio, width) = kv_gate.shape, reads.shape, ape.shape
     size = width * ratio // span
     out = torch.empty(events, size, dtype=kv_gate.dtype, device=kv_gate.device)

@@ -19,7 +19,11 @@ WORDS = (torch.int32, torch.int16, torch.uint8)
 
 @triton.jit
 def store_loads(line, turn, row, is_miss, lane, missed, K):
-    """Store one side of a request's loads, in order, then -1."""
+    """Store one of the two rows of `loads` of a request, which begins at `line`: `row` of each miss
+    at its rank `turn`, then -1.
+
+    `lane` are the places 0, 1, ...; `missed` is the number of misses, K the length of the row.
+    """
     tl.store(line + turn, row, mask=is_miss)
     tl.store(line + lane, -1, mask=(lane >= missed) & (lane < K))
 
@@ -45,11 +49,12 @@ def swap_in_kernel(
     BLOCK_K: tl.constexpr,
     BLOCK_P: tl.constexpr,
 ):
-    """Programs (request).
+    """Implements `KernelTable.swap_in` with D = PLACES; held, order, where, rows, loads and counts
+    are written.
 
-    `marks` int32 [requests, PLACES] starts as zeros; it marks places in use, then has those to
-    take, in order. Floor: 2 * K + 3 * PLACES int32 read and 3 * K + PLACES written for each
-    request.
+    `marks` int32 [requests, PLACES] starts as zeros; it marks the places of hits, then has the
+    places for the misses, in order. One program per request. Reads at least 2 * K + 3 * PLACES
+    int32 and writes 3 * K + PLACES for each request.
     """
     request = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + request).to(tl.int64)
@@ -103,10 +108,11 @@ def copy_rows_kernel(
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Programs (request, share): every num_programs(1)-th tile of a request's rows.
+    """Implements `KernelTable.copy_rows` for rows of SIZE words; `span` is the distance from
+    loads[0] to loads[1].
 
-    `span` is the distance in `loads` from the rows to read to the rows to write. Floor: each row
-    read and written once, over the link between host and device.
+    One program per request and share: it copies every num_programs(1)-th tile of ROWS rows. Reads
+    and writes each row at least once, over the link between host and device.
     """
     request, column = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     # In a capture rehearsal the counts are not computed yet.

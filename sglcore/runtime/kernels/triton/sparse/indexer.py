@@ -50,10 +50,12 @@ def index_logits_kernel(
     GROUP: tl.constexpr,
     BIAS: tl.constexpr,
 ):
-    """Programs (token, part): every `parts`-th block of TOKENS rows.
+    """Implements `KernelTable.index_logits` with W = `width`; `slots` is its `token_slots`, `out`
+    its result.
 
-    Floor: the first `lens` keys of each token's request, read once for all heads, and `width`
-    logits written.
+    One program per token and part: it computes every `parts`-th block of TOKENS rows. Reads at
+    least the first `lens` keys of each token's request once for all heads, and writes `width`
+    logits.
     """
     token, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * TOKENS
     slot, count = tl.load(slots + token).to(tl.int64), tl.minimum(tl.load(lens + token), width)
@@ -77,8 +79,8 @@ def index_logits_kernel(
 
 @triton.jit
 def keys_at(line, at, count, BLOCK: tl.constexpr):
-    """Return a block of logits as int32 keys of the same order, LOWEST at or past `count`; also
-    their columns, and whether these are below `count`.
+    """Return BLOCK logits from column `at` of the row at `line`: as int32 keys of the same order,
+    LOWEST at or past `count`; also their columns, and whether these are below `count`.
     """
     place = at + tl.arange(0, BLOCK)
     inside = place < count
@@ -87,10 +89,11 @@ def keys_at(line, at, count, BLOCK: tl.constexpr):
 
 @triton.jit
 def threshold_of(line, count, wanted, BLOCK: tl.constexpr):
-    """Return the largest int32 that at least `wanted` keys reach.
+    """Return the largest int32 t such that at least `wanted` of the first `count` keys at `line`
+    are >= t.
 
-    Stops early at a smaller one if exactly `wanted` keys reach it. Each pass over the row
-    determines two bits.
+    Stops early at a smaller t if exactly `wanted` keys are >= t. Each pass over the row determines
+    two bits.
     """
     bound, reach, shift = tl.full([], LOWEST, tl.int32), count, 30
     while (shift >= 0) & (reach != wanted):
@@ -124,10 +127,12 @@ def index_top_k_kernel(
     PAGE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Programs (token): store the entries that reach the threshold, in order.
+    """Implements `KernelTable.index_top_k` with W = `width`; `slots` is its `token_slots`, `out`
+    its result.
 
-    Of those equal to it the first. Floor: the logits, read once if there are more than K; later
-    passes find them in the cache.
+    One program per token: it finds the K-th largest key, then stores the rows of larger keys and of
+    the first equal ones, in text order. Reads at least the logits once if there are more than K;
+    later passes find them in the cache.
     """
     token = tl.program_id(0).to(tl.int64)
     slot, count = tl.load(slots + token).to(tl.int64), tl.minimum(tl.load(lens + token), width)

@@ -1,6 +1,5 @@
-"""Latent rows: norm and rotation of queries, keys and entries, and their stores.
-
-Stores are in 8 bits if the pool is.
+"""Latent rows: norm and rotation of queries, keys and entries, and their stores in a pool, in 8
+bits if the pool has a codec.
 """
 
 # A kernel is not Python to a type checker.
@@ -22,9 +21,10 @@ from sglcore.runtime.kernels.triton.tuning import Tuning, power_of_two, tiles
 
 @triton.jit
 def float8_bits(x):
-    """Return the bits of float32 x, of at most 448, as float8 e4m3fn.
+    """Return the bits of float32 x as float8 e4m3fn, in int32, rounded to nearest with ties to
+    even.
 
-    int32, ties to even; independent of the formats that the device supports.
+    The magnitude of x is at most 448. Works on devices without that format.
     """
     bits = x.to(tl.int32, bitcast=True)
     sign, size = (bits >> 24) & 0x80, bits & 0x7FFFFFFF
@@ -36,7 +36,11 @@ def float8_bits(x):
 
 @triton.jit
 def store_encoded(values, line, column, live, SIZE, EXACT, GROUP, BIAS, BLOCK: tl.constexpr, ROWS: tl.constexpr):
-    """Store rows of float32 [ROWS, BLOCK] in the format of `RowCodec` from addresses `line` on."""
+    """Encode float32 values [ROWS, BLOCK] in the format of `RowCodec` and store them at the uint8
+    addresses `line` [ROWS], except where `live` is false.
+
+    `column` is 0 ... BLOCK - 1; SIZE, EXACT, GROUP and BIAS are those of `form_of`.
+    """
     ROUNDED: tl.constexpr = SIZE - EXACT
     SPAN: tl.constexpr = min(GROUP, BLOCK)
     group = tl.arange(0, BLOCK // SPAN)
@@ -66,9 +70,10 @@ def store_encoded(values, line, column, live, SIZE, EXACT, GROUP, BIAS, BLOCK: t
 def store_rows(
     values, rows, row, column, live, stride, dtype, SIZE, EXACT, GROUP, BIAS, BLOCK: tl.constexpr, ROWS: tl.constexpr
 ):
-    """Store float32 [ROWS, BLOCK], rounded to dtype, in rows of SIZE elements.
+    """Round float32 values [ROWS, BLOCK] to dtype and store their first SIZE elements in the rows
+    `row` of the pool, `stride` elements apart.
 
-    GROUP is the codec's; 0: rows are numbers.
+    GROUP > 0: in the format of `RowCodec` (`form_of`); 0: as numbers of the pool's dtype.
     """
     values, line = rounded(values, dtype), rows + row * stride
     if GROUP > 0:
@@ -80,7 +85,11 @@ def store_rows(
 
 @triton.jit
 def gained(start, column, live, scale, weight, SIZE: tl.constexpr, NORMED: tl.constexpr):
-    """Scale the first NORMED elements of float32 rows, times the weight (None: scale only)."""
+    """Load the elements `column` of the rows at `start` as float32, and multiply the first NORMED
+    by the row's `scale` and the weight (None: by `scale` only).
+
+    0 outside [0, SIZE) and where `live` is false.
+    """
     inside = live[:, None] & ((column >= 0) & (column < SIZE))[None, :]
     values = tl.load(start[:, None] + column[None, :], mask=inside, other=0.0).to(tl.float32)
     if NORMED > 0:
@@ -116,9 +125,12 @@ def tail_kernel(
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Rows (token, head). A neighbour is loaded again, from the cache.
+    """Implements `KernelTable.rope_tail`, for the rows (token, head) of x to `out`, and
+    `norm_rope_store`, for HEADS = 1 and the pool `out`.
 
-    Floor: rows * SIZE elements read and written.
+    `rows` is tokens * HEADS; the first NORMED elements are normalised, the last 2 * HALF rotated.
+    `out_rows` None: row t is stored at row t. One program per ROWS rows; the other element of a
+    pair is loaded again, from the cache. Reads and writes at least rows * SIZE elements.
     """
     flat = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column, live = tl.arange(0, BLOCK), flat < rows
@@ -164,7 +176,10 @@ def index_key_kernel(
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Floor: tokens * SIZE elements read and written."""
+    """Implements `KernelTable.index_key_store`; `out` is its pool `rows`, R = 2 * HALF.
+
+    One program per ROWS tokens. Reads and writes at least tokens * SIZE elements.
+    """
     token = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column, live = tl.arange(0, BLOCK), token < tokens
     token = token.to(tl.int64)
@@ -190,7 +205,9 @@ def index_key_kernel(
 
 @triton.jit
 def normed_by(apart, scale, weight, bias, column, SIZE: tl.constexpr):
-    """Scale the differences from the mean, times weight, plus bias."""
+    """Return apart * scale * weight + bias as float32, with the weight and bias of the elements
+    `column`; `apart` are differences from the mean.
+    """
     inside = (column >= 0) & (column < SIZE)
     gain = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
     return (

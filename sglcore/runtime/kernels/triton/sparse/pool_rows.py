@@ -1,6 +1,5 @@
-"""Rows of a pool that lists or pages name.
-
-Their numbers, and their elements, decoded if they are in 8 bits.
+"""Rows of a pool that are named by lists or by pages: their numbers, and their elements, which are
+decoded if they are in 8 bits.
 """
 
 # A kernel is not Python to a type checker.
@@ -18,17 +17,20 @@ from sglcore.runtime.kernels.triton.tuning import Tuning
 
 @triton.jit
 def paged_rows(table, slot, place, inside, table_stride, PAGE: tl.constexpr):
-    """Return int64 rows of a slot's places, with PAGE rows per page; undefined where not inside."""
+    """Return the pool rows, int64, of the entries `place` of a slot's request, with PAGE rows per
+    page; undefined where not inside.
+    """
     page = tl.load(table + slot * table_stride + place // PAGE, mask=inside, other=0).to(tl.int64)
     return page * PAGE + place % PAGE
 
 
 @triton.jit
 def small_floats(byte, BIAS: tl.constexpr):
-    """Return bytes of float8 e4m3 with that bias as float32, and the factor they lack.
+    """Return (values, factor): bytes of float8 e4m3 with the exponent bias BIAS are float32 values
+    * factor.
 
-    Converted through the bits of float16, or, if the bias is negative, by the device's instruction;
-    exact in both cases.
+    Converted through the bits of float16, or, if BIAS is negative, by the device's instruction for
+    the bias -BIAS; exact in both cases.
     """
     if BIAS < 0:
         if BIAS == -8:
@@ -55,7 +57,7 @@ def decoded(
     GROUP,
     BIAS,
 ):
-    """As `load_elements`, for rows in the format of `RowCodec`."""
+    """As `load_elements`, for rows in the format of `RowCodec` (GROUP > 0)."""
     ROUNDED: tl.constexpr = SIZE - EXACT
     column = FIRST + tl.arange(0, BLOCK)
     is_small = inside[:, None] & (column < ROUNDED)[None, :]
@@ -88,10 +90,11 @@ def load_elements(
     GROUP: tl.constexpr,
     BIAS: tl.constexpr,
 ):
-    """Return [rows, BLOCK] of dtype: the elements from FIRST on of rows of SIZE elements.
+    """Return [rows, BLOCK] of dtype: the elements from FIRST on of the rows at the addresses
+    `line`, which have SIZE elements.
 
-    Rows begin at `line`. Zeros after the row and where not inside. GROUP is that of the codec, 0 if
-    rows are numbers.
+    Zeros past SIZE and where not inside. EXACT, GROUP and BIAS are those of `read_form_of`; with
+    GROUP = 0 rows are numbers.
     """
     if GROUP:
         values = decoded(line, inside, dtype, FIRST, SIZE, BLOCK, EXACT, GROUP, BIAS)
@@ -108,9 +111,11 @@ def load_elements(
 def load_heads(
     line, head, head_stride, FIRST: tl.constexpr, HEADS: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Return [heads, BLOCK] of a token: the elements from FIRST on of heads of SIZE elements.
+    """Return [heads, BLOCK]: the elements from FIRST on of the heads `head` of the token at the
+    address `line`.
 
-    Zeros after the head and where there is none.
+    A head has SIZE elements and is `head_stride` from the next. Zeros past SIZE, and for heads at
+    or past HEADS.
     """
     column = FIRST + tl.arange(0, BLOCK)
     inside = (head < HEADS)[:, None] & (column < SIZE)[None, :]
@@ -118,16 +123,19 @@ def load_heads(
 
 
 def form_of(codec: RowCodec | None) -> dict[str, int]:
-    """Return the codec parameters of kernels that write rows."""
+    """Return the constants EXACT, GROUP and BIAS of kernels that write rows in this format; zeros
+    if rows are numbers (None).
+    """
     if codec is None:
         return {"EXACT": 0, "GROUP": 0, "BIAS": 0}
     return {"EXACT": codec.exact, "GROUP": codec.group, "BIAS": codec.floats.bias}
 
 
 def read_form_of(codec: RowCodec | None, tuning: Tuning) -> dict[str, int]:
-    """Return the codec parameters of `load_elements`.
+    """Return the constants EXACT, GROUP and BIAS of `load_elements`.
 
-    As `form_of`, with a negative bias for a format that the device converts by an instruction.
+    As `form_of`, with a negative bias for a format that the device converts by an instruction
+    (`Tuning.float8`).
     """
     form = form_of(codec)
     converts = codec is not None and codec.float8 == tuning.float8

@@ -43,9 +43,9 @@ def length_of(chosen, width):
 
 @triton.jit
 def lengths_of(chosen, more_chosen, lens, token, width, more_width, PAGE: tl.constexpr):
-    """Return the entries of a token's first list, and of both.
+    """Return the number of entries in a token's first list, and in both lists together.
 
-    With pages, the rows of its request.
+    With pages both are the number of rows of its request, at most `width`.
     """
     more = 0
     if PAGE:
@@ -59,9 +59,8 @@ def lengths_of(chosen, more_chosen, lens, token, width, more_width, PAGE: tl.con
 
 @triton.jit
 def share_of(count, split, SPLITS: tl.constexpr, TOKENS: tl.constexpr):
-    """Return begin and end of a split's share of `count` entries, in whole iterations.
-
-    The last iteration may be partial.
+    """Return begin and end of a split's share of `count` entries, in whole iterations of TOKENS
+    entries; the last iteration may be partial.
     """
     share = tl.cdiv(tl.cdiv(count, SPLITS), TOKENS) * TOKENS
     return split * share, tl.minimum(split * share + share, count)
@@ -87,10 +86,11 @@ def take_rows(
     GROUP: tl.constexpr,
     BIAS: tl.constexpr,
 ):
-    """Update the running softmax with the entries [start, end) of a list.
+    """Update the running softmax (`softmax.take_scores`) with the entries [start, end) of the list
+    `chosen`, and return its maximum, sum and weighted sum.
 
-    With pages: with these rows of the request's pages. `query` has the elements that are values
-    too, `tail` the others, if any.
+    With pages (PAGE > 0): with these rows of a request, by its page table `chosen`. `query` has the
+    elements of a head that are values too, `tail` the others (None: there are none).
     """
     for at in range(start, end, TOKENS):
         place = at + tl.arange(0, TOKENS)
@@ -113,7 +113,9 @@ def take_rows(
 
 @triton.jit
 def store_part(out, weights, part, mine, best, total, mean, VALUES: tl.constexpr, SPLITS: tl.constexpr):
-    """Store the mean of each head's values, and its weight if there are several splits."""
+    """Store each head's partial result, mean / total, at `part` of `out`, and its log2 weight in
+    `weights` if SPLITS > 1. Heads that are not `mine` are not stored.
+    """
     total = tl.where(total > 0, total, 1.0)
     if SPLITS > 1:
         # Without a row and a sink `best` is still -inf, and so is the weight.
@@ -158,11 +160,13 @@ def sparse_mqa_kernel(
     GROUP: tl.constexpr,
     BIAS: tl.constexpr,
 ):
-    """Programs (token and block of heads, split): out [T, HEADS, SPLITS, VALUES].
+    """Implements `KernelTable.sparse_mqa` and, with PAGE > 0, `paged_mqa`, whose table is `chosen`;
+    `scale` includes log2(e). Writes out [T, HEADS, SPLITS, VALUES] and, if SPLITS > 1, the log2
+    weights of the parts.
 
-    If SPLITS > 1, also its log2 weights. A row has MAIN elements, which include the values, then
-    TAIL. With pages, `chosen` is the table. Floor: the rows in a token's lists, read once for all
-    heads: later blocks of heads find them in the cache.
+    A row has MAIN elements, which include the values, then TAIL. One program per token, block of
+    QUERIES heads and split. Reads at least the rows in a token's lists, once for all heads: later
+    blocks of heads find them in the cache.
     """
     BLOCKS: tl.constexpr = (HEADS + QUERIES - 1) // QUERIES
     token, split = (tl.program_id(0) // BLOCKS).to(tl.int64), tl.program_id(1)
@@ -191,14 +195,18 @@ def sparse_mqa_kernel(
 
 
 def takes_values(*call: object) -> str:
-    """Accept calls with values that fit in a program; their size is the second last argument."""
+    """Return why these kernels do not take a call of `sparse_mqa` or `paged_mqa`, or ""
+    (`Limited.takes`): the size of a value, its second last argument, is at most MOST_VALUES.
+    """
     size = call[-2]
     assert isinstance(size, int)
     return "" if size <= MOST_VALUES else f"values of {size} elements, and a program holds at most {MOST_VALUES}"
 
 
 class Lists(NamedTuple):
-    """The row arguments of a launch."""
+    """The row arguments of `sparse_mqa_kernel`. For `paged_mqa`, `chosen` is the page table and
+    `slots` and `lens` are set; otherwise both are None.
+    """
 
     rows: Tensor
     chosen: Tensor
@@ -242,9 +250,10 @@ def paged_mqa(
 
 
 def _block(tuning: Tuning, heads: int, itemsize: int) -> tuple[int, int]:
-    """Return heads per program and rows per iteration; float32 products need twice the registers.
+    """Return heads per program and rows per iteration.
 
-    Float32 products do not use the matrix unit either.
+    Both are a quarter for float32, whose products need twice the registers and do not use the
+    matrix unit.
     """
     share = max(1, itemsize // 2) ** 2
     most = min(power_of_two(heads), tuning.sparse_heads // share)
@@ -252,10 +261,11 @@ def _block(tuning: Tuning, heads: int, itemsize: int) -> tuple[int, int]:
 
 
 def _splits(tuning: Tuning, blocks: int, steps: int) -> int:
-    """Return the number of splits that gives every core one program.
+    """Return into how many parts each token's list is split, so that every core has one program.
 
-    For lists of up to `steps` steps. Each program occupies a core, and the cost of a split is not
-    small compared with a list of some hundred rows.
+    `blocks` is the number of programs without a split, `steps` the iterations over the longest
+    list. Each program occupies a core, and the cost of a split is not small compared with a list of
+    some hundred rows.
     """
     return max(1, min(tuning.programs // 2 // blocks, tuning.most_splits, steps))
 

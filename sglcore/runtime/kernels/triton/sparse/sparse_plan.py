@@ -31,9 +31,10 @@ def window_rows_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """List the last WINDOW tokens, or, without a window, the complete blocks of RATIO.
+    """Implements `KernelTable.window_rows` with W = WINDOW (RATIO is 1), and `block_rows` with
+    WINDOW = 0. Writes `out`, WIDTH entries per token.
 
-    Floor: the output.
+    One program per ROWS tokens and BLOCK entries. Writes at least the output.
     """
     token = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -54,8 +55,10 @@ def window_rows_kernel(
 
 @triton.jit
 def state_row(table, slot, offset, place, inside, stride, PAGE: tl.constexpr, RING: tl.constexpr):
-    """Return the row in which a state keeps a token: in the ring of its page, or, without a table,
-    of its slot.
+    """Return the row of the state that keeps the token at position `place`: in the ring of its
+    page, or, if `table` is None, in the ring of its slot.
+
+    The first page of the table begins at position `offset`. Undefined where not inside.
     """
     home = slot
     if table is not None:
@@ -65,9 +68,10 @@ def state_row(table, slot, offset, place, inside, stride, PAGE: tl.constexpr, RI
 
 @triton.jit
 def row_begin(seq_lens, lengths, row, live):
-    """Return the positions in its request of a row's first token in this step, and after its last.
+    """Return the position of a row's first token in this step, and the position after its last.
+    Both are 0 where `live` is false.
 
-    Without `lengths` a row has one token. Both are 0 where `live` is false.
+    Without `lengths` a row has one token.
     """
     end = tl.load(seq_lens + row, mask=live, other=0)
     length = live.to(tl.int32)
@@ -99,7 +103,12 @@ def events_kernel(
     WIDE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Each event counts the rows that have all their events before it. Floor: the output."""
+    """Implements `reads`, `block_positions` and `out_rows` of `KernelTable.compress_plan`, with N =
+    `events`, B = `rows` and W = SPAN.
+
+    One program per BLOCK events; each event finds its row by counting the rows that have all their
+    events before it. Writes at least the output.
+    """
     event = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     row, before = tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], tl.int32)
     done = 0
@@ -151,7 +160,10 @@ def writes_kernel(
     RING: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Each token finds the row of its slot. Floor: the output."""
+    """Implements `writes` of `KernelTable.compress_plan`, with T = `tokens` and B = `rows`.
+
+    One program per BLOCK tokens; each token finds the row of its slot. Writes at least the output.
+    """
     token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     slot = tl.load(token_slots + token, mask=token < tokens, other=0)
     place = tl.load(positions + token, mask=token < tokens, other=0)
