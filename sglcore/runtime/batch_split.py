@@ -1,4 +1,5 @@
-"""Splits a batch: a child is an interval of its tokens, made field by field from the declarations.
+"""Splits a batch: a child has an interval of its parent's tokens, and each field is made by the
+`Split` that the field declares.
 
 One clip formula serves decode, extend, splits between requests and splits inside a request. It
 reads the parent's tensors in place: nothing is copied from the host, so a batch can also be split
@@ -117,14 +118,16 @@ def clip(batch: ForwardBatch, first: int, last: int) -> Clip:
 def filter_batch(batch: ForwardBatch, first: int, last: int) -> ForwardBatch:
     """Return the child with tokens [first, last), without a plan; the parent does not change.
 
-    Raises SplitRefusedError if a field forbids it. Tensors that are only sliced are views. Does not
-    wait.
+    Tensors that are only sliced are views. Raises SplitRefusedError if the batch has a field that
+    forbids it, and ValueError as `clip` does. Does not wait.
     """
     return _child(batch, clip(batch, first, last))
 
 
 def refusal(record: object) -> str:
-    """Return the name of the first field that forbids splitting a batch; empty if there is none."""
+    """Return the name of the first field that is not None and forbids splitting the batch, nested
+    records included; empty if there is none.
+    """
     for spec in specs(type(record)):
         value = getattr(record, spec.name)
         if value is not None and spec.split is Split.REFUSE:
@@ -175,7 +178,11 @@ def _clipped(name: str, value: Any, part: Clip) -> Any:
 
 
 def _moved(value: Any, part: Clip, moved: Moved) -> Any:
-    """Adjust one number per request, of a tensor or of a (possibly shorter) host array."""
+    """Return the child's part of one number per request, adjusted by `moved`: a copy if a number
+    changes, otherwise a view.
+
+    `value` is a tensor, or a host array that may be shorter than the batch.
+    """
     found = value[part.rows]
     before, behind = moved.by_skipped * part.skipped, -moved.by_rest * part.rest
     if not (before or behind) or not len(found):

@@ -109,8 +109,11 @@ def kernels(
     device: torch.device,
     facts: Facts | None = None,
 ) -> KernelTable:
-    """Return the kernel table of this device: the configured one, the preferred one, or the
-    reference.
+    """Return the kernel table that `config.kernels` names ("auto": the package's preferred one),
+    and record it in the ledger.
+
+    "reference" is the reference; if HiSparse is configured and kernels reach pinned memory, it has
+    the device's own functions for the entries in `REACHING`.
     """
     name = package.kernels_for(config.kernels, "reference")
     if name == "reference":
@@ -132,7 +135,8 @@ def kernels(
 
 
 def _whose(origins: Mapping[str, str]) -> str:
-    """Describe where the entries that are not the reference's come from.
+    """Describe where the entries that are not the reference's come from; `origins` has the module
+    of each, by entry.
 
     Names modules, or packages if the names of the entries exceed 80 characters.
     """
@@ -281,7 +285,9 @@ def _extensions(
 
 
 def _cache_locations(kernels: KernelTable, pools: Pools, facts: Facts, ledger: DecisionLedger) -> Compute:
-    """Choose the `cache_locations` entry for this page table."""
+    """Return the function of the table's entry `cache_locations` for this page table; record the
+    candidates that refuse it.
+    """
     table, index_dtype = pools.req_to_token, getattr(torch, facts.index_dtype)
     tokens, out = (torch.empty(1, dtype=dtype, device="meta") for dtype in (torch.int32, index_dtype))
     call = table.page_table, tokens, tokens, table.page_size, out
@@ -292,9 +298,10 @@ def _cache_locations(kernels: KernelTable, pools: Pools, facts: Facts, ledger: D
 
 
 def _prompt_sizes(config: EngineConfig, sizes: MemorySizes, captured: bool) -> tuple[int, int]:
-    """Return requests and tokens of the prefill registry.
+    """Return the number of requests and of tokens for which the prefill registry is made.
 
-    The largest step if graphs hold its addresses; otherwise one prompt, because it can grow.
+    `captured`: prefill graphs are captured. They hold addresses, so the sizes are those of the
+    largest step; otherwise at most 16 requests and one prompt, because the registry can grow.
     """
     if captured:
         return sizes.max_requests, config.max_batch_tokens

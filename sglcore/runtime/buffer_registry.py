@@ -54,7 +54,8 @@ SourceFn = Callable[["ForwardBatch", FillContext], "Tensor | None"]
 class InputBuffer:
     """One static buffer: the batch field that it feeds, how it is filled, and its memory.
 
-    A buffer with `post_fill` or `source_fn` is always exposed.
+    A padded view (`BufferRegistry.extract_buffer`) always has the buffers with `post_fill` or
+    `source_fn`; others only if the batch has the field.
     """
 
     spec: FieldSpec
@@ -103,11 +104,15 @@ class InputBuffer:
         return bs if self.spec.axis is Axis.REQUESTS else self.width
 
     def head(self, bs: int, num_tokens: int) -> Tensor:
-        """Return a view of the first entries; shares memory."""
+        """Return a view of the entries that a batch of these sizes uses, the first ones; shares
+        memory.
+        """
         return self.tensor.narrow(self.spec.dim, 0, self.length(bs, num_tokens))
 
     def pad(self, ctx: FillContext) -> None:
-        """Apply the padding rule to the entries between the real and the padded size."""
+        """Apply the padding rule to the entries between the real and the padded size of `ctx`, on
+        the device.
+        """
         first = self.length(ctx.raw_bs, ctx.raw_num_tokens)
         count = self.length(ctx.padded_bs, ctx.padded_num_tokens) - first
         if count > 0 and self.spec.padding.fill is Fill.VALUE:
@@ -269,8 +274,9 @@ class BufferRegistry:
     # ----------------------------------------------------------------------------------------------
 
     def stage(self, name: str, values: NDArray) -> None:
-        """Write host values into the head of one buffer; they reach the device with the next
-        `commit`."""
+        """Write host values [..., n] to the first n entries of one buffer; they reach the device
+        with the next `commit`.
+        """
         host = self.input_buffer(name).host
         assert host is not None, f"input buffer {name!r} is not filled by the host"
         host[..., : values.shape[-1]] = values
@@ -308,9 +314,11 @@ class BufferRegistry:
         self.block.commit()
 
     def fill_from(self, batch: ForwardBatch, ctx: FillContext, skip: Collection[str] = ()) -> None:
-        """Update every buffer for a padded batch: pad, copy values that are elsewhere, compute.
+        """Update every buffer for a padded batch, except those named in `skip`: pad, copy values
+        that are elsewhere, compute.
 
-        Fields that are already views of their buffers are not copied.
+        Fields that are already views of their buffers are not copied. Padding is also written to
+        buffers in `skip`.
         """
         if (ctx.raw_bs, ctx.raw_num_tokens) != (ctx.padded_bs, ctx.padded_num_tokens):
             for buffer in self._buffers.values():
@@ -356,7 +364,9 @@ class BufferRegistry:
     # ----------------------------------------------------------------------------------------------
 
     def view(self, bs: int, num_tokens: int, extend: bool) -> ForwardBatch:
-        """Return a batch of the buffers that every step fills; optional fields are None."""
+        """Return a batch of the buffers that every step of the kind fills; `extend`: a step with
+        prefill rows, otherwise a decode. Optional fields are None.
+        """
         heads = self._heads_of(bs, num_tokens, extend)
         return make_batch(self.batch_type, {"batch_size": bs, "num_tokens": num_tokens, **heads})
 
@@ -408,7 +418,8 @@ def _is_optional(buffer: InputBuffer) -> bool:
 
 
 def _is_exposed(buffer: InputBuffer, extend: bool) -> bool:
-    """Return whether every step of the kind fills the buffer.
+    """Return whether every step of the kind fills the buffer (`extend`: with prefill rows,
+    otherwise a decode).
 
     An optional buffer holds values of an older step if this step does not have the field.
     """

@@ -124,9 +124,10 @@ class ForwardBatch(ForwardInputs[Tensor]):
         self.plan_record = PlanRecord(plan, plan.planner, *sizes, plan.generation, replan_equivalent, epoch, steps)
 
     def needs_forward_metadata_init(self, backend: Planner) -> bool:
-        """Return True if `backend` must plan before it runs.
+        """Return True if `backend` must plan before it runs: there is no plan, or it is for another
+        forward and may be replaced (`replan_equivalent`).
 
-        Raises StalePlanError if the plan is for another forward.
+        Raises StalePlanError if the plan is for another forward and may not be replaced.
         """
         record = self.plan_record
         if record is None:

@@ -157,7 +157,9 @@ class GraphRunner:
             self.memory = max(0, free - (_free_memory(self._streams) or 0))
 
     def _run_beside(self, policy: Policy, batch: ForwardBatch, before: Held) -> Tensor:
-        """Run the same inputs eagerly from the state `before`, and restore the state afterwards."""
+        """Run the same inputs eagerly from the state `before`; return hidden states [T, H] and
+        restore the state afterwards.
+        """
         view = replace(real_view(policy.registry, batch), plan_record=None)
         after = before.now()
         before.write()
@@ -168,7 +170,9 @@ class GraphRunner:
 
 
 def _owned(batch: ForwardBatch, hidden: Tensor, beside: Tensor) -> Tensor:
-    """Return hidden [T, H], with rows of `beside` for slot 0 (padding) in a decode."""
+    """Return `hidden` [T, H] of a replay; in a decode, rows of slot 0 (padding) are those of the
+    eager result `beside`, so that they compare equal.
+    """
     if not batch.forward_mode.is_decode:
         return hidden
     return torch.where(batch.req_pool_indices.unsqueeze(1) > 0, hidden, beside)

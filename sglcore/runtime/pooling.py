@@ -19,7 +19,7 @@ from sglcore.step.pooling_rows import pooled_rows
 from sglcore.step.step_output import StepOutput
 
 Rows = Mapping[str, Tensor]
-"""The result of `pooled_rows`, on the device."""
+"""The arrays that `pooled_rows` returns, by name, on the device."""
 
 
 class Pooler:

@@ -32,9 +32,10 @@ def build_decode_registry(
     extra_buffers: Iterable[InputBuffer] = (),
     batch_type: type[ForwardBatch] = ForwardBatch,
 ) -> BufferRegistry:
-    """Build the buffers of steps with one token per request.
+    """Build the buffers of steps with one token per row, for `max_bs` rows at first.
 
-    `window_table`: page table of the sliding-window pages of a worker that has such pages.
+    `cells` is the kernel table's `cache_locations`. `window_table`: page table of the
+    sliding-window pages of a worker that has such pages.
     """
     ranks = num_ranks if register_global_num_tokens else 0
     computed = _computed(facts, batch_type, req_to_token_pool, window_table, cells, ranks)
@@ -58,10 +59,11 @@ def build_prefill_registry(
     extra_buffers: Iterable[InputBuffer] = (),
     batch_type: type[ForwardBatch] = ForwardBatch,
 ) -> BufferRegistry:
-    """Build the buffers of steps with any number of tokens per request.
+    """Build the buffers of steps with any number of tokens per request, for `max_bs` requests and
+    `max_num_tokens` tokens at first.
 
-    With `register_input_embeds=False` or `register_global_num_tokens=False` the padded view keeps
-    the batch's own value of that field.
+    `cells` and `window_table` are as in `build_decode_registry`. With `register_input_embeds=False`
+    or `register_global_num_tokens=False` the padded view keeps the batch's own value of that field.
     """
     ranks = num_ranks if register_global_num_tokens else 0
     computed = _computed(facts, batch_type, req_to_token_pool, window_table, cells, ranks)
@@ -74,7 +76,7 @@ def build_prefill_registry(
 
 
 def feature_buffer(size: int, dtype: torch.dtype) -> InputBuffer:
-    """Return the buffer of `ForwardInputs.features`, `size` elements per token.
+    """Return the buffer of `ForwardInputs.features`, `size` elements of `dtype` per token.
 
     For a draft model, which reads features at every step.
     """
@@ -206,9 +208,9 @@ def cache_locations(pool: ReqToTokenPool, compute: Compute, field: str = "positi
 
 
 class RealTokens:
-    """Writes the number of real tokens, so that MoE routing can ignore padding.
+    """A `post_fill` that writes the number of real tokens, so that MoE routing can ignore padding.
 
-    Writes only if it changes.
+    Writes only if the number changes.
     """
 
     __slots__ = ("_count", "_view")
@@ -225,5 +227,7 @@ class RealTokens:
 
 
 def count_global_tokens(view: Tensor, batch: ForwardBatch, ctx: FillContext) -> None:
-    """Write this rank's padded token count for every rank: all ranks pad to the same size."""
+    """Write this rank's padded token count for every rank, as a `post_fill`: all ranks pad to the
+    same size.
+    """
     view.fill_(ctx.padded_num_tokens)

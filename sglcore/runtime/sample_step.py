@@ -75,7 +75,7 @@ class SampleStep:
         inputs: SamplingInputs,
         arrived: Mapping[str, Tensor],
     ) -> tuple[SampledTokens[Tensor], dict[int, Logprobs[Tensor]]]:
-        """Sample and publish one token per sampled row of hidden [T, H].
+        """Sample one token per sampled row of hidden [T, H] and store it in the token table.
 
         Returns the tokens, and prompt log-probabilities by row. `arrived` are the arrays of
         `inputs` on the device. Does not wait.
@@ -95,7 +95,7 @@ class SampleStep:
         return sampled, prompt
 
     def is_steady(self, number: int) -> bool:
-        """Return whether the last draw had this composition and no penalties.
+        """Return whether the last draw had the composition `number` and no penalties.
 
         Such a draw needs no host lengths.
         """

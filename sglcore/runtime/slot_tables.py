@@ -43,7 +43,7 @@ class Entered(Protocol):
 
 
 class EnteringSlots:
-    """Notifies those that keep data by slot of the slots that get a new request."""
+    """A `SlotTable` that calls `enter` of each `Entered` with the slots that get a new request."""
 
     def __init__(self, entered: Sequence[Entered]) -> None:
         self._entered = tuple(entered)
@@ -54,7 +54,7 @@ class EnteringSlots:
         return {"entered_slots": slots} if len(slots) else {}
 
     def apply(self, arrived: Mapping[str, Tensor]) -> None:
-        """Notify of these slots."""
+        """Call `enter` of each `Entered` with these slots. Does not wait."""
         if "entered_slots" in arrived:
             for each in self._entered:
                 each.enter(arrived["entered_slots"])

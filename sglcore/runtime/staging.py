@@ -152,8 +152,10 @@ class HostBlock:
 class StagedArrays:
     """Host arrays of one step, by name, that have no buffer in the block.
 
-    They are copied with the block's spare words if they fit, otherwise separately. `add` them,
-    `pack` before the block's commit, `arrive` after it, then read `arrived`.
+    They are copied with the block's spare words if they fit, otherwise separately: float32 keeps
+    its bits, every other dtype, float64 and int64 too, becomes int32. With shared memory each array
+    keeps its dtype. `add` them, `pack` before the block's commit, `arrive` after it, then read
+    `arrived`.
     """
 
     __slots__ = ("_arrays", "_lasting", "_lease", "_source", "_starts", "_total", "arrived")
@@ -176,11 +178,15 @@ class StagedArrays:
         return bool(self._arrays)
 
     def add(self, **arrays: NDArray) -> None:
-        """Add arrays, by name."""
+        """Add arrays, by name; one with a known name replaces the older. Without shared memory,
+        dtypes other than float32 become int32.
+        """
         self._arrays.update(arrays)
 
     def pack(self, block: HostBlock, ring: PinnedRing) -> None:
-        """Write all arrays to pinned memory."""
+        """Write all arrays to the block's spare words, or, if they do not fit, to a buffer of
+        `ring`. Does nothing with shared memory.
+        """
         if block.shares_memory or not self._arrays:
             return
         arrays = [*self._arrays.values()]

@@ -17,7 +17,9 @@ from sglcore.device.batch import ScheduleBatch
 from sglcore.step.tables import new_history
 
 HISTORY = ("history_slots", "history_positions", "history_ids")
-"""The names of slots, positions and tokens of a history among a step's arrays."""
+"""The names, among a step's arrays, of the slots, positions and token ids that `TokenTable.apply`
+stores in the history.
+"""
 
 
 class TokenTable:

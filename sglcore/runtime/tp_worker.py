@@ -109,9 +109,9 @@ class TpModelWorker:
     def submit(self, batch: ScheduleBatch) -> Ticket:
         """Start a step. The worker keeps `batch`; the caller must not change it.
 
-        Raises RuntimeError if RING tickets are uncollected: the host mirrors of the input buffers
-        would be overwritten. A dropped ticket does not count, nor does a ticket of a slice without
-        output.
+        Raises RuntimeError if RING tickets are uncollected, because the host mirrors of the input
+        buffers would be overwritten, and after `close`. A dropped ticket does not count, nor does a
+        ticket of a slice without output.
         """
         self._tickets.check_room()
         if self._closed:

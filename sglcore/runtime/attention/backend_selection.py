@@ -40,7 +40,9 @@ It needs a backend that reads keys and values from KV slots.
 
 @dataclass(frozen=True, slots=True)
 class AttentionNeeds:
-    """What the model and the configuration need from a backend."""
+    """What the model and the configuration need from a backend. `refusal` compares it with the
+    backend's `AttentionFacts`.
+    """
 
     head_dims: tuple[int, ...]
     page_size: int
@@ -52,7 +54,9 @@ class AttentionNeeds:
 
 
 def shape_of(layers: Sequence[Attention], is_encoder: bool) -> AttentionShape:
-    """Return what these layers of a model need from a backend."""
+    """Return what these layers of a model need from a backend. `is_encoder`: the model embeds and
+    does not decode.
+    """
     return AttentionShape(
         max((layer.num_heads for layer in layers), default=1),
         tuple((layer.num_kv_heads, layer.head_dim) for layer in layers),

@@ -103,7 +103,8 @@ HostUpdate = object
 class RowsOnHost(Protocol):
     """Brings rows of a pool in host memory to attention on the device.
 
-    Attention reads a plan with `rows_read`; only the backends with that feature know its type.
+    Its plans are those of the backends with the feature `hisparse`, which read them with
+    `rows_read` (`sparse/host_rows.py`); this module does not know their type.
     """
 
     def plan(self, batch: ForwardBatch) -> Any:
@@ -167,7 +168,9 @@ class AttentionBackend(ABC, Generic[Plan]):
         return self.token_to_kv_pool, batch.out_cache_loc
 
     def rows_of(self, batch: ForwardBatch) -> list[tuple[Tensor, Tensor]]:
-        """Return the other tensors that a forward writes, each with the rows int[N] written."""
+        """Return tensors that a forward of this batch writes besides the keys and values at
+        `cells_of`, each with the rows int[N] written.
+        """
         return []
 
     @classmethod

@@ -62,7 +62,7 @@ def page_list(pool: ReqToTokenPool, slots: Tensor, starts: Tensor, total: int) -
 def cell_list(pool: ReqToTokenPool, slots: Tensor, starts: Tensor, total: int) -> Tensor:
     """Return the KV slots of all rows' tokens, concatenated: int32[total].
 
-    `starts` int32[B + 1] counts tokens.
+    `starts` int32[B + 1] counts tokens; `total` is its last value, known on the host.
     """
     row, column = _places(starts, total)
     pages = pool.page_table[slots[row], column // pool.page_size]
@@ -83,8 +83,9 @@ def _places(starts: Tensor, total: int) -> tuple[Tensor, Tensor]:
 class PageLists:
     """A batch as page lists.
 
-    Offsets int32[B + 1] and tokens in each last page int32[B] on the host, pinned, and the same on
-    the device; pages int32[total] on the device.
+    `host_starts` int32[B + 1] and `host_last_lengths` int32[B], the tokens in each row's last page,
+    are on the host, pinned; `starts` and `last_lengths` are the same on the device. `pages`
+    int32[total] are on the device.
     """
 
     host_starts: Tensor

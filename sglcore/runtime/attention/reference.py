@@ -275,7 +275,8 @@ def _encoder_mask(row: LongRow, layer: Attention, device: torch.device) -> Tenso
 
 
 def is_seen(visible: Tensor, back: Tensor) -> Tensor:
-    """Return whether rows with words `visible` see the KV slots `back` before their own.
+    """Return bool: whether rows with the words `visible` (`ForwardInputs.visible`) see the KV slots
+    `back` places before their own.
 
     Both are int32 and broadcast.
     """

@@ -24,7 +24,9 @@ def load_cells(
     DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Return keys and values [TOKENS, BLOCK_D] at a slot's positions; zero where not inside."""
+    """Return keys and values [TOKENS, BLOCK_D] of one KV head at the positions [TOKENS] of a
+    request slot; zero where not inside.
+    """
     page = tl.load(page_table + slot * table_stride + positions // PAGE, mask=inside, other=0).to(tl.int64)
     column = tl.arange(0, BLOCK_D)
     place = ((page * PAGE + positions % PAGE) * cell_stride)[:, None] + (kv_head * DIM + column)[None, :]
@@ -34,7 +36,7 @@ def load_cells(
 
 @triton.jit
 def is_seen(word, back):
-    """Return whether a row with this `ForwardInputs.visible` sees the KV slot `back` before its
-    own.
+    """Return whether a row with the `ForwardInputs.visible` word sees the KV slot `back` places
+    before its own.
     """
     return (back > 31) | ((word >> (31 - tl.minimum(tl.maximum(back, 0), 31))) & 1 != 0)

@@ -26,17 +26,20 @@ from sglcore.runtime.kernels.triton.softmax import LOG2_E, begin, merge_parts, t
 from sglcore.runtime.kernels.triton.tuning import Tuning, power_of_two
 
 CHUNK_SHARE = 8
-"""A chunk has one tile more for each time that (request, KV head) pairs fill an eighth of the
-device."""
+"""The smallest chunk has one tile for each time that (request, KV head) pairs fill an eighth of the
+device, rounded down to a power of two.
+"""
 MOST_TILES = 32
-"""Maximum number of tiles of `Chunks.least`."""
+"""Maximum number of tiles of the smallest chunk (`Chunks.least`)."""
 FEWEST = 4
-"""Number of chunks that a request may always have."""
+"""Number of chunks per request that `Tuning.most_parts` always allows, whatever the number of
+requests.
+"""
 FEWEST_ROWS = 16
 """Rows up to which all batches have the same compiled kernel; beyond, each power of two has its
 own."""
 SIZES = ("rows", "least", "most")
-"""Arguments whose values do not change the compiled code."""
+"""Names of the arguments for which Triton does not specialise the compiled code."""
 
 
 @triton.jit
@@ -47,9 +50,10 @@ def span_of(seq_len, WINDOW: tl.constexpr):
 
 @triton.jit
 def chunk_of(span, least, most, TOKENS: tl.constexpr):
-    """Return the tokens of each chunk of a row, a multiple of TOKENS as `least` is.
+    """Return the number of tokens in a chunk of a row that attends to `span` tokens: a multiple of
+    TOKENS, as `least` is.
 
-    At least `least`, and so many that the row has at most `most` chunks. It depends on the row
+    At least `least`, and large enough that the row has at most `most` chunks. It depends on the row
     alone.
     """
     return tl.maximum(tl.cdiv(tl.cdiv(span, most), TOKENS) * TOKENS, least)
@@ -63,7 +67,9 @@ def chunks_of(span, least, most, TOKENS: tl.constexpr):
 
 @triton.jit
 def chunk_ends(seq_lens, rows, least, most, BLOCK_ROWS: tl.constexpr, TOKENS: tl.constexpr, WINDOW: tl.constexpr):
-    """Return the number of chunks of each row and all rows before it [BLOCK_ROWS]."""
+    """Return the running sum of the rows' chunks: for each row, the chunks of it and of all rows
+    before it, int32 [BLOCK_ROWS].
+    """
     row = tl.arange(0, BLOCK_ROWS)
     spans = span_of(tl.load(seq_lens + row, mask=row < rows, other=0), WINDOW)
     return tl.cumsum(tl.where(row < rows, chunks_of(spans, least, most, TOKENS), 0), axis=0)
@@ -71,7 +77,9 @@ def chunk_ends(seq_lens, rows, least, most, BLOCK_ROWS: tl.constexpr, TOKENS: tl
 
 @triton.jit
 def bounds_of(seq_len, chunk, least, most, TOKENS: tl.constexpr, WINDOW: tl.constexpr):
-    """Return the first token of a row's chunk and the one after its last."""
+    """Return the position of the first token of a row's chunk number `chunk`, and the one after its
+    last.
+    """
     span = span_of(seq_len, WINDOW)
     share = chunk_of(span, least, most, TOKENS)
     start = seq_len - span + chunk * share
@@ -80,7 +88,9 @@ def bounds_of(seq_len, chunk, least, most, TOKENS: tl.constexpr, WINDOW: tl.cons
 
 @triton.jit
 def store_part(parts, weights, part, best, total, mean, member, GROUP: tl.constexpr, DIM: tl.constexpr, column):
-    """Store the results of a chunk [QUERIES, BLOCK_D] and their log2 weights."""
+    """Store the results `mean` [QUERIES, BLOCK_D] of a chunk at `part` of `parts`, and their log2
+    weights; members at or past GROUP are not stored.
+    """
     # Without a token and a sink `best` is still -inf, and so is the weight.
     tl.store(weights + part, best + tl.log2(total), mask=member < GROUP)
     mine = (member < GROUP)[:, None] & (column < DIM)[None, :]
@@ -118,11 +128,13 @@ def decode_kernel(
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
 ):
-    """Programs that take the items (chunk of a row, kv head) in turn, kv heads of a chunk in a row.
+    """Attend one query per row to the KV slots of its request; arguments are those of
+    `attend_singles`, `scale` includes log2(e).
 
-    A row of one chunk is written to out [rows, heads, DIM], a chunk of another to parts
-    [rows, heads, most, DIM] with its log2 weight. Floor: 2 * seq_len * kv_heads * DIM elements of
-    the cache for each row; the rest is small.
+    A row of one chunk is written to out [rows, heads, DIM], a chunk of another row to parts [rows,
+    heads, most, DIM], with its log2 weight in weights [rows, heads, most]. Programs take the items
+    (chunk of a row, KV head) in turn, first all KV heads of a chunk. Reads at least 2 * seq_len *
+    kv_heads * DIM elements of the cache for each row; the rest is small.
     """
     ends = chunk_ends(seq_lens, rows, least, most, BLOCK_ROWS, TOKENS, WINDOW)
     member, column = tl.arange(0, QUERIES), tl.arange(0, BLOCK_D)
@@ -170,9 +182,11 @@ def merge_chunks_kernel(
     TOKENS: tl.constexpr,
     WINDOW: tl.constexpr,
 ):
-    """Programs (row * head): the mean of the chunks' results by their weights.
+    """Write to `out` the mean of the results that `decode_kernel` left in `parts`, by their log2
+    weights, for rows of several chunks.
 
-    Floor: the row's chunks * DIM float32 for each head; nothing for a row of one chunk.
+    One program per row and head. Reads at least the row's chunks * DIM float32 for each head;
+    nothing for a row of one chunk.
     """
     line = tl.program_id(0).to(tl.int64)
     count = chunks_of(span_of(tl.load(seq_lens + line // HEADS), WINDOW), least, most, TOKENS)
@@ -184,8 +198,8 @@ def merge_chunks_kernel(
 class Chunks:
     """How decode attention cuts requests into chunks.
 
-    A chunk has at least `least` tokens (a multiple of a tile's), and a request at most `most`
-    chunks: the chunks of a longer request are longer.
+    A chunk has at least `least` tokens, a multiple of a tile's tokens, and a request has at most
+    `most` chunks: the chunks of a longer request are longer.
     """
 
     least: int

@@ -47,10 +47,12 @@ def extend_kernel(
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
 ):
-    """Programs (tile of a row's new tokens, kv head, row).
+    """Attend the new tokens of each row to its prefix and to themselves, causally; arguments are
+    those of `attend_rows`, `scale` includes log2(e).
 
-    A query row is a (token, head of the group). Floor: for each tile the keys and values of all
-    tokens that it sees; the matrix unit, not memory, is the limit.
+    One program per tile of a row's new tokens, KV head and row; a query row is a (token, head of
+    the group). Reads at least, for each tile, the keys and values of all tokens that it sees; the
+    matrix unit, not memory, is the limit.
     """
     HELD: tl.constexpr = QUERIES // GROUP
     kv_head, row = tl.program_id(1), tl.program_id(2)

@@ -53,9 +53,8 @@ class DecodeGraphs(SizedGraphs[CapturedBucket]):
         needs_host_lengths: bool = False,
         halves: SplitForward | None = None,
     ) -> None:
-        """`needs_host_lengths`: a replay needs lengths on the host.
-
-        `halves`: which graphs hold two interleaved micro-batches.
+        """`needs_host_lengths`: a replay needs lengths on the host. `halves` says which sizes are
+        captured as two interleaved micro-batches (None: no size).
         """
         super().__init__(registry, context, forward, buckets, registry.max_bs)
         self.backend = backend

@@ -128,7 +128,7 @@ def capture(
     """Capture every bucket and record in the ledger what is replayed. Waits for the device.
 
     Decode sizes are multiplied by each of `widths`, the rows per request. Prefill is captured if
-    `takes_prompts` and the mechanism can.
+    `takes_prompts` and the mechanism can. Raises ConfigError if no decode size fits the registry.
     """
     wanted = _prompt_forward(config, backend, runner) if takes_prompts else None
     buckets, prompts = _within_limit(config, facts, runner, wanted, ledger, widths)

@@ -13,7 +13,9 @@ from sglcore.device.ledger import Row
 MOST_CAPTURED = 256
 """Maximum requests of a decode graph by default. A capture only records, it computes nothing."""
 MOST_RECORDED = 64
-"""The same limit for devices that must compute a step to record it."""
+"""Maximum requests of a decode graph by default on devices without streams, which must compute a
+step to record it.
+"""
 
 
 @dataclass(frozen=True, slots=True)

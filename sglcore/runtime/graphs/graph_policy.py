@@ -42,13 +42,13 @@ def absent_inputs(captured: ForwardBatch) -> tuple[str, ...]:
 
 
 def carry_host_arrays(batch: ForwardBatch, captured: ForwardBatch) -> None:
-    """Copy the host arrays of a batch to a captured batch."""
+    """Set the host arrays of a captured batch to those of `batch`, without a copy."""
     for spec in host_arrays(type(batch)):
         setattr(captured, spec.name, getattr(batch, spec.name))
 
 
 def read_host_arrays(captured: ForwardBatch) -> None:
-    """Mirror the present tensors of a captured batch on the host. Waits."""
+    """Set the host arrays of a captured batch to copies of the tensors that they mirror. Waits."""
     for spec in host_arrays(type(captured)):
         tensor = getattr(captured, spec.mirror) if spec.mirror else None
         if tensor is not None:

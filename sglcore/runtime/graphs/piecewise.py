@@ -40,7 +40,10 @@ def inductor(piece: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]
 
 @dataclass(slots=True)
 class SplitForward:
-    """A traced forward with each attention call as a module, and the arguments of the call."""
+    """A traced forward in which each attention call is a module of its own.
+
+    `arguments` are those of the traced call; `compiled` has the pieces compiled so far, by name.
+    """
 
     module: fx.GraphModule
     compiler: PieceCompiler

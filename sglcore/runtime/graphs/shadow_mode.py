@@ -77,7 +77,9 @@ class Held:
 
     @classmethod
     def of(cls, context: ForwardContext, batch: ForwardBatch) -> Held:
-        """Copy for a batch with its inputs on the device."""
+        """Copy the states and rows that a forward of `batch` overwrites; its inputs are on the
+        device.
+        """
         pool, rows = context.state_pool, list(context.attn_backend.rows_of(batch))
         if pool is not None and batch.run_rows is not None:
             rows += pool.rows_of(batch.run_rows)

@@ -22,7 +22,7 @@ from sglcore.step.sizing import Geometry, MemoryBudget, MemorySizes, size_text
 
 
 def asks_for_hisparse(asked: str | None) -> bool:
-    """Return whether the configuration enables HiSparse.
+    """Return whether the value of `--hisparse` enables HiSparse.
 
     Raises ConfigError for an invalid value.
     """
@@ -30,8 +30,10 @@ def asks_for_hisparse(asked: str | None) -> bool:
 
 
 def check_swapped(asked: str | None, architecture: str, layers: Sequence[Attention]) -> None:
-    """Raise ConfigError if a model has no sparse rows, or if a token reads more rows than the
-    device keeps.
+    """Raise ConfigError if HiSparse is requested and no layer chooses the rows that it reads, or if
+    a token reads more rows than the device keeps.
+
+    `asked` is the value of `--hisparse`; `architecture` is named in the error.
     """
     hisparse = parse_hisparse_config(asked)
     if hisparse is None:
@@ -86,7 +88,8 @@ def hisparse_config(config: EngineConfig, facts: Facts, kernels: KernelTable) ->
 def beside_buffers(
     hisparse: HiSparseConfig | None, shape: SwapShape | None, facts: Facts, kept: Geometry, budget: MemoryBudget
 ) -> tuple[Geometry, MemoryBudget]:
-    """Add the per-request device buffers to the geometry and take the staging rooms off the budget.
+    """Return the geometry with the device buffers of HiSparse added to the bytes per request, and
+    the budget without the staging rooms. Both are unchanged without HiSparse.
 
     If host and device share memory, the budget is for the rows of both.
     """

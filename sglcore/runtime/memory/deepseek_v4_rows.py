@@ -17,7 +17,7 @@ INDEX_STATE = "index_state"
 
 
 def ring_size(ratio: int, span: int, drafts: int = 1) -> int:
-    """Return the tokens that a ring of compressor states holds: a power of two times `ratio`.
+    """Return the number of tokens in a ring of compressor states: `ratio` times a power of two.
 
     A block is made from `span` tokens. A step has `drafts` tokens, and only the first is sure to be
     accepted. The step must leave the states that a block of the next step reads.
@@ -37,12 +37,14 @@ def kept_rows(
     hisparse: bool = False,
     float8: str = E4M3FN,
 ) -> LayerRows:
-    """Return the rows of one layer that computes in `dtype`.
+    """Return the rows of one layer that computes in `dtype`; `compression` None: the layer keeps a
+    window only.
 
     States are float32, values and gates side by side. If the last block's tokens also enter the
-    next block, states lie in window pages, so that a request can continue from a cached page.
-    Otherwise they lie in the slot, because a page ends with a complete block. `hisparse`: blocks
-    that an indexer chooses lie in host memory. `float8` is that of the kernel table.
+    next block, states are kept in window pages, so that a request can continue from a cached page.
+    Otherwise they are kept by slot, because a page ends with a complete block. `hisparse`: blocks
+    that an indexer chooses are kept in host memory. `drafts` is that of `ring_size`; `float8` is
+    that of the kernel table.
     """
     codec = row_codec(kv_cache_dtype, net.head_dim, net.rope_dim, float8)
     kept = {WINDOW: KeptRows(net.head_dim, dtype, Place.WINDOW_PAGES, codec=codec)}
@@ -66,7 +68,9 @@ def kept_rows(
 
 
 class DeepSeekV4TokenToKVPool(BaseSWAKVPool):
-    """A pool of the rows named above."""
+    """A pool of the rows that `kept_rows` returns: window rows, block rows, index keys, and
+    compressor states.
+    """
 
     @property
     def states(self) -> tuple[KeptRows, ...]:

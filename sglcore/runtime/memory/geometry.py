@@ -83,9 +83,10 @@ def reach(rows: LayerRows) -> int:
 
 
 def fitting_page_size(layers: Sequence[Attention], asked: int | None, default: int) -> int:
-    """Return the tokens per page: as configured, or the least fitting multiple from `default` up.
+    """Return the tokens per page: `asked`, or without it the least fitting multiple from `default`
+    up.
 
-    All rows of the layers must divide a page. Raises ConfigError if the configured number does not
+    A page must have whole rows and rings of every layer. Raises ConfigError if `asked` does not
     fit.
     """
     multiple = page_multiple(layer.rows for layer in layers)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from sglcore.runtime.memory.pools import WindowTable
 
 ROWS = "rows"
-"""The layout of pools with KV rows, which layers declare by name."""
+"""The `layout` of pools with KV rows: each layer declares its rows by name."""
 INDEX_KEYS = "index_keys"
 """The name of the rows with which an indexer chooses other rows."""
 FP8 = "fp8"
@@ -91,7 +91,7 @@ class KeptRows:
 
     @property
     def page_multiple(self) -> int:
-        """The number that must divide the tokens of a page."""
+        """The tokens of a page must be a multiple of this number."""
         return self.ratio if self.place is Place.SLOTS else lcm(self.ratio, self.ring or 1)
 
     def count(self, page_size: int) -> int:
@@ -123,12 +123,14 @@ def swapped_rows(layer: LayerRows) -> str | None:
 
 
 def page_multiple(layers: Iterable[LayerRows]) -> int:
-    """Return the least number of tokens per page that all these rows divide evenly."""
+    """Return the least number of tokens per page with which every page has whole rows and rings of
+    all these layers; fitting page sizes are its multiples.
+    """
     return lcm(*(each.page_multiple for layer in layers for each in layer.values()))
 
 
 def row_bytes(layers: Iterable[LayerRows], place: Place, page_size: int) -> int:
-    """Return the bytes of one page or slot over all layers."""
+    """Return the bytes of the rows of this place in one page or slot, over all layers."""
     return sum(each.num_bytes(page_size) for layer in layers for each in layer.values() if each.place is place)
 
 
@@ -194,7 +196,7 @@ class RowPool:
         return {name: each for name, each in rows.items() if layer[name].place is not Place.HOST_PAGES}
 
     def kv(self, layer_id: int) -> tuple[Tensor, ...]:
-        """Return all rows of a layer."""
+        """Return all rows of a layer, each [rows, size], in the order of their declaration."""
         return tuple(self._rows[layer_id].values())
 
     @property
@@ -240,7 +242,7 @@ def _pinned(shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
 class BaseSWAKVPool(RowPool):
     """A pool with some rows that are kept for a sliding window only.
 
-    `window_table` names their pages; None: they lie in the pages of all tokens.
+    `window_table` names their pages; None: they are kept in the pages of all tokens.
     """
 
     def __init__(

@@ -99,7 +99,9 @@ def sizes(
 
 
 def beside_taken(model: LoadedModel, speculation: Speculation, kept: Geometry, ledger: DecisionLedger) -> Geometry:
-    """Add the kept state inputs of a verification's rows to the bytes of a request."""
+    """Return the geometry with the inputs of states, kept for every row of a verification, added to
+    the bytes of a request; record them in the ledger.
+    """
     each = verified_rows(model, speculation) * taken_bytes(model.state_layers)
     why = "inputs of states for draft tokens; the accepted ones are applied again"
     ledger.record(Row("verified rows", "auto", f"{size_text(each)} per request", why, "--speculative off"))

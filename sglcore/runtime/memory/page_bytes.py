@@ -15,7 +15,9 @@ KINDS = ("keys", "values")
 
 
 class PoolPages:
-    """A pool in which the keys, and the values, of a page are contiguous bytes in any order."""
+    """Implements `PageMemory` for a pool in which the keys, and the values, of a page are
+    contiguous bytes.
+    """
 
     def __init__(self, pool: MHATokenToKVPool, streams: Streams) -> None:
         self._pool, self._streams = pool, streams
@@ -36,13 +38,17 @@ class PoolPages:
         return self._pool.num_cells // self.page_size
 
     def read(self, region: int, pages: Ints) -> Bytes:
-        """Gather pages on the forward stream and copy them to the host; waits."""
+        """Implements `PageMemory.read`: gather pages on the forward stream and copy them to the
+        host. Waits.
+        """
         with self._streams.running():
             tensor = self._bytes(region)
             return tensor.index_select(0, self._places(pages, tensor)).cpu().numpy()
 
     def write(self, region: int, pages: Ints, data: NDArray[np.uint8]) -> None:
-        """Copy to the device and scatter to pages on the forward stream."""
+        """Implements `PageMemory.write`: copy to the device and scatter to pages on the forward
+        stream.
+        """
         with self._streams.running():
             tensor = self._bytes(region)
             tensor.index_copy_(0, self._places(pages, tensor), torch.from_numpy(data).to(tensor.device))

@@ -36,7 +36,9 @@ LayerShapes: TypeAlias = tuple[tuple[int, int], ...]
 
 
 def pages_of(max_model_len: int, page_size: int) -> int:
-    """Return the pages per slot for requests of at most `max_model_len` tokens."""
+    """Return the entries of a slot in the page table, for requests of at most `max_model_len`
+    tokens: one more than their pages.
+    """
     return -(-max_model_len // page_size) + 1
 
 
@@ -213,7 +215,7 @@ class MHATokenToKVPool:
 
 
 class PageMajorTokenToKVPool(MHATokenToKVPool):
-    """The same in page-major layout: each head's tokens of a page are contiguous.
+    """As `MHATokenToKVPool`, in page-major layout: each head's tokens of a page are contiguous.
 
     It stores with plain torch; a package with a kernel for this layout overrides `store`.
     """
@@ -221,7 +223,7 @@ class PageMajorTokenToKVPool(MHATokenToKVPool):
     layout: ClassVar[str] = PAGE_MAJOR
 
     def store(self, layer_id: int, key: Tensor, value: Tensor, out_cache_loc: Tensor) -> None:
-        """Store by two indexed writes."""
+        """Store by two indexed writes, not with the table's `store_kv`."""
         self.write_cells(layer_id, out_cache_loc, key, value)
 
     def read_cells(self, layer_id: int, cells: Tensor) -> tuple[Tensor, Tensor]:

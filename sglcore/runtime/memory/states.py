@@ -154,7 +154,7 @@ class StatePool:
         self._taken[layer_id][rows] = taken
 
     def rows_of(self, rows: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Return where `keep` writes for rows int32[T]: each layer's tensor, and its rows."""
+        """Return where `keep` writes for rows int32[T]: (tensor, rows) for each layer."""
         return [(taken, rows) for taken in self._taken]
 
     def take_in(self, slots: Tensor, counts: Tensor, width: int) -> None:
@@ -173,12 +173,14 @@ class StatePool:
         return [state.index_select(0, rows) for state in self._tensors()]
 
     def write(self, rows: Tensor, states: Sequence[Tensor]) -> None:
-        """Write the result of `read` to rows, which are distinct except for 0."""
+        """Write `states`, a result of `read`, to rows int[N], which are distinct except for 0."""
         for state, values in zip(self._tensors(), states, strict=True):
             state[rows] = values
 
     def replace_storage(self) -> None:
-        """Move to new memory, as `KVPool.replace_storage`: older graphs are refused."""
+        """Move to new memory, without the old contents. Addresses change, so older graphs are
+        refused.
+        """
         self._states, self._taken = self._allocate()
         self.generation += 1
 

@@ -21,8 +21,9 @@ BURSTS, IN_BURST = 3, 4
 def layer_cost(config: EngineConfig, model: LoadedModel, groups: Groups, device: torch.device) -> LayerCost:
     """Return the cost of one layer on this rank. Every rank calls this; waits for all.
 
-    Products of `rows` with a square matrix stand for those of the layer, scaled by the number of
-    elements. Attention scores are left out, which underestimates compute time, and so the gain.
+    Products with a square matrix of the hidden size, at two numbers of rows, are measured and
+    scaled by the layer's number of matrix elements. Attention scores are left out, which
+    underestimates compute time, and so the gain.
     """
     size, many = model.config.hidden_size, max(config.max_batch_tokens, 64)
     few = many // 8
@@ -39,7 +40,7 @@ def layer_cost(config: EngineConfig, model: LoadedModel, groups: Groups, device:
 
 
 def _waits(rows: int, like: torch.Tensor, model: LoadedModel, groups: Groups) -> list[float]:
-    """Return the seconds of each collective of a layer.
+    """Return the seconds of each collective of a layer for `rows` rows.
 
     An all-reduce after attention, and one after the feed-forward block; with whole experts,
     dispatch and combine instead of the second.

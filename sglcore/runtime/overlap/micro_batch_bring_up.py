@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 TOPIC = "two-batch overlap"
 NEVER = 1 << 30
-"""More rows than any step has."""
+"""A threshold of rows that no step reaches: nothing is split."""
 
 
 def cut_terms(
@@ -88,7 +88,7 @@ def _reason_of_shards(model: LoadedModel, theta: float, pools: Pools, groups: Gr
 
 
 def _theta(model: LoadedModel, pools: Pools, attention: AttentionBackend) -> tuple[float, str]:
-    """Return how even micro-batches must be, with a description."""
+    """Return `CutTerms.theta`, how even micro-batches must be, and a description for the ledger."""
     from sglcore.runtime.attention.sparse.compressed import COMPRESSED
 
     if pools.states is not None:
@@ -156,7 +156,9 @@ def second_ledger(cut_terms: CutTerms | None, ledger: DecisionLedger) -> Decisio
 def halves(
     cut_terms: CutTerms | None, attention: AttentionBackend, second_attention: AttentionBackend | None
 ) -> Halves | None:
-    """Return the runner of two micro-batches, each with an attention backend of its own."""
+    """Return the runner of two micro-batches, each with an attention backend of its own; None if no
+    batch is split.
+    """
     if cut_terms is None or second_attention is None:
         return None
     return Halves((attention, second_attention), cut_terms)

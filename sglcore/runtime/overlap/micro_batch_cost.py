@@ -96,7 +96,9 @@ class LayerCost:
         return min(in_turns(many, stagger) - in_turns(few, stagger) for stagger in STAGGERS) / SETTLED
 
     def hideable(self, rows: int) -> float:
-        """Return the seconds that micro-batches hide at best: the least of compute and wait."""
+        """Return the seconds that micro-batches of a batch of `rows` rows hide at best: twice the
+        smaller of a micro-batch's compute and wait time.
+        """
         return 2 * min(self.compute.seconds(rows / 2), self.waiting.seconds(rows / 2))
 
     def share(self, rows: int) -> float:

@@ -21,7 +21,7 @@ class Partition:
     """The compute units of a device, as returned by `DevicePackage.partition`.
 
     `stream(n)` returns a new stream with kernels limited to n of the `units`, always the same ones;
-    n is divisible by `multiple`. Raises ConfigError if that is not possible.
+    n is a multiple of `multiple`. It raises ConfigError if the device refuses.
     """
 
     units: int

@@ -108,7 +108,8 @@ class Slices:
             self._join()
 
     def end(self) -> Passed | None:
-        """Record an event after the work queued last and return it; None without streams.
+        """Return an event recorded after the work that is queued so far on the stream of the
+        slices; None without streams.
 
         No other step waits for it.
         """

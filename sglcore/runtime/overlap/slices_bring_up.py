@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 
 BEHIND = "a separate stream of lower priority than decode steps"
+"""The ledger's description of the lane PRIORITY."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -84,23 +84,26 @@ class Group:
         return self._run(lambda later: dist.reduce_scatter(out, parts, group=self._group, async_op=later), out)
 
     def all_to_all(self, x: Tensor, sent: list[int] | None = None, received: list[int] | None = None) -> Tensor:
-        """Return rows [sum of received, ...]: those that each rank sent here, in rank order.
+        """Return the rows that the ranks sent here, in rank order: [sum of received, ...].
 
-        `sent` is this rank's number of rows for each rank, in order. Both None: the same number for
-        each.
+        `sent` and `received` are this rank's numbers of rows to and from each rank, in rank order;
+        x has the rows in the order in which they are sent. Both None: the same number for each
+        rank.
         """
         out, collective = self._exchange(x, sent, received)
         return self._run(collective, out)
 
     def launch_all_to_all(self, x: Tensor, sent: list[int] | None = None, received: list[int] | None = None) -> Handle:
-        """Start the same exchange; `x` must not change until the handle is waited for."""
+        """Start the exchange of `all_to_all` and return its handle; `x` must not change until that
+        is waited for.
+        """
         out, collective = self._exchange(x, sent, received)
         turn = current_turn()
         work = self._started(collective, turn is not None)
         return Finished(out) if work is None or turn is None else Launched(work, turn, out, x, self.size)
 
     def broadcast(self, x: Tensor, source: int = 0) -> Tensor:
-        """Overwrite `x` with the `x` of rank `source` of this group."""
+        """Overwrite `x` with the `x` of rank `source` of this group, and return it."""
         self._check("broadcast", x)
         return self._run(lambda later: dist.broadcast(x, group=self._group, group_src=source, async_op=later), x)
 

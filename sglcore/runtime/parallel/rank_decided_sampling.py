@@ -51,5 +51,5 @@ class SampledByOne(Sampler):
         return tokens, likely.view(torch.float32)
 
     def decided(self, *found: Tensor) -> tuple[Tensor, ...]:
-        """Return rank 0's values on every rank."""
+        """Return rank 0's values on every rank. The tensors have one shape and dtype."""
         return self._group.broadcast(torch.stack(found)).unbind(0)

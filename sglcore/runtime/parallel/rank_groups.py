@@ -78,8 +78,8 @@ def divided(
 ) -> Groups:
     """Return the groups of the topology; every rank calls this.
 
-    `make` makes expert dispatchers. `max_rows` is the maximum of a step; the ranks of `attn_tp`
-    divide them.
+    `make` makes expert dispatchers. `max_rows` is the maximum number of rows of a step, which the
+    ranks of `attn_tp` divide: each sends its part of them to experts.
     """
     topology = place.topology
 

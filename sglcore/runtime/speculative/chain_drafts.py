@@ -53,7 +53,8 @@ class AutoregressiveDrafter(ABC):
     def follow(self, rows: DraftRows, hidden: Tensor, wanted: int) -> Tensor:
         """Return int32[R, wanted], each draft token after the one before it.
 
-        The first is drawn from `hidden` [R, H].
+        The first is drawn from `hidden` [R, H], each further one from a forward of one row per
+        request.
         """
         found, count = list[Tensor](), len(rows.most_lens)
         if not wanted or (not count and rows.batch.step_plan is None):
@@ -69,7 +70,13 @@ class AutoregressiveDrafter(ABC):
         return self.runner.forward(batch)[0]
 
     def decode(self, rows: DraftRows, ids: Tensor, beyond: int, hidden: Tensor | None = None) -> ForwardBatch:
-        """Return a decode batch of one token per request, in the KV slot at length + `beyond`."""
+        """Return a decode batch of one token per request, with ids int32[R], in the KV slot at
+        length + `beyond`; `beyond` may be -1.
+
+        A request's length is its number of valid KV slots of the target (`rows.lengths`). A row at
+        or past `rows.limits` goes to slot 0. `hidden` [R, H] become the features of the batch;
+        ignored if `lookahead` is 0.
+        """
         slots, positions = placed(rows.slots, rows.lengths + beyond, rows.limits)
         room = self.runner.attn_backend.req_to_token_pool.max_tokens
         most_lens = np.minimum(rows.most_lens + np.int32(beyond + 1), np.int32(room))
@@ -174,6 +181,8 @@ def decode_batch(
 
 
 def no_tokens(like: ForwardBatch, plan: StepPlan, features: Tensor | None = None) -> ForwardBatch:
-    """Return a batch without rows and features [0, F], for a step of other shards' rows."""
+    """Return a batch without rows, for a step in which only other data-parallel shards have rows.
+    `features`, if given, are [0, F].
+    """
     given = {"forward_mode": ForwardMode.IDLE, "input_embeds": None, "features": features, "step_plan": plan}
     return replace(filter_batch(like, 0, 0), **given)

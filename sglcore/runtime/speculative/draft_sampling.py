@@ -32,7 +32,7 @@ class DraftSampling:
         return draw
 
     def ranking(self, width: int, lengths: Tensor) -> RankDrafts:
-        """Return a function that ranks the leading candidates of each draw.
+        """Return a function that ranks the leading candidates of each draw (`RankDrafts`).
 
         Parameters as in `drafting`. Every request must have the same number of rows of logits.
         """

@@ -84,8 +84,9 @@ class KindSteps:
     shape: Callable[[DraftSizes, LoadedModel], StepShape]
     """The shape of the draft's own decode steps, for chains or trees."""
     more_rows: Callable[[int], int]
-    """Rows per request that a forward of the draft has in addition to at most so many tokens to
-    verify."""
+    """`more_rows(drafts)`: rows per request that a forward of the draft has in addition to
+    `drafts`, the tokens to verify, root included.
+    """
     fit_lengths: Callable[[EngineConfig, tuple[int, ...], LoadedModel], tuple[int, ...]] | None = None
     """Limits the numbers of draft tokens to what the draft can make. None: any."""
     writes_cells: bool = True
@@ -97,17 +98,18 @@ class LookupSteps:
     """How drafts of a kind without a model run."""
 
     make: Callable[[int], Drafter]
-    """Makes the drafter of at most so many tokens per step."""
+    """`make(tokens)` returns the drafter of at most `tokens` draft tokens per step."""
     from_host: bool = False
     """The host proposes tokens, so that each step waits for the one before."""
 
 
 def none_more(drafts: int) -> int:
-    """Return 0: the draft runs the rows of the tokens to verify."""
+    """Return 0, as `KindSteps.more_rows`: the draft runs only the rows of the tokens to verify."""
     return 0
 
 
 def rewritten(drafts: int) -> int:
-    """Return the rows of a draft that rewrites the KV slots of its further layers, or runs a root
-    with a block of its own."""
+    """Return max(drafts - 2, 1), as `KindSteps.more_rows`: for a draft that rewrites the KV slots
+    of its further layers, or runs each root with a block of its own. `drafts` counts the root.
+    """
     return max(drafts - 2, 1)

@@ -80,7 +80,8 @@ class FrozenDrafter:
         return batch
 
     def following(self, batch: ForwardBatch, ids: Tensor, hidden: Tensor) -> ForwardBatch:
-        """Return the batch for the next draft token, with new ids and features.
+        """Return the batch for the next draft token, with `ids` and the features in the output
+        `hidden` of the last forward.
 
         Position and KV slots are the same.
         """

@@ -47,7 +47,7 @@ def lookup_steps(kind: str) -> LookupSteps:
 
 
 def cells_of_drafts(speculation: Speculation, drafter: Drafter) -> int:
-    """Return `Limits.draft_cells`.
+    """Return `Limits.draft_cells`: KV slots after the text that draft trees need; 0 for chains.
 
     A draft model without features also has a KV slot of the root; a frozen draft needs only the KV
     slots of nodes.

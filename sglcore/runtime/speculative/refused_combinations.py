@@ -90,7 +90,9 @@ COMBINATIONS: Mapping[str, Combination] = MappingProxyType(
 
 
 def reason_against(beside: str, what: str) -> str:
-    """Return why a kind, or TREES, is refused with a feature; empty if they work together."""
+    """Return why `what`, a kind of speculation or TREES, is refused with the feature `beside`, a
+    key of COMBINATIONS; empty if they work together.
+    """
     refused = COMBINATIONS[beside].refused
     return refused.get(what, refused.get(ALL, ""))
 
@@ -101,5 +103,7 @@ def reason_in_shards(kind: str, is_tree: bool) -> str:
 
 
 def first_reason(beside: Mapping[str, object], what: str) -> str:
-    """Return the first reason against a kind, or TREES, among the features with a true value."""
+    """Return the first reason against `what`, a kind or TREES, among the features of `beside` with
+    a true value; empty if there is none.
+    """
     return next((reason_against(each, what) for each, is_there in beside.items() if is_there), "")

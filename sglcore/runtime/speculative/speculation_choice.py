@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 DRAFT_TOKENS = 4
 """Default for the maximum draft tokens per step."""
 MTP = "mtp"
-"""The kind that lies in the checkpoint of its target, after the last layer."""
+"""The kind of draft that is stored in its target's checkpoint, after the last layer."""
 COUPLED, REJECTION, BLOCK = "coupled", "rejection", "block"
 """The choices of `speculative_verify`.
 
@@ -57,7 +57,7 @@ TREE_MASK = "tree_mask"
 TREE_TOKENS, TREE_DEPTH = 7, 5
 """Default draft tokens and depth of a tree.
 
-The depth is reduced if there are too few tokens or KV slots.
+The default depth is at most the number of draft tokens, and at most MOST_NODES // width + 1.
 """
 
 LoadDraft = Callable[[Path, str], Any]
@@ -282,7 +282,9 @@ def _tree(config: EngineConfig, kind: str) -> TreeShape | None:
 
 
 def promise(rule: str) -> str:
-    """Describe how the text relates to the text without speculation."""
+    """Describe how the text relates to the text without speculation under a rule of
+    `speculative_verify`.
+    """
     if rule == COUPLED:
         return "the text is the same as without speculation"
     return (
@@ -292,7 +294,9 @@ def promise(rule: str) -> str:
 
 
 def _kind(config: EngineConfig, model: LoadedModel, folder: Path) -> tuple[str, str, bool]:
-    """Return the kind, the reason, and whether a trial must show that it is faster."""
+    """Return the kind ("off": no speculation), the reason, and whether a trial must show that it is
+    faster.
+    """
     if config.speculative not in (None, "auto"):
         return config.speculative, "requested", False
     if config.draft_model is not None:
@@ -314,7 +318,7 @@ def _kind(config: EngineConfig, model: LoadedModel, folder: Path) -> tuple[str, 
 
 
 def _given_folder(text: str, folder: Path) -> Path:
-    """Return the folder of this name, or the subfolder of the model's `folder`.
+    """Return the folder `text`, or else the subfolder `text` of the model's `folder`.
 
     Raises ConfigError if neither exists.
     """

@@ -40,7 +40,7 @@ class TreeShape:
 
     @property
     def cells(self) -> int:
-        """KV slots after the known ones that beams write."""
+        """Number of KV slots, after those of the text, that beams write."""
         return self.width * (self.depth - 1)
 
     @property
@@ -119,7 +119,7 @@ class TreeRecords:
 
 
 class CellBits:
-    """One bit for each KV slot after the known ones, and visibility words made from such bits.
+    """One bit for each KV slot after those of the text, and visibility words made from such bits.
 
     Bits are int32[cells].
     """
@@ -131,10 +131,11 @@ class CellBits:
         )
 
     def words(self, seen: Tensor, cells: slice) -> Tensor:
-        """Return `ForwardInputs.visible` for rows in `cells`.
+        """Return `ForwardInputs.visible` for rows in `cells`, a slice of the KV slots after those
+        of the text.
 
-        The rows see the KV slots of bits `seen` int32[R, n] and all known KV slots. The row's own
-        bit becomes the highest bit of its word.
+        The rows see the KV slots of bits `seen` int32[R, n] and all KV slots of the text. The row's
+        own bit becomes the highest bit of its word.
         """
         return (seen << (31 - self.places[cells])).bitwise_or_(self._before[cells])
 

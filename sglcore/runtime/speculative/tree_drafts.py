@@ -44,9 +44,10 @@ class Beam(Protocol):
 def grown(
     rows: DraftRows, shape: TreeShape, depths: Tensor, hidden: Tensor, runner: ModelRunner, go: Beam
 ) -> DraftTree:
-    """Return the trees of the roots; hidden [R, H] yields their next tokens. Does not wait.
+    """Return a tree for each root. Does not wait.
 
-    `depths` is the result of `TreeShape.depths_of_records`.
+    `hidden` [R, H] yields the candidates of depth 1 through the logits of `runner`; `go` runs the
+    beams for each further depth. `depths` is the result of `TreeShape.depths_of_records`.
     """
     assert rows.rank is not None
     found, beams = TreeRecords(len(rows.most_lens), shape, depths, runner.attn_backend.kernels), None
@@ -108,8 +109,9 @@ class CellBeams(AutoregressiveDrafter):
     ) -> tuple[ForwardBatch, Tensor]:
         """Return the decode batch of the beams' tokens, and the visibility bits of each beam.
 
-        The batch yields candidates of `depth`. The bits int32[R, w] mark the KV slots after the
-        known ones that a beam sees; `seen` has the bits of the depth before.
+        The batch yields candidates of `depth`. The bits int32[R, w] mark the KV slots after those
+        of the text that a beam sees; `seen` has the bits of the depth before (None: the beams are
+        the first).
         """
         count, width = beams.tokens.shape
         own, bits = slice((depth - 2) * width, (depth - 1) * width), self._bits

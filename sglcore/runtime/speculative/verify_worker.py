@@ -41,8 +41,8 @@ from sglcore.step.verification_rows import WideRows, node_limits, wide_rows, wid
 class VerifiedRows:
     """The rows of verification steps, valid as long as the composition is the same.
 
-    `composition` is the host's version number, `slots` and `limits` are int32[B] on the device, and
-    `cell_limits` are the limits on the host.
+    `slots` and `limits` int32[B] are the request slots, and the KV slots in the pages of each
+    request, on the device; `cell_limits` are the limits on the host.
     """
 
     composition: int
@@ -193,7 +193,9 @@ class SpeculativeWorker(TpModelWorker):
         return ticket
 
     def _arrays(self, batch: ScheduleBatch, inputs: SamplingInputs, width: int) -> StagedArrays:
-        """Return the arrays that the device does not have yet."""
+        """Return the host arrays of a verification that the device does not have yet, those of
+        `inputs` included.
+        """
         assert batch.cell_limits is not None
         sent, known = dict(inputs.arrays), self._rows
         is_new = (
@@ -293,9 +295,9 @@ class SpeculativeWorker(TpModelWorker):
         return sampled, self._accept(staged, rows, sampled)
 
     def _drafting(self, width: int, slots: Tensor, lengths: Tensor) -> DrawDraft:
-        """Return the draw function for draft tokens of slots int32[R].
+        """Return the draw function for draft tokens of the requests in slots int32[R].
 
-        Roots are at lengths int32[R]. The step had `width` rows per request.
+        Their roots are at lengths int32[R]. The step had `width` rows per request.
         """
         return self.draft_sampling.drafting(width, lengths)
 

@@ -60,10 +60,11 @@ class Completed:
 class CompressedPlan(AttentionPlan):
     """The plan of one batch.
 
-    `window` int32 [T, W]: the rows in each token's window; `window_out` int [T]: where its own row
-    goes. `blocks` int32 [T, X], by ratio: the blocks of layers that see all of them. `completed`,
-    by ratio and span: the blocks that the batch completes. `chosen` int32 [T, K]: the blocks that
-    the last indexer chose. `host` locates blocks in host memory, if they are there.
+    `window` int32 [T, W]: the rows in each token's window; `window_out` int [T]: the row at which
+    the token's own is stored. `blocks` int32 [T, X], by ratio: the blocks of layers that see all of
+    them. `completed`, by ratio and span: the blocks that the batch completes. `chosen` int32 [T,
+    K]: the blocks that the last indexer chose. `host` locates blocks in host memory, if they are
+    there.
     """
 
     tokens: TokenRows
@@ -76,7 +77,9 @@ class CompressedPlan(AttentionPlan):
 
 
 class DeepseekV4AttnBackend(AttentionBackend[CompressedPlan]):
-    """Layers store window rows themselves, `Compressor` stores block rows."""
+    """The attention backend of DeepSeek-V4. Layers store window rows themselves, `Compressor`
+    stores block rows.
+    """
 
     facts = AttentionFacts(
         features=frozenset({COMPRESSED, HISPARSE, "capture", "mixed"}), takes_stored=True, layouts=(ROWS,)
@@ -158,7 +161,7 @@ class DeepseekV4AttnBackend(AttentionBackend[CompressedPlan]):
             plan.chosen = plan.host.choose(layer.layer_id, plan.chosen, tokens.slots)
 
     def attend(self, q: Tensor, layer: Attention, batch: ForwardBatch, plan: CompressedPlan) -> Tensor:
-        """Map q [T, heads * head_dim] to the same shape."""
+        """Map q [T, heads * head_dim] to [T, heads * value_size]."""
         assert isinstance(layer, SparseLayer)
         pool, blocks = self.token_to_kv_pool, layer.rows.get(BLOCKS)
         window, codec = pool.rows(layer.layer_id, WINDOW), pool.codec(layer.layer_id, WINDOW)
@@ -232,9 +235,9 @@ class DeepseekV4AttnBackend(AttentionBackend[CompressedPlan]):
     def _fill_completed(
         self, out: Completed, kept: KeptRows, rows: RequestRows, slots: Tensor, batch: ForwardBatch
     ) -> None:
-        """Compute the completed blocks.
+        """Write to `out` the blocks that the batch completes, for states in the format `kept`.
 
-        States are in window pages, from the first page a request still has.
+        States in window pages are named from the first page that a request still has.
         """
         pool, table, offsets = self.token_to_kv_pool, self.req_to_token_pool.page_table, None
         state_table = None if kept.place is Place.SLOTS else table

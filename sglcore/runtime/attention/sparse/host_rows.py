@@ -1,4 +1,4 @@
-"""What sparse attention knows of rows in host memory."""
+"""How sparse attention reads KV rows that are in host memory."""
 
 from __future__ import annotations
 
@@ -16,34 +16,41 @@ ALL = slice(None)
 
 
 class HostRows(Protocol):
-    """Where a forward finds rows in host memory."""
+    """Where a forward finds rows in host memory, made by `RowsOnHost.plan`."""
 
     @property
     def table(self) -> Tensor:
-        """int32 [B, P]: with `owners`, how choices name the rows."""
+        """int32 [B, P]: the page table by which `choose_rows` names the rows that an indexer
+        chooses.
+        """
         ...
 
     @property
     def owners(self) -> Tensor:
-        """int32 [T]: the row of `table` of each token."""
+        """int32 [T]: the row of `table` for each token."""
         ...
 
     def choose(self, layer_id: int, chosen: Tensor, slots: Tensor) -> Tensor:
-        """Return int32 [T, K]: the entries that an indexer chose, as rows of the tensor of `read`.
+        """Return int32 [T, K]: the rows `chosen` by an indexer, numbered as in the tensors of
+        `read`.
 
-        `slots` int32 [T] has the request slot of each token.
+        `chosen` int32 [T, K] is named by `table`, -1 for none; `slots` int32 [T] has the request
+        slot of each token.
         """
         ...
 
     def read(self, layer_id: int) -> Iterator[tuple[slice, Tensor]]:
-        """Yield parts of the tokens, each with the tensor of rows that it reads."""
+        """Yield (slice of the tokens, tensor of the rows that they read), until every token has had
+        its turn.
+        """
         ...
 
 
 def rows_read(host: HostRows | None, layer: Attention, rows: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """Yield parts of the tokens, each with the tensor of rows that it reads in a layer.
+    """Yield (slice of the tokens, tensor of the rows that they read in a layer).
 
-    That is `rows`, for all tokens, if the rows are on the device; otherwise the tensors of `host`.
+    That is `rows`, once for all tokens, if the layer's rows are on the device; otherwise the
+    tensors of `host`.
     """
     if host is None or swapped_rows(layer.rows) is None:
         yield ALL, rows
@@ -52,5 +59,5 @@ def rows_read(host: HostRows | None, layer: Attention, rows: Tensor) -> Iterator
 
 
 def names_of(host: HostRows | None) -> tuple[Tensor, Tensor] | None:
-    """Return the `named` parameter of `choose_rows`."""
+    """Return the `named` parameter of `choose_rows`: None if the rows are on the device."""
     return None if host is None else (host.table, host.owners)

@@ -39,7 +39,9 @@ class LatentPlan(AttentionPlan):
 
 
 class DeepseekSparseAttnBackend(AttentionBackend[LatentPlan]):
-    """Layers store their rows themselves, one per token, at the batch's `out_cache_loc`."""
+    """The attention backend of MLA and of DeepSeek-V3.2. Layers store their rows themselves, one
+    per token, at the batch's `out_cache_loc`.
+    """
 
     facts = AttentionFacts(
         features=frozenset({LATENT, HISPARSE, "capture", "mixed"}), takes_stored=True, layouts=(ROWS,)

@@ -66,7 +66,7 @@ class TokenRows:
         self.lens.copy_(other.lens)
 
     def part(self, place: int, count: int) -> TokenRows:
-        """Return a view of part number `place` of `count` equal parts."""
+        """Return a view of the tokens of part number `place`, from 0, of `count` equal parts."""
         size = len(self.slots) // count
         rows = slice(place * size, (place + 1) * size)
         return TokenRows(self.slots[rows], self.lens[rows], self.most)
@@ -128,8 +128,8 @@ _ADVANCING = ("seq_lens", "positions", "window_seq_lens", "window_positions")
 class Paged:
     """KV rows of requests, by page.
 
-    `rows_per_page` rows in each page of `table` int32 [S, P]. The token of slots int32 [T] sees the
-    first lens int32 [T] rows; `most` is an upper bound of lens.
+    `table` int32 [S, P] has the pages of each slot, with `rows_per_page` rows in each. Token t sees
+    the first lens[t] rows of slot slots[t], int32 [T] each; `most` is an upper bound of lens.
     """
 
     table: Tensor
@@ -140,10 +140,10 @@ class Paged:
 
 
 def score_bytes(layers: Iterable[Attention], tokens: int, most: int) -> int:
-    """Return the bytes of indexer scores that exist at a time.
+    """Return the bytes of indexer scores that exist at a time, in steps of `tokens` tokens that see
+    at most `most` tokens; 0 without indexers.
 
-    For steps of `tokens` tokens that see `most`. `choose_rows` needs them in addition to the pools,
-    a captured step permanently. 0 without indexers.
+    `choose_rows` needs them in addition to the pools, a captured step permanently.
     """
     width = max((most // layer.rows[INDEX_KEYS].ratio for layer in layers if INDEX_KEYS in layer.rows), default=0)
     return torch.float32.itemsize * min(tokens * width, max(LOGITS, width))
@@ -159,11 +159,11 @@ def choose_rows(
     count: int,
     named: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """Return int32 [T, count]: the rows that a token's indexer scores highest.
+    """Return int32 [T, count]: the rows that a token's indexer scores highest, then -1.
 
-    Scores are computed from q [T, H, D] and weights [T, H], scaled by 1 / sqrt(H D), in parts of at
-    most LOGITS scores. `named`: another page table int32 [N, P] that names the returned rows, and
-    each token's row in it, int32 [T] (None: the table of `paged`).
+    Scores are computed from q [T, H, D] and weights [T, H] with the rows `keys`, scaled by 1 /
+    sqrt(H D), in parts of at most LOGITS scores. `named`: another page table int32 [N, P] that
+    names the returned rows, and each token's row in it, int32 [T] (None: the table of `paged`).
     """
     scale, tokens, width = (q.shape[1] * q.shape[2]) ** -0.5, q.shape[0], max(1, paged.most)
     found, (pages, lines) = [], named or (paged.table, paged.slots)

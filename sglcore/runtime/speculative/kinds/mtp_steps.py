@@ -14,7 +14,9 @@ if TYPE_CHECKING:
 
 
 def shape(sizes: DraftSizes, model: LoadedModel) -> StepShape:
-    """Return the shape of the draft's steps."""
+    """Return the shape of the draft's steps: that of EAGLE for one layer; with one layer per token,
+    `heads` - 1 rows more than the tokens to verify.
+    """
     if sizes.heads == 1:
         return eagle_steps.shape(sizes, model)
     # The draft rewrites `heads` - 1 KV slots before those of the target.
