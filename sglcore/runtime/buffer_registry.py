@@ -1,8 +1,8 @@
 """The static input buffers that eager forwards and graphs read, the same on every device.
 
 A buffer is plain (a batch field), computed (`post_fill`), structured (a dotted name) or sourced
-(`source_fn`). The host writes directly into staged buffers: they lie in one block, so a step costs
-one copy, or none if host and device share memory.
+(`source_fn`). The host writes directly into staged buffers, which are parts of one block, so a step
+costs one copy, or none if host and device share memory.
 """
 
 from __future__ import annotations

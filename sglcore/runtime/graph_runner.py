@@ -86,12 +86,15 @@ class GraphRunner:
         return policy is not None and policy.can_run(batch)
 
     def path(self, batch: ForwardBatch) -> str:
-        """Return the name of a batch's replay: mechanism and bucket, or "eager"."""
+        """Return the name of a batch's replay, mechanism and bucket, such as "full:8"; "eager" if
+        no graph is for its kind of step. Call only if `can_run` is true.
+        """
         policy = self._policy(batch)
         return "eager" if policy is None else policy.path(batch)
 
     def run(self, batch: ForwardBatch) -> Tensor:
-        """Return hidden states [T, H] of a batch in this runner's registry.
+        """Return hidden states [T, H] of a batch in this runner's registry for which `can_run` is
+        true.
 
         The next replay overwrites them. Does not wait for the device, except for a comparison in
         shadow mode. Raises StalePlanError if the KV pool moved after capture or the batch was

@@ -54,7 +54,9 @@ class RunnerOptions:
     poison: bool = False
     """Fill the buffers with invalid values before each step, so that a missing write shows."""
     eager_input_no_copy: bool = False
-    """An eager forward reads tensors that are not in the buffers where they are."""
+    """An eager forward reads the tensors of a batch outside the buffers in place, without copying
+    them to the buffers.
+    """
     is_narrow: bool = False
     """No device tensor may hold 64-bit integers."""
     needs_host_lengths: bool = False
@@ -93,7 +95,7 @@ class Extensions:
     window_table: WindowTable | None = None
     """The page table of sliding-window pages."""
     entered: tuple[Entered, ...] = ()
-    """They are notified of slots that go to new requests."""
+    """Their `enter` is called with the slots that go to new requests."""
     halves: SplitForward | None = None
     """Runs batches that are split into two micro-batches."""
     ranks: Ranks | None = None

@@ -90,7 +90,7 @@ POOLS: Mapping[str, Callable[[Tensor, Rows], Tensor]] = MappingProxyType(
 
 
 class EmbeddingSteps:
-    """The steps of a worker that return one vector per prompt."""
+    """The `StepKind` of steps that return one vector per prompt."""
 
     def __init__(self, pooler: Pooler) -> None:
         self.pooler = pooler

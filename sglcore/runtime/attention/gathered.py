@@ -31,7 +31,11 @@ class GatheredAttention(ReferenceAttention):
     facts = replace(ReferenceAttention.facts, features=ReferenceAttention.facts.features | {"capture"})
 
     def capture_plan(self, bucket: Bucket) -> ReferencePlan:
-        """Return a plan of sizes only: the rest is read on the device when the graph runs."""
+        """Implements `AttentionBackend.capture_plan` by sizes only: the rest is read on the device
+        when the graph runs.
+
+        Raises ValueError if the tokens of the bucket cannot be the same number for each request.
+        """
         rows = bucket.num_tokens // bucket.batch_size
         if rows * bucket.batch_size != bucket.num_tokens:
             raise ValueError(
@@ -45,12 +49,13 @@ class GatheredAttention(ReferenceAttention):
         return ReferencePlan(self, self.token_to_kv_pool.generation, captured=captured)
 
     def refresh(self, plan: ReferencePlan, batch: ForwardBatch) -> None:
-        """Do nothing: slots and lengths are read from the batch's buffers."""
+        """Implements `AttentionBackend.refresh`; does nothing: slots and lengths are read from the
+        batch's buffers.
+        """
 
     def attend(self, q: Tensor, layer: Attention, batch: ForwardBatch, plan: ReferencePlan) -> Tensor:
-        """Attend as the contract says.
-
-        Rows of padding requests hold results computed from page 0.
+        """Implements `AttentionBackend.attend`. Rows of padding requests hold results computed from
+        page 0.
         """
         rows = plan.captured
         if rows is None:

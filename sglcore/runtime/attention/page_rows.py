@@ -31,7 +31,7 @@ class RowsPlan(AttentionPlan):
 
 
 class PageRowsAttention(AttentionBackend[RowsPlan]):
-    """A backend that only implements `attend_pages`.
+    """A base for backends that call a library: a subclass only implements `attend_pages`.
 
     Planning gathers on the device; does not wait.
     """
@@ -45,7 +45,7 @@ class PageRowsAttention(AttentionBackend[RowsPlan]):
         """
 
     def plan(self, batch: ForwardBatch) -> RowsPlan:
-        """Gather the page-table rows of the batch."""
+        """Implements `AttentionBackend.plan`: gather the page-table rows of the batch."""
         assert batch.seq_lens_cpu is not None
         rows, lengths = len(batch.seq_lens_cpu), batch.extend_seq_lens_cpu
         if lengths is None:
@@ -59,7 +59,9 @@ class PageRowsAttention(AttentionBackend[RowsPlan]):
         return RowsPlan(self, generation, pages, batch.seq_lens[:rows], starts, longest, tokens)
 
     def capture_plan(self, bucket: Bucket) -> RowsPlan:
-        """Allocate page rows and lengths, which `refresh` writes."""
+        """Implements `AttentionBackend.capture_plan` for decode: allocate page rows and lengths,
+        which `refresh` writes.
+        """
         pool, size = self.req_to_token_pool, bucket.batch_size
         pages = pool.page_table.new_zeros(size, pool.max_pages)
         lengths = torch.ones_like(pages[:, 0])
@@ -67,12 +69,12 @@ class PageRowsAttention(AttentionBackend[RowsPlan]):
         return RowsPlan(self, generation, pages, lengths, _range(size + 1, lengths), 1, size)
 
     def refresh(self, plan: RowsPlan, batch: ForwardBatch) -> None:
-        """Copy page rows and lengths on the device."""
+        """Implements `AttentionBackend.refresh`: copy page rows and lengths on the device."""
         page_rows(self.req_to_token_pool, batch.req_pool_indices, out=plan.pages)
         plan.seq_lens.copy_(batch.seq_lens)
 
     def attend(self, q: Tensor, layer: Attention, batch: ForwardBatch, plan: RowsPlan) -> Tensor:
-        """Attend as the contract says. Padding rows are zero."""
+        """Implements `AttentionBackend.attend`. Padding rows are zero."""
         if not plan.num_tokens:
             return torch.zeros_like(q)
         pool = self.token_to_kv_pool

@@ -87,17 +87,19 @@ class ReferenceAttention(AttentionBackend[ReferencePlan]):
     )
 
     def plan(self, batch: ForwardBatch) -> ReferencePlan:
-        """Compute gather indices for every row of the batch."""
+        """Implements `AttentionBackend.plan`: compute gather indices for every row of the batch."""
         plan = ReferencePlan(self, self.token_to_kv_pool.generation)
         self._fill(plan, batch)
         return plan
 
     def capture_plan(self, bucket: Bucket) -> ReferencePlan:
-        """Return an empty plan: attention is opaque in a capture and reads it at run time."""
+        """Implements `AttentionBackend.capture_plan` by an empty plan: attention is opaque in a
+        capture and reads it at run time.
+        """
         return ReferencePlan(self, self.token_to_kv_pool.generation)
 
     def refresh(self, plan: ReferencePlan, batch: ForwardBatch) -> None:
-        """Replace the contents of a captured plan."""
+        """Implements `AttentionBackend.refresh`: plan the batch again, in the same plan object."""
         plan.singles, plan.rows = None, []
         self._fill(plan, batch)
 
@@ -175,7 +177,7 @@ class ReferenceAttention(AttentionBackend[ReferencePlan]):
         return pages * pool.page_size + positions % pool.page_size
 
     def attend(self, q: Tensor, layer: Attention, batch: ForwardBatch, plan: ReferencePlan) -> Tensor:
-        """Attend as the contract says. Padding rows are zero."""
+        """Implements `AttentionBackend.attend`. Padding rows are zero."""
         grouped = _grouped(q, layer)
         singles = plan.singles
         if singles is not None and singles.count == q.shape[0]:
@@ -193,7 +195,7 @@ class ReferenceAttention(AttentionBackend[ReferencePlan]):
         return out.view(q.shape)
 
     def encode(self, q: Tensor, k: Tensor, v: Tensor, layer: Attention, plan: ReferencePlan) -> Tensor:
-        """Encode one row at a time. Padding rows are zero."""
+        """Implements `AttentionBackend.encode`, one row at a time. Padding rows are zero."""
         queries = _grouped(q, layer)
         keys, values = (x.view(-1, layer.num_kv_heads, layer.head_dim) for x in (k, v))
         out = torch.zeros_like(queries)

@@ -63,20 +63,24 @@ class TritonAttention(AttentionBackend[TritonPlan]):
         return kernels.Tuning()
 
     def plan(self, batch: ForwardBatch) -> TritonPlan:
-        """Compute sizes only: nothing is copied to the device and nothing is allocated."""
+        """Implements `AttentionBackend.plan` by sizes only: nothing is copied to the device and
+        nothing is allocated.
+        """
         plan = self.capture_plan(Bucket(batch.batch_size, batch.num_tokens))
         self.refresh(plan, batch)
         return plan
 
     def capture_plan(self, bucket: Bucket) -> TritonPlan:
-        """Return a plan for one token per row until `refresh` changes it. It holds no address."""
+        """Implements `AttentionBackend.capture_plan`: a plan for one token per row until `refresh`
+        changes it. It holds no address.
+        """
         kv_heads = max(heads for heads, _ in self.shape.layers)
         pool = self.req_to_token_pool
         chunks = chunks_for(self.tuning, bucket.batch_size, kv_heads, pool.max_pages * pool.page_size)
         return TritonPlan(self, self.token_to_kv_pool.generation, chunks)
 
     def refresh(self, plan: TritonPlan, batch: ForwardBatch) -> None:
-        """Update the sizes of extend launches.
+        """Implements `AttentionBackend.refresh`: update the sizes of extend launches.
 
         Decode needs no update: its kernels read the lengths.
         """
@@ -91,7 +95,7 @@ class TritonAttention(AttentionBackend[TritonPlan]):
         plan.tokens = int(lengths.sum())
 
     def attend(self, q: Tensor, layer: Attention, batch: ForwardBatch, plan: TritonPlan) -> Tensor:
-        """Attend as the contract says. Padding rows of an extend batch are zero."""
+        """Implements `AttentionBackend.attend`. Padding rows of an extend batch are zero."""
         is_covered = plan.singles is None or plan.tokens == q.shape[0]
         out = (torch.empty if is_covered else torch.zeros)(q.shape, dtype=q.dtype, device=q.device)
         singles = q.shape[0] if plan.singles is None else plan.singles

@@ -43,7 +43,11 @@ class WindowedPlan(AttentionPlan):
 
 
 class WindowedAttention(AttentionBackend[WindowedPlan]):
-    """Serves only what both backends serve: its facts are the intersection of theirs."""
+    """The backend of models with a pool of window pages: it calls one backend for sliding-window
+    layers and another for the rest.
+
+    It serves only what both serve: its facts are the intersection of theirs.
+    """
 
     def __init__(
         self,
@@ -76,28 +80,32 @@ class WindowedAttention(AttentionBackend[WindowedPlan]):
         return self.token_to_kv_pool.generation + self.window.generation
 
     def cells_of(self, layer: Attention, batch: ForwardBatch) -> tuple[TokenToKVPool, Tensor | None]:
-        """Return pool and KV slots of the layer's kind."""
+        """Implements `AttentionBackend.cells_of`: pool and KV slots of windows for sliding-window
+        layers.
+        """
         if layer.layer_id in self._windowed:
             return self.window.token_to_kv_pool, batch.window_cache_loc
         return super().cells_of(layer, batch)
 
     def rows_of(self, batch: ForwardBatch) -> list[tuple[Tensor, Tensor]]:
-        """Return the rows of both backends."""
+        """Implements `AttentionBackend.rows_of`: the rows of both backends."""
         return [rows for part in self.parts for rows in part.rows_of(batch)]
 
     def plan(self, batch: ForwardBatch) -> WindowedPlan:
-        """Make both plans."""
+        """Implements `AttentionBackend.plan` by a plan of each backend."""
         view = window_view(batch)
         full = None if self.full is None else self.full.plan(batch)
         return WindowedPlan(self, self.generation, full, self.window.plan(view), view)
 
     def capture_plan(self, bucket: Bucket) -> WindowedPlan:
-        """Make both plans for capture."""
+        """Implements `AttentionBackend.capture_plan` by a plan of each backend."""
         full = None if self.full is None else self.full.capture_plan(bucket)
         return WindowedPlan(self, self.generation, full, self.window.capture_plan(bucket))
 
     def refresh(self, plan: WindowedPlan, batch: ForwardBatch) -> HostUpdate | None:
-        """Update both plans. Raises TypeError if both return a graph update: a replay takes one."""
+        """Implements `AttentionBackend.refresh` for both plans. Raises TypeError if both return a
+        graph update: a replay takes one.
+        """
         plan.view = window_view(batch)
         update = self.window.refresh(plan.window, plan.view)
         if self.full is None or plan.full is None:
@@ -108,7 +116,7 @@ class WindowedAttention(AttentionBackend[WindowedPlan]):
         return update or of_full
 
     def attend(self, q: Tensor, layer: Attention, batch: ForwardBatch, plan: WindowedPlan) -> Tensor:
-        """Attend with the backend of the layer's kind."""
+        """Implements `AttentionBackend.attend` by the backend of the layer's kind."""
         if layer.layer_id in self._windowed:
             assert plan.view is not None
             return self.window.attend(q, layer, plan.view, plan.window)

@@ -20,5 +20,5 @@ class BreakableGraphs(FullGraphs):
     prompt_kind: str = "breakable"
 
     def capture_prompt(self, forward: Forward, batch: ForwardBatch) -> Pieces:
-        """Capture the forward without compiling it."""
+        """Implements `PromptBackend.capture_prompt`, without compiling the forward."""
         return record_pieces(self.recorder, lambda: forward(batch))

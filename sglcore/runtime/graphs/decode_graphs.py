@@ -75,13 +75,14 @@ class DecodeGraphs(SizedGraphs[CapturedBucket]):
         return self._reads_all(batch)
 
     def path(self, batch: ForwardBatch) -> str:
-        """Return mechanism and bucket."""
+        """Return mechanism and bucket, such as "full:8", of a batch for which `can_run` is true."""
         return f"{self.backend.kind}:{self.bucket_for(batch.batch_size)}"
 
     def run(self, batch: ForwardBatch) -> Tensor:
-        """Return hidden states [B, H], a view of the graph's output.
+        """Replay the graph of a batch for which `can_run` is true; return hidden states [B, H], a
+        view of its output.
 
-        The next replay overwrites it.
+        The next replay overwrites it. Raises StalePlanError as `GraphRunner.run` does.
         """
         size, attention = self.bucket_for(batch.batch_size) or 0, self._context.attn_backend
         captured = self._captured[size]

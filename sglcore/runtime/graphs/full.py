@@ -24,13 +24,15 @@ class FullStep:
     step: Step
 
     def replay(self, update: HostUpdate | None) -> Tensor:
-        """Queue the graph; the next replay overwrites the output."""
+        """Implements `CapturedStep.replay`; queues the graph. The next replay overwrites the
+        output.
+        """
         self.segment.replay(update)
         return self.output
 
 
 class FullGraphs:
-    """Decode graphs over a stream capture. `kind` is their name in `path`."""
+    """The `GraphBackend` of decode graphs over a stream capture. `kind` is their name in `path`."""
 
     kind: str = "full"
 
@@ -38,7 +40,9 @@ class FullGraphs:
         self.recorder = Recorder(capture, streams)
 
     def capture(self, step: Step) -> FullStep:
-        """Run once to warm up (lazy libraries, autotuners), then once under capture."""
+        """Implements `GraphBackend.capture`: run the step once to warm up (lazy libraries,
+        autotuners), then once under capture.
+        """
         step()
         with self.recorder.record() as segment:
             output = step()

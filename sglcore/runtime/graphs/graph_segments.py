@@ -48,7 +48,7 @@ class Pieces:
     step: Step
 
     def replay(self, num_tokens: int) -> Tensor:
-        """Run every part in order on the current stream."""
+        """Implements `CapturedPrompt.replay`: run every part in order on the current stream."""
         for part in self.parts:
             if isinstance(part, EagerCall):
                 part.run(num_tokens)
@@ -69,7 +69,7 @@ class Uncaptured:
         self._recorder = recorder
 
     def run_between(self, call: Callable[..., Tensor], *inputs: Any) -> Tensor:
-        """Return zeros without calling."""
+        """Implements `Segments.run_between` for a warm-up: return zeros without running `call`."""
         self.has_calls = True
         self._recorder.leave(inputs)
         self._recorder.between("result", inputs[0])
@@ -97,7 +97,8 @@ class Captured:
             return step()
 
     def run_between(self, call: Callable[..., Tensor], *inputs: Any) -> Tensor:
-        """End a segment and begin the next.
+        """Implements `Segments.run_between`: end a segment, note the call, and begin the next
+        segment.
 
         Inputs and output are copied, so that the pool can reuse their memory.
         """

@@ -96,7 +96,8 @@ class PiecewiseGraphs(FullGraphs):
         self._compiler = compiler
 
     def capture_prompt(self, forward: Forward, batch: ForwardBatch) -> Pieces:
-        """Trace the forward, split it at attention, compile and capture each piece.
+        """Implements `PromptBackend.capture_prompt`: trace the forward, split it at attention,
+        compile and capture each piece.
 
         Takes seconds or more.
         """

@@ -78,13 +78,16 @@ class PromptGraphs(SizedGraphs[CapturedTokens]):
         return self._reads_all(batch)
 
     def path(self, batch: ForwardBatch) -> str:
-        """Return mechanism and bucket."""
+        """Return mechanism and bucket, such as "breakable:64", of a batch for which `can_run` is
+        true.
+        """
         return f"{self.backend.prompt_kind}:{self.bucket_for(batch.num_tokens)}"
 
     def run(self, batch: ForwardBatch) -> Tensor:
-        """Return hidden states [T, H], a view of the graph's output.
+        """Replay the graph of a batch for which `can_run` is true; return hidden states [T, H], a
+        view of its output.
 
-        The next replay overwrites it.
+        The next replay overwrites it. Raises StalePlanError as `GraphRunner.run` does.
         """
         size = self.bucket_for(batch.num_tokens)
         assert size is not None

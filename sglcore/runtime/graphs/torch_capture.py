@@ -27,7 +27,7 @@ class GraphSegment:
         self._graph = graph
 
     def replay(self, update: HostUpdate | None = None) -> None:
-        """Queue the graph on the current stream."""
+        """Implements `Segment.replay`: queue the graph on the current stream. `update` is None."""
         assert update is None, "this graph takes no update"
         self._graph.replay()
 
@@ -57,7 +57,7 @@ class TorchCapture:
 
     @contextmanager
     def capture(self, stream: torch.Stream, pool: Any) -> Iterator[Segment]:
-        """Record the work that the block queues; raises what the block or the driver raises."""
+        """Implements `StreamCapture.capture`; raises what the block or the driver raises."""
         graph = self._make_graph()
         with entered(stream):
             graph.capture_begin(pool=pool, **self._options)
@@ -83,7 +83,7 @@ class AcceleratorCapture:
 
     @contextmanager
     def capture(self, stream: torch.Stream, pool: Any) -> Iterator[Segment]:
-        """Record the work that the block queues; raises what the block or the driver raises."""
+        """Implements `StreamCapture.capture`; raises what the block or the driver raises."""
         accelerator: Any = torch.accelerator  # older torch lacks it; then this class is not chosen
         graph = accelerator.Graph(pool=pool.id, capture_error_mode=ERRORS)
         with entered(stream):

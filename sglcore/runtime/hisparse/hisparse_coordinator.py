@@ -59,7 +59,9 @@ class Swapped:
 
 
 class HiSparseCoordinator:
-    """Serves the layers that read an indexer's choice. Made once; its addresses never change."""
+    """The `RowsOnHost` of the layers that read an indexer's choice. Made once; its addresses never
+    change.
+    """
 
     def __init__(
         self,
@@ -99,7 +101,7 @@ class HiSparseCoordinator:
         return sum(each.nbytes for each in (*tables, *self._buffers.values())) + self._rooms.num_bytes
 
     def plan(self, batch: ForwardBatch) -> HostRows:
-        """Plan one forward; start the first copies of a prefill."""
+        """Implements `RowsOnHost.plan`; starts the first copies of a prefill."""
         if batch.extend_seq_lens is None:
             return self.capture_plan(batch.num_tokens)
         staged = plan_parts(batch, self.req_to_token_pool, self.shape.rows_per_page, self._rooms)
@@ -125,7 +127,9 @@ class HiSparseCoordinator:
         return rows, copies
 
     def load(self, layer_id: int, copies: Copies) -> Tensor:
-        """Copy the missing rows of a layer to the device and return its buffer."""
+        """Copy the missing rows of a layer to the device and return its buffer, [slots * rows per
+        slot, size], of all slots.
+        """
         buffer = self._buffers[layer_id]
         self.kernels.copy_rows(self._stores[layer_id], buffer, copies.loads, copies.counts)
         return buffer

@@ -61,11 +61,15 @@ class Staged:
     rooms: StagingRooms
 
     def choose(self, layer_id: int, chosen: Tensor, slots: Tensor) -> Tensor:
-        """Return `chosen` int32 [T, K] unchanged: it already names rows of a room."""
+        """Implements `HostRows.choose`: return `chosen` int32 [T, K] itself, because `table` names
+        the rows of a room.
+        """
         return chosen
 
     def read(self, layer_id: int) -> Iterator[tuple[slice, Tensor]]:
-        """Yield, part by part, the tokens of a layer and the room with their rows."""
+        """Implements `HostRows.read`: yield, part by part, the tokens of a layer and the room with
+        their rows.
+        """
         return self.rooms.read(layer_id, self)
 
 

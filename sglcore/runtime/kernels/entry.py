@@ -31,8 +31,9 @@ class Entry(Generic[K]):
     """Names of further arguments that it may overwrite. It writes no others."""
     shapes: tuple[tuple[Any, ...], ...] = ()
     """Argument shapes for generated tests, for arguments that may have any value: T is the number
-    of rows, a star means float32 regardless of the other dtypes, and arguments that are no tensors
-    stand as they are. Empty: the conformance kit has a generator for this entry."""
+    of rows, a star means float32 regardless of the other dtypes, and an argument that is no tensor
+    is given as its value. Empty: the conformance kit has a generator for this entry.
+    """
     name: str = ""
     """Name in the table."""
 
@@ -65,5 +66,7 @@ def entry(reference: Function, **more: Any) -> Entry[Function]:
 
 
 def optional(reference: Function, **more: Any) -> Entry[Function | None]:
-    """Declare an operation that only tables of some devices have."""
+    """Declare an operation that only tables of some devices have; in other tables the entry is
+    None. `more` are fields of `Entry`.
+    """
     return Entry(reference, True, **more)

@@ -137,7 +137,7 @@ def gelu(x: Tensor) -> Tensor:
 
 
 def softcap(x: Tensor, cap: float) -> Tensor:
-    """Bound values smoothly (Gemma 2, section 2)."""
+    """Return cap * tanh(x / cap) (Gemma 2, section 2)."""
     return torch.tanh(x / cap) * cap
 
 

@@ -13,7 +13,9 @@ from sglcore.runtime.memory.kv_rows import INDEX_KEYS, BaseSWAKVPool, KeptRows, 
 
 WINDOW, BLOCKS, STATE = "window", "blocks", "state"
 INDEX_STATE = "index_state"
-"""Names of rows: per token, per block, and of the compressor states of blocks and index keys."""
+"""Names of rows: WINDOW has one per token, BLOCKS one per block, STATE and INDEX_STATE the
+compressor states of blocks and of index keys.
+"""
 
 
 def ring_size(ratio: int, span: int, drafts: int = 1) -> int:

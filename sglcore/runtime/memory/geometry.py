@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from sglcore.runtime.memory.pools import LayerShapes
 
 CellBytes = Callable[["LayerShapes", torch.dtype], int]
-"""Bytes of one token over layers, for a kind of pool."""
+"""`cell_bytes(layers, dtype)`: bytes of one token over these layers, for one kind of pool."""
 
 
 def has_window(layer: Attention) -> bool:

@@ -190,16 +190,16 @@ class MHATokenToKVPool:
         return self._kv[layer_id]
 
     def store(self, layer_id: int, key: Tensor, value: Tensor, out_cache_loc: Tensor) -> None:
-        """Store with the table's `store_kv`."""
+        """Implements `TokenToKVPool.store` with the kernel table's `store_kv`."""
         self._store_kv(key, value, *self._kv[layer_id], out_cache_loc)
 
     def read_cells(self, layer_id: int, cells: Tensor) -> tuple[Tensor, Tensor]:
-        """Gather keys and values."""
+        """Implements `TokenToKVPool.read_cells` by a gather."""
         keys, values = self._kv[layer_id]
         return keys.index_select(0, cells), values.index_select(0, cells)
 
     def write_cells(self, layer_id: int, cells: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Write with the reference's `store_kv`."""
+        """Implements `TokenToKVPool.write_cells` with the reference's `store_kv`."""
         reference_kernels.store_kv(keys, values, *self._kv[layer_id], cells)
 
     def replace_storage(self) -> None:
@@ -223,17 +223,19 @@ class PageMajorTokenToKVPool(MHATokenToKVPool):
     layout: ClassVar[str] = PAGE_MAJOR
 
     def store(self, layer_id: int, key: Tensor, value: Tensor, out_cache_loc: Tensor) -> None:
-        """Store by two indexed writes, not with the table's `store_kv`."""
+        """Implements `TokenToKVPool.store` by two indexed writes, not with the kernel table's
+        `store_kv`.
+        """
         self.write_cells(layer_id, out_cache_loc, key, value)
 
     def read_cells(self, layer_id: int, cells: Tensor) -> tuple[Tensor, Tensor]:
-        """Gather by two indexed reads."""
+        """Implements `TokenToKVPool.read_cells` by two indexed reads."""
         pages, places = cells // self.page_size, cells % self.page_size
         keys, values = self._kv[layer_id]
         return keys.transpose(1, 2)[pages, places], values.transpose(1, 2)[pages, places]
 
     def write_cells(self, layer_id: int, cells: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Write by two indexed writes."""
+        """Implements `TokenToKVPool.write_cells` by two indexed writes."""
         where = cells // self.page_size, cells % self.page_size
         for held, new in zip(self._kv[layer_id], (keys, values), strict=True):
             held.transpose(1, 2)[where] = new.to(held.dtype)
@@ -269,8 +271,8 @@ class PoolKind:
 
 
 PER_HEAD = PoolKind(MHATokenToKVPool, cell_bytes)
-"""In the model's dtype, per head, cell-major."""
+"""Keys and values in the model's dtype, per head, cell-major."""
 PER_HEAD_BY_PAGE = PoolKind(PageMajorTokenToKVPool, cell_bytes)
-"""In the model's dtype, per head, page-major."""
+"""Keys and values in the model's dtype, per head, page-major."""
 POOL_KINDS: Mapping[str, PoolKind] = MappingProxyType({CELL_MAJOR: PER_HEAD, PAGE_MAJOR: PER_HEAD_BY_PAGE})
 """Pool kinds by layout."""

@@ -58,7 +58,9 @@ class Replays(KeepsState, Protocol):
     """A layer with a state that can be advanced over the same tokens again."""
 
     def advance(self, taken: Tensor, rows: PoolRows, states: Mapping[str, Tensor]) -> Tensor:
-        """Advance the states by inputs `taken` [T, n] of rows, as recurrent kernels do."""
+        """Advance the states of `rows` by their inputs `taken` [T, n], as the kernel table's
+        recurrent entries do; return [T, m].
+        """
         ...
 
 
@@ -143,7 +145,9 @@ class StatePool:
         return Runs(parts[0].flatten(), torch.zeros_like(slots), parts[1].flatten(), self.places(len(slots)) + 1)
 
     def places(self, count: int) -> Tensor:
-        """Return 0 to `count` - 1, int32."""
+        """Return int32 [0, 1, ..., count - 1], a view; `count` is at most the rows of a
+        verification.
+        """
         return self._places[:count]
 
     def keep(self, layer_id: int, taken: Tensor, rows: Tensor) -> None:

@@ -23,7 +23,9 @@ from sglcore.step.micro_batch_cut import CutTerms
 
 
 class Halves:
-    """Runs batches as two micro-batches, with an attention backend for each."""
+    """Implements `SplitForward`: runs batches as two micro-batches, with an attention backend for
+    each.
+    """
 
     def __init__(self, backends: tuple[AttentionBackend[Any], AttentionBackend[Any]], terms: CutTerms) -> None:
         """Raises ValueError if both backends are the same.
@@ -105,7 +107,9 @@ class Halves:
 
 @dataclass(frozen=True, slots=True)
 class CapturedHalves:
-    """The two micro-batches of one bucket: where it is split, and the plan of each."""
+    """Implements `CapturedSplit`: where the batch of one bucket is split, and the plan of each
+    micro-batch.
+    """
 
     halves: Halves
     cut: int

@@ -170,7 +170,7 @@ class Slices:
 
 
 class Passed:
-    """Takes the place of a step's readback for a slice without results: an event on its stream."""
+    """The `Arriving` of a slice without results: an event on its stream, in place of a readback."""
 
     __slots__ = ("_event",)
 
@@ -190,7 +190,7 @@ class Passed:
 
 
 class SliceSteps:
-    """The steps of a worker that run some layers of a prefill."""
+    """The `StepKind` of steps that run some layers of a prefill."""
 
     def __init__(self, slices: Slices) -> None:
         self.slices = slices

@@ -81,7 +81,7 @@ class Dispatcher(Protocol):
 
 
 class MakeDispatcher(Protocol):
-    """Makes dispatchers; `is_fixed` is theirs."""
+    """Makes dispatchers of one kind; `is_fixed` has the value that they have."""
 
     @property
     def is_fixed(self) -> bool:
@@ -139,11 +139,13 @@ class RaggedDispatcher:
     max_rows = None
 
     def __init__(self, group: AnyGroup, each: int, max_rows: int) -> None:
-        """See `MakeDispatcher`."""
+        """Parameters as in `MakeDispatcher.__call__`; `max_rows` is ignored."""
         self._group, self._each = group, each
 
     def launch_dispatch(self, rows: Tensor, places: Tensor) -> Dispatched:
-        """See `Dispatcher`."""
+        """Implements `Dispatcher.launch_dispatch`. Waits until the host knows the counts of all
+        ranks.
+        """
         flat = places.reshape(-1).long()
         ranks = torch.where(flat < 0, self._group.size, flat // self._each)
         order = torch.argsort(ranks, stable=True)
@@ -156,7 +158,7 @@ class RaggedDispatcher:
         return _Ragged(given, experts, order, sent, received, (len(rows), places.shape[1]))
 
     def launch_combine(self, made: Tensor, dispatched: Dispatched) -> Combining:
-        """See `Dispatcher`."""
+        """Implements `Dispatcher.launch_combine`."""
         assert isinstance(dispatched, _Ragged)
         back = self._group.launch_all_to_all(made.contiguous(), dispatched.received, dispatched.sent)
         return _RaggedBack(back, dispatched)
@@ -203,13 +205,13 @@ class FixedDispatcher:
     is_fixed: ClassVar[bool] = True
 
     def __init__(self, group: AnyGroup, each: int, max_rows: int) -> None:
-        """See `MakeDispatcher`."""
+        """Parameters as in `MakeDispatcher.__call__`."""
         self._group, self._each, self.max_rows = group, each, max_rows
 
     def launch_dispatch(self, rows: Tensor, places: Tensor) -> Dispatched:
-        """See `Dispatcher`.
+        """Implements `Dispatcher.launch_dispatch`.
 
-        Raises CapacityExceeded before anything is sent if there are too many rows.
+        Raises CapacityExceeded before anything is sent if there are more than `max_rows` rows.
         """
         count, size = len(rows), self._group.size
         if count > self.max_rows:
@@ -225,7 +227,7 @@ class FixedDispatcher:
         return _Fixed(self._exchanged(every[:-1]), every_expert, places)
 
     def launch_combine(self, made: Tensor, dispatched: Dispatched) -> Combining:
-        """See `Dispatcher`."""
+        """Implements `Dispatcher.launch_combine`."""
         assert isinstance(dispatched, _Fixed)
         return _FixedBack(self._exchanged(made), dispatched.places, self.max_rows)
 

@@ -37,7 +37,7 @@ class StepShape:
 
 @dataclass(frozen=True, slots=True)
 class DraftSizes:
-    """The numbers of a start on which the shape of a draft's steps depends."""
+    """The decisions of a start that determine the shape of a draft's steps."""
 
     lengths: tuple[int, ...]
     """Possible numbers of draft tokens in a step, ascending."""
@@ -77,7 +77,9 @@ class DrafterParts:
 
 @dataclass(frozen=True, slots=True)
 class KindSteps:
-    """How drafts of a kind with a model run."""
+    """The functions that run one kind of drafts from a model: how its drafter is made, and what
+    steps its forwards need.
+    """
 
     make: Callable[[DrafterParts], Drafter]
     """Makes the drafter."""
@@ -95,7 +97,7 @@ class KindSteps:
 
 @dataclass(frozen=True, slots=True)
 class LookupSteps:
-    """How drafts of a kind without a model run."""
+    """The functions that run one kind of drafts without a model."""
 
     make: Callable[[int], Drafter]
     """`make(tokens)` returns the drafter of at most `tokens` draft tokens per step."""

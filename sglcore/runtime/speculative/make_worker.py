@@ -42,7 +42,7 @@ def make_drafter(
 
 
 def lookup_steps(kind: str) -> LookupSteps:
-    """Return how drafts of a kind without a model run."""
+    """Return the `LookupSteps` of a kind of drafts without a model, a name in DRAFT_KINDS."""
     return resolve(DRAFT_KINDS[kind].steps)
 
 

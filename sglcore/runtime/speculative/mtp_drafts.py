@@ -26,7 +26,9 @@ from sglcore.runtime.speculative.drafter import DraftRows
 
 
 class HeadsModel(Protocol):
-    """The first layer, and what all layers have in common."""
+    """The draft model of `MultiHeadDrafter`: its first layer, and the projection that all layers
+    share.
+    """
 
     feature_size: int
     dtype: torch.dtype
@@ -207,7 +209,9 @@ class MultiHeadDrafter:
         self._features.index_put_((slots,), features.view(-1, self._back, features.shape[-1]))
 
     def _keep_of_chunks(self, rows: DraftRows, features: Tensor, first: Tensor, lengths: Tensor) -> None:
-        """Store the same for chunks; a chunk shorter than k - 1 keeps part of the stored values."""
+        """Store what `keep` stores, for prefill chunks; a chunk shorter than k - 1 keeps part of
+        the stored values.
+        """
         slots = rows.batch.req_pool_indices
         places = lengths[:, None] + (self._steps[: self._back] - self._back)
         new = (first[:, None] + places.clamp(min=0)).flatten()
@@ -233,7 +237,11 @@ class MultiHeadDrafter:
             runner.forward(no_tokens(rows.batch, plan, features[:0]))
 
     def ahead(self, window: Window, depth: int) -> Tensor:
-        """Return int32[B * N]: the tokens `depth` places after those that follow each row."""
+        """Return the input ids of layer number `depth`, int32[B * N]: the token `depth` places
+        after `window.ids` of each row.
+
+        From `window.known` on, these are the draft tokens drawn so far for the slot.
+        """
         size = window.batch.num_tokens // len(window.slots)
         columns = self._steps[:size] + depth
         ids = window.ids.index_select(1, columns.clamp(max=window.ids.shape[1] - 1))
@@ -243,7 +251,11 @@ class MultiHeadDrafter:
         return torch.where(behind < 0, ids, beyond).flatten()
 
     def _ahead(self, ids: Tensor, slots: Tensor, first: Tensor, ends: Tensor, depth: int) -> Tensor:
-        """Return the same for chunks, int32[T]."""
+        """Return the input ids of layer number `depth` for prefill chunks, int32[T]: the token
+        `depth` places after `ids` of each token.
+
+        After the end of a chunk these are the draft tokens drawn so far for its slot.
+        """
         turned, beyond = ids.roll(-depth), self._beyond.index_select(0, slots)
         # The last token of a chunk is written last: a short chunk's missing tokens are overwritten.
         for place in range(depth):

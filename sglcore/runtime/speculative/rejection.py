@@ -190,7 +190,9 @@ class RejectionWorker(SpeculativeWorker):
     def _sampled(
         self, chain: Chain, logits: Tensor, top_n: int | None, last: Tensor, tokens: Tensor, bad: Tensor
     ) -> SampledTokens[Tensor]:
-        """Return the accepted tokens followed by the token at index `last` int64[B, 1]."""
+        """Return one result per row of logits: each request's draft tokens, with `tokens` int32[B]
+        and `bad` bool[B] at index `last` int64[B, 1], which is after the accepted ones.
+        """
         proposals = torch.nn.functional.pad(chain.tokens.clamp(min=0), (0, 1))
         every = proposals.scatter(1, last, tokens[:, None]).view(-1)
         bad_rows = torch.zeros_like(proposals, dtype=torch.bool).scatter_(1, last, bad[:, None]).view(-1)

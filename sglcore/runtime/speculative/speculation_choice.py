@@ -42,7 +42,8 @@ MTP = "mtp"
 COUPLED, REJECTION, BLOCK = "coupled", "rejection", "block"
 """The choices of `speculative_verify`.
 
-`coupled` accepts a draft token if it equals the token that the target draws.
+`coupled` accepts a draft token if it equals the token that the target draws; the others keep the
+distribution only (`rejection.py`).
 """
 DRAFT_LOADER: Ref = "sglcore.models.drafts.draft_loader:load_draft"
 DRAFT_KIND: Ref = "sglcore.models.drafts.draft_loader:kind_of"
@@ -107,7 +108,9 @@ class Speculation:
         return () if self.rule == COUPLED or self.draft is None else (requests + 1, self.tokens, vocab_size)
 
     def shape_of(self, model: LoadedModel) -> StepShape:
-        """Return the shape of the decode steps of the target or of the draft."""
+        """Return the shape of the draft's decode steps if `model` is the draft, otherwise of the
+        target's.
+        """
         sizes = DraftSizes(self.lengths, self.tree, self.heads)
         if model is not self.draft:
             return StepShape(sizes.widths, aux_layers=self.aux_layers or ())
@@ -115,7 +118,7 @@ class Speculation:
 
 
 def model_steps(kind: str) -> KindSteps:
-    """Return how drafts of a kind with a model run."""
+    """Return the `KindSteps` of a kind of drafts with a model, a name in DRAFT_KINDS."""
     return resolve(DRAFT_KINDS[kind].steps)
 
 

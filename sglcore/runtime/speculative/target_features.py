@@ -76,7 +76,7 @@ class FeatureModel:
         self.attention_layers = model.attention_layers
 
     def __call__(self, batch: ForwardBatch) -> Tensor:
-        """Run one forward; return hidden states and features, concatenated."""
+        """Run one forward; return hidden states, then features: [T, H + feature_size]."""
         found: list[Tensor] = []
         model, first = self._model, 0
         state = model.embed(batch)

@@ -67,7 +67,9 @@ class DraftTree(NamedTuple):
 
 
 def chained(tokens: Tensor, most: int) -> DraftTree:
-    """Return the tree int32[R, most] in which tokens int32[R, k] follow one another."""
+    """Return the trees, int32[R, most] each, in which tokens int32[R, k] follow one another; nodes
+    after the k-th have no token (NONE).
+    """
     whole = torch.nn.functional.pad(tokens, (0, most - tokens.shape[1]), value=NONE)
     parents = torch.arange(most, dtype=torch.int32, device=tokens.device).repeat(len(whole), 1)
     return DraftTree(whole, parents, parents + 1)

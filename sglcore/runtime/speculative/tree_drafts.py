@@ -1,7 +1,7 @@
 """Draft trees from a draft model: beams of several tokens each.
 
 The likeliest candidates become the tree. Each beam sees its own branch. Row b of the forward for
-tokens of depth s has KV slot w * (s - 1) + b after the known ones, and a word that says which of
+tokens of depth s has KV slot w * (s - 1) + b after those of the text, and a word that says which of
 the KV slots before it belong to its ancestors. All beams of a frozen draft see the same KV slots.
 """
 
@@ -30,7 +30,7 @@ from sglcore.runtime.speculative.tree import Beams, CellBits, DraftTree, TreeRec
 
 
 class Beam(Protocol):
-    """The forwards that continue the beams of one step."""
+    """A function that runs the draft's forward for the beams of one depth."""
 
     def __call__(self, beams: Beams, depth: int, hidden: Tensor) -> Tensor:
         """Run the tokens of beams [R, w].

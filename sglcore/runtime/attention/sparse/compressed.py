@@ -51,7 +51,7 @@ class Completed:
 
     @classmethod
     def empty(cls, count: int, span: int, num_tokens: int, device: torch.device) -> Completed:
-        """Allocate room for `count` blocks."""
+        """Return zeros for `count` blocks of `span` tokens each, in a batch of `num_tokens`."""
         sizes = (count, span), (count,), (count,), (num_tokens,)
         return cls(*(torch.zeros(size, dtype=torch.int32, device=device) for size in sizes))
 
@@ -87,7 +87,9 @@ class DeepseekV4AttnBackend(AttentionBackend[CompressedPlan]):
     token_to_kv_pool: DeepSeekV4TokenToKVPool
 
     def rows_of(self, batch: ForwardBatch) -> list[tuple[Tensor, Tensor]]:
-        """Return the rows of the batch's tokens, of the blocks they complete, and of states."""
+        """Implements `AttentionBackend.rows_of`: the rows of the batch's tokens, of the blocks they
+        complete, and of states.
+        """
         plan, pool, found = self.plan(batch), self.token_to_kv_pool, []
         for layer_id, layer in enumerate(pool.layers):
             for name, rows in pool.on_device(layer_id).items():
@@ -100,9 +102,8 @@ class DeepseekV4AttnBackend(AttentionBackend[CompressedPlan]):
         return found
 
     def plan(self, batch: ForwardBatch) -> CompressedPlan:
-        """Plan on the device, with the same number of operations for any batch.
-
-        Host lengths bound the sizes.
+        """Implements `AttentionBackend.plan` on the device, with the same number of operations for
+        any batch. Host lengths bound the sizes.
         """
         tokens = TokenRows.of(batch, self.req_to_token_pool.max_tokens)
         counts = {kept.ratio: _most_completed(batch, kept.ratio) for kept in self.token_to_kv_pool.states}
@@ -114,7 +115,7 @@ class DeepseekV4AttnBackend(AttentionBackend[CompressedPlan]):
         return plan
 
     def capture_plan(self, bucket: Bucket) -> CompressedPlan:
-        """Allocate a plan with the largest possible number of rows."""
+        """Implements `AttentionBackend.capture_plan`, with the largest possible number of rows."""
         device = self.req_to_token_pool.page_table.device
         tokens = TokenRows.empty(bucket.num_tokens, self.req_to_token_pool.max_tokens, device)
         states = self.token_to_kv_pool.states
@@ -125,14 +126,16 @@ class DeepseekV4AttnBackend(AttentionBackend[CompressedPlan]):
         return plan
 
     def refresh(self, plan: CompressedPlan, batch: ForwardBatch) -> None:
-        """Update the plan in place."""
+        """Implements `AttentionBackend.refresh`: update the plan in place."""
         plan.tokens.copy_(TokenRows.of(batch, self.req_to_token_pool.max_tokens))
         plan.window_out.copy_(self._window_out(batch))
         self._fill_lists(plan, batch)
         self._complete(plan, batch)
 
     def plan_steps(self, view: ForwardBatch, count: int) -> tuple[CompressedPlan, ...]:
-        """Plan `count` decode steps together: `view` and those after it, each one token longer."""
+        """Plan `count` decode steps together and return a plan for each: `view` and the steps after
+        it, each one token longer.
+        """
         (whole, steps), pool = later_steps(view, count), self.token_to_kv_pool
         tokens, (table, positions) = TokenRows.of(whole, self.req_to_token_pool.max_tokens), self._windows(whole)
         out = torch.empty_like(tokens.slots)
@@ -161,7 +164,8 @@ class DeepseekV4AttnBackend(AttentionBackend[CompressedPlan]):
             plan.chosen = plan.host.choose(layer.layer_id, plan.chosen, tokens.slots)
 
     def attend(self, q: Tensor, layer: Attention, batch: ForwardBatch, plan: CompressedPlan) -> Tensor:
-        """Map q [T, heads * head_dim] to [T, heads * value_size]."""
+        """Implements `AttentionBackend.attend`: q [T, heads * row size] to [T, heads * value_size].
+        """
         assert isinstance(layer, SparseLayer)
         pool, blocks = self.token_to_kv_pool, layer.rows.get(BLOCKS)
         window, codec = pool.rows(layer.layer_id, WINDOW), pool.codec(layer.layer_id, WINDOW)

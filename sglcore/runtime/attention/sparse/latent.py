@@ -49,29 +49,33 @@ class DeepseekSparseAttnBackend(AttentionBackend[LatentPlan]):
     token_to_kv_pool: RowPool
 
     def rows_of(self, batch: ForwardBatch) -> list[tuple[Tensor, Tensor]]:
-        """Return the rows of the batch's tokens."""
+        """Implements `AttentionBackend.rows_of`: the rows of the batch's tokens."""
         pool, places = self.token_to_kv_pool, batch.out_cache_loc
         assert places is not None
         return [(rows, places) for layer_id in range(pool.num_layers) for rows in pool.on_device(layer_id).values()]
 
     def plan(self, batch: ForwardBatch) -> LatentPlan:
-        """Plan on the device, with the same number of operations for any batch."""
+        """Implements `AttentionBackend.plan` on the device, with the same number of operations for
+        any batch.
+        """
         host = None if self.hisparse is None else self.hisparse.plan(batch)
         return LatentPlan(self, self.generation, TokenRows.of(batch, self.req_to_token_pool.max_tokens), host)
 
     def capture_plan(self, bucket: Bucket) -> LatentPlan:
-        """Allocate a plan with one row per token."""
+        """Implements `AttentionBackend.capture_plan`, with one row per token."""
         device = self.req_to_token_pool.page_table.device
         tokens = TokenRows.empty(bucket.num_tokens, self.req_to_token_pool.max_tokens, device)
         host = None if self.hisparse is None else self.hisparse.capture_plan(bucket.num_tokens)
         return LatentPlan(self, self.generation, tokens, host)
 
     def refresh(self, plan: LatentPlan, batch: ForwardBatch) -> None:
-        """Update the tokens in place."""
+        """Implements `AttentionBackend.refresh`: update the tokens in place."""
         plan.tokens.copy_(TokenRows.of(batch, self.req_to_token_pool.max_tokens))
 
     def plan_steps(self, view: ForwardBatch, count: int) -> tuple[LatentPlan, ...]:
-        """Plan `count` decode steps together: `view` and those after it, each one token longer."""
+        """Plan `count` decode steps together and return a plan for each: `view` and the steps after
+        it, each one token longer.
+        """
         tokens = TokenRows.of(later_steps(view, count)[0], self.req_to_token_pool.max_tokens)
         return tuple(LatentPlan(self, self.generation, tokens.part(step, count)) for step in range(count))
 
@@ -90,7 +94,8 @@ class DeepseekSparseAttnBackend(AttentionBackend[LatentPlan]):
             plan.chosen = plan.host.choose(layer.layer_id, plan.chosen, tokens.slots)
 
     def attend(self, q: Tensor, layer: Attention, batch: ForwardBatch, plan: LatentPlan) -> Tensor:
-        """Map q [T, heads * row] to [T, heads * value_size]."""
+        """Implements `AttentionBackend.attend`: q [T, heads * row size] to [T, heads * value_size].
+        """
         assert isinstance(layer, SparseLayer)
         pool, table, tokens = self.token_to_kv_pool, self.req_to_token_pool.page_table, plan.tokens
         rows, codec = pool.rows(layer.layer_id, LATENT), pool.codec(layer.layer_id, LATENT)

@@ -53,7 +53,9 @@ class TokenRows:
 
     @classmethod
     def empty(cls, num_tokens: int, most: int, device: torch.device) -> Self:
-        """Return padding tokens, at fixed addresses."""
+        """Return `num_tokens` padding tokens (slot 0, length 1) in new tensors, for a plan with
+        fixed addresses.
+        """
         slots = torch.zeros(num_tokens, dtype=torch.int32, device=device)
         return cls(slots, torch.ones_like(slots), most)
 

@@ -52,8 +52,8 @@ def gated_kernel(
     """Implements `KernelTable.silu_and_mul`, `gelu_tanh_and_mul` (IS_GELU) and
     `limited_silu_and_mul` (`limit` is not None): x [rows, 2 * SIZE] to out [rows, SIZE].
 
-    GELU is gate * sigmoid(2 z), where z is the argument of its tanh. Reads at least 2 * rows * SIZE
-    elements and writes rows * SIZE.
+    GELU is gate * sigmoid(2 z), where z is the argument of its tanh. One program per ROWS rows and
+    BLOCK columns. Reads at least 2 * rows * SIZE elements and writes rows * SIZE.
     """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

@@ -72,7 +72,7 @@ def gaps_below(logits, best, scale):
     the temperature (`SamplingState.scale`); LIMIT where a token is no candidate. As
     `sglcore.sampling.gumbel_race.gaps_below_best`.
 
-    The minimum stands between product and sum, so that a compiler can not fuse them into one
+    The minimum is taken between product and sum, so that a compiler cannot fuse them into one
     operation with one rounding.
     """
     gap = (best - logits) * scale

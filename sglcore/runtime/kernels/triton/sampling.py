@@ -42,7 +42,7 @@ OFF = tl.constexpr(noise.OFF)
 TOP_P_BITS = tl.constexpr(noise.TOP_P_BITS)
 TOP_P_MASK = tl.constexpr((1 << noise.TOP_P_BITS) - 1)
 NOTHING = tl.constexpr(-(1 << 62))
-"""The key that stands for no candidate."""
+"""The key of no candidate: less than every other."""
 
 
 @triton.jit

@@ -23,7 +23,7 @@ def shape(sizes: DraftSizes, model: LoadedModel) -> StepShape:
 
 
 def make(parts: DrafterParts) -> Drafter:
-    """Return a drafter of blocks."""
+    """Return a drafter that fills in a block of masks per request."""
     return BlockDrafter(parts.runner, parts.tokens, parts.model, parts.is_exact)
 
 

@@ -20,7 +20,7 @@ def shape(sizes: DraftSizes, model: LoadedModel) -> StepShape:
 
 
 def make(parts: DrafterParts) -> Drafter:
-    """Return a drafter of chains or trees."""
+    """Return a drafter of trees if `parts` has a tree, otherwise of chains."""
     if parts.tree is not None:
         return FrozenTreeDrafter(parts.runner, parts.tree, parts.model.feature_size)
     return FrozenDrafter(parts.runner, parts.tokens, parts.model.feature_size)

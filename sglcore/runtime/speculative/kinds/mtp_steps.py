@@ -24,7 +24,9 @@ def shape(sizes: DraftSizes, model: LoadedModel) -> StepShape:
 
 
 def make(parts: DrafterParts) -> Drafter:
-    """Return a drafter of one layer, or of one layer per token."""
+    """Return a drafter with one layer per token if `parts` has further layers, otherwise one as for
+    EAGLE.
+    """
     if not parts.heads:
         return eagle_steps.make(parts)
     return MultiHeadDrafter((parts.runner, *parts.heads), parts.slots, parts.model)

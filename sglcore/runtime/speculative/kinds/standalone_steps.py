@@ -23,7 +23,7 @@ def shape(sizes: DraftSizes, model: LoadedModel) -> StepShape:
 
 
 def make(parts: DrafterParts) -> Drafter:
-    """Return a drafter of chains or trees."""
+    """Return a drafter of trees if `parts` has a tree, otherwise of chains."""
     if parts.tree is not None:
         return StandaloneTreeDrafter(parts.runner, parts.tokens).shaped(parts.tree)
     return StandaloneDrafter(parts.runner, parts.tokens)
