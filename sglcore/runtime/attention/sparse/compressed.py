@@ -164,8 +164,7 @@ class DeepseekV4AttnBackend(AttentionBackend[CompressedPlan]):
             plan.chosen = plan.host.choose(layer.layer_id, plan.chosen, tokens.slots)
 
     def attend(self, q: Tensor, layer: Attention, batch: ForwardBatch, plan: CompressedPlan) -> Tensor:
-        """Implements `AttentionBackend.attend`: q [T, heads * row size] to [T, heads * value_size].
-        """
+        """Implements `AttentionBackend.attend`: q [T, heads * size] to [T, heads * value_size]."""
         assert isinstance(layer, SparseLayer)
         pool, blocks = self.token_to_kv_pool, layer.rows.get(BLOCKS)
         window, codec = pool.rows(layer.layer_id, WINDOW), pool.codec(layer.layer_id, WINDOW)

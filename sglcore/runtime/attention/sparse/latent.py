@@ -94,8 +94,7 @@ class DeepseekSparseAttnBackend(AttentionBackend[LatentPlan]):
             plan.chosen = plan.host.choose(layer.layer_id, plan.chosen, tokens.slots)
 
     def attend(self, q: Tensor, layer: Attention, batch: ForwardBatch, plan: LatentPlan) -> Tensor:
-        """Implements `AttentionBackend.attend`: q [T, heads * row size] to [T, heads * value_size].
-        """
+        """Implements `AttentionBackend.attend`: q [T, heads * size] to [T, heads * value_size]."""
         assert isinstance(layer, SparseLayer)
         pool, table, tokens = self.token_to_kv_pool, self.req_to_token_pool.page_table, plan.tokens
         rows, codec = pool.rows(layer.layer_id, LATENT), pool.codec(layer.layer_id, LATENT)
