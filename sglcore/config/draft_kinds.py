@@ -1,4 +1,5 @@
-"""The kinds of drafts, as data. To add one, add its entry here and the files that it names."""
+"""The kinds of draft sources that `--speculative` accepts, as data. To add a kind, add its entry
+here and the files that the entry names."""
 
 from __future__ import annotations
 
@@ -9,7 +10,8 @@ from types import MappingProxyType
 from sglcore.device.package import Ref
 
 RANKS, SHARDS, NO_PREFIX_CACHE = "ranks", "shards", "no prefix cache"
-"""Features that some kinds are refused with."""
+"""Keys of `DraftKind.refused`: a model on several ranks, data-parallel shards (`--dp`), and a
+prefix cache that is off."""
 
 _STEPS = "sglcore.runtime.speculative.kinds"
 _DRAFTS = "sglcore.models.drafts"
@@ -20,23 +22,27 @@ _ONE_RANK: Mapping[str, str] = MappingProxyType({RANKS: _UNCUT, SHARDS: _NOT_AGR
 
 @dataclass(frozen=True, slots=True)
 class DraftKind:
-    """A kind of drafts, as `--speculative` names it."""
+    """One value of `--speculative`: where draft tokens come from, and the objects that implement
+    it."""
 
     name: str
-    """The name that users give."""
+    """The value of `--speculative`."""
     source: str
-    """Where its draft tokens come from, for help texts. Empty: a draft model of this name."""
+    """Where its draft tokens come from, for help texts. Empty: from a draft model."""
     steps: Ref
-    """How it runs: a `KindSteps`, or a `LookupSteps` without a model."""
+    """The object that makes its drafter: a `KindSteps`, or a `LookupSteps` for a kind without a
+    draft model."""
     checkpoint: Ref | None = None
-    """How its drafts lie in a checkpoint: a `DraftCheckpoint`. None: the names of tensors do not
-    tell."""
+    """How to recognise its draft models by their tensor names, and how to load them: a
+    `DraftCheckpoint`. None: tensor names do not identify this kind, or it has no draft model."""
     has_model: bool = True
-    """A draft model makes its tokens."""
+    """Whether a draft model makes its draft tokens."""
     takes_trees: bool = False
-    """It can draft trees: its model drafts one token at a time."""
+    """Whether it can draft trees (`--draft-width` above 1): only a model that drafts one token at a
+    time can."""
     refused: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
-    """The reasons against it, by feature."""
+    """Why the kind cannot be used with a feature: reason by RANKS, SHARDS or NO_PREFIX_CACHE. No
+    key: it can."""
 
 
 _KINDS = (
@@ -63,13 +69,13 @@ _KINDS = (
     ),
 )
 DRAFT_KINDS: Mapping[str, DraftKind] = MappingProxyType({kind.name: kind for kind in _KINDS})
-"""All kinds by name."""
+"""Every `DraftKind` by its name."""
 WITHOUT_MODEL = tuple(kind.name for kind in _KINDS if not kind.has_model)
-"""Kinds that look up their tokens in texts."""
+"""Names of the kinds that look up draft tokens in texts, without a draft model."""
 MODELS = tuple(kind.name for kind in _KINDS if kind.has_model)
-"""Kinds with a draft model."""
+"""Names of the kinds with a draft model."""
 IN_TREES = tuple(kind.name for kind in _KINDS if kind.takes_trees)
-"""Kinds that may draft trees."""
+"""Names of the kinds that can draft trees."""
 
 
 def sources_text() -> str:

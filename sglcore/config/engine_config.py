@@ -26,7 +26,8 @@ __all__ = [
 
 MOST_DRAFTS = 32
 MOST_BEAMS = 16
-"""Maximum number of draft tokens per step (MOST_DRAFTS) and per position (MOST_BEAMS).
+"""Maximum number of draft tokens per step (MOST_DRAFTS) and per position of a draft tree
+(MOST_BEAMS).
 
 Each draft token adds a row per request to every step, its graphs and its logits. At an acceptance
 rate of 0.9, all 32 are accepted in one step of 29, and 32 give at most 4 % more tokens than 24.
@@ -35,11 +36,10 @@ rate of 0.9, all 32 are accepted in one step of 29, and 32 give at most 4 % more
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """The configuration of the engine. None means "choose, and give the reason in the ledger".
+    """The configuration of the engine; `resolve_config` makes it. None: the default that the help
+    of the setting names, or a value that start-up chooses and explains in the ledger.
 
-    `kv_cache_memory` is in bytes. Without `graph_token_buckets`, the buckets are dense enough that
-    no prompt is padded to more than twice its tokens. `poison` proves that nothing reads what an
-    older step left in a buffer.
+    Memory sizes are in bytes, per device. Each setting's own text is its `help`.
     """
 
     model: str | None = setting(
@@ -244,8 +244,8 @@ class EngineConfig:
 
 
 def resolve_config(given: Mapping[str, object], environ: Mapping[str, str] = os.environ) -> EngineConfig:
-    """Merge explicit arguments with `SGLCORE_*` variables (arguments win; an empty variable is
-    none).
+    """Return the engine's configuration from explicit arguments and `SGLCORE_*` variables.
+    Arguments win; an argument that is None and an empty variable count as not given.
 
     Raises ConfigError for unknown names and for values of the wrong kind, and says what is known or
     wanted. Variables of the server are allowed and not read.
@@ -254,9 +254,10 @@ def resolve_config(given: Mapping[str, object], environ: Mapping[str, str] = os.
 
 
 def resolve_server_config(given: Mapping[str, object], environ: Mapping[str, str] = os.environ) -> ServerConfig:
-    """Do the same for the server's settings. Variables of the engine are allowed and not read.
+    """Return the server's configuration from arguments and variables, as `resolve_config` does for
+    the engine. Variables of the engine are allowed and not read.
 
-    The keys of `api_key_file` are read now and appended to those of `api_key`.
+    The keys in the file `api_key_file` are read now and appended to `api_key`.
     """
     config: ServerConfig = resolve(ServerConfig, given, environ, EngineConfig)
     if config.api_key_file is None:
@@ -265,13 +266,15 @@ def resolve_server_config(given: Mapping[str, object], environ: Mapping[str, str
 
 
 def plain_config(config: EngineConfig) -> dict[str, Any]:
-    """Return the fields of a configuration as JSON values, for another process."""
+    """Return all fields, `sources` included, as values that JSON can represent, for another
+    process; `config_of_plain` reads them."""
     values = {item.name: getattr(config, item.name) for item in fields(config)}
     return {**values, "sources": dict(config.sources)}
 
 
 def config_of_plain(values: Mapping[str, Any]) -> EngineConfig:
-    """Return the configuration that a parent process resolved. No variable is read again."""
+    """Return the configuration that `plain_config` encoded in the parent process; lists become
+    tuples again. No environment variable is read."""
     lists = {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
     sources = MappingProxyType(dict(values["sources"]))
     return EngineConfig(**{**values, **lists, "sources": sources})

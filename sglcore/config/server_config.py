@@ -15,10 +15,12 @@ from sglcore.device.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class ServerConfig:
-    """The configuration of the server. Times are in seconds, sizes in bytes.
+    """The configuration of the server; `resolve_server_config` makes it. Times are in seconds,
+    sizes in bytes.
 
-    No key is needed if `api_key` and `api_key_file` have none. `replica_env`: `NAME=VALUE`;
-    `{index}` in VALUE is the replica's number. `ray_resources`: `NAME=AMOUNT`, such as CPU=4.
+    Requests need no key if both `api_key` and `api_key_file` are empty. `replica_env`:
+    `NAME=VALUE`; `{index}` in VALUE is the replica's number, from 0. `ray_resources`:
+    `NAME=AMOUNT`, such as CPU=4.
     """
 
     host: str = setting("127.0.0.1", "Address to listen on; 0.0.0.0 listens on all addresses of this machine.")
@@ -138,23 +140,25 @@ class ServerConfig:
             _resource(each)
 
     def variables_of(self, replica: int) -> dict[str, str]:
-        """Return the additional environment variables of one replica's process."""
+        """Return the environment variables by name that `replica_env` sets for replica number
+        `replica` (from 0)."""
         pairs = (each.partition("=") for each in self.replica_env)
         return {name: value.replace("{index}", str(replica)) for name, _, value in pairs}
 
     @property
     def resources(self) -> dict[str, float]:
-        """The cluster resources of each replica, by Ray's names."""
+        """The Ray resources of each replica: amount by Ray's name, from `ray_resources`."""
         return dict(_resource(each) for each in self.ray_resources)
 
     @property
     def is_loopback(self) -> bool:
-        """Whether only this machine can reach the server."""
+        """Whether `host` is a loopback address, so that only this machine can reach the server."""
         return is_loopback(self.host)
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether a name or an address can only mean this machine."""
+    """Return whether a host is `localhost` or a loopback address in digits. Other names are not
+    resolved: False."""
     if host.lower() == "localhost":
         return True
     try:
@@ -164,9 +168,9 @@ def is_loopback(host: str) -> bool:
 
 
 def read_keys(path: str) -> tuple[str, ...]:
-    """Return the keys of a file, one per line, without empty lines and lines that begin with `#`.
-    Raises ConfigError.
-    """
+    """Return the keys of the file `path`, one per line, without empty lines and lines that begin
+    with `#`. Raises ConfigError if the file cannot be read, has no key, or has a line that is not a
+    key."""
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -182,15 +186,16 @@ def read_keys(path: str) -> tuple[str, ...]:
 
 
 def _check_key(key: str, where: str) -> None:
-    """Refuse a key that an HTTP header cannot carry. The error does not repeat the key."""
+    """Raise ConfigError for a key that an HTTP header cannot carry. The error names its place
+    `where` and does not repeat the key."""
     if not key or not all("!" <= letter <= "~" for letter in key):
         raise ConfigError(f"{where} is not a key", wanted="printable ASCII without spaces", remedy="replace it")
 
 
 def _check_variable(text: str) -> None:
-    """Refuse the engine's own settings: an engine process gets them by value and would not read the
-    variable.
-    """
+    """Raise ConfigError for an entry of `replica_env` that is not NAME=VALUE or names a variable of
+    the engine (`SGLCORE_*`): an engine process gets its settings by value and would not read the
+    variable."""
     name, equals, _ = text.partition("=")
     if not equals or not name.isidentifier():
         raise ConfigError(f"replica_env has {text!r}", wanted="NAME=VALUE", remedy="correct replica_env")
@@ -203,7 +208,8 @@ def _check_variable(text: str) -> None:
 
 
 def _resource(text: str) -> tuple[str, float]:
-    """Return name and amount of a cluster resource."""
+    """Return the name and the amount of an entry NAME=AMOUNT of `ray_resources`. Raises
+    ConfigError."""
     name, _, amount = text.partition("=")
     try:
         number = float(amount)

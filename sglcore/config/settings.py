@@ -24,39 +24,41 @@ _UNITS = MappingProxyType({"K": 10, "M": 20, "G": 30, "T": 40})
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What a record declares about one field."""
+    """The declaration of one setting, as `settings_of` reads it from a record's field."""
 
     name: str
-    """The field's name, which is also the flag's."""
+    """The name of the field; its flag is `--NAME` with hyphens."""
     kind: str
-    """The annotation, as text."""
+    """The annotation of the field as text, such as "int | None"."""
     help: str
     """One line for `--help`. It explains each of `choices`."""
     choices: tuple[str, ...] = ()
-    """The values that are allowed; empty if any value of the kind is."""
+    """The allowed values; empty: any value of the kind."""
     least: int | None = None
-    """The smallest number that is allowed."""
+    """The smallest allowed number, inclusive. None: no limit."""
     most: int | None = None
-    """The largest number that is allowed."""
+    """The largest allowed number, inclusive. None: no limit."""
     is_memory: bool = False
-    """Whether a size such as 512M is accepted."""
+    """Whether text such as 512M is accepted for the number of bytes."""
     is_secret: bool = False
-    """Whether errors must not repeat the value."""
+    """Whether errors and the record's repr must not show the value."""
 
     @property
     def variable(self) -> str:
-        """The environment variable of the setting."""
+        """The name of its environment variable, such as SGLCORE_MAX_REQUESTS."""
         return f"{PREFIX}{self.name.upper()}"
 
 
 def setting(default: Any, help: str, **declared: Any) -> Any:
-    """Declare a field of a record; `declared` are further fields of `Setting`."""
+    """Declare a setting as a field of a frozen dataclass. `declared`: further fields of `Setting`
+    by name, such as `least=1`."""
     is_secret = declared.get("is_secret", False)
     return field(default=default, repr=not is_secret, metadata={"help": help, **declared})
 
 
 def settings_of(record: type[Any]) -> dict[str, Setting]:
-    """Return a record's settings by name, in order."""
+    """Return a record class's settings by name, in the order of its fields; `sources` is not
+    one."""
     return {
         item.name: Setting(item.name, str(item.type), **item.metadata)
         for item in fields(record)
@@ -65,11 +67,12 @@ def settings_of(record: type[Any]) -> dict[str, Setting]:
 
 
 def resolve(record: type[Any], given: Mapping[str, object], environ: Mapping[str, str], *others: type[Any]) -> Any:
-    """Make an instance of `record` from arguments and variables (arguments win; an empty variable
-    is none).
+    """Return an instance of `record` from the arguments `given` and the variables in `environ`.
+    Arguments win; an argument that is None and an empty variable count as not given.
 
-    Variables of the records `others` are allowed in `environ`. Raises ConfigError for a variable of
-    no record, an unknown argument, and a value of the wrong kind; all name what is known or wanted.
+    Variables of the record classes `others` are allowed in `environ` and not read. Raises
+    ConfigError for a variable of no record, an unknown argument, and a value of the wrong kind; all
+    name what is known or wanted.
     """
     known = settings_of(record)
     values = {name: value for name, value in given.items() if value is not None}
@@ -89,7 +92,8 @@ def resolve(record: type[Any], given: Mapping[str, object], environ: Mapping[str
 
 
 def check_values(record: Any) -> None:
-    """Raise ConfigError for the first setting that is out of range or not one of its choices."""
+    """Raise ConfigError for the first setting of `record`, an instance, that is out of range or not
+    one of its choices."""
     for name, item in settings_of(type(record)).items():
         value = getattr(record, name)
         if item.choices and value is not None and value not in item.choices:
@@ -104,9 +108,8 @@ def check_values(record: Any) -> None:
 
 
 def memory_bytes(name: str, text: str) -> int:
-    """Return the bytes of a size such as 512M, 4G or 1073741824. Raises ConfigError for anything
-    else.
-    """
+    """Return the number of bytes of a size such as 512M, 1.5G or 1073741824; K, M, G and T are
+    powers of 1024. Raises ConfigError, which names the setting `name`, for anything else."""
     shift = _UNITS.get(text[-1:].upper())
     try:
         number = float(text[:-1]) * (1 << shift) if shift else float(text)
@@ -128,7 +131,8 @@ def _suggestion(word: str, known: Collection[str], otherwise: str) -> str:
 
 
 def _checked(item: Setting, value: object) -> Any:
-    """Return a value that was given by name, in its declared type."""
+    """Return an argument's value in the declared type of its setting: memory sizes, paths, lists
+    and whole numbers are converted. Raises ConfigError if it has another type."""
     kind = item.kind
     if item.is_memory and isinstance(value, str):
         return memory_bytes(item.name, value)
@@ -155,7 +159,8 @@ def _fits(value: object, kind: str) -> bool:
 
 
 def _parsed(item: Setting, text: str) -> Any:
-    """Return the value of a variable's text, in its declared type."""
+    """Return the value of an environment variable's text, in the declared type of its setting; a
+    tuple is separated by commas. Raises ConfigError."""
     variable, kind = item.variable, item.kind
     if item.is_memory:
         return memory_bytes(variable, text)

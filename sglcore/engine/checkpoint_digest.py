@@ -6,12 +6,13 @@ import hashlib
 from pathlib import Path
 
 SAMPLED_BLOCKS, BLOCK_BYTES = 16, 16 << 10
-"""Number and size of the blocks that are read of a file."""
+"""Number of blocks that are read of each file, and bytes of each block."""
 
 
 def sample_of(file: Path) -> str:
-    """Return a hash of a file's size and of blocks spread over it. Different weights of the same
-    shapes differ everywhere, and reading a large file whole takes long."""
+    """Return a SHA-256 hash, 64 hexadecimal digits, of a file's size and of SAMPLED_BLOCKS blocks
+    spread over it. Different weights of the same shapes differ everywhere, and reading a large file
+    whole takes long."""
     size = file.stat().st_size
     found = hashlib.sha256(str(size).encode())
     with file.open("rb") as stream:
@@ -22,13 +23,14 @@ def sample_of(file: Path) -> str:
 
 
 def identity_of(folder: Path) -> str:
-    """Return 12 hexadecimal digits for a checkpoint's configuration and weights, wherever they are
-    and whatever else is in the folder."""
+    """Return the first 12 digits of `digest_of`: an identity of the checkpoint's content."""
     return digest_of(folder)[:12]
 
 
 def digest_of(folder: Path) -> str:
-    """Return all 64 hexadecimal digits."""
+    """Return 64 hexadecimal digits that identify the configuration and weights of a checkpoint
+    folder or GGUF file, wherever it is. Samples of `config.json` and of the weight files directly
+    in the folder are read; other files do not count."""
     files = sorted(each for each in folder.iterdir() if each.is_file()) if folder.is_dir() else [folder]
     weights = [each for each in files if each.suffix in (".safetensors", ".bin", ".gguf")]
     config = [each for each in files if each.name == "config.json"]

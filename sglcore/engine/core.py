@@ -36,7 +36,8 @@ Text = TypeVar("Text")
 
 
 class Engine:
-    """Scheduler, worker and text in one place."""
+    """An engine in one process: it encodes prompts, runs the steps of a scheduler and a worker, and
+    decodes their tokens."""
 
     def __init__(
         self,
@@ -50,7 +51,10 @@ class Engine:
         grammar_backend: str = "auto",
         record: Callable[[Row], None] | None = None,
     ) -> None:
-        """`record` receives the decision about grammars, made when the first request needs one."""
+        """Open the tokenizer of the checkpoint at `model_path` and a scheduler for `worker`, which
+        the engine then owns. `overlap`: plan a step while the step before runs; `shards`: the
+        worker's number of data-parallel shards (`dp`). `record` receives the ledger row about the
+        grammar library, which is chosen when the first request needs one."""
         self.worker = worker
         self.codec = open_codec(model_path, skips=skip_tokenizer)
         self.vocab_size = worker.limits.vocab_size
@@ -73,9 +77,9 @@ class Engine:
         return self.tokens.has_work
 
     def add(self, prompt: Prompt, params: SamplingParams, request_id: str | None = None) -> RequestOutput:
-        """Queue a prompt; its output object fills up as steps run. Without a `request_id` it gets a
-        name that no other request has. Raises RequestError or TextError; then nothing was
-        queued."""
+        """Queue a prompt and return its output object, which later steps fill. Without a
+        `request_id`, the request gets an unused one. Raises RequestError or TextError; then nothing
+        was queued."""
         if self.tokens.is_closed:
             raise TextError("this engine is closed", remedy="start another")
         name = request_id or self._free_name()
@@ -94,12 +98,13 @@ class Engine:
         return processor.output
 
     def abort(self, request_id: str) -> None:
-        """End every sample of a request; what it produced so far stays. Unknown ids are ignored."""
+        """End every sample of a request; its output keeps what was produced so far. Unknown ids are
+        ignored."""
         self._absorb(self.tokens.abort(request_id))
 
     def step(self) -> list[TextDelta]:
-        """Run one step of the loop; returns the text that became final, in order. Waits for the
-        device."""
+        """Run one step of the loop and return the text that became final, in order. Waits for the
+        device. If the step raises, text of steps before it is still added to the output objects."""
         try:
             outputs = self.tokens.step()
         except BaseException:
@@ -140,8 +145,9 @@ class Engine:
         return self._answers(pairs, lambda pair: self.codec.encode_texts(*pair, limit=limit))
 
     def _answers(self, texts: Sequence[Text], read: Callable[[Text], EncodedPair]) -> list[np.ndarray]:
-        """Return the worker's result for each text; `read` gives its token ids and their
-        segments."""
+        """Return the worker's result, float32 [size], for each item of `texts`; `read` returns an
+        item's token ids and segment ids (None: no segments). Waits. If one item cannot be queued,
+        none runs, and the error names its index."""
         requests: list[Request] = []
         try:
             for place, text in enumerate(texts):
@@ -192,9 +198,9 @@ class Engine:
 
 
 def read_prompt(codec: TextCodec, prompt: Prompt, *, special: bool = True, most: int | None = None) -> list[int]:
-    """Return the token ids of a prompt. Raises TextError if it is neither text nor ids. Raises
-    ContextError for a long text that surely has more than `most` tokens, without reading it to its
-    end."""
+    """Return the token ids of a prompt; `special` adds the tokens that the checkpoint puts around a
+    text. Raises TextError if the prompt is neither text nor ids. Raises ContextError for a long
+    text that surely has more than `most` tokens (None: no limit), without reading it to its end."""
     if isinstance(prompt, str):
         return codec.encode(prompt, special=special, most=most)
     if isinstance(prompt, PromptEmbeds):
@@ -230,8 +236,8 @@ def prompted(codec: TextCodec, prompt: Prompt, name: str | None) -> Prompt:
 
 
 def check_ids(params: SamplingParams, vocab_size: int) -> None:
-    """Raise TextError for an id beyond the vocabulary; such an id would bias another row's
-    logits."""
+    """Raise TextError if `params` names a token id of `vocab_size` or above; such an id would bias
+    another row's logits."""
     allowed = params.token_rules.allowed if params.token_rules is not None else ()
     named = {"logit_bias": params.logit_bias, "stop_token_ids": params.stop_token_ids, "allowed_token_ids": allowed}
     for name, ids in named.items():
@@ -245,15 +251,15 @@ def check_ids(params: SamplingParams, vocab_size: int) -> None:
 
 
 def cut_tokens(params: SamplingParams, prompt_tokens: int, max_model_len: int) -> int | None:
-    """Return the number of tokens that fit in the context after a prompt, if more are requested;
-    else None.
-    """
+    """Return the number of tokens that fit in the context of `max_model_len` after a prompt of
+    `prompt_tokens`, if `params.max_tokens` is larger; else None."""
     left = max_model_len - prompt_tokens
     return left if params.max_tokens is not None and params.max_tokens > left else None
 
 
 def embedding_of(request: Request) -> np.ndarray:
-    """Return float32 [hidden] of a request that has ended; raises TextError if it has none."""
+    """Return the result of an embedding request that has ended: float32 [hidden], or [labels] with
+    a classification head. Raises TextError if it has none, because it failed or was aborted."""
     if request.embedding is None:
         raise TextError(f"{request.rid!r} has no embedding: {request.error or 'it was aborted'}")
     return request.embedding

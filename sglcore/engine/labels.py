@@ -13,16 +13,17 @@ from sglcore.checkpoint.pooling_config import read_pooling
 
 @dataclass(frozen=True, slots=True)
 class Labels:
-    """Label names in the order of the scores. `independent`: several labels may hold. `is_ended`:
-    scores are final, because a sigmoid was applied or the model was trained to predict numbers."""
+    """Label names in the order of the scores. `independent`: each label has a probability of its
+    own, and several may hold. `is_ended`: scores are final, because a sigmoid was applied or the
+    model was trained to predict numbers."""
 
     names: tuple[str, ...]
     independent: bool
     is_ended: bool
 
     def probabilities(self, scores: np.ndarray) -> np.ndarray:
-        """Return probabilities float32 [labels] of scores float32 [labels]: each by itself, or
-        adding up to 1."""
+        """Return probabilities float32 [labels] of scores float32 [labels]: a sigmoid of each if
+        `independent`, else a softmax; if `is_ended`, the scores unchanged."""
         if self.is_ended:
             return scores
         if self.independent:
@@ -32,7 +33,8 @@ class Labels:
 
 
 def read_labels(folder: Path) -> Labels:
-    """Read the labels of a checkpoint folder with a classification head. Raises ConfigError."""
+    """Read the labels of a checkpoint folder, whose model must have a classification head. A label
+    without a name is LABEL_N. Raises ConfigError."""
     raw = read_json(folder / "config.json")
     pooling = read_pooling(folder, raw["architectures"][0], raw)
     assert pooling is not None and pooling.labels

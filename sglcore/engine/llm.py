@@ -53,7 +53,7 @@ class LLM:
 
     @property
     def ledger(self) -> DecisionLedger:
-        """The start-up decisions, with their reasons."""
+        """The start-up decisions, each with its reason."""
         return self.started.ledger
 
     @property
@@ -68,8 +68,9 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[RequestOutput]:
-        """Complete each prompt (text, token ids, or `PromptEmbeds`); waits for all. Returns one
-        output per prompt, in order.
+        """Complete each prompt (text, token ids, or `PromptEmbeds`); waits for all. `params`: one
+        for all prompts, or one for each; None: `default_params`. Returns one output per prompt, in
+        order.
 
         A prompt that cannot run ends with finish_reason "error" and its text in `error`; other
         prompts are not affected.
@@ -88,8 +89,9 @@ class LLM:
         return outputs
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Generator[TextDelta, None, None]:
-        """Complete one prompt, yielding text as it becomes final. Closing the iterator aborts the
-        request.
+        """Complete one prompt, yielding text as it becomes final. `params` None: `default_params`.
+        Closing the iterator aborts the request. A prompt that cannot run raises TextError or
+        RequestError.
 
         Several streams may be open, and `generate` may be called meanwhile: each step serves them
         all.
@@ -108,12 +110,13 @@ class LLM:
             self._run([output])
 
     def chat(self, messages: Sequence[Message], params: SamplingParams | None = None) -> RequestOutput:
-        """Answer a conversation in the checkpoint's own chat format."""
+        """Answer a conversation, in the checkpoint's own chat format, and return its output. Waits.
+        `params` None: `default_params`. Raises as `chat_prompt`."""
         return self.generate([self.chat_prompt(messages)], params)[0]
 
     def chat_prompt(self, messages: Sequence[Message]) -> list[int]:
-        """Return the token ids of a conversation, for `generate` or `stream`. Raises ContextError
-        for one that surely exceeds the context."""
+        """Return the token ids of a conversation, in the checkpoint's own chat format, for
+        `generate` or `stream`. Raises ContextError for one that surely exceeds the context."""
         return self.prompt(self.engine.codec.render_chat(messages), special=False)
 
     def prompt(self, text: str, *, special: bool = True) -> list[int]:
@@ -149,7 +152,7 @@ class LLM:
         return scores[:, 0] if labels == 1 else scores
 
     def close(self) -> None:
-        """Free the device. Idempotent."""
+        """Drop requests in progress and free the device. Idempotent."""
         self.engine.close()
 
     def __enter__(self) -> LLM:

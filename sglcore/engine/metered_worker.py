@@ -11,8 +11,8 @@ from sglcore.device.worker import BatchResult, Limits, ModelWorker, Ticket
 
 
 class Meter:
-    """A ModelWorker around another. `paths` counts steps by path; `submit_seconds`, `wait_seconds`
-    and `swaps` are sums."""
+    """A `ModelWorker` that passes everything to another and measures. `paths` counts steps by
+    `BatchResult.path`; `submit_seconds`, `wait_seconds` and `swaps` are sums over all steps."""
 
     def __init__(self, worker: ModelWorker) -> None:
         self._worker = worker
@@ -24,7 +24,8 @@ class Meter:
 
     @property
     def device_seconds(self) -> float:
-        """Seconds in which the host was not free: it waited, or it was the device itself."""
+        """Seconds in which the host waited for steps, and, if the worker computes in `submit`, the
+        seconds of `submit`."""
         return self.wait_seconds if self.limits.runs_ahead else self.wait_seconds + self.submit_seconds
 
     def submit(self, batch: ScheduleBatch) -> Ticket:

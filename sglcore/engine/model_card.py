@@ -31,7 +31,7 @@ _SIZES = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class ModelCard:
-    """A model's files, read without loading them."""
+    """Facts about a model, from its files without loading them."""
 
     format: str
     """safetensors or gguf."""
@@ -43,7 +43,7 @@ class ModelCard:
     num_bytes: int
     """Bytes of the weight files."""
     parameters: int | None
-    """Elements of all weights; None if one element of a file holds several."""
+    """Number of elements of all tensors; None if a stored element contains several weights."""
     modified: float
     """Time of the last change of a weight file, in seconds since 1970."""
     digest: str
@@ -94,7 +94,8 @@ def _of_folder(folder: Path) -> ModelCard:
 
 
 def _most(found: Any) -> str:
-    """Return the type with the most bytes, from pairs of both."""
+    """Return the type with the most bytes in total, from pairs (type, bytes); empty if there are
+    none."""
     counts = Counter[str]()
     for kind, size in found:
         counts[kind] += size

@@ -1,7 +1,8 @@
 """Models by names of the Hugging Face hub: downloaded into the cache of huggingface_hub, or found
 there.
 
-The library is imported only for a hub name. Only files that the engine reads are requested.
+The library is imported only when such a name is used. Only files that the engine reads are
+requested.
 """
 
 from __future__ import annotations
@@ -38,26 +39,27 @@ FILES = (
 )
 """Patterns of the files, other than weights, that the engine reads from a repository."""
 USUAL_QUANT = "Q4_K_M"
-"""The quantisation chosen from several GGUF files if the name gives none."""
+"""The quantisation that is chosen from several GGUF files if the name gives none."""
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 def is_hub_name(model: str) -> bool:
-    """Return whether a model's name is `owner/name` or, for a GGUF file, `owner/name:quant`, and
-    not an existing path."""
+    """Return whether `model` is `owner/name` or, for a GGUF file, `owner/name:quant`, and not an
+    existing path."""
     return NAME.fullmatch(model) is not None and not Path(model).exists()
 
 
 def commit_of(path: Path) -> str:
-    """Return the commit hash in a path of the cache."""
+    """Return the commit hash, 40 hexadecimal digits, in a path of the cache. The path must contain
+    one."""
     return next(part for part in reversed(path.parts) if _COMMIT.fullmatch(part))
 
 
 @dataclass(frozen=True, slots=True)
 class Hub:
-    """How files are fetched: the revision (None: the newest), the token (None: HF_TOKEN or the
-    token of `hf auth login`), and the callback that gets the fetched MiB.
-    """
+    """How files are fetched. `progress(phase, done, total)` gets MiB; `revision`: branch, tag or
+    commit (None: the default branch); `token` (None: HF_TOKEN or the token of `hf auth login`);
+    `runs_code`: fetch Python files too."""
 
     progress: Callable[[str, int, int], None]
     revision: str | None = None
@@ -94,10 +96,11 @@ class Hub:
         return Path(found)
 
     def _fetch_gguf(self, repository: str, quant: str, folder: Path) -> Path:
-        """Return the repository's GGUF file; if the hub cannot list its files, the file in the
-        cache.
+        """Return the repository's GGUF file of a quantisation (empty: `choose_gguf` decides); if
+        the hub cannot list its files, the file in the cache.
 
-        Raises the hub's error if the cache does not have the file.
+        Raises ConfigError if the repository has no such file, and the hub's error if it could not
+        be listed and the cache does not have the file.
         """
         from httpx import HTTPError
         from huggingface_hub import HfApi
@@ -116,13 +119,14 @@ class Hub:
 
 
 def _models(names: Iterable[str]) -> list[str]:
-    """Return the GGUF files that are models."""
+    """Return the GGUF files that contain a language model, sorted: not those of a vision projector
+    (mmproj)."""
     return sorted(name for name in names if name.endswith(SUFFIX) and "mmproj" not in name)
 
 
 def choose_gguf(repository: str, quant: str, names: Sequence[str]) -> str:
-    """Return the file that ends with a quant; without one, the only file, or that of the usual
-    quant. Raises ConfigError."""
+    """Return the name out of `names` whose end is the quantisation `quant`. With an empty `quant`,
+    the file of USUAL_QUANT, or the only file. Raises ConfigError if there is none."""
     wanted = quant or USUAL_QUANT
     end = re.compile(rf"(.*[-._/])?{re.escape(wanted)}(-\d+-of-\d+)?{re.escape(SUFFIX)}", re.IGNORECASE)
     found = sorted((name for name in names if end.fullmatch(name)), key=len)
@@ -160,8 +164,8 @@ def _bar(progress: Callable[[str, int, int], None]) -> type[Any]:
 
 @contextmanager
 def _in_one_line(name: str, revision: str | None) -> Iterator[None]:
-    """Turn the library's exceptions into errors with a remedy. Raises ConfigError, also if the
-    library is not installed."""
+    """Turn the exceptions of huggingface_hub inside the context into ConfigError with a remedy.
+    Also raises it if the library is not installed."""
     try:
         from httpx import HTTPError
         from huggingface_hub import constants, errors

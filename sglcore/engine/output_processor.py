@@ -1,4 +1,5 @@
-"""The text side of an engine: turns token outputs into the growing text of one prompt's samples."""
+"""The text side of an engine: turns the token outputs of one prompt's samples into their growing
+text."""
 
 from __future__ import annotations
 
@@ -12,17 +13,16 @@ from sglcore.schedule.request_output import EngineOutput, TokenLogprob
 
 
 class EarlyEnd(NamedTuple):
-    """A sample that ends before its tokens do: at the stop string or pattern `cause`, or (None)
-    because its text cannot be made.
-    """
+    """The end of sample number `index` before its tokens end: at the stop string or pattern
+    `cause`, or (None) because its text cannot be made."""
 
     index: int
     cause: str | None
 
 
 class OutputProcessor:
-    """The samples of one prompt. `take` fills `output`; it never raises: text that cannot be made
-    ends its sample."""
+    """The text of one prompt's samples. `take` fills `output`; it never raises: a sample whose text
+    cannot be made ends with an error."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class OutputProcessor:
         self.restart()
 
     def restart(self) -> None:
-        """Forget everything taken so far: the tokens come again from the first."""
+        """Reset every sample, because its tokens will arrive again from the first."""
         output, params = self.output, self._params
         output.cached_tokens = 0
         output.prompt_logprobs = [None] if params.prompt_logprobs is not None else None
@@ -58,7 +58,8 @@ class OutputProcessor:
         ]
 
     def take(self, output: EngineOutput) -> TextDelta | None:
-        """Take an output; returns the text that became final, None for a sample that has ended."""
+        """Add a sample's new tokens to `self.output` and return the text that became final. None:
+        the sample has ended before."""
         completion = self.output.outputs[output.index]
         if completion.finish_reason is not None:
             return None
@@ -69,15 +70,16 @@ class OutputProcessor:
             return self.fail(output.index, reason)
 
     def early_end(self, output: EngineOutput) -> EarlyEnd | None:
-        """Return the end of the sample that `take` has just read, if the token side must be
-        informed of it."""
+        """Return the end of the sample if its text ended in `take(output)` while its tokens
+        continue, so that the token side must end it; else None. Call it after `take(output)`."""
         completion = self.output.outputs[output.index]
         if completion.finish_reason is None or output.finish_reason is not None:
             return None
         return EarlyEnd(output.index, completion.stop_cause if isinstance(completion.stop_cause, str) else None)
 
     def fail(self, index: int, reason: str) -> TextDelta:
-        """End a sample with an error."""
+        """End sample number `index` with finish_reason "error", and return the delta that says
+        so."""
         completion = self.output.outputs[index]
         completion.finish_reason, completion.error = "error", reason
         return TextDelta(self.output.request_id, index, "", (), "error", error=reason)

@@ -1,4 +1,4 @@
-"""Results for callers."""
+"""Results for callers: the text of a prompt's samples, and its new parts."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ class Completion:
     """One sample of a prompt, as it grows and at its end."""
 
     index: int
-    """The number of the sample. With `seed` it reproduces the sample."""
+    """The number of the sample, from 0. With `seed` it reproduces the sample."""
     seed: int
     """The seed of the request."""
     text: str = ""
-    """The text."""
+    """The final text so far."""
     token_ids: list[int] = field(default_factory=list)
     """The tokens, a stop token included."""
     logprobs: list[TokenLogprob] | None = None
-    """One record for each token. None: not requested."""
+    """One record for each of `token_ids`. None: not requested."""
     finish_reason: FinishReason | None = None
     """Why it ended. None: it has not ended."""
     stop_cause: int | str | None = None
@@ -28,12 +28,12 @@ class Completion:
     error: str = ""
     """Why it failed; empty: it did not."""
     refused: bool = False
-    """It could not continue because of the caller's error."""
+    """Whether it failed because of the caller's error."""
     warnings: list[str] = field(default_factory=list)
-    """Schema parts that are not enforced and that it violates, or why that is unknown. Only a
-    server checks."""
+    """Parts of its JSON schema that are not enforced and that it violates, or why that is unknown.
+    Only a server checks; empty otherwise."""
     verified_steps: int = 0
-    """Steps that verified draft tokens; each added one token more than it accepted."""
+    """Steps that verified draft tokens; each added one token more than were accepted."""
     proposed_tokens: int = 0
     """Draft tokens that were verified."""
     accepted_tokens: int = 0
@@ -42,8 +42,10 @@ class Completion:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """A prompt and its completions. `prompt_logprobs[0]` is None: nothing predicts the first token.
-    `max_tokens`: the limit of each completion by the context, if more tokens were requested."""
+    """A prompt and its completions. `prompt_logprobs`: one record for each prompt token, the first
+    None, because nothing predicts it; None: not requested. `cached_tokens`: prompt tokens that came
+    from the prefix cache. `max_tokens`: the limit of each completion by the context; None: the
+    context allows as many as were requested."""
 
     request_id: str
     prompt: str | None
@@ -77,9 +79,8 @@ class TextDelta:
 
 @dataclass(frozen=True, slots=True)
 class PromptProgress:
-    """The progress of a prompt: of `total` tokens, `processed` are done or on the device, and
-    `cached` of them came from the cache.
-    """
+    """The progress of a prompt of `total` tokens: `processed` tokens are done or on the device,
+    `cached` of them from the prefix cache."""
 
     request_id: str
     total: int

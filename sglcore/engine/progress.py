@@ -1,6 +1,6 @@
-"""Progress bars for loading, capturing and generating.
+"""Progress bars for loading, capturing and generating, on standard error.
 
-Nothing is drawn if the output is not a terminal.
+Nothing is drawn if that is not a terminal.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ from types import TracebackType
 
 
 class Progress:
-    """Bars on the terminal's error stream, one per phase, shown inside the context."""
+    """Bars on standard error, one per phase, inside a `with` block. `enabled=False` draws
+    nothing."""
 
     def __init__(self, *, enabled: bool = True) -> None:
         self._enabled = enabled
@@ -20,8 +21,8 @@ class Progress:
         return self
 
     def _start(self) -> object:
-        """Start the bars with the first phase, so that an error before it is the first thing on the
-        screen."""
+        """Start and return the bars. Called at the first phase, so that an error before it is the
+        first thing on the screen."""
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
         from rich.progress import Progress as Bars
@@ -40,7 +41,8 @@ class Progress:
         self._tasks.clear()
 
     def phase(self, name: str, done: int, total: int) -> None:
-        """Show a phase's state."""
+        """Show that `done` of `total` units of phase `name` are complete. The first call for a name
+        adds its bar."""
         if not self._enabled:
             return
         if self._bars is None:

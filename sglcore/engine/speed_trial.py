@@ -14,7 +14,7 @@ from sglcore.schedule.request import Request
 from sglcore.schedule.step_loop import Loop
 
 TOKENS = 64
-"""Tokens of a text."""
+"""Tokens of each measured text."""
 ROUNDS = 3
 """Texts that are measured on each worker, after one that is not measured."""
 SECONDS = 2.0
@@ -22,14 +22,15 @@ SECONDS = 2.0
 STRIDE = 1 << 16
 """Distance in composition numbers between two texts, and to the scheduler that comes after."""
 MARGIN = 1.25
-"""The speed-up that the speculative worker must have: with more requests, draft tokens gain less.
-"""
+"""The speed-up that the speculative worker must have: with more requests, speculation gains
+less."""
 
 
 def keep_faster(trial: Trial, ledger: DecisionLedger) -> ModelWorker:
-    """Return the faster worker, and record in the ledger which it is and by how much.
+    """Return the speculative worker (`trial.bold`) if it is at least MARGIN times as fast as the
+    plain one, else the plain one, and record the decision in the ledger.
 
-    Waits for the device.
+    Waits for the device. A rejected speculative worker is released by `trial.leave`.
     """
     begin, rates = time.perf_counter(), list[float]()
     for round_ in range(ROUNDS + 1):
@@ -50,9 +51,10 @@ def keep_faster(trial: Trial, ledger: DecisionLedger) -> ModelWorker:
 
 
 def seconds_of(worker: ModelWorker, trial: Trial, seed: int) -> float:
-    """Return the seconds to decode a text after its first token.
+    """Return the seconds that `worker` takes for the tokens of one text after the step that ends
+    its prompt.
 
-    The same seed samples the same text on both workers.
+    The same seed samples the same text on both workers of the trial.
     """
     limits = worker.limits
     scheduler = make_scheduler(limits, prefix_cache=False, first_composition=-(seed + 1) * STRIDE)

@@ -1,5 +1,5 @@
-"""How an engine starts: configuration, device, bring-up. It knows no device and no tensor
-library."""
+"""How an engine starts: configuration, device, bring-up. It contains nothing about a particular
+device or tensor library."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ class Started:
     """A running worker, and how it was started."""
 
     worker: ModelWorker
-    """The worker."""
+    """The worker that runs the model's steps; its owner must close it."""
     ledger: DecisionLedger
-    """The decisions."""
+    """The start-up decisions."""
     choice: Choice
     """The chosen device."""
     facts: Facts
@@ -52,19 +52,19 @@ class Started:
     model_path: Path
     """The checkpoint folder, or the GGUF file."""
     seconds: Mapping[str, float]
-    """Seconds of each bring-up step, by its name."""
+    """Seconds of each bring-up step, by its name, and their "total"."""
     overlap: bool
-    """Steps are submitted before the previous one was collected."""
+    """Whether a step is planned and submitted before the step before it is collected."""
     check: Callable[[], None] = lambda: None
-    """Raises WorkerLost if the worker can take no more steps. It does not wait."""
+    """Raises WorkerLost if the worker can run no more steps. Does not wait."""
 
 
 def no_progress(phase: str, done: int, total: int) -> None:
-    """Show nothing."""
+    """Ignore the progress: the default callback."""
 
 
 def embedded_model() -> Path:
-    """The folder of the model that ships with the package."""
+    """Return the folder of the model that ships with the package."""
     return Path(str(files("sglcore") / "assets" / "demo"))
 
 
@@ -74,8 +74,9 @@ def is_model(path: Path) -> bool:
 
 
 def model_folder(config: EngineConfig, progress: Progress = no_progress) -> Path:
-    """Return the checkpoint folder, or GGUF file, that the configuration names. A name of the hub
-    is downloaded unless it is in the cache, which waits. Raises ConfigError if there is none."""
+    """Return the checkpoint folder, or GGUF file, that the configuration names (no name: the
+    embedded model). A name of the Hugging Face hub is downloaded unless it is in the cache, which
+    waits. Raises ConfigError if there is no such model."""
     if config.model is None:
         return embedded_model()
     if is_hub_name(config.model):
@@ -91,28 +92,30 @@ def model_folder(config: EngineConfig, progress: Progress = no_progress) -> Path
 
 
 def fetched(config: EngineConfig, progress: Progress) -> tuple[EngineConfig, Path]:
-    """Return the configuration and its model folder, which exists. A model of the hub is pinned to
-    the commit, so that all processes with the configuration use the same files. Waits. Raises
-    ConfigError."""
+    """Return the configuration and its checkpoint folder or GGUF file, downloaded if necessary. For
+    a model of the hub, `revision` becomes the commit, so that all processes with the configuration
+    use the same files. Waits. Raises ConfigError."""
     folder = model_folder(config, progress)
     is_named = config.model is not None and is_hub_name(config.model)
     return (replace(config, revision=commit_of(folder)) if is_named else config), folder
 
 
 def has_draft(folder: Path) -> bool:
-    """Return whether a model's folder contains a folder of a draft model."""
+    """Return whether a checkpoint folder contains a draft model in the folder DRAFT_FOLDER."""
     return (folder / DRAFT_FOLDER / "config.json").is_file()
 
 
 def _with_draft(config: EngineConfig, progress: Progress) -> EngineConfig:
-    """Return the configuration after downloading a draft model that it names on the hub."""
+    """Return the configuration; a draft model that it names on the hub is downloaded and replaced
+    by its folder."""
     if config.draft_model is None or not is_hub_name(config.draft_model):
         return config
     return replace(config, draft_model=str(Hub(progress, token=config.hf_token).fetch(config.draft_model)))
 
 
 def choose(config: EngineConfig, ledger: DecisionLedger) -> Choice:
-    """Discover and select the device; the decision goes to the ledger."""
+    """Find the devices of this machine, select one as the configuration says, and record the
+    decision in the ledger. Raises ConfigError."""
     source = config.sources.get("device", "argument")
     source = "--device" if source == "argument" else source
     requested = Requested.parse(config.device, source) if config.device else Requested()
@@ -128,12 +131,12 @@ def start(
     parent: ChosenDevice | None = None,
     ranks: RankOptions | None = None,
 ) -> Started:
-    """Choose the device, which must equal the `parent` process's, and run its bring-up. Waits until
-    the worker is ready.
+    """Choose the device and run its bring-up. Waits until the worker is ready. `parent`: the device
+    that the parent process chose; another choice is an error.
 
-    If several ranks hold the model, each does this in a process of its own, which `ranks` starts
-    (None: on this machine). Raises SglcoreError for errors that a user can correct; other errors of
-    a package keep their traceback.
+    With `tp`, `dp` or `ep` above 1, processes of ranks are started instead, as `ranks` says (None:
+    its defaults). Raises SglcoreError for errors that a user can correct; other errors of a package
+    keep their traceback.
     """
     ledger = DecisionLedger(strict=config.strict)
     folder = model_folder(config, progress)
@@ -168,7 +171,7 @@ def start(
 
 
 def facts_of(choice: Choice) -> Facts:
-    """Return the facts of the chosen device."""
+    """Return the facts of the chosen device, as its package declares them."""
     return resolve(choice.package.facts, choice.package.name)(choice.chosen.index)
 
 
@@ -181,8 +184,9 @@ def bring_up(
     place: Place | None = None,
     last: str | None = None,
 ) -> tuple[Mapping[str, Any], dict[str, float]]:
-    """Run the package's bring-up; returns what it built, and the seconds of each step. Waits.
-    `place`: the place of one of several ranks. With `last`, stop after the step of that name."""
+    """Run the bring-up of the chosen package; returns what its steps made, by name, and the seconds
+    of each step. Waits. `folder`: the checkpoint; `place`: this process's place among ranks (None:
+    it is the only one); `last`: the name of the step to stop after (None: run all)."""
     package = choice.package
     order: BringUp = resolve(package.bring_up, package.name)
     if last is not None:
@@ -204,8 +208,8 @@ def bring_up(
 
 
 def choose_overlap(config: EngineConfig, limits: Limits) -> tuple[bool, Row]:
-    """Return whether to plan the next step while one is in flight, and the decision: yes if that
-    saves time, unless the configuration says otherwise."""
+    """Return whether to plan the next step while one is in flight, and the ledger's row: as
+    configured if the worker can; by default only if the worker runs ahead of the host."""
     requested = "auto" if config.overlap is None else _switch(config.overlap)
     if config.overlap is not False and not limits.can_overlap:
         return False, Row("overlap", requested, "off", IN_TURN, downgrade=config.overlap is True)
@@ -218,8 +222,8 @@ def choose_overlap(config: EngineConfig, limits: Limits) -> tuple[bool, Row]:
 
 
 def choose_prefix_cache(config: EngineConfig, limits: Limits) -> Row:
-    """Return the decision whether prompts share prefixes; with recurrent states, only if there is
-    room for snapshots."""
+    """Return the ledger's row about the prefix cache: on if configured, but for a model with
+    recurrent states only if there is room for snapshots."""
     requested = _switch(config.prefix_cache) if "prefix_cache" in config.sources else "auto"
     if not config.prefix_cache:
         return Row("prefix cache", requested, "off", "every prompt is computed", "SGLCORE_PREFIX_CACHE=1")
@@ -240,8 +244,9 @@ def choose_prefix_cache(config: EngineConfig, limits: Limits) -> Row:
 
 
 def choose_sampling(config: EngineConfig, folder: Path) -> tuple[Mapping[str, float], Row]:
-    """Return the sampling parameters, by name, for requests that set none: the checkpoint's, unless
-    that is off. Raises ConfigError."""
+    """Return the sampling parameters, by name, for requests that do not set them, and the ledger's
+    row: those of the checkpoint's generation_config.json, none with `generation_config` "none".
+    Raises ConfigError if the file has invalid values."""
     requested = config.generation_config
     if requested == "none":
         return {}, Row("sampling", requested, "as requests say", "requested")

@@ -1,5 +1,5 @@
-"""The decode side of disaggregation: requests get pages here first, then a prompt engine writes
-them, and decoding continues from there."""
+"""The decode side of disaggregation: a request's pages are allocated here, a prompt engine prefills
+the prompt and writes these pages, and decoding continues here."""
 
 from __future__ import annotations
 
@@ -27,14 +27,15 @@ log = logging.getLogger(__name__)
 RETRY_SECONDS = 1.0
 """Seconds between two tries to reach a prompt engine that is gone."""
 MOST_TRIES = 3
-"""Number of prompt engines that may end or fail during one request. The limit keeps a request that
+"""Maximum number of prompt engines that are tried for one request. The limit keeps a request that
 kills each engine from killing all of them."""
 
 
 @dataclass(slots=True)
 class Claim:
-    """Pages of a request that a peer is to write. `tries`: peers that got the request, this one
-    included."""
+    """The lease of a request's pages to a prompt engine, `peer`, that prefills the request.
+    `tries`: the number of prompt engines that got the request so far, this one included.
+    `is_cancelled`: the peer was told to stop writing."""
 
     peer: int
     request: Request
@@ -43,9 +44,8 @@ class Claim:
 
 
 class DecodeSide:
-    """The PageSide of a decode engine: the engines at `addresses`, the least busy first, prefill
-    its requests.
-    """
+    """The `PageSide` of a decode engine: the prompt engines at `addresses` (HOST:PORT) prefill its
+    requests; each request goes to the connected engine with the fewest open leases."""
 
     def __init__(self, transfer: PageTransfer, engine: TokenEngine, addresses: Sequence[str]) -> None:
         self._transfer, self._engine, self._addresses = transfer, engine, tuple(addresses)
@@ -56,7 +56,7 @@ class DecodeSide:
 
     @property
     def has_work(self) -> bool:
-        """Whether pages are lent, or messages have arrived."""
+        """Whether a prompt engine has a lease on pages here, or messages have arrived."""
         return bool(self._claims) or self._transfer.has_news
 
     @property
@@ -65,8 +65,8 @@ class DecodeSide:
         return "" if self._transfer.peers else f"no prompt engine of {', '.join(self._addresses)} can be reached"
 
     def mark(self, requests: list[Request]) -> None:
-        """Mark the requests as remote. Each sample is sent separately, because the prompt engine
-        finds common prefixes. Raises RequestError for a prompt of embeddings."""
+        """Mark the requests for prefill by a prompt engine. Each sample is sent separately, because
+        the prompt engine finds common prefixes. Raises RequestError for a prompt of embeddings."""
         for request in requests:
             if request.embeds is not None:
                 raise RequestError(
@@ -75,9 +75,10 @@ class DecodeSide:
             request.is_remote, request.leader = True, None
 
     def begin(self, seconds: float) -> list[EngineOutput]:
-        """Take pages that peers have written, and give pages to waiting requests.
+        """Process messages and pages that have arrived, and send waiting requests to prompt
+        engines, as far as pages are free. Waits up to `seconds` for the first message.
 
-        Return outputs of requests that ended.
+        Returns the outputs of requests that got their first token or failed.
         """
         self._part_with_ended()
         outputs: list[EngineOutput | None] = []
@@ -92,7 +93,7 @@ class DecodeSide:
         return outputs
 
     def fileno(self) -> int:
-        """The descriptor of the transfer."""
+        """The descriptor of the transfer, readable while messages have arrived."""
         return self._transfer.fileno()
 
     def close(self) -> None:
@@ -102,7 +103,8 @@ class DecodeSide:
         self._transfer.close()
 
     def _part_with_ended(self) -> None:
-        """Ask the writers of ended requests to stop; after that the pages are free."""
+        """Cancel the leases of requests that have ended. A lease ends when its writer has stopped;
+        only then are its pages free."""
         for lease, claim in list(self._claims.items()):
             if claim.request.state is not State.FINISHED:
                 continue
@@ -113,7 +115,8 @@ class DecodeSide:
                 self._close(lease)
 
     def _close(self, lease: int) -> Claim | None:
-        """End a lease after its writer has let go of the pages."""
+        """End a lease to which its peer writes no more, so that the scheduler may reuse the pages.
+        Returns its claim; None: there is no such lease."""
         claim = self._claims.pop(lease, None)
         self._transfer.end(lease)
         if claim is not None:
@@ -147,10 +150,12 @@ class DecodeSide:
         return outputs
 
     def _ask_another(self, lease: int, claim: Claim, why: str) -> list[EngineOutput | None]:
-        """Request a prompt from another peer after its peer failed and released its pages.
+        """Send a request to another prompt engine after its peer failed and stopped writing to the
+        lease; `why` is the reason.
 
-        The request keeps its own pages, and the same seed gives the same token. If no other peer is
-        left, a failed peer is tried again. The request fails after MOST_TRIES.
+        The request keeps its pages here, and the same seed gives the same token. If no other peer
+        is connected, the failed peer is tried again. After MOST_TRIES, or without any peer, the
+        request fails, and its output is returned.
         """
         request, peers = claim.request, self._transfer.peers
         if request.state is State.FINISHED or not peers or claim.tries >= MOST_TRIES:
@@ -191,8 +196,8 @@ class DecodeSide:
         self._transfer.tell(peer, msgspec.msgpack.encode(ask))
 
     def _seek(self) -> None:
-        """Reconnect to prompt engines that are gone, in a loop. A refused connection, for example
-        of an engine with another page layout, is logged once."""
+        """Reconnect to prompt engines that are gone, in a loop on a thread of its own. A refused
+        connection, for example of an engine with another page layout, is logged once."""
         told: set[str] = set()
         while not self._is_closing.wait(RETRY_SECONDS):
             known = {self._transfer.name(peer) for peer in self._transfer.peers}

@@ -1,4 +1,4 @@
-"""How an engine joins a disaggregated group: settings that do not combine are refused before
+"""How an engine joins a disaggregated group: settings that cannot be combined are refused before
 anything is loaded; then the engines connect."""
 
 from __future__ import annotations
@@ -29,8 +29,10 @@ MEETING_SECONDS = 120.0
 
 @dataclass(frozen=True, slots=True)
 class PageOptions:
-    """The page options of an engine. `peers`: HOST:PORT of prompt engines; `address`: where a
-    prompt engine listens; `secret`: shared by both sides."""
+    """How an engine takes part in disaggregation. `role`: one of ROLES; `peers`: HOST:PORT of
+    prompt engines, for role decode; `address`: HOST:PORT where an engine of role prompt listens;
+    `secret`: the same for both sides; `silence`: seconds without a frame after which a peer is
+    lost."""
 
     role: str = "both"
     peers: tuple[str, ...] = ()
@@ -40,10 +42,10 @@ class PageOptions:
 
 
 def options_of(server: ServerConfig, replica: int = 0) -> PageOptions:
-    """Return the page options of a server's replica.
+    """Return the options of replica number `replica` (from 0) of a server.
 
-    The prompt engines of one server listen on consecutive ports, from the port of `pages_address`
-    on.
+    The replicas of a prompt server listen on consecutive ports, from the port of `pages_address`
+    on; with port 0, each takes a free one.
     """
     peers = tuple(each.strip() for given in server.peers for each in given.split(",") if each.strip())
     host, _, port = (server.pages_address or "").rpartition(":")
@@ -52,8 +54,9 @@ def options_of(server: ServerConfig, replica: int = 0) -> PageOptions:
 
 
 def settled(config: EngineConfig, options: PageOptions) -> EngineConfig:
-    """Return the configuration of an engine with a role. Raises ConfigError for settings that do
-    not combine, before anything is loaded."""
+    """Return the configuration of an engine with these options: with a role other than "both",
+    speculation is off. Raises ConfigError for settings that cannot be combined with the role;
+    nothing is loaded."""
     _check_options(options)
     if options.role == "both":
         return config
@@ -96,7 +99,8 @@ def _check_options(options: PageOptions) -> None:
 
 
 def check_worker(started: Started) -> PageMemory:
-    """Return the page memory of a worker that may exchange pages. Raises ConfigError."""
+    """Return the page memory of a started engine's worker. Raises ConfigError if its pages cannot
+    be sent to another engine."""
     limits, worker = started.worker.limits, started.worker
     what = {
         "it generates no text": not limits.generates,
@@ -114,8 +118,8 @@ def check_worker(started: Started) -> PageMemory:
 
 
 def open_pages(options: PageOptions, started: Started) -> Callable[[TokenEngine], PageSide] | None:
-    """Return a factory of the engine's page side, connected; None if the engine has no role. Waits
-    and raises as `meet`."""
+    """Connect an engine with a role, and return the function that makes its page side for a token
+    engine. None: the role is "both". Waits and raises as `meet`."""
     if options.role == "both":
         return None
     transfer = meet(options, started)
@@ -125,9 +129,10 @@ def open_pages(options: PageOptions, started: Started) -> Callable[[TokenEngine]
 
 
 def meet(options: PageOptions, started: Started) -> TcpPages:
-    """Return the transfer of an engine with a role; a decode engine waits for its prompt engines.
-    Raises ConfigError if the model's pages cannot be sent, or have another layout on the other
-    side."""
+    """Return the transfer of an engine with a role, after it is recorded in the ledger. A prompt
+    engine listens; a decode engine connects to each of its prompt engines and waits up to
+    MEETING_SECONDS for each. Raises ConfigError if the model's pages cannot be sent, if a prompt
+    engine is missing, or if it has another page layout."""
     memory = check_worker(started)
     layout = layout_of(memory, identity_of(started.model_path))
     transfer = TcpPages(memory, layout, options.address, options.secret, options.silence)

@@ -1,7 +1,7 @@
-"""The side that prefills prompts for other engines.
+"""The prefill side of disaggregation: an engine that prefills prompts for other engines.
 
-Each prompt that another engine requests is a request of one token here. Its pages are lent until
-they have been read.
+Each prompt that another engine sends becomes a request of one token here. Its pages stay allocated
+until the transfers have read them.
 """
 
 from __future__ import annotations
@@ -26,22 +26,24 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Job:
-    """A prompt that a peer requested. This engine prefills it and sends its pages."""
+    """A prompt that a decode engine (`peer`) sent. This engine prefills it and writes its pages to
+    that engine."""
 
     peer: int
-    """The number of the peer."""
+    """The transfer's number of the decode engine."""
     lease: int
-    """The peer's number of the request."""
+    """The number of the decode engine's lease, which each message about the prompt repeats."""
     request: Request
-    """The request that computes it."""
+    """The request here that prefills the prompt."""
     first_page: int
-    """The first page of the prompt that the peer wants."""
+    """Index of the first page of the prompt that the decode engine needs; it has the pages
+    before."""
     target: Ints
-    """int32: the peer's pages, from `first_page` on."""
+    """int32: the decode engine's page numbers for the prompt's pages from `first_page` on."""
     sent: int
-    """Leading pages of the prompt that are written, or that the peer does not need."""
+    """Number of leading pages of the prompt that were written or that the decode engine has."""
     transfers: list[Transfer] = field(default_factory=list)
-    """The transfers that were started."""
+    """The transfers that were started, ended ones included."""
     last: EngineOutput | None = None
     """The output with which the request ended. None: it has not ended."""
     is_cancelled: bool = False
@@ -49,7 +51,7 @@ class Job:
 
 
 class PromptSide:
-    """The PageSide of a prompt engine. It also serves the requests of its own clients."""
+    """The `PageSide` of a prompt engine. The engine also serves requests of its own clients."""
 
     def __init__(self, transfer: PageTransfer, engine: TokenEngine) -> None:
         self._transfer, self._engine = transfer, engine
@@ -57,7 +59,7 @@ class PromptSide:
 
     @property
     def has_work(self) -> bool:
-        """Whether a peer has an open request, or pages are on their way."""
+        """Whether a prompt of a decode engine is in progress, or messages have arrived."""
         return bool(self._jobs) or self._transfer.has_news
 
     @property
@@ -66,10 +68,11 @@ class PromptSide:
         return ""
 
     def mark(self, requests: list[Request]) -> None:
-        """Do nothing: requests of its own clients are computed here."""
+        """Do nothing: this engine prefills its own clients' requests itself."""
 
     def begin(self, seconds: float) -> list[EngineOutput]:
-        """Take new requests of peers, and cancel those that a peer no longer wants."""
+        """Add the prompts that decode engines have sent, and abort those that they have cancelled
+        or whose engine is lost. Waits up to `seconds` for the first message. Returns []."""
         for told in self._transfer.receive(seconds):
             if told.body:
                 self._take(told)
@@ -78,10 +81,8 @@ class PromptSide:
         return []
 
     def end(self, outputs: list[EngineOutput]) -> list[EngineOutput]:
-        """Send full pages, and the first token after the last page.
-
-        Return the outputs for this engine's own clients.
-        """
+        """Write pages that a step has filled to the decode engines; after the last page, send the
+        first token. Returns the outputs that are for this engine's own clients."""
         own: list[EngineOutput] = []
         for output in outputs:
             job = self._jobs.get(output.request_id)
@@ -95,7 +96,7 @@ class PromptSide:
         return own
 
     def fileno(self) -> int:
-        """The descriptor of the transfer."""
+        """The descriptor of the transfer, readable while messages have arrived."""
         return self._transfer.fileno()
 
     def close(self) -> None:
@@ -127,7 +128,8 @@ class PromptSide:
                     job.last = job.last or output
 
     def _advance(self, job: Job) -> bool:
-        """Advance a job; returns whether it has ended."""
+        """Write a job's new full pages, and answer once all are written. Returns whether the job
+        has ended."""
         if not job.is_cancelled:
             self._write(job)
         if job.last is None or any(each.progress is Progress.PENDING for each in job.transfers):
@@ -138,8 +140,9 @@ class PromptSide:
         return True
 
     def _write(self, job: Job) -> None:
-        """Send full pages, and with the first token the last page too. A preempted request computes
-        its tokens again; pages that were sent are not sent again."""
+        """Write the pages that are full and not sent yet; once the first token is known, also the
+        last page, which may be partly filled. A preempted request computes its tokens again; pages
+        that were sent are not sent again."""
         request, size = job.request, self._engine.limits.page_size
         cells = min(request.num_cells, len(request.prompt_ids))
         full = -(-cells // size) if request.output_ids else cells // size

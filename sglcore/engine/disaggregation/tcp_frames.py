@@ -1,8 +1,8 @@
 """Frames of the TCP page transfer, and one connection with two threads: one sends queued frames,
 one receives.
 
-A frame is a head, three numbers and a body. Each side sends heartbeats while idle, so silence means
-that the peer is lost.
+A frame is a head (magic number, kind, region, lease, bytes of the body) and a body. Each side sends
+heartbeats while idle, so silence means that the peer is lost.
 """
 
 from __future__ import annotations
@@ -23,13 +23,15 @@ from sglcore.engine.timed_read import read_exactly
 MAGIC = 0x5350
 _HEAD = struct.Struct("<HHIQQ")
 LONGEST = 1 << 32
-"""Largest number of bytes of a frame; a larger number means a damaged stream."""
+"""Maximum number of bytes of a frame's body; a larger number means a damaged stream."""
 Parts = Sequence[bytes | memoryview]
 
 
 class Kind(IntEnum):
-    """HELLO and WELCOME (or REFUSED) open a connection; PAGES (lease, region; the pages' numbers
-    and bytes), TOLD (a message), CANCEL and DRAINED (lease)."""
+    """The kinds of frames. HELLO opens a connection, and WELCOME or REFUSED answers it; BEAT is a
+    heartbeat; TOLD has a message as its body. PAGES writes to a `lease` and `region`: int32 page
+    numbers, then the bytes of these pages. CANCEL asks the writer of a lease to stop, and DRAINED
+    answers it."""
 
     HELLO = 1
     WELCOME = 2
@@ -43,7 +45,8 @@ class Kind(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """A frame that arrived from `peer`."""
+    """A frame that arrived from peer number `peer`. `region`: index in `PageMemory.regions`;
+    `lease`: the receiver's lease number; both 0 where the kind has none."""
 
     peer: int
     kind: Kind
@@ -54,22 +57,22 @@ class Frame:
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """The last item that comes from a peer."""
+    """Note that peer number `peer` is gone, and `why`. It is the last item from this peer."""
 
     peer: int
     why: str
 
 
 def send_frame(stream: socket.socket, kind: Kind, region: int = 0, lease: int = 0, parts: Parts = ()) -> None:
-    """Send a frame; waits. Raises OSError."""
+    """Send a frame with the concatenated `parts` as its body; waits. Raises OSError."""
     stream.sendall(_HEAD.pack(MAGIC, kind, region, lease, sum(len(part) for part in parts)))
     for part in parts:
         stream.sendall(part)
 
 
 def receive_frame(stream: socket.socket, peer: int = 0, most: int = LONGEST, seconds: float | None = None) -> Frame:
-    """Receive the next frame, of at most `most` bytes. Waits at most `seconds` for the whole frame
-    (None: the stream's own limit).
+    """Receive the next frame, with at most `most` bytes in its body; `peer` is only copied to the
+    result. Waits at most `seconds` for the whole frame (None: the stream's own limit).
 
     Raises PeerLost if the stream ends or the frame is damaged, and OSError, which includes
     TimeoutError.
@@ -98,14 +101,15 @@ class _Outgoing:
 
 
 class Connection:
-    """The stream of a peer after both sides have greeted. After `start`, its threads call `post`
-    with each frame that arrives, and last and once with the loss of the peer. Queued frames that
-    were not sent then have the state FAILED."""
+    """The stream of one peer, after both sides have greeted. After `start`, its threads call `post`
+    with each frame that arrives, and at the end once with `Lost`. The transfers of queued frames
+    that could not be sent become FAILED."""
 
     def __init__(
         self, number: int, stream: socket.socket, name: str, silence: float, post: Callable[[Frame | Lost], None]
     ) -> None:
-        """`silence`: seconds without a frame after which the peer is lost."""
+        """`number` and `name`: the peer's, for `post` and messages. `silence`: seconds without a
+        frame after which the peer is lost."""
         self.number, self.name = number, name
         self._stream, self._silence, self._post = stream, silence, post
         self._queue: queue.SimpleQueue[_Outgoing | None] = queue.SimpleQueue()
@@ -125,7 +129,8 @@ class Connection:
     def queue(
         self, kind: Kind, region: int = 0, lease: int = 0, parts: Parts = (), ends: Transfer | None = None
     ) -> None:
-        """Send a frame after all queued frames; the transfer `ends` is done when it is sent.
+        """Queue a frame to be sent after all queued frames; the transfer `ends` becomes DONE when
+        the frame is sent, FAILED if it cannot be.
 
         Does not wait.
         """

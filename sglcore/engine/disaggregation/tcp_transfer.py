@@ -1,9 +1,9 @@
-"""The reference page transfer: over TCP, one connection for each pair of engines, through host
+"""The reference `PageTransfer`: over TCP, one connection for each pair of engines, through host
 memory.
 
 Received pages stay on the host until the worker's own thread writes them, between two steps. Pages
-for a lease that is cancelled but not drained are still written, as by a library that writes without
-the host; so a caller that reuses such pages too early is found out.
+for a lease that is cancelled but not drained are still written, as by a transport that writes to
+memory directly; so a caller that reuses such pages too early is found out.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from sglcore.engine.timed_read import is_readable
 SILENCE = 20.0
 """Seconds without a frame after which a peer is lost."""
 GREETING = 5.0
-"""Seconds that a new connection may take to identify itself."""
+"""Seconds that each side may take to greet on a new connection."""
 LONGEST_HELLO = 1 << 16
-"""Bytes of the greeting at most."""
+"""Maximum number of bytes of a greeting's body."""
 
 
 class Hello(msgspec.Struct):
-    """The greeting: what a side reports about itself first."""
+    """The body of HELLO and WELCOME: the sender's page layout, and in HELLO the secret."""
 
     layout: dict[str, str | int]
     secret: str = ""
@@ -48,13 +48,16 @@ class _Lease:
 
 
 class TcpPages:
-    """A PageTransfer over TCP. `address`: HOST:PORT where it listens, if `listens` was given."""
+    """A `PageTransfer` over TCP. `address`: HOST:PORT where it listens; empty if it does not
+    listen."""
 
     def __init__(
         self, memory: PageMemory, layout: Layout, listens: str = "", secret: str = "", silence: float = SILENCE
     ) -> None:
-        """`listens`: HOST:PORT (port 0 takes a free one); a peer must know the `secret`. Raises
-        ConfigError."""
+        """`memory` and `layout`: this engine's pages. `listens`: HOST:PORT (port 0 takes a free
+        one); empty: only `connect` makes connections. `secret`: a peer that connects must send the
+        same. `silence`: seconds without a frame after which a peer is lost. Raises ConfigError if
+        it cannot listen."""
         self._memory, self._layout, self._secret, self._silence = memory, layout, secret, silence
         self._connections: dict[int, Connection] = {}
         self._numbers = 0
@@ -79,7 +82,7 @@ class TcpPages:
 
     @property
     def has_news(self) -> bool:
-        """Whether something has arrived."""
+        """Whether `receive` has something to return or pages to write."""
         return bool(self._inbox) or is_readable(self._awake)
 
     @property
@@ -88,7 +91,9 @@ class TcpPages:
         return len(self._leases)
 
     def connect(self, address: str) -> int:
-        """Connect and exchange greetings; waits at most 5 seconds for each."""
+        """Connect to a prompt engine, exchange greetings, and return the peer's number. Waits at
+        most GREETING seconds for the connection and again for the answer. Raises PeerLost if none
+        answers, and ConfigError if it refuses the layout or the secret."""
         host, _, port = address.rpartition(":")
         with ExitStack() as stack:
             try:
@@ -104,16 +109,18 @@ class TcpPages:
         return self._greet(stream, address)
 
     def name(self, peer: int) -> str:
-        """Return a peer's address."""
+        """Return a peer's address for messages; "peer N" after it is lost."""
         found = self._connections.get(peer)
         return f"peer {peer}" if found is None else found.name
 
     def tell(self, peer: int, body: bytes) -> None:
-        """Send a message to a peer, in a frame after the frames of pages."""
+        """Send a message after the page frames that are queued; dropped if the peer is lost. Does
+        not wait."""
         self._queue(peer, Kind.TOLD, parts=(body,))
 
     def receive(self, seconds: float = 0.0) -> list[Told]:
-        """Write the pages that arrived, and return everything else."""
+        """Write the pages that arrived to the page memory, and return all other events. Waits up to
+        `seconds` for the first item."""
         if is_readable(self._awake, 0.0 if self._inbox else seconds):
             with suppress(BlockingIOError):
                 while os.read(self._awake, 4096):
@@ -126,33 +133,36 @@ class TcpPages:
         return found
 
     def offer(self, peer: int, pages: Ints) -> int:
-        """Offer pages to a peer and return the lease's number, which the peer gets in a message."""
+        """Return the number of a new lease, under which `peer` may write to `pages`, int32. The
+        caller sends the number to the peer in a message."""
         self._offered += 1
         self._leases[self._offered] = _Lease(peer, frozenset(pages.tolist()), peer not in self._connections)
         return self._offered
 
     def cancel(self, lease: int) -> None:
-        """Ask the writer to stop. Its DRAINED frame comes after everything that it has written."""
+        """Ask the writer of a lease to stop. The frame DRAINED answers after everything that it has
+        written."""
         found = self._leases.get(lease)
         if found is not None and not found.is_drained:
             self._queue(found.peer, Kind.CANCEL, lease=lease)
 
     def end(self, lease: int) -> None:
-        """End a lease. Pages that arrive for it later break the connection."""
+        """Forget a lease. If pages arrive for it later, the connection to their sender is
+        closed."""
         self._leases.pop(lease, None)
 
     def drained(self, lease: int) -> bool:
-        """Whether no more pages come: the writer's DRAINED frame has arrived (it comes after its
-        pages), or the connection is closed and all its frames are processed.
-        """
+        """Return whether no more pages can arrive for a lease: its writer's DRAINED frame has
+        arrived, which it sends after its pages, or the connection is closed and all its frames are
+        processed. True for an unknown lease."""
         found = self._leases.get(lease)
         return found is None or found.is_drained
 
     def write(
         self, peer: int, lease: int, source: Ints, target: Ints, layers: tuple[int, int] | None = None
     ) -> Transfer:
-        """Read the pages at once, which waits for this device, and queue them; does not wait for
-        the peer."""
+        """Implements `PageTransfer.write`: the own pages are read at once, which waits for this
+        device; sending does not wait."""
         transfer = Transfer()
         connection = self._connections.get(peer)
         if connection is None:
@@ -169,11 +179,11 @@ class TcpPages:
         return transfer
 
     def fileno(self) -> int:
-        """The read end of a pipe."""
+        """The read end of a pipe, readable while something has arrived."""
         return self._awake
 
     def close(self) -> None:
-        """Disconnect from all peers, and free all resources."""
+        """Disconnect from all peers, stop listening, and free all resources. Idempotent."""
         with self._lock:
             if self._is_closed:
                 return
@@ -232,7 +242,8 @@ class TcpPages:
             os.write(self._wake, b"\0")
 
     def _greet(self, stream: socket.socket, name: str) -> int:
-        """Check the peer's greeting before anything else of it is processed."""
+        """Register and start the connection of a peer after the greetings. Returns the peer's new
+        number. Raises PeerLost if this transfer is closed."""
         with self._lock:
             if self._is_closed:
                 stream.close()
@@ -302,8 +313,8 @@ def _name(where: tuple[str, int]) -> str:
 
 
 def wait_for(transfer: TcpPages, address: str, seconds: float) -> int:
-    """Connect to a peer that may not be up yet. Raises ConfigError if it does not come up, or has
-    another layout."""
+    """Connect to `address` and return the peer's number; tries for `seconds` while no engine
+    answers there. Raises ConfigError if none answers in that time, or if it refuses."""
     end = time.monotonic() + seconds
     while True:
         try:

@@ -1,4 +1,5 @@
-"""Messages between engines, other than pages: typed records as msgpack. Nothing is unpickled."""
+"""Messages between engines, other than pages: typed records as msgpack. Nothing is unpickled.
+`PageSide` is the protocol of an engine's prefill or decode side."""
 
 from __future__ import annotations
 
@@ -13,10 +14,11 @@ from sglcore.schedule.request_output import EngineOutput
 
 
 class Ask(msgspec.Struct, array_like=True, tag=1, gc=False):
-    """Prefill a prompt and sample its first token.
+    """A decode engine's request: prefill a prompt, write its pages, and sample its first token.
 
-    `pages` are the lease's pages for the prompt from page `first_page` on. `prompt` and `pages` are
-    int32 as little-endian bytes.
+    `lease`: the lease of `pages`, which are the decode engine's pages for the prompt from page
+    `first_page` on; it has the earlier ones. `prompt` (token ids) and `pages` are int32 as
+    little-endian bytes. `params`: as `pack_params` returns them.
     """
 
     lease: int
@@ -29,10 +31,12 @@ class Ask(msgspec.Struct, array_like=True, tag=1, gc=False):
 
 
 class First(msgspec.Struct, array_like=True, tag=2, gc=False):
-    """All pages of the lease are written.
+    """The answer to `Ask`: all pages of the lease are written, and `token` is the first token.
 
-    Sampling depends on the number of tokens, so the first token is enough to continue.
-    Log-probabilities are encoded records, if they were requested.
+    With the seed, draws depend only on the number of tokens, so the decode engine needs nothing
+    else to continue. `cached_tokens`: prompt tokens that came from the prompt engine's prefix
+    cache. `logprobs` (of the token) and `prompt_logprobs` are made by `pack_logprobs`; empty: not
+    requested.
     """
 
     lease: int
@@ -43,9 +47,10 @@ class First(msgspec.Struct, array_like=True, tag=2, gc=False):
 
 
 class Refusal(msgspec.Struct, array_like=True, tag=3, gc=False):
-    """The prompt will not be computed, and nothing more is written to the lease.
+    """The answer to `Ask` if the prompt is not computed; nothing more is written to the lease.
 
-    `refused`: the error is the requester's.
+    `refused`: True: the request itself is invalid, and no engine would take it. False: another
+    engine may succeed.
     """
 
     lease: int
@@ -54,7 +59,8 @@ class Refusal(msgspec.Struct, array_like=True, tag=3, gc=False):
 
 
 class PageSide(Protocol):
-    """The part of an engine's loop that deals with other engines."""
+    """The part of a token engine's loop that exchanges pages with other engines: `PromptSide` or
+    `DecodeSide`."""
 
     @property
     def has_work(self) -> bool:
@@ -67,21 +73,22 @@ class PageSide(Protocol):
         ...
 
     def mark(self, requests: list[Request]) -> None:
-        """Prepare requests that are about to be queued. Raises RequestError for one that cannot be
-        served."""
+        """Prepare new requests, before the scheduler gets them. Raises RequestError for one that
+        cannot be served."""
         ...
 
     def begin(self, seconds: float) -> list[EngineOutput]:
-        """Take what has arrived, before a step; waits at most `seconds` for it."""
+        """Process what other engines have sent; called before each step. Waits at most `seconds`
+        for it. Returns the outputs that this produced."""
         ...
 
     def end(self, outputs: list[EngineOutput]) -> list[EngineOutput]:
-        """Send what there is to send, after a step; returns the outputs for this engine's own
-        clients."""
+        """Send what the step has made for other engines; called after each step with its outputs.
+        Returns the outputs that are for this engine's own clients."""
         ...
 
     def fileno(self) -> int:
-        """A descriptor that is readable while there is something to take."""
+        """A descriptor that is readable while `begin` has something to process."""
         ...
 
     def close(self) -> None:
@@ -90,10 +97,10 @@ class PageSide(Protocol):
 
 
 def pack_logprobs(found: TokenLogprobs) -> bytes:
-    """Encode as bytes."""
+    """Return the bytes of a record, by `codec.encode`."""
     return encode(found)
 
 
 def unpack_logprobs(packed: bytes) -> TokenLogprobs:
-    """Decode what `pack_logprobs` encoded."""
+    """Return the record that `pack_logprobs` encoded."""
     return decode(bytearray(packed))

@@ -56,13 +56,13 @@ _TABLES: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = MappingProxyTyp
         "experts": ((), ("copies", "bytes_out", "imbalance")),
     }
 )
-"""Tables of a file: the required names and the optional names. `gb_s`: what one rank sends per
-second."""
+"""Tables of a cluster's file: the required names and the optional names. Units are in the names;
+`gb_s`: gigabytes that one rank sends per second."""
 
 
 def read_cluster(file: Path) -> Cluster:
-    """Read a cluster's file. Raises ConfigError if it does not exist, is not TOML, or has unknown
-    names or values."""
+    """Read the TOML file of a cluster. Raises ConfigError if it does not exist, is not TOML, lacks
+    a table or a value, or has unknown names or wrong values."""
     try:
         given = tomllib.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:

@@ -1,5 +1,5 @@
-"""Every parallel configuration in which a cluster can hold a model, fastest first for a given load,
-with the command that starts it."""
+"""All parallel configurations in which a cluster can hold a model, fastest first for a given load,
+with the command that starts each."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sglcore.engine.layouts.layout_cost import Costs, Rows, Seconds
 from sglcore.engine.layouts.model_shape import shape_of
 
 CHUNK = 2048
-"""Prompt tokens in one step of a shard."""
+"""Assumed prompt tokens in one prefill step of a shard."""
 ENOUGH = 1.05
 """The predicted speed-up that two micro-batches must have; a start with `auto` measures and
 decides."""
@@ -25,9 +25,8 @@ decides."""
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """`requests` running requests, each with a prompt of `input_len` tokens and an answer of
-    `output_len`.
-    """
+    """The assumed load: `requests` running requests, each with a prompt of `input_len` tokens and
+    an answer of `output_len` tokens."""
 
     requests: int
     input_len: int
@@ -41,45 +40,47 @@ class Load:
 
     @property
     def length(self) -> int:
-        """Tokens of a request at its end."""
+        """Tokens of a request at its end, prompt included."""
         return self.input_len + self.output_len
 
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """One parallel configuration and its predicted performance. `advise` makes it.
+    """One parallel configuration and its predicted performance; `advise` makes it.
 
-    Rates are for all copies together, with prefill and decode counted.
+    Rates, `running` and `cache_tokens` are sums over all copies.
     """
 
     topology: Topology
     """How the ranks of one copy divide the model."""
     copies: int
-    """Copies of the model."""
+    """Copies of the model on the cluster."""
     step: Seconds
-    """Seconds of a decode step, by use."""
+    """Seconds of one decode step, divided by use."""
     prompt_rate: float
-    """Prompt tokens per second."""
+    """Prompt tokens per second while only prompts are prefilled."""
     rate: float
-    """Output tokens per second. 0: not one request fits."""
+    """Output tokens per second, with the time of the prompts counted. 0: not one request fits."""
     running: int
     """Requests of the load that run at the same time."""
     cache_tokens: int
-    """Tokens that fit in the KV cache."""
+    """Tokens that fit in the KV caches."""
     weight_bytes: float
     """Bytes of weights on each device."""
     halved_prompts: float = 1.0
-    """Speed-up of a prefill step as two micro-batches."""
+    """Predicted speed-up of a prefill step that runs as two micro-batches."""
     halved_step: float = 1.0
-    """Speed-up of a decode step as two micro-batches."""
+    """Predicted speed-up of a decode step that runs as two micro-batches."""
 
     @property
     def is_for_halves(self) -> bool:
-        """Whether two micro-batches are predicted to be fast enough for a start to try them."""
+        """Whether the predicted speed-up of two micro-batches is at least ENOUGH, so that `command`
+        has `--two-batch-overlap auto`."""
         return max(self.halved_prompts, self.halved_step) >= ENOUGH
 
     def command(self, model: str, per_host: int) -> str:
-        """Return the command that starts a copy, for each of its hosts."""
+        """Return the command that starts one copy of `model`, to run on each of its hosts;
+        `per_host`: devices of a host."""
         topology = self.topology
         widths = (("tp", topology.tp), ("dp", topology.dp), ("ep", topology.ep))
         words = [f"--{name} {value}" for name, value in widths if value > 1]
@@ -89,15 +90,16 @@ class Advice:
         return " ".join(("sglcore serve", model, *words))
 
     def as_json(self, model: str, per_host: int) -> dict[str, Any]:
-        """Return the same as plain values, with the command."""
+        """Return all fields as plain values, with `command`, and `most`: the use that takes the
+        most time in a step."""
         return {**asdict(self), "most": self.step.most, "command": self.command(model, per_host)}
 
 
 def advise(config: ModelConfig, cluster: Cluster, load: Load) -> tuple[Advice, ...]:
-    """Return the ways to divide the model over the cluster, best first.
+    """Return the ways to divide the model over all devices of the cluster, best first.
 
-    They are sorted by tokens per second, then by the time of a step; those without room for a
-    request come last. Raises ConfigError if the costs of the model's layers are unknown.
+    They are sorted by output tokens per second, then by the time of a step; those without room for
+    one request come last. Raises ConfigError if the costs of the model's layers are unknown.
     """
     model = shape_of(config)
     found = [_advice(Costs(model, cluster, each), load) for each in _forms(config, cluster)]
@@ -105,7 +107,7 @@ def advise(config: ModelConfig, cluster: Cluster, load: Load) -> tuple[Advice, .
 
 
 def advise_folder(folder: Path, cluster: Cluster, load: Load) -> tuple[Advice, ...]:
-    """Return the same for the model of a checkpoint folder."""
+    """Return `advise` for the model of a checkpoint folder."""
     return advise(read_config(folder), cluster, load)
 
 
@@ -155,8 +157,8 @@ def _advice(costs: Costs, load: Load) -> Advice:
 
 
 def text_of(found: Sequence[Advice], model: str, cluster: Cluster, top: int) -> str:
-    """Return a table of the first `top` configurations, then the command of the best.
-    Configurations without room for one request are counted."""
+    """Return a table of the first `top` configurations of `found`, which `advise` returned, then
+    the command of the best. Configurations without room for one request are only counted."""
     fitting = [each for each in found if each.running]
     per_host = cluster.links.per_host
     if not fitting:

@@ -14,10 +14,10 @@ from sglcore.engine.layouts.cluster import Cluster
 from sglcore.engine.layouts.model_shape import LayerShape, ModelShape
 
 LAUNCHES = 10
-"""Kernels of a layer that run one after the other."""
+"""Assumed kernels of a layer that run one after the other."""
 MEMORY_SHARE = 0.9
-"""The part of a device's memory for weights and cache; the rest is for intermediate results of a
-step."""
+"""The assumed part of a device's memory for weights and KV cache; the rest is for intermediate
+results of a step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,20 +36,19 @@ class Seconds:
 
     @property
     def total(self) -> float:
-        """The sum of all."""
+        """Seconds of the whole step."""
         return sum(astuple(self))
 
     @property
     def most(self) -> str:
-        """The name of the largest part."""
+        """The field name of the largest part."""
         return max(zip(astuple(self), (field.name for field in fields(self)), strict=True))[1]
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """One step: `count` rows for each shard of requests, over `sequences` requests with `context`
-    tokens before them.
-    """
+    """One step: `count` rows (tokens) in each data-parallel shard, of `sequences` requests with
+    `context` earlier tokens each."""
 
     count: int
     sequences: int
@@ -58,8 +57,8 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """A model on a cluster in one parallel configuration. Ranks are those of one copy of the
-    model."""
+    """The costs of a model on a cluster in one parallel configuration. A rank is one of the
+    `topology.tp` ranks of one copy of the model."""
 
     model: ModelShape
     cluster: Cluster
@@ -76,10 +75,9 @@ class Costs:
         return total
 
     def halves(self, rows: Rows) -> float:
-        """Return the seconds of the same step run as two micro-batches, where one computes while
+        """Return the seconds of a step of `rows` run as two micro-batches, where one computes while
         the other waits for its collectives: twice the larger of a half's compute time and its
-        collective time.
-        """
+        collective time."""
         half = Rows(-(-rows.count // 2), -(-rows.sequences // 2), rows.context)
         found = self.step(half)
         return 2 * max(found.total - found.links, found.links)
@@ -142,7 +140,7 @@ class Costs:
         return links.all_to_all(ep, each * copies_to_ranks(ep, chosen), each * copies_to_ranks(hosts, chosen))
 
     def weight_bytes(self) -> float:
-        """Bytes of weights on one rank."""
+        """Return the bytes of weights on one rank."""
         model, tp = self.model, self.topology.tp
         part = self.topology.ep if self.topology.ep > 1 else tp
         found = model.tables / self.topology.attn_tp * model.row_bytes
@@ -157,8 +155,8 @@ class Costs:
         return sum(each) * self.model.row_bytes
 
     def cache_tokens(self, length: int) -> int:
-        """Return the tokens that fit in all shards together, in requests of `length` tokens; 0 if
-        the weights leave no room."""
+        """Return the tokens that fit in the KV caches of one copy, all its shards together, in
+        requests of `length` tokens; 0 if the weights leave no room."""
         room = MEMORY_SHARE * self.cluster.device.memory - self.weight_bytes()
         return max(int(room * length / self.request_bytes(length)), 0) * self.topology.dp
 
@@ -183,7 +181,8 @@ class Costs:
         return read + self._links(self.cluster.links.all_gather(width, rows.sequences * model.vocabulary * 4))
 
     def _sums(self, layer: LayerShape) -> int:
-        """Return the number of blocks of a layer that end in a sum over all ranks."""
+        """Return the number of blocks of a layer that end in a sum over all ranks: the dense
+        blocks, and the experts if each rank has a part of every expert."""
         return layer.num_blocks + (1 if layer.expert and self.topology.ep == 1 else 0)
 
     def _all_rows(self, rows: Rows) -> float:
@@ -202,8 +201,9 @@ class Costs:
         return Seconds(links=seconds)
 
     def _roofline(self, weights: float, cache: float, flops: float, element: float) -> Seconds:
-        """Return the time to read the bytes or to do the operations, whichever is longer (roofline:
-        Williams, Waterman and Patterson 2009)."""
+        """Return the time to read `weights` and `cache` bytes or to do `flops` operations,
+        whichever is longer (roofline: Williams, Waterman and Patterson 2009). `element`: bytes of
+        an operand; with 1, the rate is `flops_8bit`."""
         device = self.cluster.device
         reading = (weights + cache) / device.bandwidth
         computing = flops / (device.flops_8bit if element == 1 else device.flops)

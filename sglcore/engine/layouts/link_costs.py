@@ -21,27 +21,25 @@ class Link:
     beta: float
 
     def all_reduce(self, n: int, m: float) -> float:
-        """Return the time for `m` bytes on each of `n` ranks: by a ring, or with each rank reading
-        from all others, whichever is faster.
+        """Return the seconds to sum arrays of `m` bytes, one on each of `n` ranks, so that every
+        rank has the sum: by a ring, or with each rank reading from all others, whichever is faster.
         """
         ring = 2 * (n - 1) * self.alpha + 2 * (n - 1) / n * m * self.beta
         one_shot = self.alpha + (n - 1) * m * self.beta
         return min(ring, one_shot)
 
     def all_gather(self, n: int, m: float) -> float:
-        """Return the time until all `n` ranks have all `m` bytes; a reduce-scatter of `m` bytes
-        costs the same.
-        """
+        """Return the seconds until each of `n` ranks has all `m` bytes; before, each has m / n. A
+        reduce-scatter of arrays of `m` bytes costs the same."""
         return (n - 1) * self.alpha + (n - 1) / n * m * self.beta
 
     def all_to_all(self, n: int, m: float) -> float:
-        """Return the time for `m` bytes from each rank, in equal parts for all ranks including
-        itself.
-        """
+        """Return the seconds for each of `n` ranks to send `m` bytes in equal parts, one part to
+        each rank including itself."""
         return ceil(log2(n)) * self.alpha + (n - 1) / n * m * self.beta
 
     def broadcast(self, n: int, m: float) -> float:
-        """Return the time for `m` bytes from one rank to all, by a tree."""
+        """Return the seconds to send `m` bytes from one rank to `n` - 1 others, by a tree."""
         return ceil(log2(n)) * (self.alpha + m * self.beta)
 
 
@@ -57,9 +55,8 @@ class Links:
     per_host: int
 
     def levels(self, n: int) -> tuple[int, int]:
-        """Return the ranks of a group on one host, and the number of hosts. Raises ValueError for a
-        group that fills its last host only in part.
-        """
+        """Return the ranks on one host and the number of hosts of a group of `n` ranks. Raises
+        ValueError for a group that fills its last host only in part."""
         local = min(n, self.per_host)
         hosts, rest = divmod(n, local)
         if rest:
@@ -67,23 +64,26 @@ class Links:
         return local, hosts
 
     def all_reduce(self, n: int, m: float) -> float:
-        """See `Link`: reduce-scatter inside hosts, all-reduce of each part between hosts,
-        all-gather inside.
-        """
+        """Return the seconds to sum arrays of `m` bytes, one on each of `n` ranks: reduce-scatter
+        inside hosts, all-reduce of each part between hosts, all-gather inside. Raises ValueError as
+        `levels`."""
         local, hosts = self.levels(n)
         if hosts == 1:
             return self.inside.all_reduce(n, m)
         return 2 * self.inside.all_gather(local, m) + self.between.all_reduce(hosts, m / local)
 
     def all_gather(self, n: int, m: float) -> float:
-        """See `Link`: between ranks with the same local index first, then inside hosts."""
+        """Return the seconds until each of `n` ranks has all `m` bytes, of which it had m / n:
+        between ranks with the same local index first, then inside hosts. Raises ValueError as
+        `levels`."""
         local, hosts = self.levels(n)
         return self.between.all_gather(hosts, m / local) + self.inside.all_gather(local, m)
 
     def all_to_all(self, n: int, m: float, m_between: float | None = None) -> float:
-        """See `Link`: to the same local index on the other host first, then inside it. `m_between`
-        bytes cross hosts if data for several ranks of a host is sent once; None: `m`.
-        """
+        """Return the seconds for each of `n` ranks to send `m` bytes in equal parts to all ranks:
+        to the same local index on the other hosts first, then inside hosts. `m_between`: bytes that
+        each rank sends in the first part, if data for several ranks of a host is sent once; None:
+        `m`. Raises ValueError as `levels`."""
         local, hosts = self.levels(n)
         across = self.between.all_to_all(hosts, m if m_between is None else m_between)
         return across + self.inside.all_to_all(local, m)
@@ -91,10 +91,10 @@ class Links:
 
 def fitted(sizes: Sequence[float], seconds: Sequence[float], rounds: float, share: float) -> Link:
     """Return the link that explains the measured `seconds` of an operation for each of `sizes`
-    bytes. The operation takes `rounds` messages and moves `share` of its bytes.
+    bytes: time = rounds * alpha + share * size * beta.
 
     Least squares of the relative errors, so that small sizes count as much as large ones. Neither
-    result is negative. Raises ConfigError for fewer than two sizes.
+    `alpha` nor `beta` is negative. Raises ConfigError for fewer than two different sizes.
     """
     if len(set(sizes)) < 2:
         raise ConfigError(f"{len(set(sizes))} sizes were measured", wanted="two or more", remedy="give more sizes")

@@ -19,10 +19,8 @@ UNKNOWN = (
     "o_groups",
     "index_topk",
 )
-"""Configuration keys of layers with recurrent state or sparse attention.
-
-Their costs are unknown here.
-"""
+"""Configuration keys of layers with recurrent state or sparse attention. A model that has one is
+refused, because the costs of these layers are unknown here."""
 MXFP4 = 17 / 32
 """Bytes of a 4-bit float, with its share of an 8-bit scale for 32 of them."""
 
@@ -39,9 +37,9 @@ class LayerShape:
     """Attention weights that are divided among ranks by key heads, up to the number of key
     heads."""
     cache_whole: int
-    """KV cache of a token that every rank keeps."""
+    """KV cache elements of a token that every rank keeps."""
     cache_by_keys: int
-    """KV cache of a token that is divided among ranks by key heads."""
+    """KV cache elements of a token that are divided among ranks by key heads."""
     score_flops: int
     """Floating-point operations of a query for each token that it sees, over all heads."""
     window: int | None
@@ -49,7 +47,7 @@ class LayerShape:
     block: int
     """Dense weights that every row uses, divided among all ranks."""
     num_blocks: int
-    """Number of blocks with these weights."""
+    """Number of dense blocks in the layer, 0 or 1."""
     expert: int
     """Weights of one expert. 0: the layer has no experts."""
 
@@ -63,7 +61,7 @@ class ModelShape:
     """The sizes of a model, from its configuration. `shape_of` makes it."""
 
     layers: tuple[LayerShape, ...]
-    """Each layer."""
+    """The sizes of each layer, in order."""
     hidden: int
     """Elements of a hidden state."""
     vocabulary: int
@@ -71,7 +69,7 @@ class ModelShape:
     tables: int
     """Elements of the embedding and the output layer, of `row_bytes` each."""
     kv_heads: int
-    """Heads of keys and values in a layer."""
+    """Number of key heads in a layer."""
     experts: int
     """Experts in a layer. 0: the model has none."""
     chosen: int

@@ -18,10 +18,10 @@ from sglcore.device.selection import Choice
 OWN = frozenset(
     {"model", "hf_token", "device", "node_rank", "leader", "join_timeout", "threads", "system_root", "sources"}
 )
-"""Settings that each host may have on its own: where files are, which device, which node."""
+"""Settings that may differ between hosts: where files are, which device, which node."""
 DECIDED = ("speculative",)
-"""Settings that the leader decides once by a measurement where they are "auto". A restarted leader
-has them decided while nodes still have "auto"."""
+"""Settings that may be "auto" and that the leader decides once by a measurement. A restarted leader
+has decided them already while nodes still have "auto"."""
 LIBRARIES = ("torch", "numpy")
 """Libraries that must have the same version on all hosts, if they are installed."""
 BLOCK = 64 << 10
@@ -29,9 +29,10 @@ BLOCK = 64 << 10
 
 
 def shared_facts(config: EngineConfig, folder: Path, choice: Choice) -> dict[str, Any]:
-    """Return this host's facts by topic, as plain values.
+    """Return the facts of this host that all hosts must have in common, by topic, as plain values:
+    versions, settings and the model's files.
 
-    Reads a little of each file of the checkpoint.
+    Reads the beginning of each file of the checkpoint.
     """
     chosen = choice.chosen
     settings = {_flag(name): value for name, value in plain_config(config).items() if name not in OWN}
@@ -45,8 +46,8 @@ def shared_facts(config: EngineConfig, folder: Path, choice: Choice) -> dict[str
 
 
 def differences(own: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
-    """Return each difference with both values; empty if there is none. Settings that `other` leaves
-    to the leader do not count."""
+    """Return a text with both values for each fact that differs; empty if none does. A setting in
+    DECIDED that is "auto" in `other` does not count."""
     names = dict.fromkeys((*own, *other))
     left_open = {_flag(name) for name in DECIDED if other.get(_flag(name)) == "auto"}
     return [
@@ -57,17 +58,18 @@ def differences(own: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
 
 
 def decisions(config: EngineConfig) -> dict[str, Any]:
-    """Return the settings of the leader's configuration that apply to all hosts."""
+    """Return the settings in DECIDED, with the values of the leader's configuration."""
     return {name: value for name, value in plain_config(config).items() if name in DECIDED}
 
 
 def with_decisions(config: EngineConfig, found: Mapping[str, Any]) -> EngineConfig:
-    """Return a node's configuration with the leader's `decisions`."""
+    """Return a node's configuration with the leader's `decisions` in place of its own."""
     return replace(config, **{name: found[name] for name in DECIDED})
 
 
 def files_digest(folder: Path) -> str:
-    """Return twelve digits for the names, sizes and beginnings of a checkpoint's files."""
+    """Return 12 hexadecimal digits for the names, sizes and first BLOCK bytes of the files in a
+    checkpoint folder, or of a GGUF file."""
     found = hashlib.sha256()
     for file in sorted(folder.iterdir()) if folder.is_dir() else [folder]:
         if file.is_file():

@@ -25,9 +25,9 @@ from sglcore.device.worker import BatchResult, TokenLogprobs
 from sglcore.sampling.params_batch import SamplingBatch
 
 RECORDS = (ScheduleBatch, SamplingBatch, BatchResult, TokenLogprobs, SwapCounts, StepPlan)
-"""Records that can be encoded. The index of a record is its name on the wire."""
+"""Records that can be encoded. The index of a record identifies it in the encoding."""
 DTYPES = tuple(np.dtype(name) for name in ("int32", "bool", "float32", "int64", "float64", "uint8"))
-"""The element types of arrays, by index."""
+"""The element types of arrays; the index of a type identifies it in the encoding."""
 ALIGN = 8
 """Arrays begin at multiples of this number of bytes."""
 
@@ -45,8 +45,8 @@ _ONE_SHOT: Mapping[str, Callable[[], Any]] = MappingProxyType(
 
 
 def encode(record: Any) -> bytes:
-    """Encode one of RECORDS. Raises TypeError for a value of another kind, and ValueError for a
-    one-shot value that is set."""
+    """Return the bytes of a record, one of RECORDS. Raises TypeError for a value of another kind,
+    and ValueError for a one-shot value that is set."""
     arrays: list[np.ndarray] = []
     head = msgspec.msgpack.encode(_plain(record, arrays))
     parts = [len(head).to_bytes(8, "little"), head, bytes(-len(head) % ALIGN)]
@@ -56,15 +56,17 @@ def encode(record: Any) -> bytes:
 
 
 def decode(body: bytearray) -> Any:
-    """Decode a record; its arrays are views of `body`, which must not be reused."""
+    """Return the record that `encode` encoded; its arrays are views of `body`, which must not be
+    changed afterwards."""
     size = int.from_bytes(body[:8], "little")
     values = msgspec.msgpack.decode(memoryview(body)[8 : 8 + size])
     return _Reader(body, 8 + size + -size % ALIGN).record(values)
 
 
 def _plain(value: Any, arrays: list[np.ndarray]) -> Any:
-    """Return a value in msgpack's types: an array is [code, *shape], a record {tag: values}, a
-    mapping of records [-1, keys, values], a tuple of numbers [-2, *numbers]."""
+    """Return a value in msgpack's types and append its arrays to `arrays`: an array is [code,
+    *shape], a record {tag: values}, a mapping of records [-1, keys, values], a tuple of numbers
+    [-2, *numbers]."""
     kind = type(value)
     if kind in _PLAIN:
         return value
@@ -88,7 +90,8 @@ def _plain(value: Any, arrays: list[np.ndarray]) -> Any:
 
 
 class _Reader:
-    """Takes the arrays of a body one after the other."""
+    """Makes records from decoded values; their arrays are read from `body` one after the other,
+    from byte `place` on."""
 
     def __init__(self, body: bytearray, place: int) -> None:
         self._body, self._place = body, place

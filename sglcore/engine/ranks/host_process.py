@@ -1,5 +1,5 @@
-"""The process of a node other than the first: it finds the leader, starts the ranks that the leader
-orders, and ends with them.
+"""The process of a node other than the first: it connects to the leader, starts the ranks that the
+leader orders, and ends with them.
 
 It serves no requests and loads no model itself. If the leader is gone or silent, the node ends its
 ranks: a model that lacks a part cannot run.
@@ -36,18 +36,18 @@ from sglcore.engine.start import choose, fetched, no_progress
 from sglcore.engine.timed_read import is_readable
 
 TRY_EVERY = 0.5
-"""Seconds between two tries to reach a leader that is not up yet."""
+"""Seconds between two attempts to reach a leader that is not up yet."""
 ONE_TRY = 5.0
-"""Seconds that one try may take."""
+"""Seconds that one attempt may take."""
 LOOK_EVERY = 0.05
-"""Seconds between two looks at the processes of ranks."""
+"""Seconds between two checks whether ranks have ended."""
 ENDING = 10.0
 """Seconds that ranks have to end after their leader is gone: one that it has closed frees its
 device first, and any other ends at once."""
 FAILED = 1
 """The exit code of a node after one of its ranks has failed."""
 FINISH = 40.0
-"""Default number of seconds that a node continues after it was told to end."""
+"""Default number of seconds that a node continues after a signal told it to end."""
 
 log = logging.getLogger("sglcore.ranks")
 Prepare = Callable[[], tuple[EngineConfig, Path]]
@@ -55,7 +55,8 @@ Prepare = Callable[[], tuple[EngineConfig, Path]]
 
 @dataclass(slots=True)
 class Stopping:
-    """Whether a node was told to end, and whether it holds ranks.
+    """Whether a signal told a node to end (`is_asked`), and whether the node has ranks
+    (`is_holding`).
 
     A node with ranks continues until its leader, which was also told to end, has drained, or for
     `finish` seconds.
@@ -68,9 +69,9 @@ class Stopping:
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """The part of a node: `prepare` returns its configuration and the model's files, which may take
-    long.
-    """
+    """A node other than the first, before it joins. `prepare` returns its configuration and the
+    model's folder or GGUF file, which may take long; `join_timeout`: seconds to reach the leader,
+    and again to get its order; `spawn` starts the process of a rank."""
 
     placement: Placement
     prepare: Prepare
@@ -79,9 +80,9 @@ class Node:
     stopping: Stopping = field(default_factory=Stopping)
 
     def follow(self) -> int:
-        """Join the leader and hold ranks until they end. Returns the exit code: 0 if the leader
-        closed them. Waits. Raises WorkerLost if there is no leader, and ConfigError if this node
-        cannot be part of the group."""
+        """Join the leader, start the ordered ranks, and wait until they have ended. Returns the
+        exit code: 0 if the leader closed them, LEADER_GONE, or FAILED. Raises WorkerLost if there
+        is no leader, and ConfigError if this node cannot be part of the group."""
         host, port = self.placement.leader
         channel = Channel(reach(host, port, self.join_timeout), EPOCH)
         try:
@@ -107,7 +108,8 @@ class Node:
             channel.close()
 
     def _introduce(self, channel: Channel) -> tuple[EngineConfig, tuple[ChosenDevice, bool]]:
-        """Report this node's devices and facts to the leader, or why it cannot take part."""
+        """Report this node's devices and facts to the leader, or why it cannot take part. Returns
+        the configuration, the chosen device, and whether that device is the processor."""
         try:
             config, folder = self.prepare()
             choice = choose(config, DecisionLedger())
@@ -129,8 +131,8 @@ class Node:
         return config, (choice.chosen, package.is_host)
 
     def _order(self, channel: Channel) -> Order | None:
-        """Return the leader's order, sent once all nodes have joined; None: the leader ended
-        before."""
+        """Return the leader's order, which it sends once all nodes have joined. None: the leader
+        ended before. Raises ConfigError if the leader refuses this node."""
         channel.wait_at_most(self.join_timeout)
         host, port = self.placement.leader
         try:
@@ -163,7 +165,8 @@ class Node:
 
 
 class Following:
-    """The ranks of this node and the channel to their leader. One thread."""
+    """The running ranks of this node and the channel to the leader; one thread uses it. `ending`:
+    seconds that ranks have to end by themselves after the leader is gone."""
 
     def __init__(
         self,
@@ -179,7 +182,8 @@ class Following:
         self._stops_at: float | None = None
 
     def run(self) -> int:
-        """Run until all ranks have ended; returns the exit code."""
+        """Exchange heartbeats with the leader until all ranks have ended, the leader closes them,
+        or it is gone; returns the exit code, as `Node.follow`."""
         for rank, process in self._ranks.items():
             self._say(Kind.STARTED, [rank, process.pid])
         heard = spoke = time.monotonic()
@@ -217,10 +221,10 @@ class Following:
         return len(self._codes) == len(self._ranks)
 
     def _must_stop(self, now: float) -> bool:
-        """Whether the node must end now.
+        """Return whether the node must end now, at the time `now`.
 
-        After it was told to end it continues for `finish` seconds: the leader was also told, and
-        needs the ranks until it has drained.
+        After a signal told it to end, it continues for `finish` seconds: the leader was also told,
+        and needs the ranks until it has drained.
         """
         if not self._stopping.is_asked:
             return False
@@ -229,13 +233,14 @@ class Following:
         return now >= self._stops_at
 
     def _close(self) -> int:
-        """End as the leader ordered."""
+        """Kill the ranks that still run, as the leader ordered, and return the exit code."""
         end_ranks(self._ranks)
         self._have_ended()
         return self._outcome()
 
     def _left_alone(self) -> int:
-        """Return the exit code after the leader is gone; it may have closed the ranks a moment
+        """Wait up to `ending` seconds for the ranks to end after the leader is gone, and return the
+        exit code: 0 if all ended without error, because the leader may have closed them a moment
         before."""
         end = time.monotonic() + self._ending
         while not self._have_ended() and time.monotonic() < end:
@@ -257,7 +262,7 @@ class Following:
 
 
 def end_ranks(ranks: dict[int, RankProcess]) -> None:
-    """Kill ranks that still run, and wait until they have ended."""
+    """Kill the ranks that still run, and wait up to 10 s for the end of each."""
     for process in ranks.values():
         if process.poll() is None:
             process.kill()
@@ -266,7 +271,7 @@ def end_ranks(ranks: dict[int, RankProcess]) -> None:
 
 
 def reach(host: str, port: int, seconds: float) -> socket.socket:
-    """Return a stream to the leader; tries until the leader is up. Raises WorkerLost after
+    """Return a stream to the leader; tries until the leader listens. Raises WorkerLost after
     `seconds`."""
     end = time.monotonic() + seconds
     while True:
@@ -284,8 +289,9 @@ def reach(host: str, port: int, seconds: float) -> socket.socket:
 
 
 def _resolved(host: str) -> str:
-    """Describe the addresses of a host name on this machine: a name that resolves to the machine
-    itself is the most common mistake."""
+    """Return a note with the addresses of a host name on this machine, for an error: a name that
+    resolves to the machine itself is the most common mistake. Empty for an address in digits, or if
+    there is none."""
     try:
         found = sorted({str(each[4][0]) for each in socket.getaddrinfo(host, None)})
     except OSError:
@@ -294,8 +300,8 @@ def _resolved(host: str) -> str:
 
 
 def follow(node: Node, *, restart: bool = False) -> int:
-    """Run `Node.follow`; SIGTERM and SIGINT end it. With `restart`, run it again until the leader
-    has closed the node; a leader that is gone is waited for as long as the first one."""
+    """Run `Node.follow` and return its exit code; SIGTERM and SIGINT end it. With `restart`, run it
+    again until the leader has closed the node; each run waits `join_timeout` for the leader."""
     with _signals(node.stopping):
         while True:
             code = node.follow()
@@ -306,8 +312,8 @@ def follow(node: Node, *, restart: bool = False) -> int:
 
 @contextmanager
 def _signals(stopping: Stopping) -> Iterator[None]:
-    """Handle signals: the first one requests an end; a second one ends at once, and so does the
-    first while the node holds no ranks."""
+    """Handle SIGTERM and SIGINT inside the context: the first one sets `is_asked`; a second one
+    raises KeyboardInterrupt, and so does the first while the node has no ranks."""
 
     def told(number: int, frame: object) -> None:
         if stopping.is_asked or not stopping.is_holding:
@@ -323,8 +329,8 @@ def _signals(stopping: Stopping) -> Iterator[None]:
 
 
 def main() -> int:
-    """Run a node with a HostSpec as one line of JSON on standard input; the process ends when
-    standard input closes."""
+    """Run a node with a HostSpec as one line of JSON on standard input, and return its exit code;
+    the process ends when standard input closes."""
     with open(0, "rb", closefd=False) as given:
         spec = msgspec.json.decode(given.readline(), type=HostSpec)
     logging.basicConfig(level=logging.INFO, format=f"%(levelname)s node {spec.placement['node']}: %(message)s")

@@ -3,7 +3,7 @@ with its own, orders the ranks that each starts, and detects, at once or after s
 node is gone.
 
 A node has one channel to the leader. The ranks that it starts have channels of their own, as the
-ranks of this machine have.
+ranks on the leader's machine have.
 """
 
 from __future__ import annotations
@@ -29,18 +29,17 @@ from sglcore.engine.timed_read import is_readable
 HELLO_SECONDS = 5.0
 """Seconds that a frame may take after its first byte."""
 ANSWER_SECONDS = 2.0
-"""Seconds that a node may take to report that its ranks have ended; without contact it ends them by
-itself.
-"""
+"""Seconds that a node may take to report that its ranks have ended after it was told to end them; a
+node without contact ends them by itself."""
 LOOK_EVERY = 0.1
 EPOCH = 0
 """The epoch of the channels of nodes. The epoch of the ranks is sent over them."""
 
 
 class NodeFacts(msgspec.Struct, frozen=True):
-    """A node's report: its number, its chosen device and number of devices, its index among the
-    nodes of its machine, and the facts that all nodes must have in common.
-    """
+    """A node's report: its number, its chosen device as `ChosenDevice.encode` writes it, its number
+    of devices (0: the processor), its index among the nodes of its machine and their number, and
+    the facts that all nodes must have in common."""
 
     node: int
     chosen: str
@@ -51,19 +50,17 @@ class NodeFacts(msgspec.Struct, frozen=True):
 
 
 class Order(msgspec.Struct, frozen=True):
-    """The leader's order to a node.
-
-    The rest of the configuration is the node's own, such as its device.
-    """
+    """The leader's order to a node to start its ranks. The configuration is the node's own, except
+    for `decided`."""
 
     ranks: list[dict[str, Any]]
-    """The places of the node's ranks."""
+    """The `Place` of each rank of the node, as plain values."""
     address: str
-    """The leader's address, as most nodes reach it."""
+    """The leader's address, by which most nodes reach it."""
     port: int
-    """Where the leader listens for ranks."""
+    """The leader's port for the channels of ranks."""
     meeting_port: int
-    """Where ranks find each other."""
+    """The leader's port where ranks connect to each other for collectives."""
     epoch: int
     """The number of this start of the ranks."""
     secret: str
@@ -71,29 +68,30 @@ class Order(msgspec.Struct, frozen=True):
     beat: float
     """Seconds between two heartbeats."""
     silence: float
-    """Seconds without a heartbeat after which the leader counts as gone."""
+    """Seconds without a heartbeat after which the leader is considered gone."""
     interface_variables: tuple[str, ...]
-    """Environment variables that are set to the network interface."""
+    """Names of environment variables that get the name of the network interface."""
     decided: dict[str, Any]
-    """Settings that the leader has decided."""
+    """The leader's `agreement.decisions`."""
 
 
 class HostSpec(msgspec.Struct, frozen=True):
-    """The configuration of a process that the leader itself starts as a node: plain values."""
+    """The specification of a node that the leader itself starts, through Ray: `plain_config` of the
+    configuration, and the fields of the `Placement`."""
 
     config: dict[str, Any]
     placement: dict[str, Any]
 
 
 def host_spec(config: EngineConfig, placement: Placement) -> bytes:
-    """Return one line for `main`."""
+    """Return a HostSpec as one line of JSON, for the standard input of `host_process.main`."""
     return msgspec.json.encode(HostSpec(plain_config(config), asdict(placement))) + b"\n"
 
 
 @dataclass(slots=True)
 class Joined:
-    """A node that has joined: its channel, its address, and the leader's address as this node
-    reached it."""
+    """A node that has joined: its facts, its channel, its address, and the leader's address by
+    which it reached the leader."""
 
     facts: NodeFacts
     channel: Channel
@@ -103,33 +101,34 @@ class Joined:
 
 @dataclass(slots=True)
 class Remote:
-    """The process of a rank on another host, as the supervisor sees it."""
+    """The process of a rank on another host: a `RankProcess` whose state the host reports. `code`:
+    its exit code; None: it runs."""
 
     host: RemoteHost
     pid: int = 0
     code: int | None = None
 
     def poll(self) -> int | None:
-        """Return its exit code, as far as its host has reported it."""
+        """Return the exit code, as far as the host has reported it."""
         return self.code
 
     def wait(self, timeout: float) -> int:
-        """Wait until the host reports that the process has ended; shorter if the host was told to
-        end it and does not answer. Raises TimeoutError.
-        """
+        """Wait until the host reports that the process has ended, and return the exit code. Raises
+        TimeoutError after `timeout` seconds, or earlier if the host was told to end it and does not
+        answer in ANSWER_SECONDS."""
         return self.host.wait_for(self, timeout)
 
     def kill(self) -> None:
-        """Let its host end all its ranks. Idempotent."""
+        """Tell the host to end all its ranks; does not wait. Idempotent."""
         self.host.end()
 
 
 class RemoteHost:
-    """One node, and the thread that listens to it."""
+    """The leader's view of one other node: its ranks, and a thread that listens to it."""
 
     def __init__(self, joined: Joined, beat: float, silence: float) -> None:
-        """`beat`: seconds between two heartbeats; `silence`: seconds without one after which the
-        node is gone."""
+        """`beat`: seconds between two heartbeats to the node; `silence`: seconds without a message
+        after which the node is gone."""
         self.address = joined.address
         self.ranks: dict[int, Remote] = {}
         self._channel, self._beat, self._silence = joined.channel, beat, silence
@@ -138,13 +137,13 @@ class RemoteHost:
         self._is_gone = False
 
     def begin(self, order: Order) -> None:
-        """Let the node start its ranks; does not wait for them. Raises Gone."""
+        """Order the node to start its ranks; does not wait for them. Called once. Raises Gone."""
         self.ranks = {each["rank"]: Remote(self) for each in order.ranks}
         self._channel.send(Kind.ORDER, msgspec.msgpack.encode(order))
         threading.Thread(target=self._run, name=f"host {self.address}", daemon=True).start()
 
     def hang_up_with(self, channels: Sequence[Channel]) -> None:
-        """Note the channels of its ranks, which end with the node."""
+        """Set the channels of the node's ranks: they are hung up when the node is gone."""
         with self._changed:
             self._of_ranks = list(channels)
             is_gone = self._is_gone
@@ -152,7 +151,7 @@ class RemoteHost:
             self._lose()
 
     def end(self) -> None:
-        """Tell it to end its ranks; does not wait. Idempotent."""
+        """Tell the node to end its ranks; does not wait. Idempotent."""
         with self._changed:
             if self._told_to_end:
                 return
@@ -160,7 +159,8 @@ class RemoteHost:
         self._say(Kind.CLOSE)
 
     def wait_for(self, rank: Remote, timeout: float) -> int:
-        """Return the exit code of one of its ranks. Raises TimeoutError."""
+        """Return the exit code of one of the node's ranks; waits for it. Raises TimeoutError as
+        `Remote.wait`."""
         end = time.monotonic() + timeout
         with self._changed:
             while rank.code is None:
@@ -171,7 +171,8 @@ class RemoteHost:
             return rank.code
 
     def close(self) -> None:
-        """Close the channel: the node ends. Idempotent."""
+        """Tell the node to end its ranks and close its channel, so that the node ends.
+        Idempotent."""
         self.end()
         self._channel.hang_up()
 
@@ -202,7 +203,8 @@ class RemoteHost:
             self._changed.notify_all()
 
     def _lose(self) -> None:
-        """Mark all ranks of the host as gone, and wake the callers that wait for them."""
+        """Mark the ranks of the node that have not ended as HOST_GONE, wake the callers that wait
+        for them, and hang up their channels."""
         with self._changed:
             self._is_gone = True
             for rank in self.ranks.values():
@@ -221,30 +223,30 @@ class RemoteHost:
 
 @dataclass
 class Gathering:
-    """Nodes 1..nodes - 1, while they join a leader. A node that does not fit ends the start, on
-    both sides.
-    """
+    """Waits until nodes 1..`nodes` - 1 have joined a leader. A node that does not fit ends the
+    start, on both sides."""
 
     listener: socket.socket
-    """The leader's socket."""
+    """The socket on which the leader listens for nodes."""
     nodes: int
-    """Nodes, the leader among them."""
+    """Number of nodes, the leader included."""
     shared: Mapping[str, Any]
-    """Facts that all nodes must have in common."""
+    """The leader's `agreement.shared_facts`."""
     progress: Callable[[str, int, int], None]
     """Reports the phase, the number of nodes that have joined, and the number of nodes."""
     check: Callable[[NodeFacts, str], None]
-    """`check(facts, address)` raises ConfigError for a node that has too little."""
+    """`check(facts, address)` raises ConfigError for a node that has too few devices."""
     found: dict[int, Joined] = field(default_factory=dict)
     """The nodes that joined, by number."""
     _waiting: list[Channel] = field(default_factory=list)
-    """Connections that have sent nothing yet."""
+    """Connections that have not sent a whole frame yet."""
     _selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
     """Waits for the listener and for these connections."""
 
     def wait(self, seconds: float, where: str) -> list[Joined]:
-        """Return all nodes, by number, once all have joined. Raises ConfigError for a node that
-        does not fit, and WorkerLost if some are missing after `seconds`."""
+        """Return all nodes but the leader, in the order of their numbers, once all have joined.
+        Called once. `where`: HOST:PORT of the listener, for errors. Raises ConfigError for a node
+        that does not fit, and WorkerLost if some are missing after `seconds`."""
         self._selector.register(self.listener, selectors.EVENT_READ)
         end = time.monotonic() + seconds
         try:
@@ -338,8 +340,9 @@ class Gathering:
 def spec_at(
     order: Order, place: Mapping[str, Any], leader: str, own: str, config: dict[str, Any], chosen: str
 ) -> RankSpec:
-    """Return the spec of a rank on a node. `leader` and `own`: the addresses of the leader, as this
-    node reaches it, and of the node."""
+    """Return the spec of a rank that a node starts. `place`: one of `order.ranks`; `leader`: the
+    leader's address as this node reaches it; `own`: the node's address; `config`: the node's plain
+    configuration; `chosen`: the rank's encoded device."""
     host = f"[{leader}]" if ":" in leader else leader
     return RankSpec(
         config=config,

@@ -13,8 +13,8 @@ _IPV6 = Path("/proc/net/if_inet6")
 
 
 def interface_of(address: str) -> str | None:
-    """Return the name of the interface with this address (in digits); None if no interface has
-    it."""
+    """Return the name of the network interface with this address (in digits); None if no interface
+    has it, or if this system is not Linux."""
     if sys.platform != "linux":
         return None
     wanted = ipaddress.ip_address(address.partition("%")[0])

@@ -1,8 +1,8 @@
 """Other hosts by Ray: a placement group with one bundle on each host, and in each bundle an actor
-that starts a node as its child.
+that starts a node as its child process.
 
-Ray places the actors and reports their ends; everything else uses our own channels. Replicas use
-the code for clusters and actors here too.
+Ray places the actors and reports their ends; all messages use our own channels. Replicas use the
+functions for clusters and actors here too.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ from typing import Any
 from sglcore.device.errors import ConfigError, WorkerLost
 
 OBJECT_STORE_BYTES = 128 << 20
-"""Object store of a cluster that is started here: nothing large goes through Ray."""
+"""Bytes of the object store of a cluster that is started here: nothing large is sent through
+Ray."""
 HEAD_SECONDS = 5.0
-"""Seconds after which a cluster's head that has not answered counts as missing."""
+"""Seconds after which a cluster's head that does not accept a connection is reported as missing."""
 ENDING = 5.0
 """Seconds that nodes have to end by themselves before their actors are killed."""
 NODE = "sglcore.engine.ranks.host_process"
@@ -34,11 +35,12 @@ PINNED = 0.001
 
 
 class ChildActor:
-    """The actor: it runs one process as its child. The child ends when the actor does, because its
-    standard input closes."""
+    """A Ray actor that runs one process as its child. The child ends when the actor does, because
+    its standard input closes."""
 
     def __init__(self, module: str, spec: bytes, variables: Mapping[str, str]) -> None:
-        """`module` is run with `spec` as one line on its standard input."""
+        """Start `python -m module` with `spec`, which ends with a newline, on its standard input,
+        and with `variables` in addition to this process's environment."""
         self._process = subprocess.Popen(
             [sys.executable, "-m", module],
             stdin=subprocess.PIPE,
@@ -50,7 +52,7 @@ class ChildActor:
         self._process.stdin.flush()
 
     def place(self) -> tuple[str, int]:
-        """Return the machine's address and the child's process number."""
+        """Return the address of the actor's machine and the process id of the child."""
         return ray_module().util.get_node_ip_address(), self._process.pid
 
     def wait(self) -> int:
@@ -60,8 +62,9 @@ class ChildActor:
 
 
 class RayHosts:
-    """Bundles on `nodes` hosts of a cluster, this one among them, and actors in all but this
-    host's. Ray runs on a thread of our own: on the main thread it would handle SIGTERM itself."""
+    """A placement group with bundles on `nodes` hosts of a Ray cluster, this host among them, and
+    an actor in the bundle of each other host. `address`: this host's. Ray runs on a thread of our
+    own: on the main thread it would handle SIGTERM itself."""
 
     def __init__(self, cluster: str, nodes: int, bundle: Mapping[str, float]) -> None:
         """`cluster`: the address of its head, auto or local; `bundle`: the resources of each host.
@@ -80,8 +83,9 @@ class RayHosts:
             raise
 
     def begin(self, specs: Sequence[bytes], seconds: float) -> None:
-        """Start the other nodes, each with its line of `specs`, once the cluster has room on enough
-        hosts. Waits. Raises ConfigError if there is no room after `seconds`."""
+        """Start the other nodes, each with its line of `specs` (made by `host_spec`), once the
+        cluster has room on enough hosts. Waits. Raises ConfigError if there is no room after
+        `seconds`."""
         self._aside(lambda: self._begin(specs, seconds))
 
     def check(self) -> None:
@@ -89,7 +93,8 @@ class RayHosts:
         self._aside(self._check)
 
     def close(self) -> None:
-        """Free the bundles and leave the cluster. Idempotent."""
+        """Wait up to ENDING seconds for the nodes, kill their actors, free the bundles and leave
+        the cluster. Idempotent."""
         try:
             self._aside(self._close)
         except RuntimeError:  # the thread has ended: close was called before
@@ -167,10 +172,11 @@ def check_installed() -> None:
 
 
 def connect(address: str, room: int) -> bool:
-    """Join a cluster, or start one with at least `room` CPUs. Waits. Returns False if this process
-    was in one already. Raises ConfigError.
+    """Join the Ray cluster at `address` (HOST:PORT or auto), or with "local" start one with at
+    least `room` CPUs. Waits. Returns False if this process was in a cluster already. Raises
+    ConfigError.
 
-    Not called on the main thread, where Ray would handle SIGTERM itself.
+    Must not be called on the main thread, where Ray would handle SIGTERM itself.
     """
     assert threading.current_thread() is not threading.main_thread()
     ray = ray_module()
@@ -201,7 +207,7 @@ def connect(address: str, room: int) -> bool:
 
 
 def _try_head(address: str) -> None:
-    """Raise OSError if the host and port of a Ray head are not reachable.
+    """Raise OSError if `address` is HOST:PORT and nothing listens there.
 
     Ray itself would retry for minutes.
     """
@@ -218,5 +224,5 @@ def last_line(text: str) -> str:
 
 
 def ray_module() -> Any:
-    """Return the module ray. It is imported only here, when it is needed."""
+    """Return the module ray, which is imported only here, when it is needed. Raises ImportError."""
     return import_module("ray")

@@ -1,8 +1,9 @@
 """Measured cost of collectives between ranks on this machine: processes connect as ranks do,
-measure, and end. No model is loaded.
+measure, and end. No weights are loaded.
 
 A process is started as `python -m sglcore.engine.ranks.link_measurement`. Its standard input has
-two lines: a RankSpec as JSON (its `address` is the folder for the results), and the sizes in bytes.
+two lines: a RankSpec as JSON (its `address` is the folder for the results), and a JSON list of the
+sizes in bytes.
 """
 
 from __future__ import annotations
@@ -35,14 +36,16 @@ from sglcore.engine.ranks.spec import RankSpec, spec_of
 from sglcore.engine.start import bring_up, choose, embedded_model
 
 MEASURE = "sglcore.runtime.parallel.measure_collectives:measure"
-"""A reference: this side loads no tensor library."""
+"""The function that measures, as a reference, because this process must not load a tensor
+library."""
 PATIENCE = 300.0
-"""Seconds for the whole measurement."""
+"""Maximum seconds of the whole measurement."""
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One operation of `size` bytes on each rank, in seconds."""
+    """The `seconds` of one `operation` ("all_reduce" or "all_to_all") of `size` bytes on each
+    rank."""
 
     operation: str
     size: int
@@ -51,8 +54,8 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """A link fitted to the measurements of an operation; `error` is the largest relative
-    deviation."""
+    """The link fitted to the measurements of one operation; `error`: the largest relative deviation
+    of a measurement from the fit."""
 
     link: Link
     error: float
@@ -60,8 +63,8 @@ class Fit:
 
 @dataclass(frozen=True, slots=True)
 class LinkFigures:
-    """Measurements of `ranks` ranks on this machine, on a device, and the fitted link of each
-    operation."""
+    """The measurements of `ranks` ranks on this machine, on `device`, and the fitted link of each
+    operation by its name."""
 
     device: str
     ranks: int
@@ -70,7 +73,8 @@ class LinkFigures:
 
 
 def spawn_measuring(spec: RankSpec, sizes: Sequence[int]) -> subprocess.Popen[bytes]:
-    """Start the process of a rank; does not wait."""
+    """Start the process that measures as the rank of `spec`, with `sizes` in bytes; does not
+    wait."""
     command = [sys.executable, "-m", "sglcore.engine.ranks.link_measurement"]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True)
     assert process.stdin is not None
@@ -83,10 +87,10 @@ Spawn = Callable[[RankSpec, Sequence[int]], "subprocess.Popen[bytes]"]
 
 
 def measure_links(config: EngineConfig, sizes: Sequence[int], spawn: Spawn = spawn_measuring) -> LinkFigures:
-    """Measure the links of the group that `config.tp` ranks would make on this machine. Waits.
+    """Measure collectives of `sizes` bytes between `config.tp` ranks on this machine. Waits.
 
-    Raises ConfigError for a configuration that cannot run, and WorkerLost if a rank ends during it;
-    no process is left.
+    Raises ConfigError for a configuration that cannot run, and WorkerLost if a rank ends with an
+    error or the measurement takes longer than PATIENCE; no process is left.
     """
     if config.tp < 2:
         raise ConfigError(f"tp is {config.tp}, and one rank has no links", remedy="--tp 2 or more")
@@ -113,8 +117,8 @@ def measure_links(config: EngineConfig, sizes: Sequence[int], spawn: Spawn = spa
 
 
 def fits_of(measured: Sequence[Measured], ranks: int) -> dict[str, Fit]:
-    """Return the link of each operation: sums modelled as a ring, exchanges as a tree of
-    messages."""
+    """Return the fitted link of each operation: an all-reduce is modelled as a ring, an all-to-all
+    as a tree of messages."""
     shapes = {
         "all_reduce": (2 * (ranks - 1), 2 * (ranks - 1) / ranks),
         "all_to_all": (ceil(log2(ranks)), (ranks - 1) / ranks),
@@ -131,8 +135,8 @@ def fits_of(measured: Sequence[Measured], ranks: int) -> dict[str, Fit]:
 
 
 def _wait(processes: Sequence[subprocess.Popen[bytes]], folder: Path) -> None:
-    """Wait until all have ended without error. Raises WorkerLost, with the last words of the
-    process, when one fails or when they take too long."""
+    """Wait until all processes have ended without error. Raises WorkerLost when one fails, with the
+    error that it left in `folder`, or when they take longer than PATIENCE."""
     until = time.monotonic() + PATIENCE
     while any(process.poll() is None for process in processes):
         if time.monotonic() > until:
@@ -151,7 +155,8 @@ def _check(processes: Sequence[subprocess.Popen[bytes]], folder: Path) -> None:
 
 
 def main() -> int:
-    """Run one rank."""
+    """Run one rank of the measurement; returns the exit code. Rank 0 writes the results to the file
+    `found` in the folder."""
     with open(0, "rb", closefd=False) as given:
         spec = msgspec.json.decode(given.readline(), type=RankSpec)
         sizes = msgspec.json.decode(given.readline(), type=list[int])
@@ -169,8 +174,8 @@ def main() -> int:
 
 
 def _measured(spec: RankSpec, place: Place, sizes: Sequence[int]) -> list[tuple[str, int, float]]:
-    """Return measurements, made with the package's own bring-up up to the step in which the ranks
-    connect."""
+    """Return (operation, bytes, seconds) of each measurement, after the package's own bring-up up
+    to the step in which the ranks connect."""
     config = config_of_plain(spec.config)
     choice, ledger = choose(config, DecisionLedger()), DecisionLedger(strict=config.strict)
     check_same(choice.chosen, ChosenDevice.decode(spec.chosen))

@@ -8,8 +8,8 @@ import threading
 
 
 def end_with_parent(code: int) -> None:
-    """From now on, end this process with exit code `code` when its standard input closes. Does not
-    wait."""
+    """Start a thread that ends this process with exit code `code` when its standard input closes.
+    Returns at once."""
     threading.Thread(target=_follow, args=(code,), name="parent", daemon=True).start()
 
 

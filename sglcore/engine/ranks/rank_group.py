@@ -29,8 +29,9 @@ class _Shard:
 
 
 class RankGroup:
-    """A ModelWorker of several processes. Not thread-safe: one loop owns it. With several shards, a
-    step of one shard runs when the steps of all other shards have been submitted too."""
+    """A ModelWorker that consists of several processes. Not thread-safe: one loop owns it. With
+    several shards, a step of one shard runs only when the steps of all other shards have been
+    submitted too."""
 
     def __init__(
         self,
@@ -40,8 +41,9 @@ class RankGroup:
         shards: int = 1,
         at_end: Callable[[], None] = lambda: None,
     ) -> None:
-        """`steps`: the channels of the ranks, by rank; `limits`: the limits of every rank. `at_end`
-        is called once when all ranks have ended."""
+        """`steps`: the step channels of the ranks, by rank; `limits`: the limits that every rank
+        has; `shards`: number of data-parallel shards, each with consecutive ranks. `at_end` is
+        called once when `close` has ended all ranks."""
         self.limits = replace(limits, runs_ahead=True)
         self._watch, self._steps, self._at_end = watch, tuple(steps), at_end
         each = len(self._steps) // shards
@@ -53,11 +55,13 @@ class RankGroup:
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """Process numbers of the ranks."""
+        """Process ids of the ranks, by rank."""
         return tuple(member.process.pid for member in self._watch.members)
 
     def submit(self, batch: ScheduleBatch) -> Ticket:
-        """Send a step to every rank of its shard; does not wait for it. Raises WorkerLost."""
+        """Send a step to every rank of its shard (`batch.step_plan.shard`; without a plan, shard
+        0); does not wait for the step. Sets `batch.sampling` to None if the shard already has it
+        for this composition. Raises WorkerLost."""
         self.check()
         shard = self._shards[0 if batch.step_plan is None else batch.step_plan.shard]
         if batch.forward_mode not in (ForwardMode.EMBED, ForwardMode.IDLE):
@@ -68,8 +72,9 @@ class RankGroup:
         return Ticket(batch.step, shard)
 
     def collect(self, ticket: Ticket) -> BatchResult:
-        """Wait for a step's results; once per ticket, in order. Results of dropped tickets are
-        skipped. Raises WorkerLost."""
+        """Wait for a step's results; once per ticket, in the order of submission. Results of
+        tickets that were never collected are skipped. Raises WorkerLost, and ValueError for a
+        ticket that was collected before."""
         shard, ticket.payload = ticket.payload, None
         if not isinstance(shard, _Shard):
             raise ValueError(f"step {ticket.step} was collected before; a ticket is collected once")
@@ -81,12 +86,13 @@ class RankGroup:
                 return result
 
     def check(self) -> None:
-        """Raise WorkerLost if no further step can run. Does not wait."""
+        """Raise WorkerLost if a rank has ended, so that no further step can run. Does not wait."""
         if self._failure is not None:
             raise self._failure
 
     def close(self) -> None:
-        """Let every rank free its device and end; kill a rank that does not. Waits. Idempotent."""
+        """Tell every rank to free its device and end; kill a rank that does not. Waits.
+        Idempotent."""
         if self._is_closing.is_set():
             return
         self._is_closing.set()
@@ -98,7 +104,8 @@ class RankGroup:
         self._at_end()
 
     def _drain(self) -> None:
-        """Send the request to end to all ranks first, then wait for each: they leave together."""
+        """Tell all ranks to end first, then wait for each: they leave their collectives
+        together."""
         told: list[Channel] = []
         for channel in self._steps:
             try:
@@ -132,10 +139,8 @@ class RankGroup:
         return decode(frame.body)
 
     def _lost(self, error: Gone) -> SglcoreError:
-        """Return the error that ended the ranks.
-
-        The watcher knows the cause a moment after the channel breaks.
-        """
+        """Return the error that ended the ranks; waits a moment for the watching thread to find the
+        cause after a channel broke."""
         patience = self._watch.patience
         self._has_failed.wait(patience.settle * 2 + patience.round)
         return self._failure or WorkerLost(str(error))
@@ -155,8 +160,8 @@ class RankGroup:
 
 
 def end_all(watch: Watch, steps: Sequence[Channel]) -> None:
-    """Hang up, kill processes that still run, and wait until they have ended: no process of an
-    epoch outlives it."""
+    """Hang up the channels, kill processes that still run, and wait until all have ended: no
+    process outlives the start that made it."""
     for channel in steps:
         channel.hang_up()
     for member in watch.members:
@@ -168,7 +173,7 @@ def end_all(watch: Watch, steps: Sequence[Channel]) -> None:
 
 
 def close_all(watch: Watch, steps: Sequence[Channel]) -> None:
-    """Free the channels of ended ranks, when no other thread waits on one. Idempotent."""
+    """Free the channels of ended ranks. Called when no other thread waits on one. Idempotent."""
     watch.close()
     for channel in (*steps, *(member.control for member in watch.members)):
         channel.close()

@@ -1,7 +1,6 @@
-"""Which process of a model this process is, from flags or from the launcher's environment
-variables.
+"""Which node of a model this process is, from flags or from a launcher's environment variables.
 
-A *node* is what a launcher starts: a host, or with torchrun one process of a host. Each node holds
+A *node* is what a launcher starts: a host, or with torchrun one process of a host. Each node has
 the same number of consecutive ranks; node 0 has the leader and the server. Nothing here opens a
 socket.
 """
@@ -28,32 +27,31 @@ WAYS = "--node-rank R --leader HOST:PORT on each host, torchrun, a LeaderWorkerS
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The number of this node, the number of nodes, and the source of these numbers.
-
-    `find_placement` makes it.
-    """
+    """Which node this process is, of how many, and how this is known; `find_placement` makes it."""
 
     launcher: str
-    """The launcher's name, for a person."""
+    """The launcher's name, for messages."""
     reason: str
-    """Why this was chosen, for a person."""
+    """How the values were found, for messages."""
     nodes: int = 1
     """Number of nodes."""
     node: int = 0
-    """The number of this node."""
+    """The number of this node, from 0."""
     leader: tuple[str, int] = ("", 0)
-    """Host and port where the leader listens."""
+    """Host and port where the leader listens for nodes. Empty and 0: not known, or not needed."""
     local: int = 0
-    """The number of this node among those on this machine."""
+    """The index of this node among the nodes of this machine, from 0."""
     neighbours: int = 1
-    """Nodes on this machine."""
+    """Number of nodes on this machine."""
     cluster: str = ""
-    """The address of a Ray cluster that starts the other nodes; empty: no cluster."""
+    """The address of the Ray cluster that starts the other nodes, auto or local; empty: Ray does
+    not."""
     restarter: str = ""
     """What restarts all nodes when one ends, and by which option; empty: nothing."""
 
     def row(self, requested: str, met: str = "") -> Row:
-        """Return the decision for the ledger. `met`: how the hosts reach each other."""
+        """Return the ledger's row. `requested`: what the configuration says; `met`: how the hosts
+        reach each other."""
         where = self.launcher if self.nodes == 1 else f"{self.nodes} nodes by {self.launcher}"
         return Row("placement", requested, where, f"{self.reason}{met and f'; {met}'}", "--nodes 1, or " + WAYS)
 
@@ -62,10 +60,11 @@ ALONE = Placement("this machine", "one host is requested, and no launcher's vari
 
 
 def find_placement(config: EngineConfig, environ: Mapping[str, str] = os.environ) -> Placement:
-    """Return the placement of this process. Flags win over a launcher's variables.
+    """Return the placement of this process. `--node-rank` takes precedence over a launcher's
+    variables.
 
-    Raises ConfigError for incomplete or contradictory values, and if the nodes cannot have equal
-    numbers of ranks.
+    Raises ConfigError for incomplete or contradictory values, and if tp is not a multiple of the
+    number of nodes.
     """
     found = _found(config, environ)
     if config.tp % found.nodes:
@@ -108,9 +107,9 @@ def _by_hand(config: EngineConfig, node: int) -> Placement:
 
 
 def by_torchrun(environ: Mapping[str, str]) -> Placement | None:
-    """Return the placement of one of several torchrun processes; None if torchrun started none, or
-    this one alone. Raises ConfigError for variables that are not numbers. The leader listens on the
-    port after MASTER_PORT, which torchrun's own store uses."""
+    """Return the placement of a process that torchrun started; None if it did not, or started only
+    this one. Raises ConfigError for variables that are not numbers. The leader listens on the port
+    after MASTER_PORT, which torchrun's own store uses."""
     if any(not environ.get(name) for name in TORCHRUN) or _number(environ, "WORLD_SIZE") == 1:
         return None
     return Placement(
@@ -126,8 +125,8 @@ def by_torchrun(environ: Mapping[str, str]) -> Placement | None:
 
 
 def by_worker_set(environ: Mapping[str, str]) -> Placement | None:
-    """Return the placement of one of several pods of a LeaderWorkerSet; None if this is no such
-    pod."""
+    """Return the placement of a pod of a Kubernetes LeaderWorkerSet; None if this is no such pod,
+    or the only one. Raises ConfigError for variables that are not numbers."""
     if any(not environ.get(name) for name in WORKER_SET) or _number(environ, "LWS_GROUP_SIZE") == 1:
         return None
     return Placement(

@@ -1,8 +1,8 @@
-"""The process of one rank: it takes steps from the leader; the first rank of a shard returns their
-results. It has no scheduler.
+"""The process of one rank: it receives steps from the leader and runs them; the first rank of a
+shard returns the results. It has no scheduler.
 
 Started as `python -m sglcore.engine.ranks.rank_process`, with a RankSpec as one line of JSON on its
-standard input. When the leader is gone its channels close, and the process ends.
+standard input. When the leader is gone, its channels close, and the process ends.
 """
 
 from __future__ import annotations
@@ -42,23 +42,25 @@ LEADER_GONE = 3
 FAILED = 1
 """The exit code of a rank that has reported why it ends."""
 HOST_INTERFACE = "GLOO_SOCKET_IFNAME"
-"""The variable that sets the interface of the back end for host tensors."""
+"""The environment variable with the network interface for collectives of host tensors (gloo)."""
 PROGRESS_EVERY = 0.1
-"""Seconds between two reports about the same phase."""
+"""Seconds between two progress reports of one phase."""
 
 
 def main() -> int:
-    """Run one rank until its leader closes it; the exit code says why it ended."""
+    """Run one rank, whose RankSpec is on standard input, until its leader closes it; returns the
+    exit code."""
     with open(0, "rb", closefd=False) as given:
         spec = msgspec.json.decode(given.readline(), type=RankSpec)
     return run(spec)
 
 
 def run(spec: RankSpec) -> int:
-    """Run the rank of a spec and return its exit code.
+    """Run the rank of a spec. Returns 0 after the leader has closed it, or LEADER_GONE if it cannot
+    connect.
 
-    A rank that fails reports why and ends at once, whatever its other threads do, because the other
-    ranks wait for it.
+    If it fails later, it reports why and ends the process at once with FAILED or LEADER_GONE,
+    whatever its other threads do, because the other ranks wait for it.
     """
     for name in (signal.SIGINT, signal.SIGTERM):
         signal.signal(name, signal.SIG_IGN)  # the leader gets it, drains and closes its ranks
@@ -80,10 +82,10 @@ def run(spec: RankSpec) -> int:
 
 
 def tell_interface(spec: RankSpec, place: Place, environ: MutableMapping[str, str]) -> None:
-    """Set the network interface for the libraries of collectives to the one by which hosts reach
-    each other; otherwise they take the one that the host's name resolves to. Variables that a
-    person has set stay. A launcher's variables are removed: ranks get their places from the
-    spec."""
+    """Set the variables of `environ` that choose the network interface for collectives, to the one
+    by which hosts reach each other; otherwise the libraries take the one that the host's name
+    resolves to. Variables that are set already stay. The variables of torchrun are removed: ranks
+    get their places from the spec."""
     for name in [name for name in environ if name in TORCHRUN or name.startswith("TORCHELASTIC_")]:
         del environ[name]
     is_one_host = not spec.own_address and place.neighbours == place.topology.world
@@ -103,7 +105,7 @@ def _channel(spec: RankSpec, place: Place, use: str) -> Channel:
 
 class Control:
     """The channel on which a rank reports its state. A thread of its own sends heartbeats, whatever
-    the forward does."""
+    the model does. `phase` and `step` are sent with them; the caller sets them."""
 
     def __init__(self, channel: Channel, beat: float) -> None:
         """`beat`: seconds between two heartbeats."""
@@ -116,15 +118,16 @@ class Control:
         threading.Thread(target=self._run, name="beats", daemon=True).start()
 
     def progress(self, phase: str, done: int, total: int) -> None:
-        """Report the progress of a start, at most every PROGRESS_EVERY seconds."""
+        """Report that `done` of `total` units of a phase are complete; a phase is reported at most
+        every PROGRESS_EVERY seconds, and at its end."""
         self.phase, now = phase, time.monotonic()
         if phase != self._told or done == total or now >= self._next:
             self._told, self._next = phase, now + PROGRESS_EVERY
             self.say(Kind.PROGRESS, [phase, done, total])
 
     def fail(self, error: BaseException) -> None:
-        """Send the last message: the error, whether it only follows from another rank's end, and
-        the leader's exit code."""
+        """Send the last message: the error, whether it only follows from another rank's end, the
+        exit code for the leader, and the phase."""
         follows = any(type(each).__name__ == "CollectiveError" for each in (error, error.__cause__, error.__context__))
         if isinstance(error, SglcoreError):
             text, code = str(error), error.exit_code
@@ -134,7 +137,7 @@ class Control:
         self.say(Kind.FAILED, [text, follows, code, self.phase])
 
     def say(self, kind: Kind, values: Any) -> None:
-        """Send a message; if the leader is gone, the process ends."""
+        """Send a message; if the leader is gone, the process ends. Thread-safe."""
         try:
             with self._lock:
                 self._channel.send(kind, msgspec.msgpack.encode(values))
@@ -142,7 +145,8 @@ class Control:
             self._leave()
 
     def let_go(self) -> None:
-        """Note that the leader may close its end from now on, because this rank is closed."""
+        """Call it when this rank is closed: from now on the leader may close the channel without
+        ending this process."""
         self._is_closing = True
 
     def _run(self) -> None:
@@ -154,20 +158,20 @@ class Control:
             self.say(Kind.BEAT, [self.step, self.phase])
 
     def _leave(self) -> None:
-        """End the process, unless its main thread is about to."""
+        """End the process with LEADER_GONE, unless this rank is closed."""
         if not self._is_closing:
             os._exit(LEADER_GONE)
 
 
 class KnownSampling:
-    """The sampling state of the last composition's rows. The leader sends it once for a
+    """Keeps the sampling state of the last composition. The leader sends the state once for a
     composition; later batches of the composition come without it."""
 
     def __init__(self) -> None:
         self._known: tuple[int, HostSampling] | None = None
 
     def completed(self, batch: ScheduleBatch) -> ScheduleBatch:
-        """Return the batch with the sampling state of its composition."""
+        """Return `batch`, with the sampling state of its composition filled in if it has none."""
         if batch.sampling is not None:
             self._known = batch.composition, batch.sampling
         elif self._known is not None and self._known[0] == batch.composition:
@@ -176,8 +180,8 @@ class KnownSampling:
 
 
 def serve(spec: RankSpec, place: Place, steps: Channel, control: Control) -> None:
-    """Bring this rank up, report it, and run the steps that arrive. Raises what a step raises, and
-    Gone."""
+    """Bring this rank up, report that it is ready, and run the steps that arrive until the leader
+    closes it. Raises the exceptions of a step, and Gone."""
     config = config_of_plain(spec.config)
     worker, ready = start_rank(config, ChosenDevice.decode(spec.chosen), place, control)
     control.say(Kind.READY, ready)
@@ -206,7 +210,8 @@ def serve(spec: RankSpec, place: Place, steps: Channel, control: Control) -> Non
 def start_rank(
     config: EngineConfig, chosen: ChosenDevice, place: Place, control: Control
 ) -> tuple[ModelWorker, dict[str, Any]]:
-    """Return the worker of this rank, and its report to the leader. Waits for the other ranks."""
+    """Return the worker of this rank, and its report to the leader: limits, ledger, and seconds of
+    bring-up steps. Waits for the other ranks."""
     folder = model_folder(config)
     choice = choose(config, DecisionLedger())
     check_same(choice.chosen, chosen)

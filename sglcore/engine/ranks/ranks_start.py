@@ -1,6 +1,5 @@
-"""The start of ranks: settings that do not combine are refused, then the processes start together,
-each with its part of the model.
-"""
+"""The start of ranks: settings that cannot be combined are refused, then the processes start
+together, each with its part of the model."""
 
 from __future__ import annotations
 
@@ -36,27 +35,27 @@ from sglcore.engine.timed_read import is_readable
 
 Progress = Callable[[str, int, int], None]
 REASON: Ref = "sglcore.runtime.speculative.refused_combinations:reason_in_shards"
-"""Returns why shards cannot use a kind of draft tokens; a reference, because the engine does not
-import the runtime."""
+"""The function that returns why data-parallel shards cannot use a kind of drafts; a reference,
+because the engine does not import the runtime."""
 OWN_FILES: Ref = "sglcore.models.architecture_registry:ARCHITECTURES"
-"""The architectures with a file of their own."""
+"""The architectures that have a model file in sglcore, as a reference."""
 HELLO_SECONDS = 5.0
-"""Seconds that a new connection may take to identify itself."""
+"""Seconds that a new connection may take to send its first frame."""
 LOOK_EVERY = 0.05
-"""Seconds between two looks at processes that have not connected yet."""
+"""Seconds between two checks whether a process ended before it connected."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankOptions:
-    """How the processes of ranks are started, and how patient their leader is."""
+    """How the process of a rank is started, and after which times a rank counts as lost."""
 
     spawn: Spawn = spawn_local
     patience: Patience = Patience()
 
 
 def check_ranks(config: EngineConfig, folder: Path, choice: Choice, placement: Placement = ALONE) -> None:
-    """Raise ConfigError, before any process starts, for settings that do not combine with several
-    ranks, or with this number of ranks."""
+    """Raise ConfigError, before any process starts, for settings that cannot be combined with
+    several ranks, or with this number of ranks. `folder`: the checkpoint."""
     check_devices(config, choice, placement)
     _check_shards(config)
     if config.model_impl == "transformers":
@@ -71,9 +70,8 @@ def check_ranks(config: EngineConfig, folder: Path, choice: Choice, placement: P
 
 
 def _check_own_file(config: EngineConfig, folder: Path) -> None:
-    """Raise ConfigError for an architecture that would run with transformers' own class: its layers
-    cannot be divided over ranks.
-    """
+    """Raise ConfigError for an architecture without a model file in sglcore: transformers' own
+    class, which would run it, cannot be divided among ranks."""
     file = folder / "config.json"
     name = architecture_of(file, read_json(file)) if file.is_file() else ""
     if name and name not in resolve(OWN_FILES):
@@ -86,9 +84,8 @@ def _check_own_file(config: EngineConfig, folder: Path) -> None:
 
 
 def check_devices(config: EngineConfig, choice: Choice, placement: Placement = ALONE) -> None:
-    """Raise ConfigError if ranks on the device cannot exchange tensors, or if there are too few
-    devices.
-    """
+    """Raise ConfigError if the device package has no communication between ranks, or if this
+    machine has fewer devices than its ranks need."""
     package, width = choice.package, config.tp
     if package.communication is None:
         raise ConfigError(
@@ -105,7 +102,7 @@ def check_devices(config: EngineConfig, choice: Choice, placement: Placement = A
 
 
 def _check_shards(config: EngineConfig) -> None:
-    """Raise ConfigError for settings that do not combine with several shards."""
+    """Raise ConfigError for settings that cannot be combined with several data-parallel shards."""
     if config.dp == 1:
         return
     if config.hisparse not in (None, "off"):
@@ -128,11 +125,11 @@ def start_ranks(
     progress: Progress,
     options: RankOptions | None = None,
 ) -> tuple[RankGroup, Mapping[str, float]]:
-    """Start all ranks, and return them when each is ready, with the seconds of rank 0's steps.
-    Waits.
+    """Start all ranks, and return the group once every rank is ready, with the seconds of rank 0's
+    bring-up steps. Waits. `folder`: the checkpoint.
 
-    Rank 0's decisions go to the ledger. Raises ConfigError for a configuration that cannot run, and
-    WorkerLost if a rank ends during the start; then no process is left.
+    Rank 0's decisions are added to the ledger. Raises ConfigError for a configuration that cannot
+    run, and WorkerLost if a rank ends during the start; then no process is left.
     """
     placement = find_placement(config)
     check_ranks(config, folder, choice, placement)
@@ -184,7 +181,8 @@ def start_ranks(
 
 
 def topology_of(config: EngineConfig) -> Topology:
-    """Return the topology of a configuration. Raises ConfigError for sizes that do not divide."""
+    """Return the topology of a configuration. Raises ConfigError for sizes that do not divide each
+    other."""
     return Topology(tp=config.tp, dp=config.dp, ep=config.ep)
 
 
@@ -206,8 +204,8 @@ def _rows(topology: Topology, backend: str) -> list[Row]:
 def _gather(
     listener: socket.socket, processes: Mapping[int, RankProcess], epoch: int, secret: str, patience: Patience
 ) -> dict[tuple[int, str], Channel]:
-    """Return the two channels of every rank, once all have connected. Raises WorkerLost if one ends
-    before."""
+    """Return the channels of every rank, by rank and use ("steps" or "control"), once all have
+    connected. Raises WorkerLost if a process ends before, or after `patience.starting` seconds."""
     found: dict[tuple[int, str], Channel] = {}
     end = time.monotonic() + patience.starting
     while len(found) < 2 * len(processes):
@@ -224,7 +222,7 @@ def _gather(
 
 
 def _greet(listener: socket.socket, epoch: int, secret: str, found: dict[tuple[int, str], Channel]) -> None:
-    """Accept a connection if it has the secret."""
+    """Accept one connection and add it to `found`; close it if its first frame lacks the secret."""
     stream, _ = listener.accept()
     channel = Channel(stream, epoch)
     channel.wait_at_most(HELLO_SECONDS)
@@ -241,8 +239,8 @@ def _greet(listener: socket.socket, epoch: int, secret: str, found: dict[tuple[i
 
 
 def _come_up(watch: Watch) -> Limits:
-    """Return the limits that all ranks share, once all are ready. Waits for all at once; raises the
-    error of a rank that fails."""
+    """Return the limits that all ranks share, once all are ready. Waits. Raises the error of a rank
+    that fails, and WorkerLost if the limits of ranks differ."""
     while not watch.is_ready:
         failure = watch.go_round()
         if failure is not None:

@@ -17,18 +17,17 @@ from sglcore.device.topology import Place
 
 
 class RankSpec(msgspec.Struct, frozen=True):
-    """What the process of a rank is started with: one line of JSON on its standard input. `spec_of`
-    makes it.
-    """
+    """What the process of a rank is started with, as one line of JSON on its standard input;
+    `spec_of` and `hosts.spec_at` make it."""
 
     config: dict[str, Any]
-    """The configuration as plain values."""
+    """The configuration, as `plain_config` returns it."""
     chosen: str
     """The rank's device, as `ChosenDevice.encode` writes it."""
     place: dict[str, Any]
-    """The rank's place as plain values."""
+    """The rank's `Place`, as `as_plain` returns it."""
     address: str
-    """Where the leader listens."""
+    """The leader's address, in the form that `wire.connect` takes."""
     epoch: int
     """The number of this start of the ranks."""
     secret: str
@@ -38,46 +37,44 @@ class RankSpec(msgspec.Struct, frozen=True):
     own_address: str = ""
     """The address of this machine as other hosts reach it; empty: there are no other hosts."""
     interface_variables: tuple[str, ...] = ()
-    """Environment variables that are set to the network interface."""
+    """Names of environment variables that get the name of the network interface."""
 
 
 HOST_GONE = 256
-"""The exit code reported for a rank if the connection to its host is lost.
-
-No process returns it.
-"""
+"""The exit code that is reported for a rank if the connection to its host is lost. No process
+returns it."""
 
 
 class RankProcess(Protocol):
-    """A process that runs a rank."""
+    """The process of one rank: a child process, or one on another host."""
 
     @property
     def pid(self) -> int:
-        """Its process number."""
+        """The process id."""
         ...
 
     def poll(self) -> int | None:
-        """Return its exit code, negative for the signal that ended it; None while it runs. Does not
-        wait."""
+        """Return the exit code, negative for the signal that ended the process; None while it runs.
+        Does not wait."""
         ...
 
     def wait(self, timeout: float) -> int:
-        """Wait for its end and return its exit code. Raises an exception after `timeout`
-        seconds."""
+        """Wait for the end of the process and return the exit code. Raises an exception after
+        `timeout` seconds."""
         ...
 
     def kill(self) -> None:
-        """End it at once. Idempotent."""
+        """End the process at once, without waiting for its end. Idempotent."""
         ...
 
 
 Spawn = Callable[[RankSpec], RankProcess]
-"""Starts the process of a rank; does not wait for it."""
+"""Starts the process of a rank and returns it; does not wait for its start-up."""
 
 
 def spawn_local(spec: RankSpec) -> RankProcess:
-    """Start a child of this process. It ends when this one does, because its channels close
-    then."""
+    """Start the rank as a child of this process. The rank ends when this process does, because its
+    channels close then."""
     command = [sys.executable, "-m", "sglcore.engine.ranks.rank_process"]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True, env=dict(os.environ))
     assert process.stdin is not None
@@ -87,10 +84,10 @@ def spawn_local(spec: RankSpec) -> RankProcess:
 
 
 def spec_of(config: EngineConfig, chosen: ChosenDevice, place: Place, *, is_host: bool, **told: Any) -> RankSpec:
-    """Return the spec of the rank at `place`; `told` are further fields of the spec.
+    """Return the spec of the rank at `place`; `told`: further fields of `RankSpec` by name.
 
-    Ranks of one machine get consecutive devices. With `is_host` (the processor), they share the
-    device.
+    Ranks of one machine get consecutive devices from `chosen` on. With `is_host` (the processor),
+    they share the device.
     """
     own = chosen if is_host else replace(chosen, index=chosen.index + place.local)
     device = own.name if is_host else f"{own.name}:{own.index}"
@@ -99,5 +96,5 @@ def spec_of(config: EngineConfig, chosen: ChosenDevice, place: Place, *, is_host
 
 
 def limits_text(limits: object) -> str:
-    """Return limits as text for a person who compares them."""
+    """Return the fields of a `Limits` as one line, for an error that compares two."""
     return ", ".join(f"{name}={value}" for name, value in asdict(limits).items())  # pyright: ignore[reportArgumentType]

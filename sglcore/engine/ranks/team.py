@@ -34,8 +34,10 @@ SILENCES = 5
 
 @dataclass
 class Team:
-    """How the ranks of one start are started. `starts`: starts the processes of each node's ranks,
-    by rank, without waiting; `hosts`: the other hosts."""
+    """The ranks of one start, before their processes exist. `listener`: where ranks connect;
+    `starts`: one function for each node, which starts the processes of its ranks without waiting
+    and returns them by rank; `row`: the ledger's row; `hosts`: the other nodes; `cluster`: the Ray
+    cluster that started them, if one did."""
 
     listener: socket.socket
     starts: list[Callable[[], dict[int, RankProcess]]]
@@ -44,16 +46,17 @@ class Team:
     cluster: RayHosts | None = None
 
     def host_of(self, rank: int) -> str:
-        """Return the address of the host of a rank; empty: this host."""
+        """Return the address of the host of a rank; empty: this machine."""
         return next((host.address for host in self.hosts if rank in host.ranks), "")
 
     def tie(self, found: Mapping[tuple[int, str], Channel]) -> None:
-        """Let the channels of ranks end with the host of each."""
+        """Hang up the channels of a node's ranks when the node is gone. `found`: all channels, by
+        rank and use; called once all ranks have connected."""
         for host in self.hosts:
             host.hang_up_with([channel for (rank, _), channel in found.items() if rank in host.ranks])
 
     def close(self) -> None:
-        """End the other hosts and their ranks. Idempotent."""
+        """End the other nodes and their ranks, and leave the Ray cluster. Idempotent."""
         for host in self.hosts:
             host.close()
         if self.cluster is not None:
@@ -62,7 +65,8 @@ class Team:
 
 @dataclass(frozen=True)
 class Maker:
-    """What all ranks of a start have in common; `told` has `epoch`, `secret` and `beat`."""
+    """Makes the `Team` of a start. `spawn` starts the process of a rank on this machine; `told`:
+    the fields `epoch`, `secret` and `beat` of every RankSpec."""
 
     config: EngineConfig
     choice: Choice
@@ -73,9 +77,9 @@ class Maker:
     placement: Placement
 
     def here(self, stack: ExitStack) -> Team:
-        """Return a team of all ranks on this machine.
+        """Return a team with all ranks on this machine.
 
-        They share a folder that exists as long as the stack is open.
+        The ranks share a folder that exists, and the listener is open, as long as the stack is.
         """
         home = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="sglcore-ranks-", dir=_folder())))
         listener, address = listen(home)
@@ -88,7 +92,8 @@ class Maker:
         """Return a team with the same number of ranks on each node, when all nodes have joined.
         Waits.
 
-        Raises ConfigError for nodes that do not fit each other, and WorkerLost if some do not join.
+        The listener is open as long as the stack is. Raises ConfigError for nodes that do not fit
+        each other, and WorkerLost if some do not join in `join_timeout` seconds.
         """
         cluster = self._cluster() if self.placement.cluster else None
         with ExitStack() as undone:
@@ -105,9 +110,9 @@ class Maker:
         return team
 
     def _cluster(self) -> RayHosts:
-        """Return the Ray cluster of this host.
+        """Return the Ray cluster that this host is in.
 
-        Each host gives one core and one device for each of its ranks.
+        Each host must give one CPU and one device for each of its ranks.
         """
         each = float(self.topology.world // self.placement.nodes)
         device = self.communication.cluster_resource
@@ -123,7 +128,8 @@ class Maker:
         progress: Callable[[str, int, int], None],
         cluster: RayHosts | None,
     ) -> list[Joined]:
-        """Return the other nodes, once they have joined."""
+        """Return the other nodes, once all have joined; with a cluster, start them first. `where`:
+        HOST:PORT of the listener."""
         shared, seconds = shared_facts(self.config, folder, self.choice), self.config.join_timeout
 
         def look(phase: str, done: int, total: int) -> None:
@@ -136,13 +142,13 @@ class Maker:
         return Gathering(listener, self.placement.nodes, shared, look, self._check_devices).wait(seconds, where)
 
     def _told_by_cluster(self, node: int, where: str) -> bytes:
-        """Return the line for a node that Ray starts: this node's configuration, with any device of
-        the same name."""
+        """Return the line of `host_spec` for a node that Ray starts: this node's configuration,
+        with the name of this node's device and no index."""
         config = replace(self.config, device=self.choice.package.name)
         return host_spec(config, replace(self.placement, node=node, leader=host_and_port(where)))
 
     def _team(self, listener: socket.socket, port: int, joined: list[Joined]) -> Team:
-        """Return a team of all ranks, once every node has joined."""
+        """Return a team of all ranks on this node and on those that have joined."""
         silence = self.told["beat"] * SILENCES
         hosts = [RemoteHost(each, self.told["beat"], silence) for each in joined]
         address = advertised(joined)
@@ -196,7 +202,7 @@ class Maker:
         return (own,) if own else ()
 
     def _check_devices(self, facts: NodeFacts, address: str) -> None:
-        """Raise ConfigError if a node has fewer devices than its ranks need."""
+        """Raise ConfigError if a node, at `address`, has fewer devices than its ranks need."""
         each = self.topology.world // self.placement.nodes
         chosen = ChosenDevice.decode(facts.chosen)
         last = chosen.index + facts.local * each + each
@@ -208,9 +214,10 @@ class Maker:
             )
 
     def _listen(self, own: str) -> tuple[socket.socket, str, int]:
-        """Listen for nodes: at the given address if it is one of this machine that other machines
-        can reach, else at all addresses; or at the address `own`, on a free port. Raises
-        ConfigError."""
+        """Listen for nodes, and return the socket, the host (IPv6 in brackets) and the port: at
+        `own` on a free port if it is given, else at the configured leader's host and port; at all
+        addresses if that host is not an address of this machine (`bindable`). Raises ConfigError.
+        """
         host, port = (own, 0) if own else self.placement.leader
         try:
             listener, address = listen(None, bindable(host), port)
@@ -224,8 +231,8 @@ class Maker:
 
 
 def advertised(joined: list[Joined]) -> str:
-    """Return the leader's address for all nodes: one by which a node has reached it, from another
-    machine if there is one."""
+    """Return the leader's address for all nodes: the first by which a node has reached it that is
+    not loopback, else the first."""
     reached = [each.reached for each in joined]
     return next((each for each in reached if not is_loopback(each)), reached[0])
 
@@ -236,8 +243,9 @@ def _begin(remote: RemoteHost, order: Order) -> dict[int, RankProcess]:
 
 
 def bindable(host: str) -> str:
-    """Return the address to listen at for a host name: the only address of the name, if it is one
-    of this machine that others can use; else empty (all addresses)."""
+    """Return the address at which to listen for a host name: the only address of the name, if it is
+    one of this machine; empty (all addresses) if it is not, or if it is loopback and the name is
+    not."""
     found = {str(each[4][0]) for each in _resolve(host)}
     if len(found) != 1:
         return ""
@@ -263,8 +271,8 @@ def _resolve(host: str) -> list[Any]:
 
 
 def _free_port(address: str) -> int:
-    """Return a free port of this machine, where the ranks will connect; rank 0 takes it a moment
-    later."""
+    """Return a free port of this machine at `address`, where ranks will connect to each other; rank
+    0 takes it a moment later."""
     with socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET) as found:
         return found.getsockname()[1]
 

@@ -1,8 +1,8 @@
-"""The watch over the ranks: finds the error that ended them, and the rank that failed first.
+"""Watches the ranks: finds the rank that failed first, and its error.
 
-A rank reports its own error. Else its channel ends (the process died, seen within milliseconds) or
-is silent (the process is stopped, or disconnected). Heartbeats come from a thread of their own, so
-they do not show that a forward proceeds.
+A rank reports its own error. Otherwise its channel closes (the process died, seen within
+milliseconds) or is silent (the process is stopped, or disconnected). Heartbeats come from a thread
+of their own, so they do not show that a step proceeds.
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """Seconds. A rank counts as ended after `silence` without a heartbeat, or after `starting`
-    while it starts.
+    """Times in seconds. A rank is lost after `silence` without a message, or after `starting` until
+    all ranks are ready.
 
-    `settle`: a failure that may be a consequence waits this long for its cause. `round`: time
-    between two looks at the clocks.
+    `settle`: how long a failure that may follow from another rank's is kept, to find the cause.
+    `round`: the longest wait for messages before clocks are checked. `closing`: how long a rank may
+    take to end.
     """
 
     silence: float = 5.0
@@ -41,39 +42,41 @@ class Patience:
 
 @dataclass(slots=True)
 class Member:
-    """The supervisor's knowledge of one rank."""
+    """What the leader knows of one rank."""
 
     rank: int
-    """Its number."""
+    """The number of the rank."""
     process: RankProcess
-    """Its process."""
+    """The process of the rank."""
     control: Channel
-    """Its control channel."""
+    """The channel on which the rank reports its state."""
     heard: float
-    """Time of its last message, by `time.monotonic`."""
+    """Time of the rank's last message, by `time.monotonic`."""
     phase: str = "starting"
-    """Its current activity, for a person."""
+    """What the rank does now, for messages."""
     step: int = -1
     """The last step that the rank reported. -1: none."""
     ready: dict[str, Any] | None = None
-    """The rank's report when it was ready. None: it is not ready yet."""
+    """The report of the rank when it was ready: limits, ledger, seconds. None: it is not ready
+    yet."""
     report: tuple[str, bool, int, str] | None = None
-    """Its last message: the text, whether it follows from another rank's end, the exit code for the
-    leader, its phase. None: it runs."""
+    """The rank's report of its failure: the text, whether it follows from another rank's end, the
+    exit code for the leader, the phase. None: it has not failed."""
     is_gone: bool = False
-    """Whether its channel has closed."""
+    """Whether the channel has closed."""
     host: str = ""
-    """The host of its process; empty: this one."""
+    """The address of the host of the process; empty: this machine."""
 
     @property
     def name(self) -> str:
-        """Its name for a person."""
+        """The rank's number, process id and host, for messages."""
         return f"rank {self.rank} (process {self.process.pid}{self.host and f' on {self.host}'})"
 
 
 @dataclass(slots=True)
 class Watch:
-    """All ranks of one epoch. Not thread-safe: one thread at a time calls `go_round`."""
+    """Watches all ranks of one start. Not thread-safe: one thread at a time calls `go_round`.
+    `progress` gets the progress of rank 0's start."""
 
     members: Sequence[Member]
     patience: Patience
@@ -87,12 +90,12 @@ class Watch:
 
     @property
     def is_ready(self) -> bool:
-        """Whether every rank has come up."""
+        """Whether every rank has reported that it is ready."""
         return all(member.ready is not None for member in self.members)
 
     def go_round(self) -> SglcoreError | None:
-        """Process messages of ranks; waits for them, a round at most. Returns the error that ended
-        the ranks, once there is one."""
+        """Process messages of ranks; waits for them, `patience.round` seconds at most. Returns the
+        error that ended the ranks; None: all run."""
         for key, _ in self.selector.select(self.patience.round):
             self._hear(key.data)
         now = time.monotonic()
@@ -104,7 +107,7 @@ class Watch:
         return self._cause() if any(member.is_gone or member.report for member in self.members) else None
 
     def close(self) -> None:
-        """Stop listening."""
+        """Stop listening to the channels, which stay open."""
         self.selector.close()
 
     def _hear(self, member: Member) -> None:
@@ -140,8 +143,8 @@ class Watch:
         return cause or self._told(next(member for member in self.members if member.report or member.is_gone))
 
     def _first(self) -> SglcoreError | None:
-        """Return the error of a rank that ended by itself and not because another ended; None: so
-        far there are only consequences."""
+        """Return the error of a rank that failed by itself and not because another ended; None:
+        only consequences are known so far."""
         for member in self.members:
             if member.report is not None and not member.report[1]:
                 return self._told(member)
@@ -160,7 +163,7 @@ class Watch:
 
 
 def _end(process: RankProcess) -> str:
-    """Return how a process ended after its channel closed.
+    """Return how a process ended after its channel closed, for an error text.
 
     Waits up to 0.2 s, as the channel may close before the process ends.
     """
@@ -171,7 +174,7 @@ def _end(process: RankProcess) -> str:
 
 
 def ended(code: int) -> str:
-    """Return the meaning of an exit code."""
+    """Return a phrase with the meaning of an exit code, such as "ended by SIGKILL"."""
     if code == HOST_GONE:
         return "is gone with its host, which has ended or cannot be reached,"
     return f"ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"

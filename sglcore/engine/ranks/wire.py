@@ -1,7 +1,8 @@
-"""Frames on a stream socket, the same within a machine and between machines. The end of the stream
-means that the peer is gone.
+"""Frames on a stream socket between the leader and ranks or nodes, the same within a machine and
+between machines. The end of the stream means that the peer is gone.
 
-A frame has the epoch of its ranks; a frame of another epoch is counted and dropped.
+A frame has the epoch (the number of one start of the ranks); a frame of another epoch is counted
+and dropped.
 """
 
 from __future__ import annotations
@@ -20,15 +21,15 @@ from sglcore.engine.timed_read import read_exactly
 MAGIC = 0x5347
 _HEAD = struct.Struct("<HHIQ")
 LONGEST = 1 << 32
-"""Largest number of bytes of a frame; a larger number means a damaged stream."""
+"""Maximum number of bytes of a frame's body; a larger number means a damaged stream."""
 LONGEST_HELLO = 1 << 20
-"""The same limit for the first frame, before the sender is identified."""
+"""Maximum number of bytes of the first frame's body, before the sender is identified."""
 
 
 class Kind(IntEnum):
     """The kind of a frame. To a rank: STEP (a batch), COLLECT, CLOSE. From a rank: HELLO, PROGRESS,
-    READY, BEAT, FAILED, RESULT, CLOSED. To another host: ORDER (the ranks to start), BEAT, CLOSE.
-    From another host: HELLO, FAILED, BEAT, STARTED, ENDED."""
+    READY, BEAT, FAILED, RESULT, CLOSED. To another node: ORDER (the ranks to start), BEAT, CLOSE.
+    From another node: HELLO, FAILED, BEAT, STARTED, ENDED."""
 
     HELLO = 1
     STEP = 2
@@ -47,7 +48,7 @@ class Kind(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """One message."""
+    """One received message."""
 
     kind: Kind
     body: bytearray
@@ -60,10 +61,12 @@ class Gone(SglcoreError):
 
 
 class Channel:
-    """One end of a stream. One thread may send while another receives."""
+    """One end of a stream of frames. One thread may send while another receives. `dropped`: number
+    of received frames of another epoch."""
 
     def __init__(self, stream: socket.socket, epoch: int) -> None:
-        """`epoch`: that of the ranks, below 2**32. The channel owns the stream."""
+        """`epoch`: the number of the start of the ranks, below 2**32; frames of another are
+        dropped. The channel closes the stream."""
         self.dropped = 0
         self._stream, self._epoch = stream, epoch
         self._limit: float | None = None
@@ -85,19 +88,21 @@ class Channel:
         self.send_packed(self.packed(kind, body))
 
     def packed(self, kind: Kind, body: bytes | bytearray = b"") -> bytes:
-        """Return a frame's bytes, for several channels of one epoch."""
+        """Return a frame's bytes, for `send_packed` on several channels of one epoch."""
         return _HEAD.pack(MAGIC, kind, self._epoch, len(body)) + body
 
     def send_packed(self, frame: bytes) -> None:
-        """Send a frame that `packed` returned."""
+        """Send a frame that `packed` returned; waits if the other end reads too slowly. Raises
+        Gone."""
         try:
             self._stream.sendall(frame)
         except OSError as error:
             raise Gone(f"the other end of a channel is gone: {error}") from None
 
     def receive(self, most: int = LONGEST) -> Frame:
-        """Return the next frame of this epoch, of at most `most` bytes; waits for it. Raises Gone
-        at the end of the stream, and for a damaged or longer frame."""
+        """Return the next frame of this epoch, with at most `most` bytes in its body; waits for it.
+        Raises Gone at the end of the stream and for a damaged or longer frame, and TimeoutError as
+        `wait_at_most` says."""
         until = None if self._limit is None else time.monotonic() + self._limit
         while True:
             magic, kind, epoch, size = _HEAD.unpack(self._exactly(_HEAD.size, until))
@@ -140,9 +145,9 @@ class Channel:
 
 
 def listen(folder: Path | None, host: str = "", port: int = 0) -> tuple[socket.socket, str]:
-    """Return a socket on which ranks find their leader, and its address: a file in `folder`, or
-    without a folder TCP at the address `host` of this machine ("" for all addresses); port 0 takes
-    a free one. Raises OSError."""
+    """Return a listening socket and its address, in the form that `connect` takes: a file in
+    `folder`, or without a folder TCP at the address `host` of this machine ("": all IPv4
+    addresses); port 0 takes a free one. Raises OSError."""
     if folder is not None:
         stream = socket.socket(socket.AF_UNIX)
         stream.bind(str(folder / "ranks"))
@@ -155,13 +160,13 @@ def listen(folder: Path | None, host: str = "", port: int = 0) -> tuple[socket.s
 
 
 def tcp_address(host: str, port: int) -> str:
-    """Return a TCP address in the form that `connect` takes."""
+    """Return a TCP address in the form that `connect` takes, tcp:HOST:PORT."""
     return f"tcp:{host}:{port}"
 
 
 def connect(address: str, timeout: float | None = None) -> socket.socket:
-    """Return a stream to the leader at an address from `listen`. Waits, for TCP at most `timeout`
-    seconds. Raises OSError."""
+    """Return a stream to an address that `listen` or `tcp_address` returned. Waits, for TCP at most
+    `timeout` seconds (None: no limit). Raises OSError."""
     kind, _, where = address.partition(":")
     if kind == "unix":
         stream = socket.socket(socket.AF_UNIX)

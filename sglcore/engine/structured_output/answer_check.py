@@ -1,5 +1,5 @@
-"""Checks of finished answers against the parts of their schema that are not enforced, in a separate
-process, because a client's pattern may take forever.
+"""Checks of finished answers against the parts of their JSON schema that are not enforced, in a
+separate process, because a client's regular expression may take forever.
 
 The checks use jsonschema, an optional extra, which is loaded in that process only.
 """
@@ -16,25 +16,26 @@ MODULE = "sglcore.engine.structured_output.answer_check_process"
 LIBRARY = "jsonschema"
 REMEDY = "pip install 'sglcore[schema-checks]'"
 LIMITS = CheckLimits(seconds=1.0, memory=256 << 20, young_seconds=0.25, slow=4, most_waiting=64)
-"""An ordinary check takes a few milliseconds; the answer waits for it."""
+"""The default limits of a check. An ordinary check takes a few milliseconds; the answer waits for
+it."""
 
 
 class Question(msgspec.Struct, frozen=True):
-    """An answer, and the schema parts to check it against."""
+    """A finished answer, and the schema parts to check it against."""
 
     schema: str
-    """JSON text, as the client gave it."""
+    """The whole schema as JSON text, as the client sent it."""
     left_out: tuple[str, ...]
-    """Names of its parts that are not enforced."""
+    """Names of the schema's parts that were not enforced."""
     text: str
-    """The answer."""
+    """The text of the answer."""
     begin: str = ""
     """The text before each value of the schema; empty: the whole text is one value."""
 
 
 class AnswerChecks(ConfinedChecks):
-    """Takes a Question. The verdict's `said` has the names of the parts that the answer
-    violates."""
+    """The checks of answers: `submit` takes a Question, and `said` of its Verdict has the names in
+    `left_out` that the answer violates."""
 
     def __init__(self, limits: CheckLimits = LIMITS) -> None:
         self.limits = limits
@@ -42,5 +43,5 @@ class AnswerChecks(ConfinedChecks):
 
     @property
     def has_library(self) -> bool:
-        """Whether the library is installed; without it, no question can be checked."""
+        """Whether jsonschema is installed; without it, no question can be checked."""
         return find_spec(LIBRARY) is not None

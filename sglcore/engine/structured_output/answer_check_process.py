@@ -17,7 +17,7 @@ from sglcore.engine.structured_output.schema_validation import not_kept
 
 
 def main() -> int:
-    """Check until standard input ends."""
+    """Check questions until standard input ends; returns the exit code."""
     first, rest = first_line()
     if first:
         Checker(checked, msgspec.json.decode(first, type=CheckLimits), rest).run()
@@ -25,8 +25,8 @@ def main() -> int:
 
 
 def checked(work: bytes) -> Verdict:
-    """Return the left-out parts that a Question's answer violates, or why they can not be
-    checked."""
+    """Return the verdict on a Question, given as JSON: the left-out parts that the answer violates,
+    or why they cannot be checked."""
     question = msgspec.json.decode(work, type=Question)
     try:
         values = list(_values(question))

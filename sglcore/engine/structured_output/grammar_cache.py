@@ -35,10 +35,8 @@ KEPT_GRAMMARS = 256
 WAIT_SECONDS = 60.0
 """Seconds that a request waits for the check and the compiler; one grammar takes a few."""
 COMPILE_THREADS = 2
-"""Threads for grammars that took less than QUICK_SECONDS of CPU time to check.
-
-All others share one more thread.
-"""
+"""Threads that compile grammars that took less than QUICK_SECONDS of CPU time to check; all others
+share one more thread."""
 QUICK_SECONDS = 0.5
 
 
@@ -48,13 +46,14 @@ Job = tuple[Wanted, "Future[Compiled]"]
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """The constraint of an output (None: none), and the DRY penalty in addition to it."""
+    """The compiled constraints of a request: the grammar (None: any text), and the DRY penalty,
+    which then includes the grammar (None: no penalty). At least one is not None."""
 
     grammar: CompiledGrammar | None
     repetition: RepetitionRules | None = None
 
     def start(self, prompt: Ints) -> Started:
-        """Start both for one sample of a prompt."""
+        """Return the constraints for one sample after the prompt, int32 token ids."""
         if self.repetition is not None:
             found = self.repetition.start(prompt)
             return Started(found, found)
@@ -63,23 +62,24 @@ class Compiled:
 
 
 class Started(NamedTuple):
-    """A matcher for one sample; `change`: the same object, if it also adds to logits."""
+    """The constraints of one sample. `change`: the same object as `matcher`, if it also adds to
+    logits; else None."""
 
     matcher: Matcher
     change: LogitChange | None = None
 
 
 class GrammarBackend(Protocol):
-    """A library that compiles grammars for one vocabulary."""
+    """A library that compiles grammars for the tokens of one vocabulary."""
 
     @property
     def name(self) -> str:
-        """The name by which it is requested."""
+        """The value of `grammar_backend` that selects it."""
         ...
 
     @property
     def vocabulary(self) -> Vocabulary:
-        """The vocabulary of its masks."""
+        """The vocabulary whose tokens its masks cover."""
         ...
 
     def compile(self, grammar: Grammar) -> CompiledGrammar:
@@ -91,8 +91,8 @@ class GrammarBackend(Protocol):
 
 
 class Compiling:
-    """A grammar that is being compiled. A caller waits at most `seconds`; a grammar that is not
-    ready by then is refused for now."""
+    """Grammar constraints that are being compiled. A caller waits at most `seconds` from now; if
+    they are not ready by then, the request is refused with GrammarBusy."""
 
     def __init__(self, future: Future[Compiled], seconds: float) -> None:
         self._future = future
@@ -101,11 +101,12 @@ class Compiling:
 
     @property
     def is_done(self) -> bool:
-        """Whether `start` returns at once."""
+        """Whether `start` and `start_after` return or raise at once."""
         return self._future.done() or time.monotonic() >= self._until
 
     def wait(self, seconds: float | None = None) -> bool:
-        """Wait at most `seconds` until it is done; returns whether it is done."""
+        """Wait until it is done, at most `seconds` (None: the rest of its time); returns whether it
+        is done."""
         left = max(self._until - time.monotonic(), 0.0)
         try:
             self._future.exception(left if seconds is None else min(seconds, left))
@@ -114,13 +115,14 @@ class Compiling:
         return self.is_done
 
     def start(self) -> Matcher:
-        """Return a matcher for one sample of any prompt. Waits until it is done; raises
-        GrammarError."""
+        """Return a matcher for one sample of an empty prompt. Waits, and raises as
+        `start_after`."""
         return self.start_after(np.zeros(0, np.int32)).matcher
 
     def start_after(self, prompt: Ints) -> Started:
-        """Return the constraints for one sample of a prompt. Waits until it is done. Raises
-        GrammarError, or GrammarBusy if it is not done in time."""
+        """Return the constraints for one sample after the prompt, int32 token ids. Waits until it
+        is done. Raises GrammarError for an invalid grammar, and GrammarBusy if it is not done in
+        time."""
         if not self._future.done() and self.wait() and not self._future.done():
             raise GrammarBusy(f"the grammar waited {self._seconds:g} s for other grammars to compile")
         if (failure := self._future.exception()) is not None:
@@ -131,7 +133,8 @@ class Compiling:
 
 
 class Checks(Protocol):
-    """Tries a grammar in another process before it is compiled here."""
+    """What `Grammars` uses to compile a grammar in another process first: `GrammarChecks`, or a
+    substitute in tests."""
 
     def submit(self, grammar: Grammar, told: OnVerdict, /) -> None:
         """As `GrammarChecks.submit`."""
@@ -143,8 +146,8 @@ class Checks(Protocol):
 
 
 class Grammars:
-    """Compiles grammars on threads of its own, after `checks` have passed them. The newest `kept`
-    results are cached, failures too, except grammars that were refused for now."""
+    """Compiles grammars on threads of its own, after `checks` have accepted them. The last `kept`
+    results are cached, failures too, except refusals with GrammarBusy."""
 
     def __init__(
         self,
@@ -154,8 +157,8 @@ class Grammars:
         kept: int = KEPT_GRAMMARS,
         seconds: float = WAIT_SECONDS,
     ) -> None:
-        """Without `checks`, everything is compiled here at once, and a slow grammar delays the
-        others."""
+        """`seconds`: how long a request waits for its grammar. Without `checks`, every grammar is
+        compiled at once in this process, and a slow one delays the others."""
         self.backend = backend
         self._checks, self._kept, self._seconds = checks, kept, seconds
         self._known: OrderedDict[Wanted, Future[Compiled]] = OrderedDict()
@@ -169,11 +172,12 @@ class Grammars:
         rules: TokenRules | None = None,
         repetition: Repetition | None = None,
     ) -> Compiling:
-        """Start to compile a grammar (None: any text), or join the same compilation if it was
-        requested before.
+        """Start to compile the constraints of a request (grammar None: any text), or join the
+        compilation if the same were requested before.
 
-        The grammar applies after the reasoning if `thinking` is given, and is combined with the
-        token rules and the DRY penalty if these are given. Does not wait. Any thread may call it.
+        With `thinking`, the grammar applies after the reasoning; token rules and the DRY penalty
+        are combined with it if given. At least one argument is not None. Does not wait. Any thread
+        may call it.
         """
         wanted = (grammar, thinking, rules, repetition)
         with self._lock:
@@ -189,7 +193,8 @@ class Grammars:
         return Compiling(future, self._seconds)
 
     def close(self) -> None:
-        """Compile no further grammars. Idempotent; does not wait."""
+        """Stop the threads and the checking process after their current grammars. Idempotent; does
+        not wait."""
         if self._checks is not None:
             self._checks.close()
         self._quick.close()
@@ -251,10 +256,12 @@ class Grammars:
 
 
 class Lane:
-    """Threads that take jobs in order; they are started when jobs come."""
+    """A queue of jobs and the threads that run them in order. Threads are started when jobs
+    come."""
 
     def __init__(self, most: int, work: Callable[[Job], None]) -> None:
-        """Start at most `most` threads. Each calls `work`, which must not raise."""
+        """`most`: maximum number of threads. Each calls `work` for one job after the other; `work`
+        must not raise."""
         self._most, self._work = most, work
         self._jobs: SimpleQueue[Job | None] = SimpleQueue()
         self._threads: list[Thread] = []
@@ -289,11 +296,11 @@ class Lane:
 
 
 def open_grammars(name: str, vocabulary: Vocabulary) -> tuple[Grammars | None, Row]:
-    """Return the grammars of an engine for a backend, one of `grammar_backend`'s choices, and the
-    decision.
+    """Return the grammar compiler of an engine, and the ledger's row. `name`: a value of the
+    setting `grammar_backend`.
 
-    None: grammars are off, and the row says why. Raises ConfigError if a backend requested by name
-    is not available.
+    None: structured output is off, and the row says why. Raises ConfigError if a backend requested
+    by name is not available.
     """
     remedy = "SGLCORE_GRAMMAR_BACKEND=llguidance, xgrammar or off"
     if name == "off":
@@ -311,7 +318,8 @@ def open_grammars(name: str, vocabulary: Vocabulary) -> tuple[Grammars | None, R
 
 
 def open_backend(name: str, vocabulary: Vocabulary) -> GrammarBackend:
-    """Return the backend of this name. Raises ConfigError if it is not available."""
+    """Return the backend "llguidance" or "xgrammar" for a vocabulary. Raises ConfigError if it is
+    not installed, or if the vocabulary has no end-of-sequence token."""
     if not vocabulary.eos_ids:
         raise ConfigError(
             "this checkpoint names no end-of-sequence token, so no output could end by its grammar",

@@ -1,5 +1,6 @@
-"""Checks of grammars before they are compiled here, in a separate process that can be killed if a
-grammar takes too much time or memory. A compiler in this process can not be interrupted."""
+"""Checks of grammars before they are compiled in the engine: a separate process compiles them
+first, which can be killed if a grammar takes too much time or memory. A compiler in the engine's
+process cannot be interrupted."""
 
 from __future__ import annotations
 
@@ -11,29 +12,30 @@ from sglcore.sampling.grammar_spec import GrammarBusy, GrammarError
 
 MODULE = "sglcore.engine.structured_output.grammar_check_process"
 SMALLER = ("a smaller one", "take out repetitions with large counts")
-"""What a grammar that takes too much should be instead, and the remedy."""
+"""`wanted` and `remedy` of the error for a grammar that takes too much time or memory."""
 
 
 class GrammarLimits(CheckLimits, frozen=True):
-    """What the checks of one engine may take."""
+    """The limits of one check of a grammar."""
 
     mask_seconds: float = 0.2
-    """CPU seconds for a mask after the first one: every step of the device waits for it."""
+    """Maximum CPU seconds for a mask after the first one: every step of the device waits for it."""
 
 
 class CheckSpec(msgspec.Struct, frozen=True):
-    """The specification of a checking process."""
+    """What a checking process is started with."""
 
     backend: str
     tokenizer: str
-    """The tokenizer's file."""
+    """The content of tokenizer.json."""
     size: int
     eos_ids: tuple[int, ...]
     limits: GrammarLimits
 
 
 class GrammarChecks(ConfinedChecks):
-    """The checks of one vocabulary; they take a Grammar."""
+    """The checks of grammars for one vocabulary, by the library `backend`; `submit` takes a
+    Grammar."""
 
     def __init__(self, backend: str, vocabulary: Vocabulary, limits: GrammarLimits | None = None) -> None:
         def spec() -> CheckSpec:
@@ -44,7 +46,7 @@ class GrammarChecks(ConfinedChecks):
 
 
 def failure_of(verdict: Verdict) -> GrammarError | None:
-    """Return the error for the caller; None if the grammar is valid."""
+    """Return the error of a check's verdict for the caller; None if the grammar is valid."""
     if verdict.busy:
         return GrammarBusy(verdict.busy)
     if verdict.ended:

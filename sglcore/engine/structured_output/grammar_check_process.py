@@ -16,7 +16,7 @@ from sglcore.sampling.grammar_spec import Grammar, GrammarError
 
 
 def main() -> int:
-    """Check until standard input ends."""
+    """Check grammars until standard input ends; returns the exit code."""
     first, rest = first_line()
     if not first:
         return 0
@@ -35,7 +35,8 @@ def main() -> int:
 
 
 def _checked(backend: GrammarBackend, grammar: Grammar, mask_seconds: float) -> Verdict:
-    """Return what is wrong with a grammar, if anything."""
+    """Return the verdict on a grammar: its error if it is invalid, or if a mask takes more than
+    `mask_seconds` of CPU time."""
     error: tuple[str, str, str] | None = None
     try:
         slowest = first_steps(backend.compile(grammar), backend.vocabulary)
