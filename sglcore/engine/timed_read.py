@@ -1,5 +1,5 @@
-"""Reading from descriptors with a time limit, also descriptors from 1024 on, which `select` does
-not take."""
+"""Reading from file descriptors with a time limit, also from descriptors of 1024 and above, which
+`select.select` does not accept."""
 
 from __future__ import annotations
 
@@ -11,20 +11,21 @@ import time
 from typing import Protocol
 
 DAY = 86400.0
-"""Seconds. The system does not accept waits of a month."""
+"""Seconds of a day, the longest wait: the system does not accept waits of a month."""
 
 
 class Numbered(Protocol):
-    """An object with a descriptor."""
+    """An object with a file descriptor, such as a socket."""
 
     def fileno(self) -> int:
-        """Return the descriptor; -1 once it is closed."""
+        """Return the file descriptor; -1 once it is closed."""
         ...
 
 
 def is_readable(source: int | Numbered, seconds: float = 0.0) -> bool:
-    """Return whether there is data, an end or an error to read; waits at most `seconds`, and a day
-    at most. Raises OSError if it is closed."""
+    """Return whether a read from a descriptor would not wait: there is data, an end or an error.
+    Waits at most `seconds` for it, and at most a day. Raises OSError if the descriptor is closed.
+    """
     number = source if isinstance(source, int) else source.fileno()
     if number < 0:
         raise OSError(errno.EBADF, os.strerror(errno.EBADF))
@@ -34,9 +35,10 @@ def is_readable(source: int | Numbered, seconds: float = 0.0) -> bool:
 
 
 def read_exactly(stream: socket.socket, size: int, until: float | None) -> bytearray:
-    """Read `size` bytes. Waits until `until` of time.monotonic (None: the stream's own limit).
+    """Read `size` bytes. Waits until the time `until` of `time.monotonic` (None: the timeout of the
+    socket).
 
-    The stream's limit also serves its sender and is left as it is. Raises EOFError if the stream
+    The socket's timeout also serves its sender and is not changed. Raises EOFError if the stream
     ends first, and OSError, which includes TimeoutError.
     """
     body = bytearray(size)

@@ -1,5 +1,5 @@
-"""The token side of an engine: scheduler and worker, token ids in and out, no text. It owns the
-device's steps.
+"""The token side of an engine: a scheduler and a worker, with token ids in and out, no text. It
+runs the steps of the device.
 
 Not thread-safe: one owner calls `add`, `abort`, `end_sample` and `step`.
 """
@@ -26,14 +26,14 @@ from sglcore.schedule.result_checks import check_request
 from sglcore.schedule.scheduler import Scheduler
 
 COMPILE_WAIT = 0.002
-"""Seconds that a step waits for a compiler, or for another engine, if there is nothing else to
-do."""
+"""Seconds that a step waits for a grammar's compilation, or for another engine, if nothing else can
+run."""
 
 
 @dataclass(slots=True)
 class SampleGroup:
-    """A request in progress: its samples, the prompt progress that was reported last, and the
-    grammar that it still waits for."""
+    """A request in progress: its samples, the number of prompt tokens that was reported last as
+    progress (-1: none), and the grammar that it still waits for (None: none)."""
 
     params: SamplingParams
     requests: list[Request]
@@ -55,10 +55,11 @@ class TokenEngine:
         open_grammars: Callable[[], Grammars | None] = lambda: None,
         open_pages: Callable[[TokenEngine], PageSide] | None = None,
     ) -> None:
-        """`shards`: number of request shards, each with the worker's limits to itself.
-        `open_grammars` returns the compiler for grammars of requests, and is called when the first
-        request needs one; None: such requests are refused. `open_pages` makes the engine's page
-        side, if prompts are prefilled on one engine and decoded on another."""
+        """`eos_ids`: tokens that end an output unless a request ignores them. `shards`: number of
+        data-parallel shards, each of which has the worker's limits. `open_grammars` returns the
+        grammar compiler, and is called when a request needs one; if it returns None, such requests
+        are refused. `open_pages` makes the `PageSide`, if prompts are prefilled on one engine and
+        decoded on another."""
         self.worker = worker
         self.limits = worker.limits
         self.eos_ids = frozenset(token_id for token_id in eos_ids if token_id < self.limits.vocab_size)
@@ -70,9 +71,8 @@ class TokenEngine:
         self._watched: dict[str, SampleGroup] = {}
         self._compiling: dict[str, SampleGroup] = {}
         self._unsent: list[EngineOutput] = []
-        """Outputs of requests that ended before the scheduler had them; kept until a step does not
-        raise.
-        """
+        """Outputs of requests that ended outside the loop, kept until `step` or `drain` returns
+        them."""
         self._open_grammars = open_grammars
         self._grammars: Grammars | None = None
         self.is_closed = False
@@ -86,19 +86,20 @@ class TokenEngine:
 
     @property
     def only_waits(self) -> bool:
-        """Whether a call of `step` would submit and collect nothing: a compiler or another engine
-        has to finish first."""
+        """Whether a call of `step` would submit and collect nothing, because it waits for a
+        grammar's compilation or for another engine."""
         return not self.loop.has_work or self._awaits_prompts
 
     @property
     def lacks(self) -> str:
-        """Why no request can be served now because another engine is missing; empty: requests can
+        """Why no request can be served now, because another engine is missing; empty: requests can
         be served."""
         return "" if self.pages is None else self.pages.lacks
 
     @property
     def remote(self) -> RemotePrompts:
-        """Prompts that another engine computes; not available with shards."""
+        """The scheduler's interface for prompts that another engine prefills. Only without
+        shards."""
         if self._remote is None:
             assert isinstance(self.scheduler, Scheduler)
             self._remote = RemotePrompts(self.scheduler)
@@ -110,7 +111,7 @@ class TokenEngine:
 
     @property
     def num_compiling(self) -> int:
-        """Number of requests that wait for their grammar."""
+        """Number of requests that wait for the compilation of their grammar."""
         return len(self._compiling)
 
     def add(
@@ -124,10 +125,11 @@ class TokenEngine:
         embeds: PromptEmbeds | None = None,
         first_index: int = 0,
     ) -> list[Request]:
-        """Queue a prompt, given as token ids or as embeddings in their place, with its `params.n`
-        samples; a request with a grammar is queued once that is compiled. Returns the samples,
-        numbered from `first_index` on. Does not wait. Raises RequestError; then nothing was
-        queued."""
+        """Queue a request with `params.n` samples of a prompt, given as token ids, with `embeds` as
+        embeddings in place of some. A request with a grammar is queued in the scheduler once the
+        grammar is compiled. Returns the samples, numbered from `first_index` on. `progress`: steps
+        also return outputs with the progress of its prompt. Does not wait. Raises RequestError;
+        then nothing was queued. `request_id` must not be in use."""
         prompt = np.asarray(prompt_ids)
         stops = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.eos_ids)
         requests: list[Request] = []
@@ -152,7 +154,7 @@ class TokenEngine:
         return requests
 
     def abort(self, request_id: str) -> list[EngineOutput]:
-        """End every sample of a request; returns its last outputs. Unknown ids are ignored."""
+        """End every sample of a request; returns their last outputs. Unknown ids are ignored."""
         group = self._groups.get(request_id)
         if self._compiling.pop(request_id, None) is not None and group is not None:
             return self._end_unqueued(request_id, group, "abort")
@@ -160,9 +162,10 @@ class TokenEngine:
         return self._received([output for output in ended if output is not None])
 
     def end_sample(self, request_id: str, index: int, cause: str | None) -> list[EngineOutput]:
-        """End a sample at the stop string `cause`, or (None) because its text cannot be made.
+        """End sample number `index` at the stop string `cause`, or (None) because its text cannot
+        be made.
 
-        Return its last outputs.
+        Returns its last output; empty if it has ended.
         """
         name = f"{request_id}/{index}"
         output = self.scheduler.abort(name) if cause is None else self.scheduler.stop(name, cause)
@@ -180,14 +183,14 @@ class TokenEngine:
         return self._progress() + outputs if self._watched else outputs
 
     def drain(self) -> list[EngineOutput]:
-        """Collect the steps in flight and submit nothing; returns the outputs."""
+        """Collect the steps in flight without submitting new ones; returns the outputs."""
         found = self._received(self.loop.drain())
         return self._after(self._take_unsent() + found)
 
     def embed(self, name: str, prompt_ids: Sequence[int], token_types: Sequence[int] | None = None) -> Request:
-        """Queue a prompt to embed or to score. Raises RequestError; then it was not queued. When
-        the request is FINISHED it has an `embedding`, or an `error`. `token_types`: the segments of
-        its tokens (None: all of the first)."""
+        """Queue a prompt to embed or to score. When the returned request is FINISHED, it has an
+        `embedding` or an `error`. `token_types`: the segment of each token (None: all 0). Does not
+        wait. Raises RequestError; then it was not queued."""
         types = None if token_types is None else np.asarray(token_types, np.int32)
         request = Request(name, np.asarray(prompt_ids), SamplingParams(), task="embed", token_types=types)
         self.scheduler.add(request)
@@ -229,9 +232,9 @@ class TokenEngine:
         return unsent
 
     def _take_compiled(self) -> None:
-        """Queue requests with a compiled grammar; end those with a grammar that cannot be compiled.
+        """Queue requests whose grammar is compiled; end those whose grammar failed.
 
-        Waits a moment for a compiler if nothing else can run.
+        Waits up to COMPILE_WAIT for a grammar if nothing else can run.
         """
         if not self.loop.has_work:
             first = next(iter(self._compiling.values())).compiling
@@ -259,7 +262,7 @@ class TokenEngine:
         self, name: str, group: SampleGroup, reason: FinishReason, error: str = "", *, refused: bool = False,
         retry_after: float = 0.0,
     ) -> list[EngineOutput]:  # fmt: skip
-        """Return the last outputs of a request that the scheduler never had."""
+        """Return the last outputs of a request that was not in the scheduler yet, and forget it."""
         self._groups.pop(name, None)
         self._watched.pop(name, None)
         return [
@@ -268,7 +271,8 @@ class TokenEngine:
         ]
 
     def _received(self, outputs: list[EngineOutput]) -> list[EngineOutput]:
-        """Return the scheduler's outputs except those of embeddings; forgets what has ended."""
+        """Return the outputs without those of embedding requests; forget requests of which all
+        samples have ended."""
         known = [output for output in outputs if output.request_id in self._groups]
         for output in known:
             if output.cached_tokens >= 0:

@@ -1,5 +1,5 @@
-"""Grammars by llguidance: its own lexer and parser over the tokenizer's bytes, in Rust, without a
-tensor library."""
+"""The grammar backend llguidance: a Rust library with a lexer and parser over the tokenizer's
+bytes, without a tensor library."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ from sglcore.sampling.grammar_spec import ORIGIN, Grammar, GrammarError, read_sc
 from sglcore.schedule.request import Matcher
 
 MAX_EBNF = 1 << 14
-"""Characters. Translation takes quadratic time and blocks other threads."""
+"""Maximum characters of a grammar of kind "ebnf". Its translation takes quadratic time and blocks
+other threads."""
 _LISTING = re.compile(r"\n +\d+ \| ")
 _PLACE = re.compile(r"at (\d+)\(\d+\): (?:failed to compile JSON schema: )?")
 _PLAIN = (
@@ -40,28 +41,28 @@ _PLAIN = (
     (r" \(in regex\): lookarounds not supported yet; .*", r": look-around, such as \\b, is not supported"),
     (r"regex parse error: (.*?) \^+ error: ", r"invalid regex '\1': "),
 )
-"""The library's messages -> our text."""
+"""Patterns of the library's messages -> our text."""
 
 
 MOST_ITEMS = 6000
-"""Parser items at one position of a text. An object takes four for each optional property, and time
-grows with their square."""
+"""Maximum parser items at one position of a text. An object takes four for each optional property,
+and time grows with their square."""
 
 OUTSIDE = "doesn't satisfy the grammar"
-"""The library's message for a token that the mask forbids.
-
-After any other message it cannot continue with an allowed token.
-"""
+"""The part of the library's message for a token that the mask forbids. After any other message, the
+matcher has failed: it would not accept an allowed token either."""
 
 MARK = re.compile(r"<\S+>")
-"""Added tokens that are marks even if their tokenizer does not call them special."""
+"""Added tokens of this form are treated as special tokens, even if their tokenizer does not call
+them special."""
 
 NOWHERE = "\U0010ffff"
-"""A character that no text has."""
+"""A character that occurs in no text."""
 
 
 class Llguidance:
-    """The compiler for one vocabulary, which is read when the first grammar comes."""
+    """The `GrammarBackend` llguidance for one vocabulary, which is read when the first grammar is
+    compiled."""
 
     name = NAME
 
@@ -81,7 +82,8 @@ class Llguidance:
             raise GrammarError(f"llguidance cannot read this tokenizer: {error}", wanted="a byte-level one") from None
 
     def compile(self, grammar: Grammar) -> CompiledByLlguidance:
-        """As `GrammarBackend.compile`."""
+        """Implements `GrammarBackend.compile`. A grammar for which the library warns is refused as
+        well."""
         matcher = llguidance.LLMatcher(self._tokenizer, _source(grammar), log_level=0, limits=self._limits)
         if matcher.is_error():
             raise _refusal(grammar, matcher.get_error())
@@ -95,18 +97,19 @@ class Llguidance:
 
 
 class CompiledByLlguidance:
-    """A matcher at its start, which is copied for each sample."""
+    """A `CompiledGrammar` by llguidance: a matcher at its start, which is copied for each sample.
+    `num_words`: int32 words of the library's masks."""
 
     def __init__(self, matcher: Any, num_words: int) -> None:
         self._matcher, self._num_words = matcher, num_words
 
     def start(self) -> Matcher:
-        """As `CompiledGrammar.start`."""
+        """Return a new matcher at the beginning of the grammar, independent of all others."""
         return LlguidanceMatcher(self._matcher, self._num_words)
 
 
 class LlguidanceMatcher:
-    """The state of one sample in a grammar."""
+    """The `Matcher` of one sample, by llguidance."""
 
     __slots__ = ("_beginning", "_matcher", "_num_words", "_tokens", "error")
 
@@ -116,7 +119,8 @@ class LlguidanceMatcher:
         self.error = ""
 
     def accept(self, token_id: int) -> bool:
-        """As `Matcher.accept`."""
+        """Implements `Matcher.accept`: advance by a token; False if the grammar does not allow
+        it."""
         is_taken = self._matcher.consume_token(token_id)
         if is_taken:
             self._tokens.append(token_id)
@@ -125,7 +129,8 @@ class LlguidanceMatcher:
         return is_taken
 
     def rollback(self, count: int) -> None:
-        """As `Matcher.rollback`."""
+        """Implements `Matcher.rollback`: take back the last `count` accepted tokens and any
+        failure."""
         del self._tokens[len(self._tokens) - count :]
         matcher = self._matcher
         # A failed matcher refuses everything; one that has stopped takes end tokens without
@@ -136,7 +141,8 @@ class LlguidanceMatcher:
         self.error = ""
 
     def fill(self, words: NDArray[np.int32]) -> None:
-        """As `Matcher.fill`."""
+        """Implements `Matcher.fill`: write the mask of the allowed next tokens into `words`
+        int32[ceil(V / 32)]; after a failure, zeros."""
         whole = words if len(words) == self._num_words else np.empty(self._num_words, dtype=np.int32)
         try:
             self._matcher.unsafe_compute_mask_ptr(whole.ctypes.data, whole.nbytes)
@@ -148,8 +154,9 @@ class LlguidanceMatcher:
 
 
 class _Spelling:
-    """A tokenizer as llguidance takes it. Text that a grammar forces is encoded in ordinary tokens:
-    the text of a mark becomes ordinary tokens too, never the mark."""
+    """A tokenizer in the form that llguidance reads. Text that a grammar forces is encoded in
+    ordinary tokens: the text of a special token becomes ordinary tokens too, never the special
+    token."""
 
     bos_token_id = None
 
@@ -173,8 +180,9 @@ class _Spelling:
 
 
 def _without(marks: Mapping[int, str], tokenizer: Tokenizer) -> str:
-    """Return the file of a tokenizer that does not match marks. Marks that its model's vocabulary
-    lacks keep their ids under names that no text has, because ids of added tokens are counted."""
+    """Return the tokenizer.json text of a tokenizer that does not match the special tokens `marks`
+    (text by id) in texts. Those that its model's vocabulary lacks keep their ids under names that
+    no text has, because ids of added tokens are counted."""
     known = tokenizer.get_vocab(with_added_tokens=False)
     file = json.loads(tokenizer.to_str())
     file["added_tokens"] = [
@@ -186,7 +194,7 @@ def _without(marks: Mapping[int, str], tokenizer: Tokenizer) -> str:
 
 
 def _source(grammar: Grammar) -> str:
-    """Return the grammar in llguidance's own notation."""
+    """Return the grammar in llguidance's own notation. Raises GrammarError."""
     library = llguidance.LLMatcher
     if grammar.kind == "regex":
         return library.grammar_from_regex(grammar.text)
@@ -217,8 +225,8 @@ def _lark_of(text: str) -> str:
 
 
 def _refusal(grammar: Grammar, text: str) -> GrammarError:
-    """Return the error from the library's message, without its listing of the grammar; it names the
-    origin of a rule if the rule has one."""
+    """Return the error for the library's message `text`, without its listing of the grammar. If the
+    rule came from a schema or tag, the error names that origin."""
     reason = _one_line(_LISTING.split(text, maxsplit=1)[0])
     place = _PLACE.match(reason)
     lines = grammar.text.splitlines()[: int(place[1])] if place else []
@@ -229,9 +237,8 @@ def _refusal(grammar: Grammar, text: str) -> GrammarError:
 
 
 def _one_line(text: str) -> str:
-    """Return the library's message about a grammar in the terms of the grammar's author, in one
-    line.
-    """
+    """Return the library's message in one line and in the words of the grammar's author
+    (`_PLAIN`)."""
     line = " ".join(text.partition("\n<state>")[0].split())
     for theirs, ours in _PLAIN:
         line = re.sub(theirs, ours, line)

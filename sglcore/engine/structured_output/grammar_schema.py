@@ -1,5 +1,5 @@
-"""A JSON schema's keywords, found where they are keywords: not among the names of properties or in
-literal values."""
+"""Finds keywords in a JSON schema where they are keywords, not where they are names of properties
+or literal values."""
 
 from __future__ import annotations
 
@@ -26,12 +26,14 @@ SCHEMA = frozenset(
 )
 """Keywords that have a schema as their value (`items` may also have a list of schemas)."""
 LIST = frozenset({"allOf", "anyOf", "oneOf", "prefixItems", "items"})
+"""Keywords that have a list of schemas (LIST), or an object with a schema for each name (MAP), as
+their value."""
 MAP = frozenset({"$defs", "definitions", "dependencies", "dependentSchemas", "patternProperties", "properties"})
 
 
 def schemas(schema: Any, place: str = "#") -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield every schema that is an object, from the outermost on, with its place as a JSON
-    pointer."""
+    """Yield every schema object inside `schema`, the outermost first, each with its place as a JSON
+    pointer. Booleans are not yielded."""
     if not isinstance(schema, dict):
         return
     yield place, schema
@@ -41,7 +43,8 @@ def schemas(schema: Any, place: str = "#") -> Iterator[tuple[str, dict[str, Any]
 
 
 def refuse_keywords(schema: Any, unsupported: frozenset[str], backend: str) -> None:
-    """Raise GrammarError for the first keyword that a backend would read and not enforce."""
+    """Raise GrammarError for the first keyword in `unsupported` that the schema uses: the grammar
+    backend named `backend` would read it and not enforce it."""
     for place, node in schemas(schema):
         found = next((name for name in node if name in unsupported), None)
         if found is not None:

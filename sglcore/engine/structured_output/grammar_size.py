@@ -1,5 +1,5 @@
-"""The size of a regular expression with its counts expanded, computed from its text before anything
-is compiled."""
+"""The length of a regular expression with its repetition counts expanded, computed from its text
+before anything is compiled."""
 
 from __future__ import annotations
 
@@ -10,15 +10,14 @@ from sglcore.engine.structured_output.grammar_schema import schemas
 from sglcore.sampling.grammar_spec import Grammar, GrammarError, read_schema, read_tags
 
 MOST_WRITTEN_OUT = 1 << 14
-"""Characters that the shortest text of one pattern may have: compilers expand counts, and look
-ahead over them at each token."""
+"""Maximum of `written_out` for one pattern: compilers expand counts, and look ahead over the
+expanded pattern at each token."""
 _COUNT = re.compile(r"\{(\d{1,18})(?:,\d*)?\}")
 
 
 def refuse_large(grammar: Grammar) -> None:
-    """Raise GrammarError if the nested counts of a pattern expand to more than MOST_WRITTEN_OUT
-    characters.
-    """
+    """Raise GrammarError if `written_out` of a pattern in the grammar is more than
+    MOST_WRITTEN_OUT."""
     for place, pattern in _patterns(grammar):
         size = written_out(pattern)
         if size > MOST_WRITTEN_OUT:
@@ -30,10 +29,11 @@ def refuse_large(grammar: Grammar) -> None:
 
 
 def written_out(pattern: str) -> int:
-    """Return the characters of the longest alternative with its counts expanded, each to its
-    minimum.
+    """Return the number of characters of the longest alternative, with each repetition count
+    expanded to its minimum and `*` and `?` counted as no repetition.
 
-    It parses what the libraries have in common (groups, sets, escapes, counts), and takes any text.
+    It parses what the libraries have in common (groups, sets, escapes, counts), and raises nothing
+    for an invalid pattern.
     """
     outer: list[tuple[int, int]] = []
     longest, total, last, place = 0, 0, 0, 0
@@ -62,7 +62,8 @@ def written_out(pattern: str) -> int:
 
 
 def _atom_end(pattern: str, place: int) -> int:
-    """Return the end of the character, escape or set that begins at a place."""
+    """Return the index after the character, escape or set that begins at index `place` of a
+    pattern."""
     if pattern[place] == "\\":
         return place + 2
     if pattern[place] != "[":
@@ -73,8 +74,8 @@ def _atom_end(pattern: str, place: int) -> int:
 
 
 def _patterns(grammar: Grammar) -> Iterator[tuple[str, str]]:
-    """Yield the regular expressions of a grammar, each with its place, as far as they are found
-    without parsing a rule notation."""
+    """Yield the regular expressions of a grammar, each after its place for an error text. Patterns
+    inside lark and EBNF rules are not found."""
     if grammar.kind == "regex":
         yield "this regex", grammar.text
     texts = [grammar.text] if grammar.kind == "json_schema" else []

@@ -13,13 +13,13 @@ from sglcore.sampling.grammar_spec import GrammarError
 from sglcore.schedule.request import Matcher
 
 MOST_TRIED = 8
-"""Number of a grammar's allowed first tokens that are tried."""
+"""Maximum number of allowed first tokens that `first_steps` tries."""
 
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """The scope of a mask: the tokenizer's tokens, `size` logits (ids beyond the tokenizer's are
-    never allowed), and the ids that end an output."""
+    """The tokens for which masks are made: the tokenizer, the `size` of the model's vocabulary (ids
+    beyond the tokenizer's are never allowed), and the ids of the tokens that end an output."""
 
     tokenizer: Tokenizer
     size: int
@@ -27,17 +27,17 @@ class Vocabulary:
 
 
 class CompiledGrammar(Protocol):
-    """A compiled grammar, for any number of samples."""
+    """A compiled grammar, which starts a matcher for each sample."""
 
     def start(self) -> Matcher:
-        """Return a matcher at the beginning, independent of all others."""
+        """Return a new matcher at the beginning of the grammar, independent of all others."""
         ...
 
 
 def first_steps(compiled: CompiledGrammar, vocabulary: Vocabulary) -> float:
-    """Follow a grammar through some of its first tokens, as requests will. Returns the largest CPU
-    time, in seconds, of a mask after one of them. Raises GrammarError with the compiler's reason if
-    it gives up there."""
+    """Try up to MOST_TRIED first tokens of a grammar, each with the mask after it, as requests
+    will. Returns the largest CPU seconds of such a mask. Raises GrammarError with the compiler's
+    reason if it fails at one."""
     words = np.zeros(-(-vocabulary.size // 32), dtype=np.int32)
     matcher = compiled.start()
     matcher.fill(words)

@@ -1,5 +1,5 @@
-"""Grammars by xgrammar, only if requested by name: it needs a tensor library and enforces fewer
-schema keywords."""
+"""The grammar backend xgrammar, used only if requested by name: it needs a tensor library and
+enforces fewer schema keywords."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from sglcore.sampling.grammar_spec import Grammar, GrammarError, read_schema, re
 from sglcore.schedule.request import Matcher
 
 MAX_WHITESPACE = 33
-"""Characters between JSON's tokens. Without a bound a model may write blanks until its tokens are
-used up."""
+"""Maximum white space characters between JSON's tokens. Without a limit a model may write white
+space until its tokens are used up."""
 
 UNENFORCED = frozenset(
     {
@@ -47,10 +47,10 @@ UNENFORCED = frozenset(
         "uniqueItems",
     }
 )
-"""Keywords that xgrammar ignores silently, or enforces in part."""
+"""Keywords that xgrammar ignores silently or enforces only in part."""
 
 ALONE = ("$ref", "anyOf", "const", "enum")
-"""xgrammar reads one of these keywords and ignores the other keywords of the same schema."""
+"""Keywords with which xgrammar ignores the other keywords of the same schema."""
 
 NOTES = frozenset(
     [
@@ -68,6 +68,7 @@ NOTES = frozenset(
         "writeOnly",
     ]
 )
+"""Keywords that restrict no value."""
 FORMATS = frozenset(
     {
         "date",
@@ -83,7 +84,7 @@ FORMATS = frozenset(
         "uuid",
     }
 )
-"""Formats that it enforces."""
+"""Values of `format` that xgrammar enforces."""
 
 OWN_TYPE = MappingProxyType(
     {
@@ -97,7 +98,8 @@ OWN_TYPE = MappingProxyType(
 
 
 class Xgrammar:
-    """The compiler for one vocabulary, which is read when the first grammar comes."""
+    """The `GrammarBackend` xgrammar for one vocabulary, which is read when the first grammar is
+    compiled."""
 
     name = "xgrammar"
 
@@ -121,7 +123,7 @@ class Xgrammar:
         return library.GrammarCompiler(info, max_threads=1, cache_enabled=False)
 
     def compile(self, grammar: Grammar) -> CompiledByXgrammar:
-        """As `GrammarBackend.compile`."""
+        """Implements `GrammarBackend.compile`."""
         try:
             return CompiledByXgrammar(self._library, self._compile(grammar))
         except RuntimeError as error:
@@ -153,18 +155,18 @@ class Xgrammar:
 
 
 class CompiledByXgrammar:
-    """A compiled grammar, which all matchers share."""
+    """A `CompiledGrammar` by xgrammar, which all its matchers share."""
 
     def __init__(self, library: Any, compiled: Any) -> None:
         self._library, self._compiled = library, compiled
 
     def start(self) -> Matcher:
-        """As `CompiledGrammar.start`."""
+        """Return a new matcher at the beginning of the grammar, independent of all others."""
         return XgrammarMatcher(self._library.GrammarMatcher(self._compiled))
 
 
 class XgrammarMatcher:
-    """The state of one sample in a grammar."""
+    """The `Matcher` of one sample, by xgrammar."""
 
     __slots__ = ("_matcher", "error")
 
@@ -173,7 +175,8 @@ class XgrammarMatcher:
         self.error = ""
 
     def accept(self, token_id: int) -> bool:
-        """As `Matcher.accept`."""
+        """Implements `Matcher.accept`: advance by a token; False if the grammar does not allow
+        it."""
         try:
             return self._matcher.accept_token(token_id)
         except RuntimeError as error:
@@ -181,12 +184,14 @@ class XgrammarMatcher:
             return False
 
     def rollback(self, count: int) -> None:
-        """As `Matcher.rollback`."""
+        """Implements `Matcher.rollback`: take back the last `count` accepted tokens and any
+        failure."""
         self._matcher.rollback(count)
         self.error = ""
 
     def fill(self, words: NDArray[np.int32]) -> None:
-        """As `Matcher.fill`."""
+        """Implements `Matcher.fill`: write the mask of the allowed next tokens into `words`
+        int32[ceil(V / 32)]; after a failure, zeros."""
         try:
             self._matcher.fill_next_token_bitmask(words.reshape(1, -1))
         except Exception as error:
@@ -195,7 +200,8 @@ class XgrammarMatcher:
 
 
 def _refuse_mixtures(place: str, node: dict[str, Any]) -> None:
-    """Raise GrammarError for keywords that it enforces alone, but not in this combination."""
+    """Raise GrammarError if the schema `node`, at the JSON pointer `place`, combines keywords or
+    has values that xgrammar does not enforce, though it enforces each keyword by itself."""
     found = ""
     alone = next((name for name in ALONE if name in node), None)
     beside = sorted(set(node) - NOTES - {alone, "type"})
@@ -219,8 +225,8 @@ def _refuse_mixtures(place: str, node: dict[str, Any]) -> None:
 
 
 def _spellings(vocabulary: Vocabulary) -> list[str]:
-    """Return each token as its tokenizer spells it; empty (never allowed) for special tokens and
-    for ids beyond the tokenizer."""
+    """Return the text of each token id as the tokenizer's vocabulary has it; empty (never allowed)
+    for special tokens and for ids beyond the tokenizer."""
     added = vocabulary.tokenizer.get_added_tokens_decoder()
     spelled = [""] * vocabulary.size
     for text, token_id in vocabulary.tokenizer.get_vocab(with_added_tokens=True).items():
@@ -230,5 +236,5 @@ def _spellings(vocabulary: Vocabulary) -> list[str]:
 
 
 def _one_line(text: str) -> str:
-    """Return the library's message without the time and the source line."""
+    """Return the library's message in one line, without its time and source line."""
     return " ".join(re.sub(r"\[[\d:]+\] \S+:\d+: ", "", text).split())

@@ -1,5 +1,5 @@
-"""JSON schemas as llguidance takes them: keywords that it reads but does not enforce are refused,
-and its blanks are bounded.
+"""JSON schemas for llguidance: keywords that it reads but does not enforce are refused, and the
+white space between tokens is limited.
 
 It does not need the library, so a frontend can check what an engine will compile.
 """
@@ -19,19 +19,20 @@ from sglcore.sampling.grammar_spec import Grammar, GrammarError, read_tags
 NAME = "llguidance"
 
 WHITESPACE = r"( |\n[ \t]{0,32})?"
-"""Blanks between JSON's tokens: none, a space, or a line break with its indentation. Without a
-bound a model may write blanks until its tokens are used up."""
+"""The regular expression for white space between JSON's tokens: none, a space, or a line break with
+its indentation. Without a limit a model may write white space until its tokens are used up."""
 
 OPTIONS: Mapping[str, Any] = MappingProxyType(
     {"whitespace_flexible": True, "whitespace_pattern": WHITESPACE, "lenient": False, "coerce_one_of": False}
 )
-"""Options for every schema."""
+"""llguidance's options for every schema."""
 
 OWN = "x-guidance"
-"""The keyword with which a schema would set these options itself."""
+"""The keyword with which a schema itself would set llguidance's options; it is refused."""
 
 UNENFORCED = frozenset({OWN, "$anchor", "$dynamicAnchor"})
-"""Keywords that llguidance ignores silently; the first switches its own checks off."""
+"""Keywords that llguidance ignores silently, and OWN, which would switch llguidance's own checks
+off."""
 
 BOUNDS = frozenset({"exclusiveMaximum", "exclusiveMinimum", "maximum", "minimum"})
 MERGED = frozenset({"$ref", "anyOf", "oneOf"})
@@ -39,32 +40,32 @@ MERGED = frozenset({"$ref", "anyOf", "oneOf"})
 
 
 def check_schema(schema: Any) -> None:
-    """Raise GrammarError for a schema that llguidance would take and not enforce."""
+    """Raise GrammarError for a schema that llguidance would accept and not enforce."""
     refuse_keywords(schema, UNENFORCED, NAME)
     _refuse_narrow_bounds(schema)
 
 
 def embedded(schema: Mapping[str, Any]) -> str:
-    """Return a schema as text for a Lark grammar, to stand after `%json`, without the keywords that
-    are not enforced. Raises GrammarError.
-    """
+    """Return a schema as the text after `%json` in a Lark grammar, without the parts that are not
+    enforced (`loosened`). Raises GrammarError."""
     check_schema(schema)
     return json.dumps({**loosened(schema).schema, OWN: dict(OPTIONS)}, ensure_ascii=False)
 
 
 class LeftOut(NamedTuple):
-    """Parts of a schema that outputs are not held to."""
+    """The parts of one schema that are not enforced while an output is generated."""
 
     schema: str
-    """JSON text."""
+    """The whole schema, as JSON text."""
     names: tuple[str, ...]
-    """The parts, each with its place in the schema."""
+    """The parts, each as a JSON pointer to its place in the schema, with a note for some."""
     begin: str = ""
     """The text before a value of the schema in an output; empty: the whole output is one value."""
 
 
 def left_out_of(grammar: Grammar | None) -> list[LeftOut]:
-    """Return, for each schema of a grammar with parts that are not enforced, these parts."""
+    """Return a LeftOut for each schema of the grammar that has parts that are not enforced; empty
+    if none has, and for None. The grammar's text must be valid."""
     schemas: list[tuple[str, str]] = []
     if grammar is not None and grammar.kind == "json_schema":
         schemas = [(grammar.text, "")]
@@ -93,7 +94,8 @@ def _refuse_narrow_bounds(schema: Any) -> None:
 
 
 def _bounds(nodes: Sequence[dict[str, Any]], name: str) -> list[tuple[float, bool]]:
-    """Return lower or upper bounds, and whether each is exclusive."""
+    """Return the lower or upper bounds of several schemas, and whether each is exclusive. `name`:
+    "minimum" or "maximum"."""
     names = {name: False, f"exclusive{name.capitalize()}": True}
     found = [(node.get(each), is_open) for node in nodes for each, is_open in names.items()]
     return [(value, is_open) for value, is_open in found if isinstance(value, (int, float))]

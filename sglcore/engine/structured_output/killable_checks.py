@@ -1,7 +1,7 @@
-"""Checks that may take forever, in a process that can be killed: the side of the calling process.
+"""Checks that may take forever, in a process that can be killed: the side of the caller.
 
 Each check runs in a fork of that process (`killable_checks_process.py`) with limits of time and
-memory. The kinds of checks are elsewhere: grammars in `grammar_check.py`, answers in
+memory. What is checked is defined elsewhere: grammars in `grammar_check.py`, answers in
 `answer_check.py`.
 """
 
@@ -20,89 +20,86 @@ import msgspec
 
 STACK_BYTES = 256 << 20
 """Bytes of stack of a thread that compiles or checks: recursion from rule to rule would overflow
-the usual stack and end the process. Only the used part takes memory.
-"""
+the usual stack and end the process. Only the used part takes memory."""
 
 
 class CheckLimits(msgspec.Struct, frozen=True):
-    """What the checks of one process may take."""
+    """The limits of the checks in one process. A check that is "refused for now" gets a Verdict
+    with `busy`."""
 
     seconds: float = 5.0
-    """CPU seconds of one check."""
+    """Maximum CPU seconds of one check."""
     memory: int = 1 << 30
-    """Bytes that one check may allocate, in addition to the bytes that its process had before the
-    fork.
-    """
+    """Maximum bytes that one check may allocate, in addition to the bytes that its process had
+    before the fork."""
     young: int = 4
-    """Checks that run at normal priority at the same time."""
+    """Maximum number of checks that run at normal priority at the same time."""
     young_seconds: float = 0.5
     """CPU seconds after which a check moves to the lowest priority, so that a new check can start
     at normal priority.
     """
     slow: int = 8
-    """Checks that run at the lowest priority; one more is refused for now."""
+    """Maximum number of checks that run at the lowest priority; one more is refused for now."""
     most_seconds: float = 30.0
-    """Wall-clock seconds.
-
-    A check that does not get enough CPU time within them is refused for now.
-    """
+    """Maximum wall-clock seconds of one check. A check that does not get enough CPU time within
+    them is refused for now."""
     most_waiting: int = 256
-    """Checks that wait for their start; one more is refused for now."""
+    """Maximum number of checks that wait for their start; one more is refused for now."""
 
 
 class CheckJob(msgspec.Struct, frozen=True):
-    """One check."""
+    """One check, as it is sent to the process. `number` is repeated in its Verdict."""
 
     number: int
     work: msgspec.Raw
-    """The object of the check, as JSON; the kind of check defines its record."""
+    """The input of the check, as JSON; the kind of check defines its record."""
 
 
 class Verdict(msgspec.Struct, frozen=True):
-    """The result of a check. Without `error`, `ended` and `busy` it completed."""
+    """The result of check `number`. Without `error`, `ended` and `busy`, the check completed."""
 
     number: int
     error: tuple[str, str, str] | None = None
-    """Why the work cannot be done: found, wanted, remedy."""
+    """Why the work is invalid: the texts found, wanted and remedy of an error. None: it is
+    valid."""
     ended: str = ""
-    """The limit that ended it, for example "takes longer than 5 s of the processor"."""
+    """The limit that ended the check, for example "takes longer than 5 s of the processor"."""
     busy: str = ""
-    """Why it did not finish, though it may another time."""
+    """Why the check was refused for now or did not finish, though it may another time."""
     said: tuple[str, ...] = ()
-    """Its findings."""
+    """The findings of a completed check; the kind of check defines them."""
     seconds: float = 0.0
-    """CPU seconds that it took."""
+    """CPU seconds of a completed check."""
 
 
 OnVerdict = Callable[[Verdict], None]
 
 
 class ConfinedChecks:
-    """The checks of one kind. The process starts with the first one, and again if it has ended."""
+    """Checks of one kind, in one process. The process starts with the first check, and again if it
+    has ended."""
 
     def __init__(self, module: str, what: str, spec: Callable[[], Any]) -> None:
-        """`module` runs in the process.
-
-        Each start sends it `spec()` first, called on a thread of its own. `what` names the object
-        of the checks in messages.
-        """
+        """`module`: the Python module that runs in the process; at each start it gets the record
+        that `spec()` returns, called on a thread of its own. `what` names what is checked, in
+        messages."""
         self._module, self._what, self._spec = module, what, spec
         self._lock = Lock()
         self._process: CheckProcess | None = None
         self._is_closed = False
 
     def open(self) -> None:
-        """Start the process if there is none; waits for the system, not for the process. Raises
-        OSError."""
+        """Start the process if there is none, without waiting until it is ready. Nothing happens
+        after `close`. Raises OSError."""
         with self._lock:
             if self._process is None and not self._is_closed:
                 self._process = self._started()
 
     def submit(self, work: Any, told: OnVerdict) -> None:
-        """Start a check of `work`, which msgspec can encode; does not wait.
+        """Start a check of `work`, a value that msgspec can encode; does not wait.
 
-        `told` is called once, on another thread, and not after `close`. Raises OSError if the
-        process cannot start.
+        `told` is called once with the verdict, on another thread, and not after `close`. Raises
+        OSError if the process cannot start.
         """
         with self._lock:
             if self._is_closed:
@@ -112,7 +109,7 @@ class ConfinedChecks:
                 self._process.submit(work, told)
 
     def close(self) -> None:
-        """End the process. Idempotent; does not wait."""
+        """Kill the process; later checks are dropped. Idempotent; does not wait."""
         with self._lock:
             self._is_closed = True
             if self._process is not None:
@@ -123,10 +120,10 @@ class ConfinedChecks:
 
 
 class CheckProcess:
-    """One process, and the checks that it was sent."""
+    """One checking process, and the callbacks of the checks that were sent to it."""
 
     def __init__(self, module: str, what: str, spec: Callable[[], Any]) -> None:
-        """As in ConfinedChecks."""
+        """Start the process. Parameters as in `ConfinedChecks`."""
         self._what = what
         self._told: dict[int, OnVerdict] = {}
         self._count = 0
@@ -146,7 +143,7 @@ class CheckProcess:
         Thread(target=self._read, name=f"checks of {what}, in", daemon=True).start()
 
     def submit(self, work: Any, told: OnVerdict) -> bool:
-        """Send a check; returns False if this process has ended."""
+        """Send a check; returns False, without sending it, if this process has ended."""
         line = msgspec.Raw(msgspec.json.encode(work))
         with self._lock:
             if self._is_over:
@@ -157,7 +154,7 @@ class CheckProcess:
             return True
 
     def close(self) -> None:
-        """Kill the process. Callbacks of open checks are not called."""
+        """Kill the process. Callbacks of open checks are not called. Does not wait."""
         with self._lock:
             self._is_over = True
             self._told.clear()

@@ -2,8 +2,8 @@
 the side of the checking process.
 
 Started by `killable_checks.py`. Standard input has lines of JSON: the specification of the checks,
-then jobs. Standard output has a verdict for each job, as soon as it is known. The process and its
-forks end when standard input closes.
+then a CheckJob each. Standard output has a Verdict for each job, as soon as it is known. The
+process and its forks end when standard input closes.
 """
 
 from __future__ import annotations
@@ -24,37 +24,37 @@ from sglcore.engine.structured_output.killable_checks import STACK_BYTES, CheckJ
 
 LOWEST_PRIORITY = 19
 SOONEST = 0.01
-"""Seconds between two readings of the time that checks have taken."""
+"""Least seconds between two readings of the CPU time of checks."""
 CPUCLOCK_SCHED = 2
-"""Linux: the clock of a process's CPU time, in the lowest bits of the clock's number."""
+"""Linux: the lowest bits of a clock's number that select the CPU time of a process."""
 
 Work = Callable[[bytes], Verdict]
-"""Does a job's work and returns its verdict, without the number and the time. Raises MemoryError
-only."""
+"""Does a job's work (JSON) and returns its verdict, without the number and the time. May raise
+MemoryError only."""
 
 
 @dataclass(slots=True)
 class Check:
-    """A fork at work."""
+    """A check that runs, in a fork."""
 
     job: CheckJob
     pid: int
+    """The process id of the fork."""
     answers: int
-    """The file descriptor on which its verdict comes."""
+    """The file descriptor from which its verdict is read."""
     begun: float
-    """Time of its start, by the monotonic clock."""
+    """Time of its start, by `time.monotonic`."""
     is_young: bool = True
-    """It runs at normal priority."""
+    """Whether it runs at normal priority."""
     is_late: bool = False
-    """It was killed because other checks use all CPU time."""
+    """Whether it was killed because it did not get enough CPU time."""
     text: bytes = b""
-    """The part of its verdict that was read."""
+    """The part of its verdict that was read so far."""
 
     @property
     def processor_seconds(self) -> float:
-        """CPU seconds of the check, or wall-clock seconds where the system does not report those of
-        another process.
-        """
+        """CPU seconds of the check so far, or wall-clock seconds where the system does not report
+        those of another process."""
         try:
             return time.clock_gettime((~self.pid << 3) | CPUCLOCK_SCHED)
         except OSError:
@@ -68,7 +68,8 @@ class Checker:
     """
 
     def __init__(self, work: Work, limits: CheckLimits, given: bytes) -> None:
-        """`given`: bytes of jobs that were already read from standard input."""
+        """`work` checks one job, in a fork; `given`: bytes of jobs that were already read from
+        standard input."""
         self._work, self._limits = work, limits
         self._waiting: deque[CheckJob] = deque()
         self._checks: dict[int, Check] = {}
@@ -161,7 +162,7 @@ class Checker:
                 os.kill(check.pid, signal.SIGKILL)
 
     def _patience(self) -> float | None:
-        """Return the seconds until a check must be looked at; None: no check runs."""
+        """Return the seconds until the clock of a check must be read; None: no check runs."""
         limits, checks = self._limits, self._checks.values()
         left = [limits.young_seconds - each.processor_seconds for each in checks if each.is_young]
         left += [each.begun + limits.most_seconds - time.monotonic() for each in checks]
@@ -213,7 +214,8 @@ def _address_space() -> int | None:
 
 
 def _do(work: Work, job: CheckJob, answers: int) -> None:
-    """Write the verdict, or nothing if memory runs out."""
+    """Run the work of a job on a thread with STACK_BYTES and write its verdict to the descriptor
+    `answers`; write nothing if memory runs out."""
 
     def answer() -> None:
         begin = time.process_time()

@@ -1,8 +1,8 @@
-"""DRY: make tokens that continue a repetition less likely, in addition to other constraints.
+"""DRY: make tokens less likely that would continue a repetition, in addition to other constraints.
 
 The host finds the repetitions in the request's own tokens, so the result does not depend on other
 requests in the batch, and is the same after a preemption and with draft tokens. A new token is
-compared once with each token in the range of the penalty.
+compared once with each earlier token.
 """
 
 from __future__ import annotations
@@ -17,19 +17,18 @@ from sglcore.sampling.grammar_spec import Repetition
 from sglcore.schedule.request import Floats, Ints, Matcher
 
 LONGEST_MATCH = 256
-"""Largest length of a repetition that counts."""
+"""Maximum length of a repetition, in tokens; longer ones count as this long."""
 KEPT_STEPS = 16
-"""Number of last tokens with kept matches, for rejected draft tokens.
-
-Further back, matches are computed again.
-"""
+"""Number of last tokens whose matches are kept, so that rejected draft tokens can be taken back.
+After a longer rollback, matches are computed again."""
 LEAST_ROOM = 256
 MOST = 1e30
+"""Initial free room for output tokens (LEAST_ROOM), and the largest penalty (MOST)."""
 
 
 class Matches(NamedTuple):
-    """Earlier repetitions of the end of the text: `places` int64[M], ascending, the positions after
-    them, and `lengths` int32[M], the numbers of equal tokens before each."""
+    """Where the end of the text occurred before: `places` int64[M], ascending, the positions after
+    each occurrence, and `lengths` int32[M], the number of equal tokens before each."""
 
     places: np.ndarray
     lengths: Ints
@@ -40,8 +39,8 @@ NONE = Matches(np.zeros(0, np.int64), np.zeros(0, np.int32))
 
 
 class RepetitionRules:
-    """The parameters, shared by all matchers; `inner`: the other constraint of the output (None:
-    none)."""
+    """The DRY penalty of a request, shared by the matchers of its samples, in addition to the
+    compiled constraint `inner` (None: none)."""
 
     def __init__(self, asked: Repetition, vocabulary: Vocabulary, inner: CompiledGrammar | None) -> None:
         self.asked, self._inner = asked, inner
@@ -52,11 +51,12 @@ class RepetitionRules:
         self.longest = max(map(len, asked.breakers), default=0)
 
     def start(self, prompt: Ints) -> RepetitionMatcher:
-        """Return a matcher for one sample of a prompt."""
+        """Return a matcher for one sample after the prompt, int32 token ids."""
         return RepetitionMatcher(self, prompt, None if self._inner is None else self._inner.start())
 
     def breaks(self, tokens: Ints) -> bool:
-        """Return whether the last of these tokens completes a text that ends a repetition."""
+        """Return whether the last of `tokens` completes a breaker: a text that ends a
+        repetition."""
         text, place = "", len(tokens)
         own = self._text(int(tokens[-1])) if place else ""
         while place and len(text) - len(own) < self.longest:
@@ -66,13 +66,12 @@ class RepetitionRules:
         return any(text.find(word, max(begin - len(word) + 1, 0)) >= 0 for word in self.asked.breakers)
 
     def is_breaker(self, token: int) -> bool:
-        """Return whether a token by itself contains a text that ends a repetition."""
+        """Return whether the text of one token contains a breaker."""
         return any(word in self._text(token) for word in self.asked.breakers)
 
     def _text(self, token: int) -> str:
-        """Return a token's text as it reads after another token, where decoders keep its leading
-        space.
-        """
+        """Return a token's text as it reads after another token, so that a leading space is
+        kept."""
         found = self._texts.get(token)
         if found is None:
             found = self._texts[token] = self._decoded([token])[self._skipped :]
@@ -83,7 +82,7 @@ class RepetitionRules:
 
 
 class RepetitionMatcher:
-    """The state of one sample: a `Matcher`, and the `LogitChange` of a request."""
+    """The state of one sample: its `Matcher`, and its `LogitChange`."""
 
     __slots__ = ("_count", "_found", "_inner", "_rules", "_tokens")
 
@@ -96,11 +95,12 @@ class RepetitionMatcher:
 
     @property
     def error(self) -> str:
-        """As `Matcher.error`."""
+        """The error of the inner matcher; empty if it has none, or if there is no inner matcher."""
         return "" if self._inner is None else self._inner.error
 
     def accept(self, token_id: int) -> bool:
-        """As `Matcher.accept`."""
+        """Implements `Matcher.accept`: advance by a token; False if the inner matcher does not
+        allow it."""
         if self._inner is not None and not self._inner.accept(token_id):
             return False
         known = self._matches()
@@ -112,7 +112,7 @@ class RepetitionMatcher:
         return True
 
     def rollback(self, count: int) -> None:
-        """As `Matcher.rollback`."""
+        """Implements `Matcher.rollback`: take back the last `count` accepted tokens."""
         self._count -= count
         for _ in range(min(count, len(self._found))):
             self._found.pop()
@@ -120,14 +120,17 @@ class RepetitionMatcher:
             self._inner.rollback(count)
 
     def fill(self, words: Ints) -> None:
-        """As `Matcher.fill`."""
+        """Implements `Matcher.fill` by the inner matcher; without one, all bits of `words` are
+        set."""
         if self._inner is None:
             words[:] = -1
         else:
             self._inner.fill(words)
 
     def change(self) -> tuple[Ints, Floats]:
-        """As `LogitChange.change`."""
+        """Implements `LogitChange.change`: return the token ids int32[N] that would continue a
+        repetition, and the negative penalty of each, float32[N]. Tokens that contain a breaker are
+        left out."""
         asked, tokens, found = self._rules.asked, self._tokens[: self._count], self._matches()
         start = self._count - asked.last_n if asked.last_n > 0 else 0
         lengths = np.minimum(found.lengths, found.places - start)
@@ -162,7 +165,7 @@ class RepetitionMatcher:
         return Matches(places + 1, np.minimum(lengths + 1, LONGEST_MATCH).astype(np.int32))
 
     def _anew(self) -> Matches:
-        """Return the matches in all tokens, computed from the last token back."""
+        """Return the matches computed from all tokens, from the last one back."""
         tokens, last = self._tokens[: self._count], self._count - 1
         if last < 1 or self._rules.breaks(tokens):
             return NONE

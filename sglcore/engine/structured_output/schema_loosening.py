@@ -1,6 +1,6 @@
-"""JSON schemas without the parts that llguidance does not enforce, and the names of these parts.
-Every value of the given schema is also valid under the new one. Ordinary schemas of Pydantic and
-zod have such parts.
+"""Removes from JSON schemas the parts that llguidance does not enforce, and names them. Every value
+of the given schema is also valid under the new one. Ordinary schemas of Pydantic and zod have such
+parts.
 
 It does not need the library, so a frontend can tell which parts an engine will leave out.
 """
@@ -18,7 +18,7 @@ FORMATS = frozenset(
         "date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "unknown", "uri", "uuid",
     }
 )  # fmt: skip
-"""Formats that llguidance enforces. Others are annotations, as the standard says."""
+"""Values of `format` that llguidance enforces. Others are annotations, as the standard says."""
 
 DROPPED = frozenset(
     {
@@ -43,7 +43,7 @@ DROPPED = frozenset(
 NOTES = frozenset(
     {"contentEncoding", "contentMediaType", "contentSchema", "discriminator", "example", "examples", "nullable"}
 )
-"""Keywords that assert nothing."""
+"""Keywords that restrict no value."""
 
 SILENT = frozenset({"else", "maxContains", "minContains", "then"})
 """Keywords that are reported under the name of another keyword of the same schema."""
@@ -52,28 +52,30 @@ _AROUND = re.compile(r"\(\?(?:<?[=!])")
 _QUANTIFIER = re.compile(r"(?:[*+?]|\{\d+(?:,\d*)?\})\??")
 _LETTER = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]?|.", re.DOTALL)
 UNREADABLE = frozenset({*(f"\\{digit}" for digit in range(1, 10)), *(f"\\{letter}" for letter in "bBAzZGkK")})
-"""Escapes that depend on text before or after them, or on the match of a group."""
+"""Escapes that depend on text before or after them, or on the match of a group: no automaton
+matches them."""
 _NOTED = re.compile(r"(.*/pattern)'s look-around|(.*/format) (['\"]).*\3", re.DOTALL)
-"""Names of left-out parts that say more than the place."""
+"""Names of left-out parts that have a note after the JSON pointer."""
 _SAYS_NOTHING = ("type", "title", "description", "$comment")
 
 
 class Loosened(NamedTuple):
-    """A schema that llguidance enforces completely, and the places of the parts left out."""
+    """A schema that llguidance enforces completely, and the names of the parts that were left out,
+    each a JSON pointer with a note for some."""
 
     schema: Any
     left_out: tuple[str, ...]
 
 
 def loosened(schema: Any) -> Loosened:
-    """Return the schema without parts that would be refused. A value that is no schema is returned
-    unchanged."""
+    """Return the schema without the parts that llguidance does not enforce, and the names of these
+    parts. `schema` is not changed. A value that is no schema is returned as it is."""
     left_out: list[str] = []
     return Loosened(_loosen(schema, "#", left_out), tuple(left_out))
 
 
 def place_of(name: str) -> str:
-    """Return the place of a left-out part, as a JSON pointer, from its name."""
+    """Return the JSON pointer in the name of a left-out part, without its note."""
     found = _NOTED.fullmatch(name)
     return name if found is None else found[1] or found[2]
 
@@ -115,7 +117,7 @@ def _part(name: str, value: Any, place: str, left_out: list[str]) -> Any:
 
 
 def _is_note(name: str) -> bool:
-    """Whether a keyword asserts nothing.
+    """Return whether a keyword restricts no value, so that it is removed.
 
     llguidance merges the keywords next to a choice into its alternatives, and fails if these are
     recursive.
@@ -124,8 +126,8 @@ def _is_note(name: str) -> bool:
 
 
 def _with_names(schema: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield a schema's keywords. A `propertyNames` that lists names, or gives their pattern, is
-    replaced by equivalent keywords."""
+    """Yield the keywords and values of a schema. A `propertyNames` that lists names, or is one
+    pattern, is replaced by equivalent keywords if these are free."""
     names, taken = schema.get("propertyNames"), {"properties", "patternProperties", "required"}
     if not isinstance(names, dict) or taken & set(schema) or set(names) - {*_SAYS_NOTHING, "enum", "const", "pattern"}:
         yield from schema.items()
@@ -142,7 +144,7 @@ def _with_names(schema: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _is_any_name(keyword: str, value: Any) -> bool:
-    """Return whether the keyword says only that property names are text."""
+    """Return whether the keyword is a `propertyNames` that allows every name."""
     if keyword != "propertyNames":
         return False
     return value is True or (
@@ -165,8 +167,8 @@ def _loosen_text(node: dict[str, Any], place: str, left_out: list[str]) -> None:
 
 
 def _loosen_keys(node: dict[str, Any], place: str, left_out: list[str]) -> None:
-    """Leave out patterns of property names that cannot be read. Any property may match them, so
-    `additionalProperties` goes too."""
+    """Remove `patternProperties` if a pattern cannot be enforced exactly. Any property may match
+    it, so `additionalProperties` is removed too. Changes `node`."""
     keys = node.get("patternProperties")
     if isinstance(keys, dict) and any(readable(key) != key for key in keys):
         left_out.append(f"{place}/patternProperties")
@@ -175,8 +177,8 @@ def _loosen_keys(node: dict[str, Any], place: str, left_out: list[str]) -> None:
 
 
 def _loosen_counts(node: dict[str, Any], place: str, left_out: list[str]) -> None:
-    """Leave out counts of properties if a listed property is optional; llguidance does not enforce
-    them then."""
+    """Remove `minProperties` and `maxProperties` if a listed property is optional; llguidance does
+    not enforce them then. Changes `node`."""
     listed, required = node.get("properties"), node.get("required")
     if not isinstance(listed, dict) or set(listed) <= set(required if isinstance(required, list) else ()):
         return
@@ -186,8 +188,8 @@ def _loosen_counts(node: dict[str, Any], place: str, left_out: list[str]) -> Non
 
 
 def _are_apart(node: Mapping[str, Any], schema: Mapping[str, Any]) -> bool:
-    """Return whether no value can match two of the schemas of `oneOf`, as far as their types or a
-    discriminator tell."""
+    """Return whether no value can match two of the schemas of `oneOf` in `node`, as far as types,
+    constants or a discriminator in `schema` show it."""
     parts = node["oneOf"]
     if "discriminator" in schema or not isinstance(parts, list):
         return True
@@ -200,7 +202,7 @@ def _are_apart(node: Mapping[str, Any], schema: Mapping[str, Any]) -> bool:
 
 
 def _constants(part: Any) -> dict[str, Any]:
-    """Return an object's required properties with a constant value."""
+    """Return the constants of the required properties of an object schema, by name."""
     listed = part.get("properties") if isinstance(part, dict) else None
     required = part.get("required") if isinstance(part, dict) else None
     if not isinstance(listed, dict) or not isinstance(required, Sequence):
@@ -213,9 +215,8 @@ def _constants(part: Any) -> dict[str, Any]:
 
 
 def readable(pattern: str) -> str | None:
-    """Return a pattern without look-ahead and look-behind, which only forbid text; None if it has
-    parts that no automaton matches.
-    """
+    """Return a pattern without look-ahead and look-behind, which only forbid text; None if it also
+    has parts that no automaton matches."""
     while (found := _find(_AROUND, pattern)) is not None:
         end = _group_end(pattern, found)
         if end is None:
@@ -226,7 +227,8 @@ def readable(pattern: str) -> str | None:
 
 
 def _find(wanted: re.Pattern[str], pattern: str) -> int | None:
-    """Return where a match of `wanted` begins in a pattern, outside of sets and escapes."""
+    """Return the index where the first match of `wanted` begins in a pattern, outside of sets and
+    escapes; None if there is none."""
     return next((place for place, _ in _letters(pattern) if wanted.match(pattern, place)), None)
 
 
@@ -244,5 +246,6 @@ def _group_end(pattern: str, begin: int) -> int | None:
 
 
 def _letters(pattern: str, place: int = 0) -> Iterator[tuple[int, str]]:
-    """Yield a pattern's characters from a place on; each escape and each set counts as one."""
+    """Yield the index and text of each character of a pattern, from index `place` on; each escape
+    and each set counts as one."""
     yield from ((found.start(), found[0]) for found in _LETTER.finditer(pattern, place))

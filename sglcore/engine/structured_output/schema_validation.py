@@ -1,7 +1,7 @@
 """Finds which left-out parts of a schema (`schema_loosening.py`) a value violates, with the library
 jsonschema.
 
-It may take forever for patterns of clients, so it runs in `answer_check_process.py`. Nothing is
+It may take forever for a client's patterns, so it runs in `answer_check_process.py`. Nothing is
 downloaded: a reference to another document is an error.
 """
 
@@ -33,21 +33,23 @@ WATCHED = DROPPED | {
 }
 """Keywords that may be left out."""
 GONE_WITH = MappingProxyType({"additionalProperties": "patternProperties"})
-"""Keyword that is left out without a name of its own -> the keyword with which it is left out."""
+"""Keywords that are left out without a name of their own -> the keyword with which each is left
+out."""
 
 
 class Watch:
-    """Records the errors that come from each left-out part."""
+    """Records the validation errors that come from left-out parts of a schema."""
 
     def __init__(self, schema: Any, left_out: Sequence[str]) -> None:
-        """`schema` must be the schema itself, not a copy: its objects are recognised by identity,
-        also through references."""
+        """`left_out`: names of parts, as `Loosened` has them. `schema` must be the object that is
+        validated, not a copy: its parts are recognised by identity, also through references."""
         self._places = {id(node): place for place, node in schemas(schema)}
         self._names = {place_of(name): name for name in left_out}
         self._found: list[tuple[ValidationError, str]] = []
 
     def watched(self, name: str, keyword: Keyword) -> Keyword:
-        """Return the keyword's check, which also records errors at places that were left out."""
+        """Return the library's function for the keyword `name`, which also records its errors where
+        this keyword was left out."""
 
         def check(validator: Any, value: Any, instance: Any, schema: Any) -> Iterator[ValidationError]:
             part = self._name(self._places.get(id(schema), ""), name)
@@ -59,9 +61,9 @@ class Watch:
         return check
 
     def broken(self, errors: Sequence[ValidationError]) -> set[str]:
-        """Return the names of the left-out parts that caused these errors, or the errors inside
-        them. Failures in one alternative of a choice do not count if another alternative is
-        valid."""
+        """Return the names of the left-out parts that caused `errors`, the result of the whole
+        validation, or errors inside them. Failures in one alternative of a choice do not count if
+        another alternative is valid."""
         final = {id(error) for error in _all(errors)}
         return {name for error, name in self._found if id(error) in final}
 
@@ -96,7 +98,7 @@ def not_kept(schema: Any, value: Any, left_out: Sequence[str]) -> list[str]:
 
 
 def _all(errors: Sequence[ValidationError]) -> Iterator[ValidationError]:
-    """Yield the errors, and the errors inside them."""
+    """Yield the errors, and the errors nested inside them."""
     for error in errors:
         yield error
         yield from _all(error.context or ())

@@ -1,4 +1,4 @@
-"""Structural tags as a grammar of each library."""
+"""Translates structural tags to the grammar notation of each library."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ ANY = "(?s:.*)"
 
 def lark_of_tags(found: StructuralTag) -> str:
     """Return the tags in the Lark dialect of llguidance. Free text ends as soon as it contains a
-    trigger; the last free text has no trigger. Raises GrammarError for a schema that cannot be
-    enforced."""
+    trigger; the free text at the end has no trigger. Raises GrammarError for a schema that cannot
+    be enforced."""
     heads = [f"tagged_{number}" for number in range(len(found.triggers))]
     triggers = "|".join(map(_escaped, found.triggers))
     rules = [
@@ -36,7 +36,7 @@ def lark_of_tags(found: StructuralTag) -> str:
 
 
 def xgrammar_of_tags(found: StructuralTag) -> dict[str, Any]:
-    """Return the tags as xgrammar reads them."""
+    """Return the tags as the JSON value that xgrammar reads."""
     tags = [
         {
             "type": "tag",

@@ -1,7 +1,7 @@
 """Reasoning before the part of an output that a grammar constrains: free text up to an end mark,
-which is forced when the budget is used up.
+which is forced when the token budget is used up.
 
-It knows no grammar library; any matcher, or none, may follow the mark.
+It depends on no grammar library; any matcher, or none, may follow the mark.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from sglcore.schedule.request import Ints, Matcher
 
 
 class Phase(IntEnum):
-    """The phase of an output: before reasoning, in reasoning, closing it, or in the answer."""
+    """The phase of an output: before the reasoning, inside it, in its forced end, or in the
+    answer."""
 
     BEFORE = 0
     INSIDE = 1
@@ -27,8 +28,8 @@ class Phase(IntEnum):
 
 
 class Step(NamedTuple):
-    """The state of an output after a token; `count`: tokens before it in that phase. `is_inner`:
-    the grammar has accepted the token."""
+    """The state of an output after a token. `count`: tokens of the output so far in this phase, if
+    it is INSIDE or CLOSING; `is_inner`: whether the inner matcher has accepted the token."""
 
     phase: Phase
     count: int = 0
@@ -36,14 +37,16 @@ class Step(NamedTuple):
 
 
 class ThinkingGrammar:
-    """Reasoning, and the grammar of what follows it (None: any text); shared by all matchers.
+    """A `CompiledGrammar`: reasoning, then the compiled grammar `inner` (None: any text); shared by
+    the matchers of all samples.
 
-    A mark may consist of several tokens. A token that ends the mark and adds text is allowed only
-    if the text is white space: the grammar must see the answer from its beginning.
+    The end mark may consist of several tokens. A token that ends the mark and adds text is allowed
+    only if the text is white space: the inner matcher must get the answer from its beginning.
     """
 
     def __init__(self, thinking: Thinking, vocabulary: Vocabulary, inner: CompiledGrammar | None) -> None:
-        """If the mark has several tokens, decodes every token of the vocabulary. Waits."""
+        """If the end mark is not a single token, every token of the vocabulary is decoded.
+        Waits."""
         self._inner = inner
         self.end = thinking.end
         self.tokenizer = vocabulary.tokenizer
@@ -55,13 +58,13 @@ class ThinkingGrammar:
         self.beyond = self._tokens_beyond(vocabulary.size)
 
     def start(self) -> Matcher:
-        """As `CompiledGrammar.start`."""
+        """Return a new matcher at the beginning, independent of all others."""
         return ThinkingMatcher(self, None if self._inner is None else self._inner.start())
 
     def _tokens_beyond(self, size: int) -> dict[int, Ints]:
-        """Return, by the number of characters of the end mark already written, a mask without the
-        tokens that complete the mark and add more text.
-        """
+        """Return, by the number of characters of the end mark already written, the mask
+        int32[ceil(V / 32)] without the tokens that complete the end mark and add more text. Empty
+        if the end mark is a single token."""
         if self.tokenizer.token_to_id(self.end) is not None:
             return {}
         texts = [self.tokenizer.decode([token], skip_special_tokens=False) for token in range(size)]
@@ -74,7 +77,7 @@ class ThinkingGrammar:
 
 
 class ThinkingMatcher:
-    """The state of one sample in its reasoning and its grammar."""
+    """The `Matcher` of one sample: its reasoning, then the inner grammar."""
 
     __slots__ = ("_inner", "_rules", "_steps", "_tokens")
 
@@ -85,11 +88,12 @@ class ThinkingMatcher:
 
     @property
     def error(self) -> str:
-        """As `Matcher.error`."""
+        """The error of the inner matcher; empty if it has none, or if there is no inner matcher."""
         return "" if self._inner is None else self._inner.error
 
     def accept(self, token_id: int) -> bool:
-        """As `Matcher.accept`."""
+        """Implements `Matcher.accept`: advance by a token; False if it is not allowed in the
+        present phase."""
         step = self._after(self._steps[-1], token_id)
         if step is None:
             return False
@@ -98,7 +102,8 @@ class ThinkingMatcher:
         return True
 
     def rollback(self, count: int) -> None:
-        """As `Matcher.rollback`."""
+        """Implements `Matcher.rollback`: take back the last `count` accepted tokens, those of the
+        inner matcher included."""
         kept = len(self._steps) - count
         taken = sum(step.is_inner for step in self._steps[kept:])
         del self._steps[kept:], self._tokens[kept - 1 :]
@@ -106,7 +111,8 @@ class ThinkingMatcher:
             self._inner.rollback(taken)
 
     def fill(self, words: Ints) -> None:
-        """As `Matcher.fill`."""
+        """Implements `Matcher.fill`: write the mask of the allowed next tokens in the present phase
+        into `words` int32[ceil(V / 32)]."""
         rules, (phase, count, _) = self._rules, self._steps[-1]
         if phase is Phase.CLOSING:
             words[:] = 0
@@ -141,12 +147,14 @@ class ThinkingMatcher:
         return Step(Phase.CLOSING) if is_over else Step(Phase.INSIDE, count)
 
     def _tail(self, *more: int) -> str:
-        """Return the text of the last tokens, long enough to contain the mark."""
+        """Return the text of the last tokens followed by the tokens `more`, long enough to contain
+        the end mark."""
         tokens = (*self._tokens[-len(self._rules.end) :], *more)
         return self._rules.tokenizer.decode(tokens, skip_special_tokens=False)
 
     def _begun(self) -> int:
-        """Return how many characters of the mark the text ends with."""
+        """Return the number of characters of the end mark with which the text ends; 0 if the end
+        mark is a single token."""
         if not self._rules.beyond:
             return 0
         tail, end = self._tail(), self._rules.end
@@ -154,7 +162,7 @@ class ThinkingMatcher:
 
 
 def _all_but(barred: Sequence[int], size: int) -> Ints:
-    """Return the mask of every token except these."""
+    """Return a mask int32[ceil(size / 32)] that allows every token id except `barred`."""
     words = np.full(-(-size // 32), -1, dtype=np.int32)
     for token in barred:
         words.view(np.uint32)[token >> 5] &= np.uint32(~(1 << (token & 31)) & 0xFFFFFFFF)

@@ -1,5 +1,5 @@
 """Allowed tokens and banned words, in addition to the other constraint of an output. With a
-grammar, the tokens that end an output stay allowed: the grammar decides where they may come."""
+grammar, the tokens that end an output stay allowed: the grammar decides where they may occur."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ NOTHING_LEFT = "allowed_token_ids and bad_words leave no token to sample"
 
 
 class RuledTokens:
-    """The rules as masks and sequences, shared by all matchers. `inner`: the other constraint of
-    the output (None: none); with `has_end` it decides where the output ends. Raises GrammarError if
-    no token is allowed at the beginning."""
+    """A `CompiledGrammar` for the token rules of a request, combined with the compiled constraint
+    `inner` (None: none). With `has_end`, `inner` decides where the output ends. Raises GrammarError
+    if no token is allowed at the beginning."""
 
     def __init__(
         self, rules: TokenRules, vocabulary: Vocabulary, inner: CompiledGrammar | None, *, has_end: bool = False
@@ -36,12 +36,12 @@ class RuledTokens:
             raise GrammarError(first.error, remedy="allow more of them")
 
     def start(self) -> Matcher:
-        """As `CompiledGrammar.start`."""
+        """Return a new matcher at the beginning, independent of all others."""
         return RuledMatcher(self, None if self._inner is None else self._inner.start())
 
 
 class RuledMatcher:
-    """The state of one sample in the rules."""
+    """The `Matcher` of one sample: the token rules and the inner matcher."""
 
     __slots__ = ("_error", "_inner", "_rules", "_tokens")
 
@@ -51,11 +51,12 @@ class RuledMatcher:
 
     @property
     def error(self) -> str:
-        """As `Matcher.error`."""
+        """Why no token is allowed, or the error of the inner matcher; empty if there is none."""
         return self._error or ("" if self._inner is None else self._inner.error)
 
     def accept(self, token_id: int) -> bool:
-        """As `Matcher.accept`."""
+        """Implements `Matcher.accept`: advance by a token; False if the rules or the inner matcher
+        forbid it."""
         rules = self._rules
         if (rules.allowed and token_id not in rules.allowed) or token_id in self._barred():
             return False
@@ -65,14 +66,16 @@ class RuledMatcher:
         return True
 
     def rollback(self, count: int) -> None:
-        """As `Matcher.rollback`."""
+        """Implements `Matcher.rollback`: take back the last `count` accepted tokens and any
+        failure."""
         self._error = ""
         del self._tokens[len(self._tokens) - count :]
         if self._inner is not None:
             self._inner.rollback(count)
 
     def fill(self, words: Ints) -> None:
-        """As `Matcher.fill`."""
+        """Implements `Matcher.fill`: write the mask of the tokens that the rules and the inner
+        matcher allow into `words` int32[ceil(V / 32)]. If none is left, `error` is set."""
         if self._inner is None:
             words[:] = self._rules.mask
         else:
@@ -84,7 +87,7 @@ class RuledMatcher:
             self._error = NOTHING_LEFT
 
     def _barred(self) -> Iterator[int]:
-        """Yield the last tokens of banned words that one more token would complete."""
+        """Yield the token ids that would complete a banned word now."""
         for *begin, last in self._rules.barred:
             if not begin or self._tokens[-len(begin) :] == begin:
                 yield last

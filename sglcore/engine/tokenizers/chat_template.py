@@ -1,4 +1,4 @@
-"""A checkpoint's chat templates, and a conversation rendered as text by one of them."""
+"""The chat templates of a checkpoint, and the rendering of a conversation as text."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sglcore.device.errors import ConfigError, SglcoreError
 from sglcore.engine.tokenizers.template_bounds import Bounds
 
 Message = Mapping[str, Any]
-"""A message of a conversation, with OpenAI's names: `role`, `content` and further fields of its
+"""A message of a conversation, with OpenAI's names: `role`, `content` and further fields of the
 role."""
 
 RESERVED = frozenset(
@@ -22,7 +22,8 @@ RESERVED = frozenset(
 
 
 class TextError(SglcoreError, ValueError):
-    """Text that this checkpoint cannot take."""
+    """Text, or a parameter about text, that this checkpoint's tokenizer or chat template cannot
+    process."""
 
     def __init__(self, found: str, *, wanted: str = "", remedy: str = "", field: str | None = None) -> None:
         """`field`: the field of a request that is the cause, if it is not the text itself."""
@@ -31,8 +32,8 @@ class TextError(SglcoreError, ValueError):
 
 
 class ChatTemplate:
-    """The templates of one checkpoint by name: "default" for conversations, and "tool_use" if tools
-    have a template of their own."""
+    """The chat templates of one checkpoint by name: "default" for conversations, and "tool_use" if
+    it has one for conversations with tools. `bounds`: limits of a rendering."""
 
     def __init__(
         self, sources: Mapping[str, str], special_tokens: Mapping[str, str], bounds: Bounds | None = None
@@ -44,25 +45,29 @@ class ChatTemplate:
 
     @classmethod
     def load(cls, folder: Path, settings: Mapping[str, Any]) -> ChatTemplate:
-        """Load the templates of a folder: its .jinja files come before those of
-        tokenizer_config.json."""
+        """Load the templates of a checkpoint folder; `settings` is the content of its
+        tokenizer_config.json. The folder's .jinja files take precedence over the templates there.
+        Raises ConfigError."""
         return cls(_sources(folder, settings), _special_tokens(settings))
 
     def replaced(self, text: str) -> ChatTemplate:
-        """Return a copy with the same special tokens and one other template."""
+        """Return a copy with the same special tokens, in which `text` is the only template."""
         return ChatTemplate({"default": text}, self.special_tokens)
 
     def source(self, *, tools: bool = False) -> str | None:
-        """Return the template's text; with `tools`, the one for tools if there is one."""
+        """Return the text of the default template, or with `tools` of the one for tools if there is
+        one; None: the checkpoint has none."""
         return self.sources.get("tool_use" if tools and "tool_use" in self.sources else "default")
 
     def variables(self, *, tools: bool = False) -> frozenset[str]:
-        """Return the names that a template reads."""
+        """Return the names of the variables that the template (as in `source`) reads; empty without
+        a template. Raises TextError if it cannot be parsed."""
         source = self.source(tools=tools)
         return self._read(source).names if source else frozenset()
 
     def literals(self, *, tools: bool = False) -> str:
-        """Return all text that a template writes or compares with, one line for each piece."""
+        """Return all literal text that the template (as in `source`) writes or compares with, one
+        line for each piece; empty without a template. Raises TextError if it cannot be parsed."""
         source = self.source(tools=tools)
         return self._read(source).literals if source else ""
 
@@ -74,8 +79,10 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """Render a conversation as text. Raises TextError if there is no template, or if the
-        template refuses or exceeds a limit."""
+        """Render a conversation as text. `add_generation_prompt`: end with the beginning of the
+        assistant's answer; `variables`: further variables of the template. Raises TextError if
+        there is no template, if `variables` has a name in RESERVED, or if the template refuses the
+        messages or exceeds a limit."""
         source = self.source(tools=bool(tools))
         if source is None:
             raise TextError(
@@ -143,8 +150,8 @@ def _text(file: Path) -> str:
 
 
 def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
-    """Return `bos_token` and similar tokens as text. A template sees missing ones as undefined,
-    which renders as empty."""
+    """Return the text of `bos_token` and the other special tokens that the settings name. Missing
+    ones are undefined in a template, which renders as empty."""
     names = (name for name in settings if name.endswith("_token"))
     return {name: text for name in names if (text := _token_text(settings[name]))}
 

@@ -1,8 +1,8 @@
-"""The tokenizer of a checkpoint folder without tokenizer.json, converted by transformers from the
-files that there are.
+"""The tokenizer of a checkpoint folder without tokenizer.json, converted by transformers from other
+tokenizer files.
 
-transformers, and sentencepiece if such a file is read, are imported only here and only when needed.
-A tokenizer from a sentencepiece file is compared with sentencepiece itself before it is used.
+transformers and sentencepiece are imported only here and only when needed. A tokenizer from a
+sentencepiece file is compared with sentencepiece itself before it is used.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from sglcore.engine.tokenizers.tokenizer_code import CODE
 from sglcore.engine.tokenizers.tokenizer_conversion import PROBES, cut_otherwise, library, unreadable
 
 PIECES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "spm.model")
-"""Names under which models of sentencepiece are saved."""
+"""Names of sentencepiece model files."""
 LISTS = ("vocab.json", "vocab.txt")
-"""Vocabularies as plain lists: byte-level ones (with merges in merges.txt) and WordPiece ones."""
+"""Names of files with the vocabulary as a plain list: byte-level BPE (with merges in merges.txt),
+and WordPiece."""
 FILES = (TEKKEN, *RANKS, *PIECES, *LISTS)
 """Files from which a tokenizer can be made if there is no tokenizer.json."""
 MORE_FILES = (*FILES, "merges.txt", "added_tokens.json", "special_tokens_map.json", CODE)
@@ -31,10 +32,11 @@ SPACE = "\u2581"
 
 
 def convert_tokenizer(folder: Path, end_ids: frozenset[int]) -> tuple[Tokenizer, dict[str, str]]:
-    """Return the tokenizer, and the settings that a tokenizer_config.json would have: special
-    tokens by name, and a chat template. Raises ConfigError if the folder has no tokenizer file, a
-    library is not installed, the conversion fails or splits texts differently from the file's own
-    library, or one of the checkpoint's `end_ids` is no token of it."""
+    """Return the tokenizer of a folder without tokenizer.json, and settings as in a
+    tokenizer_config.json: special tokens by name, and a chat template if the file has one. Raises
+    ConfigError if the folder has no tokenizer file, a library is not installed, the conversion
+    fails or splits texts differently from the file's own library, or the tokenizer lacks one of the
+    checkpoint's `end_ids`."""
     found = next((name for name in FILES if (folder / name).is_file()), None)
     if found is None:
         raise ConfigError(
@@ -62,7 +64,7 @@ def convert_tokenizer(folder: Path, end_ids: frozenset[int]) -> tuple[Tokenizer,
 
 def _by_class(folder: Path, file: Path) -> tuple[Tokenizer, dict[str, str]]:
     """Return the tokenizer as transformers reads it by the folder's tokenizer class, and its
-    special tokens by name."""
+    special tokens by name. Raises ConfigError."""
     made = _by_transformers(folder, file)
     tokenizer: Tokenizer = made.backend_tokenizer
     if file.name in PIECES:
@@ -71,7 +73,8 @@ def _by_class(folder: Path, file: Path) -> tuple[Tokenizer, dict[str, str]]:
 
 
 def _by_transformers(folder: Path, file: Path) -> Any:
-    """Return transformers' own tokenizer of a folder."""
+    """Return the fast tokenizer that transformers makes from a folder. `file`: the tokenizer file
+    there, which decides which libraries are needed. Raises ConfigError."""
     needs = ("transformers", "sentencepiece", "google.protobuf") if file.name in PIECES else ("transformers",)
     for name in needs:
         library(name, file)
@@ -92,7 +95,7 @@ def _by_transformers(folder: Path, file: Path) -> Any:
 
 @contextmanager
 def _errors_only() -> Iterator[None]:
-    """Keep transformers' warnings about configurations out of the log; its result is checked."""
+    """Hide transformers' warnings inside the context; the result is checked afterwards."""
     from transformers.utils import logging
 
     before = logging.get_verbosity()
@@ -104,9 +107,9 @@ def _errors_only() -> Iterator[None]:
 
 
 def _hold_to_pieces(tokenizer: Tokenizer, file: Path, *, is_generic: bool) -> None:
-    """Raise ConfigError if probes are split differently from sentencepiece. A tokenizer without a
-    class of its own first gets the space that its file puts before texts, which transformers leaves
-    out."""
+    """Raise ConfigError if the tokenizer splits one of PROBES differently from sentencepiece.
+    `is_generic`: transformers has no class for it; then the space that sentencepiece puts before
+    texts, which transformers leaves out, is added first."""
     pieces = library("sentencepiece", file).SentencePieceProcessor(model_file=str(file))
     if is_generic and pieces.encode("a", out_type=str)[0].startswith(SPACE):
         _put_space_before(tokenizer)
@@ -120,13 +123,14 @@ def _hold_to_pieces(tokenizer: Tokenizer, file: Path, *, is_generic: bool) -> No
 
 
 def _put_space_before(tokenizer: Tokenizer) -> None:
-    """Add the leading space as the tokenizer.json of Llama 2 does."""
+    """Make the tokenizer put a space before texts, as the tokenizer.json of Llama 2 does. Changes
+    the tokenizer."""
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(SPACE), tokenizer.normalizer])
     tokenizer.decoder = decoders.Sequence([tokenizer.decoder, decoders.Fuse(), decoders.Strip(" ", 1, 0)])
 
 
 def _spelled(tokens: list[str], unknown: set[str]) -> list[str]:
-    """Replace each run of unknown characters by one token, because libraries count such characters
-    differently."""
+    """Return the tokens with each run of tokens in `unknown` replaced by one "<unk>", because
+    libraries count unknown characters differently."""
     named = ["<unk>" if token in unknown else token for token in tokens]
     return [token for place, token in enumerate(named) if token != "<unk>" or named[place - 1 : place] != ["<unk>"]]

@@ -1,4 +1,5 @@
-"""Text that grows token by token: whole characters, cut at stop strings and patterns."""
+"""Decodes tokens as they arrive, in whole characters, and cuts the text at stop strings and
+patterns."""
 
 from __future__ import annotations
 
@@ -8,31 +9,32 @@ from typing import NamedTuple, Protocol
 from sglcore.sampling.stop_pattern import PatternScan, stop_pattern
 
 CONTEXT = 8
-"""Tokens of the prompt that are decoded with the first new ones."""
+"""Number of last prompt tokens that are decoded together with the first new tokens."""
 
 UNKNOWN = "\ufffd"
-"""The character to which an incomplete character decodes."""
+"""The character that decoders write for an incomplete character."""
 
 INCOMPLETE = 4
-"""Tokens at the end that may be an incomplete character: that has at most 3 bytes, and a token has
-at least one."""
+"""Maximum number of last tokens that may belong to an incomplete character, which has at most 3
+bytes, at least one in each token."""
 
 
 class DecodesTokens(Protocol):
-    """What the detokenizer needs from a tokenizer."""
+    """What the detokenizer needs from a tokenizer; `TextCodec` has it."""
 
     @property
     def special_ids(self) -> frozenset[int]:
-        """The special tokens."""
+        """The ids of the special tokens."""
         ...
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Return the text of tokens."""
+        """Return the text of token ids."""
         ...
 
 
 class Ending(NamedTuple):
-    """The start and end of what ends a text: a stop string, or the match of a pattern."""
+    """The end of a text: the range of characters start..end - 1 of a stop string or a pattern's
+    match, and that string or pattern as `cause`."""
 
     start: int
     end: int
@@ -72,13 +74,13 @@ class IncrementalDetokenizer:
         self._shown = 0
         self._count, self._min_tokens = 0, min_tokens
         self._free = 0
-        """Number of leading characters of the text in which no stop string ends."""
+        """Number of leading characters of the text in which no stop string may end."""
         self.text = ""
         self.stopped_by: str | None = None
         self.taken = 0
 
     def push(self, ids: Sequence[int]) -> str:
-        """Take new tokens, up to the one that ends the text; returns the text that became final."""
+        """Add new tokens, up to the one that ends the text; returns the text that became final."""
         self.taken = 0
         for token_id in ids:
             if self.stopped_by is not None:
@@ -97,22 +99,21 @@ class IncrementalDetokenizer:
         return self._show(len(self.text) - self._held_back())
 
     def finish(self) -> str:
-        """Finish after the last token; returns the rest of the text, including the decoding of an
+        """End the text after its last token; returns the rest of it, including the decoding of an
         incomplete last character."""
         if self.stopped_by is None:
             self._append(self._pending())
         return self._show(len(self.text))
 
     def _pending(self) -> str:
-        """Return the text that the unread tokens add to the tokens before them, which decoders need
-        for spaces and bytes.
-        """
+        """Return the text of the tokens that are not in `text` yet, decoded after earlier tokens,
+        which decoders need for spaces and bytes."""
         return self._decoded(len(self._ids))[len(self._decoded(self._read)) :]
 
     def _take_garbage(self) -> None:
-        """Take bytes that form no character as text, except bytes that may still become a
-        character; otherwise they would be decoded again with every token. Takes nothing if that
-        would cut a character."""
+        """Add bytes that form no character to the text, except last bytes that may still become
+        one; otherwise they would be decoded again with every token. Adds nothing if that would cut
+        a character."""
         end = len(self._ids) - INCOMPLETE
         before, done, whole = (self._decoded(place) for place in (self._read, end, len(self._ids)))
         if len(done) > len(before) and whole.startswith(done):
@@ -140,7 +141,7 @@ class IncrementalDetokenizer:
             self.stopped_by = ending.cause
 
     def _words(self, before: int) -> Iterator[Ending]:
-        """Return the stop strings in the text.
+        """Yield the first occurrence of each stop string in the text.
 
         The first `before` characters were already searched.
         """
@@ -151,8 +152,8 @@ class IncrementalDetokenizer:
                 yield Ending(place, place + len(word), word)
 
     def _held_back(self) -> int:
-        """Return the number of characters at the end that may be the beginning of a stop string or
-        a match."""
+        """Return the number of last characters that may be the beginning of a stop string or of a
+        pattern's match."""
         if self.stopped_by is not None:
             return 0
         begun = max((_begun(self.text, word) for word in self._stop), default=0)
@@ -164,7 +165,8 @@ class IncrementalDetokenizer:
 
 
 def _begun(text: str, word: str) -> int:
-    """Return the length of the longest end of a text that is a proper prefix of a word."""
+    """Return the length of the longest end of `text` that is a proper prefix of `word`; 0 if there
+    is none."""
     place = text.find(word[0], max(len(text) - len(word) + 1, 0))
     while place >= 0 and not word.startswith(text[place:]):
         place = text.find(word[0], place + 1)

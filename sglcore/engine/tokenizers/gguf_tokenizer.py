@@ -1,8 +1,8 @@
 """The tokenizer and the chat templates of a GGUF file, as the objects and settings of a checkpoint
 folder.
 
-Two kinds of vocabulary: "gpt2", bytes merged by a list of merges, and "llama", pieces merged by
-their scores.
+Two kinds of vocabulary are read: "gpt2", byte-level BPE with a list of merges, and "llama", pieces
+that are merged by their scores.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from sglcore.checkpoint.gguf_header import REMEDY, GgufHeader, read_header
 from sglcore.device.errors import CheckpointError
 
 USER_DEFINED = 4
-"""The type of tokens that are matched whole in any text, as control tokens are."""
+"""The GGUF type of tokens that are matched as a whole in any text but are not control tokens."""
 
 SPACE = "\u2581"
 
@@ -54,8 +54,9 @@ _NAMES: Mapping[str, str] = MappingProxyType({"bos": "bos", "eos": "eos", "unkno
 
 
 def read_gguf_tokenizer(path: Path) -> tuple[Tokenizer, dict[str, Any]]:
-    """Return the tokenizer, and the settings that a `tokenizer_config.json` would have. Raises
-    `CheckpointError` for an unsupported kind, and for a damaged one."""
+    """Return the tokenizer of a GGUF file, and settings as in a tokenizer_config.json: special
+    tokens by name, and the chat templates. Raises CheckpointError for an unsupported kind of
+    vocabulary and for damaged data."""
     header = read_header(path, texts=True)
     try:
         return _read(header)
@@ -93,8 +94,8 @@ def _check_single(header: GgufHeader, tokens: list[str]) -> None:
 
 
 def _by_bytes(header: GgufHeader, tokens: list[str]) -> Tokenizer:
-    """Make a byte-level BPE tokenizer; the name of its pre-tokenizer says how text is split
-    first."""
+    """Return a byte-level BPE tokenizer. The file's `tokenizer.ggml.pre` says how text is split
+    first. Raises CheckpointError for an unknown rule."""
     name = header.metadata.get("tokenizer.ggml.pre", "none")
     name = _SAME.get(name, name)
     merges = [tuple(merge.split(" ", 1)) for merge in header.need("tokenizer.ggml.merges", list)]
@@ -124,9 +125,10 @@ def _split(path: Path, name: str) -> Any:
 
 
 def _by_scores(header: GgufHeader, tokens: list[str]) -> Tokenizer:
-    """Make a BPE tokenizer that merges every pair of pieces that forms a piece, best scores first.
+    """Return a BPE tokenizer that merges every two pieces that together form a piece, those with
+    the best score first.
 
-    Unknown characters become bytes.
+    Unknown characters become byte tokens.
     """
     vocab = {token: token_id for token_id, token in enumerate(tokens)}
     scores = header.need("tokenizer.ggml.scores", list)
@@ -157,8 +159,8 @@ def _by_scores(header: GgufHeader, tokens: list[str]) -> Tokenizer:
 
 
 def _add_ends(tokenizer: Tokenizer, header: GgufHeader, tokens: list[str]) -> None:
-    """Add the tokens that surround a prompt. If the file does not say, a vocabulary by scores, and
-    Llama 3's, gets its BOS."""
+    """Make the tokenizer put BOS before and EOS after a prompt, as the file says. If it does not
+    say, a vocabulary of kind "llama", and Llama 3's, gets BOS. Changes the tokenizer."""
     get = header.metadata.get
     usual = get("tokenizer.ggml.model") == "llama" or _SAME.get(str(get("tokenizer.ggml.pre")), "") == "llama-bpe"
     usual = usual or get("tokenizer.ggml.pre") == "llama-bpe"
@@ -176,7 +178,8 @@ def _add_ends(tokenizer: Tokenizer, header: GgufHeader, tokens: list[str]) -> No
 
 
 def _special_tokens(header: GgufHeader, tokens: list[str]) -> dict[str, str]:
-    """Return `bos_token` and similar tokens, by the names of a `tokenizer_config.json`."""
+    """Return the text of special tokens, by the names of a tokenizer_config.json, such as
+    `bos_token`."""
     found = {name: token_id(header, name, len(tokens)) for name in _NAMES}
     return {f"{_NAMES[name]}_token": tokens[place] for name, place in found.items() if place is not None}
 

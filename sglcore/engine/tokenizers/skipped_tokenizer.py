@@ -1,6 +1,6 @@
-"""The replacement for a tokenizer that is not read: token ids in, token ids out.
+"""The `TextCodec` for `--skip-tokenizer`: no tokenizer is read; prompts and answers are token ids.
 
-It has no tokens and makes no text. A call that needs text raises a TextError that says so.
+A method that needs text raises a TextError that says so.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from sglcore.engine.tokenizers.text_codec import EncodedPair, TextCodec
 from sglcore.sampling.params import SamplingParams
 
 SKIPPED = "no tokenizer is read (--skip-tokenizer)"
-"""The reason why there is no text."""
+"""The reason in errors."""
 
 
 def open_codec(folder: Path, *, skips: bool, chat_template: str | None = None) -> TextCodec:
-    """Open the text side of a checkpoint folder or GGUF file; with `skips`, one without text.
-    Raises ConfigError and CheckpointError as `TextCodec`, and ConfigError for a template without a
-    tokenizer."""
+    """Return the codec of a checkpoint folder or GGUF file; with `skips`, a `SkippedCodec`.
+    `chat_template`: text of a template that replaces the checkpoint's. Raises ConfigError and
+    CheckpointError as `TextCodec`, and ConfigError for a template together with `skips`."""
     if not skips:
         return TextCodec(folder, chat_template=chat_template)
     if chat_template is not None:
@@ -34,7 +34,7 @@ def open_codec(folder: Path, *, skips: bool, chat_template: str | None = None) -
 
 
 class SkippedCodec(TextCodec):
-    """A codec that has no text. Methods that make or take text raise TextError."""
+    """A `TextCodec` without a tokenizer. Methods that read or make text raise TextError."""
 
     reads_text = False
 
@@ -45,11 +45,12 @@ class SkippedCodec(TextCodec):
         self.template = ChatTemplate({}, {})
 
     def need_text(self, what: str, field: str | None = None) -> NoReturn:
-        """Raise TextError: `what` needs text."""
+        """Raise the TextError of `text_needed`."""
         raise text_needed(what, field)
 
     def check(self, params: SamplingParams) -> None:
-        """Raise TextError, which names the field, for parameters that are about text."""
+        """Raise TextError, which names the field, if `params` has a stop string or another
+        parameter that needs text."""
         rules, repetition = params.token_rules, params.repetition
         about_text = {
             "stop": params.stop,
@@ -64,55 +65,56 @@ class SkippedCodec(TextCodec):
             raise text_needed("structured output")
 
     def detokenizer(self, stop: Sequence[str], **how: Any) -> IncrementalDetokenizer:
-        """Return a detokenizer that never makes text."""
+        """Return a detokenizer that counts tokens and makes no text."""
         return NoText(self, stop, **how)
 
     def encode(self, text: str, *, special: bool = True, most: int | None = None) -> list[int]:
-        """Raise TextError."""
+        """Raise TextError: there is no tokenizer."""
         self.need_text("a prompt of text")
 
     def encode_texts(
         self, first: str, second: str | None = None, *, most: int | None = None, limit: int | None = None
     ) -> EncodedPair:
-        """Raise TextError."""
+        """Raise TextError: there is no tokenizer."""
         self.need_text("a prompt of text")
 
     def first_tokens(self, text: str, count: int) -> str:
-        """Raise TextError."""
+        """Raise TextError: there is no tokenizer."""
         self.need_text("cutting a text")
 
     def prompted(self, text: str, name: str | None = None) -> str:
-        """Raise TextError."""
+        """Raise TextError: there is no tokenizer."""
         self.need_text("a prompt of text")
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Raise TextError."""
+        """Raise TextError: there is no tokenizer."""
         self.need_text("the text of token ids")
 
     def token(self, token_id: int) -> str:
-        """Raise TextError."""
+        """Raise TextError: there is no tokenizer."""
         self.need_text("the text of a token")
 
     def render_chat(self, messages: Sequence[Message], **variables: Any) -> str:
-        """Raise TextError."""
+        """Raise TextError: there is no tokenizer."""
         self.need_text("a chat")
 
 
 class NoText(IncrementalDetokenizer):
-    """The detokenizer without text: it takes every token and shows nothing."""
+    """The detokenizer of `SkippedCodec`: it accepts every token and returns no text."""
 
     def push(self, ids: Sequence[int]) -> str:
-        """Take all tokens; returns no text."""
+        """Set `taken` to the number of tokens; returns ""."""
         self.taken = len(ids)
         return ""
 
     def finish(self) -> str:
-        """Return no text."""
+        """Return ""."""
         return ""
 
 
 def text_needed(what: str, field: str | None = None) -> TextError:
-    """Return the error for `what`, which needs text."""
+    """Return the error for `what`, such as "a chat", which needs text while no tokenizer is read.
+    `field`: the field of the request that is the cause."""
     return TextError(
         f"{what} needs text, and {SKIPPED}",
         wanted="token ids, and parameters of tokens",

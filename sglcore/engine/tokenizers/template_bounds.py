@@ -1,4 +1,4 @@
-"""The limits of a chat template's work."""
+"""Limits of the rendering of a chat template."""
 
 from __future__ import annotations
 
@@ -7,14 +7,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """The limits of one rendering.
-
-    Some published templates need 500 steps for each message of a long conversation.
-    """
+    """Limits of one rendering. Some published templates need 500 steps for each message of a long
+    conversation."""
 
     steps: int = 1_000_000
-    """Loop iterations, calls and filters."""
+    """Maximum number of loop iterations, calls and filters."""
     made: int = 64_000_000
-    """Characters of intermediate results."""
+    """Maximum number of characters and list items in all intermediate results."""
     output: int = 16_000_000
-    """Characters of the prompt."""
+    """Maximum number of characters of the rendered text."""

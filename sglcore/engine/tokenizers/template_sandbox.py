@@ -1,8 +1,8 @@
 """The sandbox for a checkpoint's chat template: no code, no Python attributes, and a limit on all
 work.
 
-A template counts its steps (loop iterations, calls, filters) and the characters it makes; beyond a
-limit it ends with a TemplateLimit that states the number. The counts belong to the thread that
+A template counts its steps (loop iterations, calls, filters) and the characters it makes; above a
+limit it ends with a TemplateLimit that states the limit. The counts belong to the thread that
 renders.
 """
 
@@ -26,9 +26,9 @@ from jinja2.visitor import NodeTransformer
 from sglcore.engine.tokenizers.template_bounds import Bounds
 
 MAX_WIDTH = 100_000
-"""Largest width of padding, or count of a repetition."""
+"""Maximum width of padding, in characters, and maximum length of a repeated text or list."""
 MAX_BITS = 4096
-"""Bits of a whole number that a template computes, at most."""
+"""Maximum bits of a whole number that `*` or `**` computes."""
 
 _WIDE_FORMAT = re.compile(r"\d{6,}")
 _WIDTH_FROM_VALUE = re.compile(r":[^{}]*\{|%[^%a-zA-Z]*\*")
@@ -41,7 +41,8 @@ class TemplateLimit(TemplateError):
 
 @dataclass(frozen=True, slots=True)
 class CompiledTemplate:
-    """A template, the names that it reads, and all its own text, one line for each piece."""
+    """A compiled template, the names of the variables that it reads, and all its literal text, one
+    line for each piece."""
 
     code: Template
     names: frozenset[str]
@@ -49,7 +50,7 @@ class CompiledTemplate:
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
-    """Jinja's sandbox with the functions that chat templates use, and with limits."""
+    """Jinja's sandboxed environment with the functions that chat templates use, and with limits."""
 
     intercepted_binops: ClassVar[frozenset[str]] = frozenset({"+", "*", "**", "%"})
 
@@ -64,7 +65,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
         self.globals |= {"raise_exception": _refuse, "strftime_now": _now}
 
     def compiled(self, source: str) -> CompiledTemplate:
-        """Compile a template that counts its loops and joins. Raises jinja2.TemplateError."""
+        """Return a template whose loops and `~` are counted. Raises jinja2.TemplateError if it
+        cannot be parsed."""
         tree = self.parse(source)
         names = frozenset(node.name for node in tree.find_all(nodes.Name) if node.ctx == "load")
         texts = [node.data for node in tree.find_all(nodes.TemplateData)]
@@ -73,8 +75,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return CompiledTemplate(self.from_string(counting), names, "\n".join(texts))
 
     def render(self, template: CompiledTemplate, variables: dict[str, Any]) -> str:
-        """Return the template's text. Raises jinja2.TemplateError, also for errors of its
-        expressions."""
+        """Return the text of a template. Raises jinja2.TemplateError, also for errors in its
+        expressions, and TemplateLimit."""
         self._spent.steps = self._spent.made = 0
         parts: list[str] = []
         size = 0
@@ -89,17 +91,19 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return "".join(parts)
 
     def turns(self, items: Iterable[Any]) -> Iterator[Any]:
-        """Yield the items of a loop, and count them."""
+        """Yield the items of a loop, and count each as a step. Raises TemplateLimit."""
         for item in items:
             self._step()
             yield item
 
     def joined(self, *parts: Any) -> str:
-        """Return what `~` joins, and count it."""
+        """Return the texts of `parts` joined (the operator `~`), with the characters counted.
+        Raises TemplateLimit."""
         return self.made("".join(map(str, parts)))
 
     def made(self, value: Any) -> Any:
-        """Return the value, with its characters or items counted."""
+        """Return the value unchanged, after counting its characters or items. Raises
+        TemplateLimit."""
         if isinstance(value, str | list | tuple):
             self._spent.made += len(value)
             if self._spent.made > self._bounds.made:
@@ -107,7 +111,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return value
 
     def call(self, context: Any, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """Call a function for the template; counts the call and its result."""
+        """Call a function for the template; counts the call and its result, and checks the widths
+        of padding. Raises TemplateLimit. Overrides Jinja's method."""
         self._step()
         name = obj.__name__ if callable(obj) and not isinstance(obj, LoopContext) and _named(obj) else ""
         if name in _PADS:
@@ -117,14 +122,17 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return self.made(super().call(context, obj, *args, **kwargs))
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
-        """Return `str.format` with a limit on widths, which could fill the memory."""
+        """Return Jinja's safe form of a bound `str.format`, None for other values. Raises
+        TemplateLimit for a format with wide padding, which could fill the memory. Overrides Jinja's
+        method."""
         inner = super().wrap_str_format(value)
         if inner is not None:
             _check_format(value.__self__)
         return inner
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        """Compute `+`, `*`, `**` or `%`, with the size of the result checked before."""
+        """Return the result of `+`, `*`, `**` or `%`, after a check that it is not too large.
+        Raises TemplateLimit. Overrides Jinja's method."""
         self._step()
         numbers: list[int] = [value for value in (left, right) if isinstance(value, int)]
         sized = [value for value in (left, right) if isinstance(value, str | list | tuple)]
@@ -158,8 +166,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
 
 class GenerationBlock(Extension):
-    """`{% generation %}` marks the assistant's text, for training; here only its content is
-    kept."""
+    """Jinja extension for the tag `{% generation %}`, which marks the assistant's text for
+    training: its content is rendered as if the tag were not there."""
 
     tags: ClassVar[frozenset[str]] = frozenset({"generation"})  # type: ignore[misc]
 
@@ -170,8 +178,8 @@ class GenerationBlock(Extension):
 
 
 class _Counting(NodeTransformer):
-    """Passes the items of loops, and the parts that `~` joins, through the environment, which
-    counts them."""
+    """Changes a parsed template so that its loops call `Sandbox.turns` and `~` calls
+    `Sandbox.joined`."""
 
     def visit_For(self, node: nodes.For) -> nodes.Node:
         self.generic_visit(node)
@@ -205,7 +213,8 @@ def _check_format(form: str) -> None:
 def to_json(
     value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
-    """The filter `tojson`: characters stay as they are, and nothing is escaped for HTML."""
+    """Return the JSON of a value (the filter `tojson`): characters are not escaped for HTML, and
+    non-ASCII ones stay as they are. `indent` is limited to 16."""
     indent = None if indent is None else min(indent, 16)
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 

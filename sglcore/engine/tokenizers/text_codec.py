@@ -23,25 +23,26 @@ from sglcore.sampling.params import SamplingParams
 __all__ = ["TextCodec", "TextError", "eos_token_ids"]
 
 LONG_TEXT = 4096
-"""Texts with more characters than this are encoded by a call that lets other threads run; that call
-is slower for short texts."""
+"""Texts with more characters, and lists with more tokens, than this are processed by a call that
+lets other threads run; that call is slower for short ones."""
 
 MARGIN = 256
-"""Tokens read beyond the tokens that are kept of a text, so that the kept ones are the same as if
-the whole text were read."""
+"""Tokens that are read in addition to those that are kept of a text, so that the kept ones are the
+same as if the whole text were read."""
 
 EncodedPair = tuple[list[int], list[int] | None]
-"""Token ids, and the segment of each."""
+"""Token ids, and the segment id of each (None: all 0)."""
 
 
 class TextCodec:
     """A checkpoint's tokenizer with its special tokens and chat template."""
 
     reads_text = True
-    """Whether there is text at all; if not, methods that need it raise TextError."""
+    """Whether there is a tokenizer; without one (`SkippedCodec`), methods that need text raise
+    TextError."""
 
     def __init__(self, folder: Path, *, chat_template: str | None = None) -> None:
-        """Open a checkpoint folder or a GGUF file. `chat_template` is a template's text that
+        """Open a checkpoint folder or a GGUF file. `chat_template`: the text of a template that
         replaces the checkpoint's.
 
         Raises ConfigError, and CheckpointError for a GGUF file that is damaged or has an
@@ -61,7 +62,8 @@ class TextCodec:
     def encode(self, text: str, *, special: bool = True, most: int | None = None) -> list[int]:
         """Return the token ids of a text; `special` adds the tokens that the checkpoint puts around
         a prompt (such as BOS). Raises ContextError for a long text that surely has more than `most`
-        tokens, without reading it to its end."""
+        tokens (None: no limit), without reading it to its end, and TextError for text that UTF-8
+        cannot encode."""
         try:
             if most is not None:
                 refuse_longer(self.tokenizer, text, most)
@@ -73,11 +75,12 @@ class TextCodec:
         self, first: str, second: str | None = None, *, most: int | None = None, limit: int | None = None
     ) -> EncodedPair:
         """Return the token ids of one text or two, joined as the checkpoint joins them, and the
-        segment of each token; None if all are of the first.
+        segment id of each token; None if all are 0.
 
         At most `most` tokens are kept: the longer text loses its end first, then both lose theirs,
         as in transformers. Without `most`, a long text that surely has more than `limit` tokens
-        raises ContextError, as in `encode`.
+        raises ContextError, as in `encode`. Raises TextError if `most` has no room for a token of
+        each text.
         """
         texts = [first] if second is None else [first, second]
         try:
@@ -94,14 +97,15 @@ class TextCodec:
         return found.ids, found.type_ids if any(found.type_ids) else None
 
     def first_tokens(self, text: str, count: int) -> str:
-        """Return a text up to the end of its first `count` tokens."""
+        """Return the beginning of a text, up to the end of its first `count` tokens (1 or more);
+        the whole text if it has no more."""
         beginning = text[: beginning_over(self.tokenizer, text, count + MARGIN)]
         offsets = self.tokenizer.encode_batch([beginning], add_special_tokens=False)[0].offsets
         return text if len(offsets) <= count else text[: offsets[count - 1][1]]
 
     def _encoded(self, first: str, second: str | None = None, *, special: bool = True) -> Encoding:
-        """Encode texts; long ones without offsets, because the call that computes offsets blocks
-        every other thread."""
+        """Return the encoding of one text or two. Long ones have no offsets, because the call that
+        computes offsets blocks every other thread."""
         if len(first) + len(second or "") <= LONG_TEXT:
             return self.tokenizer.encode(first, second, add_special_tokens=special)
         given = first if second is None else (first, second)
@@ -120,16 +124,16 @@ class TextCodec:
         return self.tokenizer.post_process(parts[0], parts[1] if len(parts) > 1 else None)
 
     def need_text(self, what: str, field: str | None = None) -> None:
-        """Raise TextError, with the `field` of a request as the cause, if there is no text: `what`
-        needs it."""
+        """Raise TextError if there is no tokenizer; here there is one, so nothing happens. `what`
+        needs text; `field`: the field of the request that is the cause."""
 
     def check(self, params: SamplingParams) -> None:
-        """Raise TextError for parameters that are about text, if there is no text."""
+        """Raise TextError for parameters that need text if there is no tokenizer; here there is
+        one, so nothing happens."""
 
     def detokenizer(self, stop: Sequence[str], **how: Any) -> IncrementalDetokenizer:
-        """Return a detokenizer for tokens that arrive one by one; `how`: options of
-        IncrementalDetokenizer.
-        """
+        """Return a detokenizer for tokens that arrive one by one; `how`: keyword arguments of
+        `IncrementalDetokenizer`."""
         return IncrementalDetokenizer(self, stop, **how)
 
     def prompted(self, text: str, name: str | None = None) -> str:
@@ -151,17 +155,18 @@ class TextCodec:
         return self.tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
     def token(self, token_id: int) -> str:
-        """Return one token as its own text, special tokens included."""
+        """Return the text of one token; special tokens have text too."""
         return self.tokenizer.decode([token_id], skip_special_tokens=False)
 
     def render_chat(self, messages: Sequence[Message], **variables: Any) -> str:
-        """Return the prompt of a conversation by the checkpoint's template. Raises TextError if it
-        has none or if the template refuses."""
+        """Return the text of a conversation by the chat template; `variables`: further variables of
+        the template. Raises TextError as `ChatTemplate.render`."""
         return self.template.render(messages, variables=variables)
 
 
 def _read(folder: Path) -> tuple[Tokenizer, dict[str, Any]]:
-    """Return the tokenizer, and the content of tokenizer_config.json."""
+    """Return the tokenizer, and the content of tokenizer_config.json or what stands for it. Raises
+    ConfigError and CheckpointError."""
     if is_gguf(folder):
         return read_gguf_tokenizer(folder)
     file = folder / "tokenizer.json"
@@ -178,8 +183,7 @@ def _read(folder: Path) -> tuple[Tokenizer, dict[str, Any]]:
 
 def eos_token_ids(folder: Path) -> frozenset[int]:
     """Return the token ids that end a text: from generation_config.json, else from config.json; or
-    from a GGUF file.
-    """
+    from a GGUF file. Empty if none is named."""
     if is_gguf(folder):
         return frozenset(end_tokens(read_header(folder)))
     for name in ("generation_config.json", "config.json"):

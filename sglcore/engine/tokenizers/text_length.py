@@ -1,5 +1,5 @@
-"""Lower bounds of a text's length in tokens, from its beginning: a text that exceeds the context is
-not read to its end."""
+"""Lower bounds for the number of tokens of a text, from its beginning, so that a text that exceeds
+the context is not read to its end."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from tokenizers import Tokenizer
 from sglcore.schedule.request_errors import ContextError
 
 USUAL = 4
-"""Characters of a token in most texts."""
+"""Usual number of characters of a token."""
 LEAST_PIECE = 4096
-"""Least number of characters of a piece."""
+"""Least number of characters that are encoded at a time."""
 MOST_SPLIT = 256
-"""Allowance in tokens for the two cuts of a piece. A cut may go through a word that is one token as
-a whole, such as a word of 100 letters that a WordPiece model does not know."""
+"""Tokens that are subtracted for the two cut ends of an encoded piece. A cut may go through a word
+that is one token as a whole, such as a word of 100 letters that a WordPiece model does not know."""
 
 
 def beginning_over(tokenizer: Tokenizer, text: str, most: int) -> int:
     """Return a number of leading characters that surely have more than `most` tokens, however the
-    text goes on; the length of the text if that is not sure. Reads a long text up to that point,
-    and does not read a text of at most twice the usual characters for `most` tokens."""
+    text continues; the length of the text if that is not sure. A long text is encoded up to that
+    point; a text of at most about twice the usual characters of `most` tokens is not encoded."""
     size = USUAL * most + LEAST_PIECE
     if len(text) <= 2 * size:
         return len(text)
@@ -34,7 +34,7 @@ def beginning_over(tokenizer: Tokenizer, text: str, most: int) -> int:
 
 def refuse_longer(tokenizer: Tokenizer, text: str, most: int) -> None:
     """Raise ContextError for a long text that surely has more than `most` tokens; a text that
-    passes may still have more. Waits while it reads the beginning of the text."""
+    passes may still have more. Waits while the beginning of a long text is encoded."""
     read = beginning_over(tokenizer, text, most)
     if read < len(text):
         raise ContextError(

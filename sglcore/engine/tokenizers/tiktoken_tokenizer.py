@@ -3,7 +3,7 @@ tiktoken.model and similar files.
 
 transformers makes the tokenizer, and the result is compared with tiktoken before it is used; both
 are imported only here and only when needed. A file of ranks does not have the pattern that splits
-texts: the checkpoint states it in Python code (`tokenizer_code.py`).
+texts: the checkpoint has it in Python code (`tokenizer_code.py`).
 """
 
 from __future__ import annotations
@@ -26,14 +26,15 @@ from sglcore.engine.tokenizers.tokenizer_conversion import PROBES, cut_otherwise
 TEKKEN = "tekken.json"
 """Mistral's format: ranks, pattern and special tokens in one file."""
 RANKS = ("tiktoken.model", "qwen.tiktoken", "hy.tiktoken")
-"""Files of ranks only: a line has the base64 of a token's bytes and its rank."""
+"""Names of files that have only ranks: each line has the base64 of a token's bytes, and its
+rank."""
 MISTRAL = "pip install mistral-common, or save a tokenizer.json next to the weights"
 MIXED = (
     *PROBES,
     "\u4e2d\u6587English\u6df7\u5408 Caf\u00e9'S  1234567890\r\n\r\n \t x",
     " A\u0301B \u0928\u092e\u0938\u094d\u0924\u0947 \u3042\u30a2!!\n",
 )
-"""Texts in which different patterns give different splits."""
+"""Texts that different patterns split differently."""
 
 
 NORMALIZERS: Mapping[Form, Callable[[], normalizers.Normalizer]] = MappingProxyType(
@@ -42,7 +43,7 @@ NORMALIZERS: Mapping[Form, Callable[[], normalizers.Normalizer]] = MappingProxyT
 
 
 class Ranked(NamedTuple):
-    """What the file's own library needs."""
+    """What tiktoken needs to encode as the file says."""
 
     ranks: dict[bytes, int]
     """The rank of each sequence of bytes, from 0."""
@@ -55,8 +56,8 @@ class Ranked(NamedTuple):
 
 
 def has_ranks(file: Path) -> bool:
-    """Return whether a file begins as tiktoken's files do; some are named tokenizer.model, as
-    sentencepiece's are."""
+    """Return whether the first line of a file has the form of a file of ranks; some are named
+    tokenizer.model, as sentencepiece's are. False if it cannot be read."""
     try:
         with open(file, "rb") as lines:
             return _rank(lines.readline(4096)) is not None
@@ -65,9 +66,9 @@ def has_ranks(file: Path) -> bool:
 
 
 def read_tekken(file: Path) -> tuple[Tokenizer, dict[str, str]]:
-    """Return the tokenizer of a tekken.json, which puts BOS before a prompt; its special tokens by
-    name, and the chat template of mistral-common if that is installed. Old files need
-    mistral-common for their special tokens. Raises ConfigError."""
+    """Return the tokenizer of a tekken.json, which puts BOS before a prompt, and settings: its
+    special tokens by name, and the chat template of mistral-common if that is installed. Old files
+    need mistral-common for their special tokens. Raises ConfigError."""
     library("transformers", file)
     try:
         from transformers.integrations.mistral.tokenizer import convert_tekken_tokenizer
@@ -93,8 +94,8 @@ def read_tekken(file: Path) -> tuple[Tokenizer, dict[str, str]]:
 
 
 def read_ranks(file: Path) -> tuple[Tokenizer, dict[str, str]]:
-    """Return the tokenizer of a file of ranks. Special tokens have ids after the ranks; the
-    checkpoint's code and its tokenizer_config.json list them. Raises ConfigError."""
+    """Return the tokenizer of a file of ranks, and empty settings. Special tokens get ids after the
+    ranks; the checkpoint's code and its tokenizer_config.json list them. Raises ConfigError."""
     library("transformers", file)
     code = stated_by(file)
     ranked = Ranked(_ranks(file), code.pattern, 0, code.form)
@@ -114,7 +115,8 @@ def read_ranks(file: Path) -> tuple[Tokenizer, dict[str, str]]:
 
 
 def _tekken(content: Mapping[str, Any]) -> Ranked:
-    """Read tekken.json as mistral-common does: tokens beyond the configured size are left out."""
+    """Return the ranks and the pattern in the content of a tekken.json, as mistral-common reads it:
+    tokens beyond the configured size are left out. Raises ValueError if there are fewer."""
     config = content["config"]
     first = config.get("default_num_special_tokens") or len(content.get("special_tokens") or ())
     size = config.get("default_vocab_size")
@@ -126,8 +128,8 @@ def _tekken(content: Mapping[str, Any]) -> Ranked:
 
 
 def _ranks(file: Path) -> dict[bytes, int]:
-    """Read the ranks. tiktoken's own reader caches by the file's path, and could return the ranks
-    of an older file."""
+    """Return the ranks in a file. tiktoken's own reader caches by the file's path, and could return
+    the ranks of an older file. Raises ConfigError for a wrong line."""
     found: dict[bytes, int] = {}
     for number, line in enumerate(file.read_bytes().splitlines(), 1):
         if not line.strip():
@@ -144,7 +146,7 @@ def _ranks(file: Path) -> dict[bytes, int]:
 
 
 def _rank(line: bytes) -> tuple[bytes, int] | None:
-    """Return the bytes and the rank of a line; None if the line has another form."""
+    """Return the bytes and the rank in a line; None if the line has another form."""
     parts = line.split()
     if len(parts) != 2 or not parts[1].isdigit():
         return None
@@ -168,15 +170,15 @@ def _converted(file: Path, ranked: Ranked) -> Tokenizer:
 
 
 def _added(listed: Mapping[int, Mapping[str, Any]], first: int) -> Iterator[AddedToken]:
-    """Yield tokens from id `first` to the last listed id. Ids that are not listed get reserved
-    names, because tokens are added in the order of ids."""
+    """Yield a token for each id from `first` to the largest id in `listed` (token by id). Ids that
+    are not listed get reserved names, because added tokens get their ids by counting."""
     for token_id in range(first, max(listed, default=-1) + 1):
         token = listed.get(token_id, {"content": f"<|reserved_token_{token_id}|>"})
         yield AddedToken(token["content"], special=bool(token.get("special", True)), normalized=False)
 
 
 def _hold(tokenizer: Tokenizer, file: Path, ranked: Ranked) -> None:
-    """Raise ConfigError if texts are split differently from tiktoken."""
+    """Raise ConfigError if the tokenizer encodes one of MIXED differently from tiktoken."""
     tiktoken = library("tiktoken", file)
     if missing := [value for value in range(256) if bytes([value]) not in ranked.ranks]:
         raise unreadable(file, ValueError(f"there is no token for {len(missing)} bytes, such as {missing[0]}"))

@@ -1,4 +1,4 @@
-"""What a checkpoint's own Python code states about its tokenizer. The code is parsed, not run.
+"""What a checkpoint's own Python code says about its tokenizer. The code is parsed, not run.
 
 A file of ranks does not have the pattern that splits texts, nor, if tokenizer_config.json does not
 list them, the special tokens; the code assigns both to names (`PAT_STR`, `SPECIAL_TOKENS`). Only
@@ -15,13 +15,13 @@ from typing import Any, Literal, NamedTuple, get_args
 from sglcore.device.errors import ConfigError
 
 CODE = "tokenization_*.py"
-"""The checkpoint's code of its tokenizer."""
+"""Pattern of the names of files with a checkpoint's tokenizer code."""
 REMEDY = (
     "fetch that file of the checkpoint, save a tokenizer.json next to the weights, or start with"
     " --skip-tokenizer (token ids in and out)"
 )
 MOST = 10_000
-"""Largest number of characters of a text and of elements of a tuple; a person writes no longer
+"""Maximum number of characters of a text and of elements of a tuple; a person writes no longer
 constants."""
 
 Form = Literal["NFC", "NFD", "NFKC", "NFKD"]
@@ -29,18 +29,21 @@ Form = Literal["NFC", "NFD", "NFKC", "NFKD"]
 
 
 class Stated(NamedTuple):
-    """Statements of one tokenizer's code."""
+    """What the code of one tokenizer assigns."""
 
     pattern: str
     """The regular expression that splits texts."""
     form: Form | None
-    """The normalization of a text before it is split; None: no normalization."""
+    """The Unicode normal form to which a text is normalized before it is split; None: no
+    normalization."""
     specials: tuple[Any, ...]
-    """Special tokens: texts with the ids after the ranks, or pairs of an id and a text."""
+    """Special tokens: either texts, which get the ids after the ranks in order, or pairs (id,
+    text)."""
 
     def special_ids(self, file: Path, first: int) -> dict[int, dict[str, Any]]:
-        """Return the special tokens by id, as tokenizer_config.json lists them; `first`: the first
-        id after the ranks of `file`. Raises ConfigError if an id is that of a rank."""
+        """Return the special tokens by id, in the form of `added_tokens_decoder` in
+        tokenizer_config.json. `first`: the first id after the ranks of `file`. Raises ConfigError
+        if an id is below `first`."""
         pairs = [each if isinstance(each, tuple) else (first + place, each) for place, each in enumerate(self.specials)]
         taken = [(token_id, text) for token_id, text in pairs if token_id < first]
         if taken:
@@ -54,8 +57,9 @@ class Stated(NamedTuple):
 
 
 def stated_by(file: Path) -> Stated:
-    """Return what the code next to a file of ranks states. Raises ConfigError unless it states
-    exactly one pattern and at most one form."""
+    """Return what the code in the folder of `file`, a file of ranks, assigns. Raises ConfigError
+    unless it has exactly one pattern, and at most one normal form and one list of special tokens.
+    """
     codes = sorted(file.parent.glob(CODE))
     named = ", ".join(code.name for code in codes) or "none"
     trees = [tree for tree in map(_tree, codes) if tree is not None]
@@ -92,7 +96,8 @@ def _tree(code: Path) -> ast.Module | None:
 
 
 def _patterns(tree: ast.Module) -> Iterator[str]:
-    """Yield the texts that are assigned to a name like pat_str, anywhere in the code."""
+    """Yield the texts that are assigned to PAT_STR, in upper or lower case, anywhere in the
+    code."""
     names = _constants(tree)
     for node in ast.walk(tree):
         for name, value in _assigned(node):
@@ -101,8 +106,8 @@ def _patterns(tree: ast.Module) -> Iterator[str]:
 
 
 def _specials(tree: ast.Module) -> Iterator[tuple[Any, ...]]:
-    """Yield the tuples of tokens that are assigned to a name like SPECIAL_TOKENS at the top level
-    of the module."""
+    """Yield the tuples of tokens that are assigned to SPECIAL_TOKENS, in upper or lower case, at
+    the top level of the module."""
     names = _constants(tree)
     for node in tree.body:
         for name, value in _assigned(node):
@@ -111,7 +116,7 @@ def _specials(tree: ast.Module) -> Iterator[tuple[Any, ...]]:
 
 
 def _are_tokens(found: Sequence[Any]) -> bool:
-    """Return whether a tuple is not empty and has only texts, or only pairs of an id and a text."""
+    """Return whether `found` is not empty and has only texts, or only pairs (id, text)."""
     if all(isinstance(each, str) for each in found):
         return bool(found)
     pairs = [each for each in found if isinstance(each, tuple) and len(each) == 2]
@@ -119,7 +124,8 @@ def _are_tokens(found: Sequence[Any]) -> bool:
 
 
 def _forms(tree: ast.Module) -> Iterator[str]:
-    """Yield the forms with which the code calls `unicodedata.normalize`."""
+    """Yield the first argument of each call of `unicodedata.normalize` in the code; if its value is
+    not known, its source text."""
     for node in ast.walk(tree):
         match node:
             case ast.Call(func=ast.Attribute(attr="normalize", value=ast.Name(id="unicodedata")), args=[form, *_]):
@@ -128,8 +134,8 @@ def _forms(tree: ast.Module) -> Iterator[str]:
 
 
 def _assigned(node: ast.AST) -> Iterator[tuple[str, ast.expr]]:
-    """Yield the last part of each name that a statement assigns to, in lower case, and the
-    value."""
+    """Yield each name that an assignment sets, without its prefix and in lower case, and the value.
+    Nothing for other nodes."""
     if isinstance(node, ast.Assign):
         targets = node.targets
     elif isinstance(node, ast.AnnAssign) and node.value is not None:
@@ -142,8 +148,8 @@ def _assigned(node: ast.AST) -> Iterator[tuple[str, ast.expr]]:
 
 
 def _constants(tree: ast.Module) -> dict[str, Any]:
-    """Return the values that the module's own statements assign, in order, if they are built from
-    constants."""
+    """Return the values of the names that the module assigns at its top level, in order; None for a
+    value that is not built from constants."""
     names: dict[str, Any] = {}
     for node in tree.body:
         if isinstance(node, ast.Assign) and all(isinstance(target, ast.Name) for target in node.targets):
@@ -153,7 +159,8 @@ def _constants(tree: ast.Module) -> dict[str, Any]:
 
 
 def _value(node: ast.expr, names: Mapping[str, Any]) -> Any:
-    """Evaluate an expression: text, a number, or a tuple of these; None for anything else."""
+    """Return the value of an expression: text, a whole number, or a tuple of these; None for
+    anything else. `names`: values of known names."""
     match node:
         case ast.Constant(value=str() | int() as value):
             found: Any = value
@@ -178,7 +185,7 @@ def _value(node: ast.expr, names: Mapping[str, Any]) -> Any:
 
 
 def _whole(values: Iterator[Any]) -> tuple[Any, ...] | None:
-    """Return the values as a tuple; None if one is unknown."""
+    """Return the values as a tuple; None if one of them is None."""
     found = tuple(values)
     return None if None in found else found
 
@@ -189,7 +196,7 @@ def _sum(left: Any, right: Any) -> Any:
 
 
 def _each(node: ast.GeneratorExp | ast.ListComp, names: Mapping[str, Any]) -> tuple[Any, ...] | None:
-    """Evaluate `... for name in tuple`."""
+    """Return the value of `... for name in tuple` without conditions; None for anything else."""
     match node.generators:
         case [ast.comprehension(target=ast.Name(id=name), iter=over, ifs=[])]:
             values = _value(over, names)
@@ -199,8 +206,8 @@ def _each(node: ast.GeneratorExp | ast.ListComp, names: Mapping[str, Any]) -> tu
 
 
 def _called(node: ast.Call, names: Mapping[str, Any]) -> Any:
-    """Evaluate calls of `tuple`, `list`, `range` and `enumerate` on known values, and
-    "...".join."""
+    """Return the value of a call of `tuple`, `list`, `range`, `enumerate` or `"...".join` on known
+    values; None for anything else."""
     given = [_value(each, names) for each in node.args]
     more = {each.arg: _value(each.value, names) for each in node.keywords}
     match ast.unparse(node.func), given:

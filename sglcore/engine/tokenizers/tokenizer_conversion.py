@@ -17,12 +17,13 @@ PROBES = (
     "\u4f60\u597d, \u043c\u0438\u0440! \U0001f600\u200a.",
     "def f(x):\n    return x**2  # {}",
 )
-"""Texts that a converted tokenizer must split as its file's own library does. They avoid what
-transformers decides by the tokenizer's class: a leading space, capital letters, accents."""
+"""Texts that a converted tokenizer must split as its file's own library does. They do not have what
+transformers treats by the tokenizer's class: a leading space, capital letters, accents."""
 
 
 def library(name: str, file: Path, remedy: str = EXTRA) -> Any:
-    """Return a module that reading `file` needs. Raises ConfigError with what to install."""
+    """Import and return the module `name`, which reading `file` needs. Raises ConfigError with what
+    to install."""
     try:
         return importlib.import_module(name)
     except ImportError as error:
@@ -31,7 +32,7 @@ def library(name: str, file: Path, remedy: str = EXTRA) -> Any:
 
 
 def unreadable(file: Path, error: Exception) -> ConfigError:
-    """Return the error for a file that could not be converted."""
+    """Return the ConfigError for a file that could not be converted because of `error`."""
     reason = " ".join(str(error).split())
     return ConfigError(
         f"transformers cannot convert {file}: {type(error).__name__}: {reason:.400}",
@@ -42,8 +43,8 @@ def unreadable(file: Path, error: Exception) -> ConfigError:
 def cut_otherwise(
     file: Path, text: str, given: Sequence[str | int], wanted: Sequence[str | int], by: str
 ) -> ConfigError:
-    """Return the error for a converted tokenizer that splits `text` into `given`, where the library
-    `by` gives `wanted`."""
+    """Return the ConfigError for a converted tokenizer that splits `text` into `given`, where the
+    library `by` splits it into `wanted`."""
     return ConfigError(
         f"transformers' conversion of {file} cuts {text!r} into {', '.join(map(repr, given))}",
         wanted=f"{', '.join(map(repr, wanted))}, as by {by}",

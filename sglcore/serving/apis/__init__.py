@@ -1,1 +1,2 @@
-"""The protocols, one folder each: they turn request bodies into runs, and events into answers."""
+"""The HTTP APIs, one folder for each protocol: they turn request bodies into runs, and events of
+runs into answers."""

@@ -1,4 +1,4 @@
-"""Answers of all protocols: common shape, encoding, headers, and description in the OpenAPI
+"""Answers of all protocols: base classes, encoding, headers, and their description in the OpenAPI
 document."""
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from sglcore.serving.replicas.server_errors import Failure
 DONE = b"data: [DONE]\n\n"
 """The last event of OpenAI's streams."""
 WARNINGS = "x-sglcore-warnings"
-"""The header that names the parts of a request without effect."""
+"""The response header that names unknown fields of the request, and fields without effect."""
 CUT = "x-sglcore-max-tokens"
-"""The header with the token limit that the context set, if an answer may have had more."""
+"""The response header with the token limit that the context set, if a larger one was requested."""
 MOST_WARNED = 1000
-"""Characters of names in that header."""
+"""Maximum characters of names in the header WARNINGS."""
 
 _SAID = MappingProxyType(
     {
@@ -42,20 +42,21 @@ _SAID = MappingProxyType(
         507: "The disk is full, so nothing was stored",
     }
 )
+"""What each error status means, for the OpenAPI document."""
 WITH_BODY = tuple(status for status in _SAID if status not in (405, 507))
-"""Error statuses of an endpoint that takes a body."""
+"""Error statuses that the OpenAPI document lists for an endpoint with a request body."""
 
 encode = msgspec.json.Encoder().encode
-"""UTF-8 JSON of plain values."""
+"""Returns a plain value as UTF-8 JSON."""
 
 
 class Answer(BaseModel):
-    """A part of an answer. Only what was set is sent."""
+    """Base of the models of answers. Only fields that were set are sent."""
 
     model_config = ConfigDict(protected_namespaces=(), json_schema_serialization_defaults_required=False)
 
     def json_bytes(self) -> bytes:
-        """UTF-8 JSON of the fields that were set."""
+        """Return UTF-8 JSON of the fields that were set."""
         return self.model_dump_json(exclude_unset=True).encode()
 
 
@@ -76,29 +77,30 @@ class ErrorAnswer(Answer):
 
 @dataclass(frozen=True, slots=True)
 class StreamForm:
-    """How the parts of a stream are written."""
+    """The encoding of a stream."""
 
     media_type: str
     """The content-type header."""
     keep_alive: bytes
-    """Bytes that readers skip, sent after a silent period for clients that give up on silent
-    streams.
-    """
+    """Bytes that readers skip, sent after some time without an event, for clients that give up on
+    silent streams."""
 
 
 EVENTS = StreamForm("text/event-stream; charset=utf-8", b": keep-alive\n\n")
 """Server-sent events. The keep-alive is a comment, which clients skip."""
 LINES = "application/x-ndjson"
-"""The content-type of streams with one JSON value per line."""
+"""The content-type of streams with one JSON value per line (Ollama's)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """An answer of events that are sent as they arrive. `held` is left when it has ended, for any
-    reason.
+    """An answer whose `events` (encoded) are sent as they arrive; a route returns it in place of a
+    response. The context `held` is entered before the first event and left when the stream has
+    ended for any reason.
 
-    The status is sent with the first event. An error before it is an ordinary answer; an error
-    after it is one more event, which `on_error` makes.
+    The status is sent with the first event. An error before that is an ordinary answer; an error
+    after it is one more event, which `on_error` makes. `warnings` and `outputs`: as in `as_json`;
+    `form`: how the events are encoded.
     """
 
     events: AsyncGenerator[bytes, None]
@@ -114,53 +116,54 @@ def as_json(
     warnings: Iterable[str] = (),
     outputs: Sequence[RequestOutput] = (),
 ) -> Response:
-    """Return the answer as an HTTP response; a mapping must match the documented model.
+    """Return the HTTP response with an answer and status 200. A mapping must match the model that
+    the endpoint documents.
 
-    `warnings`: fields without effect; `outputs`: the outputs generated for it.
+    `warnings`: names of request fields without effect; `outputs`: the outputs generated for the
+    answer, for the header about their token limit.
     """
     data = answer.json_bytes() if isinstance(answer, Answer) else encode(answer)
     return Response(data, 200, warned(warnings, outputs), "application/json")
 
 
 def event(value: Any) -> bytes:
-    """Return one server-sent event with a JSON value."""
+    """Return one server-sent event with the JSON of a value as its data."""
     return b"data: " + encode(value) + b"\n\n"
 
 
 def named_events(values: Iterable[Mapping[str, Any]]) -> bytes:
-    """Return server-sent events with JSON values, each named by its `type`."""
+    """Return server-sent events with the JSON of each value as data, and the value's `type` as the
+    event's name."""
     return b"".join(b"event: " + value["type"].encode() + b"\n" + event(value) for value in values)
 
 
 def error_body(failure: Failure) -> dict[str, Any]:
-    """Return a failure in OpenAI's form, which every endpoint uses if its protocol has no other
-    form.
-    """
+    """Return the JSON value of a failure in OpenAI's form, which endpoints use unless their
+    protocol has its own."""
     return {"error": {"message": failure.message, "type": failure.type, "param": failure.param, "code": failure.code}}
 
 
 def cut_of(outputs: Sequence[RequestOutput]) -> int | None:
-    """Return the smallest token limit that the context set below the requested number; None if it
-    set none.
-    """
+    """Return the smallest token limit that the context set for these outputs below the requested
+    number; None if it set none."""
     return min((output.max_tokens for output in outputs if output.max_tokens is not None), default=None)
 
 
 def add_unknown(headers: MutableHeaders, names: Iterable[str]) -> None:
-    """Add unknown fields to the warnings header, before the ignored fields."""
+    """Add unknown fields of the request to the header WARNINGS, before the ignored fields there."""
     ignored = headers.get(WARNINGS)
     headers[WARNINGS] = f"unknown: {shown(names)}" + (f"; {ignored}" if ignored else "")
 
 
 def shown(names: Iterable[str]) -> str:
-    """Return a client's names in a form that is safe for a header or a log."""
+    """Return names that a client sent, joined and in a form that is safe for a header or a log."""
     found = ", ".join(name.encode("ascii", "backslashreplace").decode() for name in names)
     return "".join(letter if letter.isprintable() else "?" for letter in found)[:MOST_WARNED]
 
 
 def warned(names: Iterable[str], outputs: Sequence[RequestOutput] = ()) -> dict[str, str]:
-    """Return the headers about ignored fields and about answers that the context limits; empty if
-    there are none."""
+    """Return the headers about request fields without effect and about outputs that the context
+    limits; empty if there is nothing to report."""
     cut = cut_of(outputs)
     text = shown(names)
     ignored = {WARNINGS: f"ignored: {text}"} if text else {}
@@ -168,8 +171,8 @@ def warned(names: Iterable[str], outputs: Sequence[RequestOutput] = ()) -> dict[
 
 
 def warnings_of(sample: Completion) -> dict[str, Any]:
-    """Return the field about parts of its schema that a sample violates; empty if there is nothing
-    to report."""
+    """Return the answer's field about the parts of its schema that a sample violates; empty if
+    there are none."""
     return {"warnings": sample.warnings} if sample.warnings else {}
 
 
@@ -183,11 +186,12 @@ def documented(
     statuses: Iterable[int] = WITH_BODY,
     error: type[Answer] = ErrorAnswer,
 ) -> dict[int | str, Any]:
-    """Return the `responses` of an endpoint: its answer (without a model: JSON of this form), its
-    stream if it has one, its errors.
+    """Return the `responses` of an endpoint for FastAPI: the answer (`model`; without one, JSON of
+    type `form`), described by `said`, the stream if it has one, and the errors with these
+    `statuses`.
 
-    `events` names the schema of an event's data; empty: the events have several. `lines`: the
-    stream has one object per line.
+    `events`: the stream's events have this schema as data; empty: several schemas; None: no stream.
+    `lines`: it can stream one JSON object per line.
     """
     content = {} if model is not None else {"application/json": {"schema": {"type": form}}}
     if events is not None:
@@ -200,13 +204,13 @@ def documented(
 
 
 def documented_errors(statuses: Iterable[int], error: type[Answer] = ErrorAnswer) -> dict[int | str, Any]:
-    """Return the part of `responses` for these statuses."""
+    """Return the part of `responses` for these error statuses."""
     return {status: {"model": error, "description": _SAID[status]} for status in statuses}
 
 
 def events_of(name: str) -> dict[str, Any]:
-    """Return a stream for the document; `name` is the schema of an event's JSON data; empty: all
-    kinds of data."""
+    """Return the description of a stream of server-sent events for the OpenAPI document. `name`:
+    the schema of the events' data; empty: several schemas."""
     data: dict[str, Any] = {"type": "string"}
     if name:
         data |= {"contentMediaType": "application/json", "contentSchema": {"$ref": f"#/components/schemas/{name}"}}

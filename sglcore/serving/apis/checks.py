@@ -1,6 +1,5 @@
-"""The checks that endpoints of all protocols share: the model's name, readiness, limits,
-unsupported fields.
-"""
+"""Checks that the endpoints of all protocols share: the model's name, readiness, limits,
+unsupported fields."""
 
 from __future__ import annotations
 
@@ -14,12 +13,12 @@ from sglcore.serving.replicas.engine_frontend import Frontend
 from sglcore.serving.replicas.server_errors import InvalidRequest, parameter_of
 
 SHOWN = 60
-"""Characters of a caller's text that an error repeats."""
+"""Maximum characters of a caller's text that an error repeats."""
 
 
 def check_model(frontend: Frontend, name: str | None) -> str:
-    """Return the name under which a request is answered; without a name, the main one. Raises
-    InvalidRequest (404)."""
+    """Return the model name under which a request is answered: `name`, which must be a served name,
+    or without a name the first served name. Raises InvalidRequest (404)."""
     if not name:
         return frontend.names[0]
     if name not in frontend.names:
@@ -34,14 +33,14 @@ def check_model(frontend: Frontend, name: str | None) -> str:
 
 
 def check_ready(frontend: Frontend) -> None:
-    """Raise NotReady, with the phase, unless requests are accepted. Requests during an engine's
-    restart wait."""
+    """Raise NotReady, with the phase of the start, unless requests are accepted. While an engine
+    restarts, requests are accepted and wait."""
     if not frontend.health.takes_requests:
         raise frontend.health.refusal()
 
 
 def check_generates(frontend: Frontend) -> None:
-    """Raise NotReady, or InvalidRequest if the model only embeds or scores."""
+    """Raise NotReady as `check_ready`, and InvalidRequest if the model only embeds or scores."""
     check_ready(frontend)
     if frontend.info is not None and not frontend.info.generates:
         scores = frontend.info.limits["num_labels"] > 0
@@ -54,16 +53,18 @@ def check_generates(frontend: Frontend) -> None:
 
 
 def fingerprint(frontend: Frontend) -> str:
-    """Return the fingerprint of the engine.
+    """Return the fingerprint of the engine; empty before it has started.
 
-    All that may change a result changes it: versions, device, model, decisions.
+    It changes with everything that may change a result: versions, device, model, start-up
+    decisions.
     """
     return frontend.info.fingerprint if frontend.info is not None else ""
 
 
 def check_limit(field: str, found: int | None, most: int, what: str = "") -> None:
-    """Raise InvalidRequest if a number exceeds this server's limit; `what` it counts, if not the
-    field's value."""
+    """Raise InvalidRequest if `found` (None: nothing to check) is more than this server's limit
+    `most`. `what`: the name of the counted things, such as "prompts", if `found` is not the value
+    of the field."""
     if found is not None and found > most:
         raise InvalidRequest(
             f"{field} has {found} {what}" if what else f"{field} is {found}",
@@ -75,7 +76,8 @@ def check_limit(field: str, found: int | None, most: int, what: str = "") -> Non
 
 
 def refuse_kind(what: str, kind: str, wanted: str, param: str) -> NoReturn:
-    """Raise InvalidRequest for an item of a type that is not accepted at `param`."""
+    """Raise InvalidRequest for an item (`what`, such as "a tool") whose type `kind` is not accepted
+    at the field `param`; `wanted`: the accepted types."""
     raise InvalidRequest(
         f"{param}: found {what} of type {kind[:SHOWN]!r}, which this server does not take here",
         wanted=wanted,
@@ -86,8 +88,8 @@ def refuse_kind(what: str, kind: str, wanted: str, param: str) -> NoReturn:
 
 
 def refuse_fields(body: Mapping[str, Any], reasons: Mapping[str, str]) -> None:
-    """Raise InvalidRequest about the first given field that is in `reasons`, with the reason why it
-    is not supported."""
+    """Raise InvalidRequest about the first name in `reasons` that `body` sets to a value other than
+    None, false or empty, with the reason why it is not supported."""
     for name, reason in reasons.items():
         if body.get(name) not in (None, False, [], {}):
             raise InvalidRequest(f"{name}: {reason}", remedy="leave it out", param=name, code="unsupported_parameter")
@@ -95,7 +97,8 @@ def refuse_fields(body: Mapping[str, Any], reasons: Mapping[str, str]) -> None:
 
 @contextmanager
 def own_names(names: Mapping[str, str]) -> Iterator[None]:
-    """Rename fields in errors raised inside to the protocol's names.
+    """Rename fields in InvalidRequest and SamplingError raised inside the context to the protocol's
+    names; SamplingError becomes InvalidRequest.
 
     `names`: names of the chat endpoint and of sampling parameters -> names of the protocol.
     """

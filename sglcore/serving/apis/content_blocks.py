@@ -1,7 +1,7 @@
 """A model's answer as blocks that open, grow and close: reasoning, text and tool calls, one after
 another.
 
-Knows no protocol; each protocol writes its own events for each change.
+Independent of protocols; each protocol writes its own events for each change of a block.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ BlockKind = Literal["reasoning", "text", "tool"]
 
 @dataclass(slots=True)
 class Block:
-    """One block: its index among all blocks, and its text so far (for a tool call: the arguments as
-    JSON text)."""
+    """One block of an answer: its index among all blocks, its kind, and the pieces of its text so
+    far (for a tool call: the arguments as JSON text). `name` and `call_id`: the tool call's;
+    `logprobs`: of its tokens, for text only."""
 
     index: int
     kind: BlockKind
@@ -32,18 +33,18 @@ class Block:
     pieces: list[str] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     id: str = ""
-    """The protocol's id of the block."""
+    """An id that a protocol may set. Empty: none."""
 
     @property
     def text(self) -> str:
-        """Return all text so far."""
+        """The text so far."""
         return "".join(self.pieces)
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Return a call's arguments as an object: of truncated text, the complete part.
+        """A call's arguments as an object; of incomplete JSON, the complete part.
 
-        Text that is no JSON object is kept under `UNREADABLE`.
+        Text that is no JSON object is the value of the key `UNREADABLE`.
         """
         try:
             found = from_json(self.text or "{}", allow_partial="trailing-strings")
@@ -54,7 +55,7 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class BlockChange:
-    """A change of a block. `text` and `logprobs`: the added part."""
+    """A change of a block. `text` and `logprobs`: the part that was added, if it "grew"."""
 
     kind: Literal["opened", "grew", "closed"]
     block: Block
@@ -63,7 +64,8 @@ class BlockChange:
 
 
 class Blocks:
-    """The blocks of one answer. At most one is open; `all` holds them in order."""
+    """Collects the blocks of one answer from its deltas. At most one block is open; `all` has all
+    blocks in order."""
 
     def __init__(self) -> None:
         self.all: list[Block] = []
@@ -71,8 +73,9 @@ class Blocks:
         self._early: list[TokenLogprob] = []
 
     def take(self, delta: Delta | None, logprobs: Sequence[TokenLogprob] = ()) -> list[BlockChange]:
-        """Return the changes that a delta causes. Log-probabilities are kept for text; those of
-        other blocks are dropped."""
+        """Return the changes that a delta causes; None: tokens without visible text, whose
+        log-probabilities are added to the next text. Log-probabilities of other blocks than text
+        are dropped."""
         if delta is None:
             self._early += logprobs
             return []
@@ -89,14 +92,14 @@ class Blocks:
         return [*changes, BlockChange("grew", block, delta.text, known)]
 
     def finish(self) -> list[BlockChange]:
-        """Close the open block, if any."""
+        """Close the open block, if there is one, and return this change."""
         if self._open is None:
             return []
         block, self._open = self._open[0], None
         return [BlockChange("closed", block)]
 
     def force_text(self) -> list[BlockChange]:
-        """Open a text block if there is no block at all."""
+        """Open an empty text block if the answer has no block yet, and return this change."""
         return [] if self.all else [self._start("text", None)]
 
     def _continues(self, kind: BlockKind, delta: Delta) -> bool:

@@ -1,4 +1,4 @@
-"""Prompts for models that are trained to fill in text between two texts."""
+"""Prompts to fill in text between two texts, for models that are trained to do so."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ FILL = (
     ("<|fim_begin|>", "<|fim_hole|>", "<|fim_end|>"),
     ("<PRE>", "<SUF>", "<MID>"),
 )
-"""Marks before the text, after it and in its place, with which models are trained to fill in
-(Bavarian et al. 2022)."""
+"""Sets of special tokens that mark the text before the gap, the text after it, and the gap, with
+which models are trained to fill in (Bavarian et al. 2022)."""
 
 
 def fill_marks(frontend: Frontend) -> tuple[str, str, str] | None:
-    """Return the marks of this model's tokenizer; None if it has none."""
+    """Return the three tokens of FILL that this model's tokenizer has; None if it has none."""
     tokenizer = frontend.codec.tokenizer
     return next((each for each in FILL if all(tokenizer.token_to_id(mark) is not None for mark in each)), None)
 
 
 def filled(frontend: Frontend, before: str, after: str, *, param: str, instead: str) -> str:
-    """Return the prompt for the text between two texts. Raises InvalidRequest if the model has no
-    tokens for it, and TextError if there is no text. `param`: the field that the error names;
-    `instead`: the remedy."""
+    """Return the prompt for the text between `before` and `after`. Raises InvalidRequest if the
+    model's tokenizer has no tokens for it, and TextError if no tokenizer is read. `param`: the
+    field that the error names; `instead`: the remedy."""
     frontend.codec.need_text("filling in between two texts", param)
     marks = fill_marks(frontend)
     if marks is None:

@@ -1,4 +1,4 @@
-"""Log-probabilities in OpenAI's forms: the records of completions and of chats."""
+"""Log-probabilities in the forms of OpenAI's APIs: records of completions and of chats."""
 
 from __future__ import annotations
 
@@ -9,24 +9,25 @@ from sglcore.schedule.request_output import TokenLogprob
 from sglcore.serving.apis.token_text import TokenTexts
 
 LEAST = -9999.0
-"""Stands for a probability of zero, because JSON has no infinity."""
+"""The lowest log-probability that is sent; it stands for a probability of zero, because JSON has no
+infinity."""
 
 
 class CompletionLogprobs:
-    """The record of one choice, in parts if it streams: offsets continue from part to part."""
+    """Makes the log-probability records of one choice of a completion; in a stream one for each
+    part, whose offsets continue."""
 
     def __init__(self, texts: TokenTexts, *, offset: int = 0, shows_special: bool = False) -> None:
-        """`offset`: characters of the choice's text before the first token."""
+        """`offset`: characters of the choice's text before the first token; `shows_special`: the
+        text contains special tokens, so that they count in offsets."""
         self._texts = texts
         self._offset = offset
         self._shows_special = shows_special
 
     def record(self, ids: Sequence[int], found: Sequence[TokenLogprob | None], wanted: int) -> dict[str, list[Any]]:
-        """Return tokens, token_logprobs, top_logprobs (the chosen token and the `wanted` most
-        likely) and text_offset.
-
-        None stands for the first token of a prompt, which nothing predicts.
-        """
+        """Return tokens, token_logprobs, top_logprobs (the `wanted` most likely tokens and the
+        chosen one) and text_offset of the tokens `ids`. `found` has one record for each; None for
+        the first token of a prompt, which nothing predicts."""
         return {
             "tokens": [self._texts.text(token_id) for token_id in ids],
             "token_logprobs": [None if item is None else finite(item.logprob) for item in found],
@@ -48,8 +49,8 @@ class CompletionLogprobs:
 
 
 def chat_logprobs(texts: TokenTexts, found: Sequence[TokenLogprob], wanted: int) -> dict[str, Any]:
-    """Return the record of a chat's choice: each token with its bytes and the `wanted` most likely
-    tokens."""
+    """Return the `logprobs` of a chat's choice: each token with its bytes, its log-probability and
+    the `wanted` most likely tokens."""
     return {
         "content": [
             {
@@ -63,13 +64,13 @@ def chat_logprobs(texts: TokenTexts, found: Sequence[TokenLogprob], wanted: int)
 
 
 def prompt_scores(texts: TokenTexts, found: Sequence[TokenLogprob | None], wanted: int) -> list[Any]:
-    """Return a prompt's log-probabilities: for each token a map from token ids to rank and text,
-    null for the first."""
+    """Return a prompt's log-probabilities: for each token a map from the id of the token and of the
+    `wanted` most likely ones to log-probability, rank and text; None for the first token."""
     return [None if item is None else _scores(texts, item, wanted) for item in found]
 
 
 def finite(value: float) -> float:
-    """Return a log-probability that JSON can represent."""
+    """Return a log-probability, or LEAST if it is lower, so that JSON can represent it."""
     return value if value > LEAST else LEAST
 
 

@@ -1,4 +1,5 @@
-"""The sampling fields of requests, and the one place that converts them to `SamplingParams`."""
+"""The sampling fields of request bodies, and the one place that converts them to
+`SamplingParams`."""
 
 from __future__ import annotations
 
@@ -24,14 +25,16 @@ from sglcore.serving.apis.shared_body import MOST_INT32, Body, Count, Ignored, I
 from sglcore.serving.replicas.server_errors import InvalidRequest, blame
 
 MOST_STOPS, LONGEST_STOP = 64, 1024
-"""Stop strings of a request and characters of each: all are searched after every token."""
+"""Maximum number of stop strings (and banned words) of a request, and of characters in each: all
+are searched after every token."""
 MOST_IDS = 4096
-"""Largest number of token ids that a request may name."""
+"""Maximum number of token ids in one field of a request."""
 STRUCTURED = "structured_outputs."
 SWITCH = "x-guidance"
-"""The keyword that changes how a schema inside a Lark grammar is enforced."""
+"""The keyword of a schema inside a Lark grammar that would change how the schema is enforced; it is
+refused."""
 SWITCHES = frozenset({"enable_thinking", "thinking"})
-"""Names of the templates' switch for thinking."""
+"""Names of the variable by which chat templates turn reasoning on or off."""
 
 Stop = Annotated[str, Field(max_length=LONGEST_STOP)]
 BadWord = Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]
@@ -44,8 +47,8 @@ Bias = Annotated[dict[str, float], Field(max_length=MOST_IDS), entries(MOST_IDS)
 
 
 class SamplingFields(Body):
-    """How tokens are sampled, in every protocol: each field is a parameter of the same name. Fields
-    that the protocol does not have are extensions of this server."""
+    """Sampling fields of every protocol: each field is a sampling parameter of the same name.
+    Fields that a protocol does not have are extensions of this server."""
 
     temperature: float | None = Field(None, ge=0)
     top_p: float | None = Field(None, gt=0, le=1)
@@ -72,7 +75,7 @@ Fields = TypeVar("Fields", bound=SamplingFields)
 
 class StreamOptions(Body):
     """`include_usage` adds a last chunk with the token counts; with `continuous_usage_stats` every
-    chunk has the counts so far."""
+    chunk has the counts so far. `include_obfuscation` has no effect."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -91,8 +94,8 @@ class JsonSchemaFormat(Body):
 class ResponseFormat(Body):
     """The format of the answer.
 
-    A schema is in `json_schema`, or next to the type, as llama-server accepts it with `json_object`
-    too. Structural tags are `structures` and `triggers`, or a `format`.
+    A schema is in `json_schema`, or in the field `schema`, which llama-server also accepts with
+    `json_object`. Structural tags are `structures` and `triggers`, or a `format`.
     """
 
     type: Literal["text", "json_object", "json_schema", "structural_tag"]
@@ -111,12 +114,12 @@ PARTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "structural_tag": ("structures", "triggers", "format"),
     }
 )
-"""The other fields that a response format of each type may have."""
+"""The other fields that a response format may have, by its type."""
 
 
 class StructuredOutputs(Body):
     """One way to constrain the answer: a JSON schema, any JSON object, a regular expression, a
-    grammar, or a list to choose from.
+    grammar, a list of texts to choose from, or structural tags.
 
     A grammar with `::=` is read as EBNF, any other as Lark.
     """
@@ -160,8 +163,8 @@ class GenerationFields(SamplingFields):
     user: Ignored[str] = None
 
     def warnings(self) -> tuple[str, ...]:
-        """Return the ignored fields, fields that apply to streams only if the answer does not
-        stream, and padding, which is never added."""
+        """Return the ignored fields, `return_progress` if the answer does not stream, and
+        `include_obfuscation`, because no padding is ever added."""
         names = [*super().warnings()]
         if self.return_progress and not self.stream:
             names.append("return_progress")
@@ -171,12 +174,14 @@ class GenerationFields(SamplingFields):
 
 
 def completed(body: Fields, defaults: Mapping[str, float]) -> Fields:
-    """Return the body with the checkpoint's values for missing sampling fields."""
+    """Return a copy of the body in which sampling fields that the request does not set have the
+    values of `defaults`, the checkpoint's."""
     return body.model_copy(update={name: value for name, value in defaults.items() if name not in body.given(name)})
 
 
 def sampling_params(body: SamplingFields, *, max_tokens: int | None, **others: Any) -> SamplingParams:
-    """Return the sampling parameters of a body, and those of `others` that are not None.
+    """Return the sampling parameters of a body, with those of `others` that are not None. A seed of
+    -1 counts as not given.
 
     A `max_tokens` of None means up to the end of the context. Raises SamplingError.
     """
@@ -189,7 +194,8 @@ def sampling_params(body: SamplingFields, *, max_tokens: int | None, **others: A
 
 def alternatives(logprobs: bool | None, top_logprobs: int | None, config: ServerConfig) -> int | None:
     """Return the number of most likely tokens to show at each position, in addition to the chosen
-    one; None: no log-probabilities. Raises InvalidRequest."""
+    one; None: no log-probabilities. Raises InvalidRequest above the limit in `config`, and for
+    `top_logprobs` without `logprobs`."""
     check_limit("top_logprobs", top_logprobs, config.max_logprobs)
     if logprobs:
         return top_logprobs or 0
@@ -199,7 +205,8 @@ def alternatives(logprobs: bool | None, top_logprobs: int | None, config: Server
 
 
 def check_streamed(body: GenerationFields) -> None:
-    """Raise InvalidRequest for fields that a stream does not have, or that only a stream has."""
+    """Raise InvalidRequest for `prompt_logprobs` in a stream, and for `stream_options` without a
+    stream."""
     if body.stream and body.prompt_logprobs is not None:
         raise InvalidRequest("prompt_logprobs does not stream", remedy="leave stream out", param="prompt_logprobs")
     if body.stream_options is not None and not body.stream:
@@ -210,10 +217,10 @@ def generation_params(
     body: GenerationFields, config: ServerConfig, *, max_tokens: int | None, logprobs: int | None
 ) -> tuple[SamplingParams, str]:
     """Return the sampling parameters of a completion or a chat, and the field that constrains its
-    answer (empty: none).
+    answer by a grammar (empty: none).
 
-    `logprobs`: alternatives of each token, None for no log-probabilities. Raises InvalidRequest or
-    SamplingError, which name the field.
+    `config`: the server's limits; `logprobs`: number of alternatives at each position, None for no
+    log-probabilities. Raises InvalidRequest or SamplingError, which name the field.
     """
     check_limit("n", body.n, config.max_n)
     check_limit("prompt_logprobs", body.prompt_logprobs, config.max_logprobs)
@@ -232,8 +239,8 @@ def generation_params(
 
 
 def _form(body: GenerationFields) -> tuple[str, Grammar | None]:
-    """Return the field by which a request constrains its answer, and the grammar; an empty name for
-    free text."""
+    """Return the field by which a request constrains its answer, and the grammar; empty and None
+    for free text. Raises InvalidRequest for more than one."""
     found = {
         **_of_format(body.response_format),
         **_of_structured(body.structured_outputs),
@@ -247,8 +254,8 @@ def _form(body: GenerationFields) -> tuple[str, Grammar | None]:
 
 
 def format_grammar(kind: str, schema: Mapping[str, Any] | None, param: str) -> Grammar | None:
-    """Return the grammar of OpenAI's formats "text", "json_object" and "json_schema"; an error
-    about a missing schema names `param`."""
+    """Return the grammar of OpenAI's formats "text" (None), "json_object" and "json_schema"
+    (`kind`). Raises InvalidRequest about the field `param` if the schema is missing or invalid."""
     if kind == "text":
         return None
     if kind == "json_object":
@@ -283,7 +290,7 @@ def _of_format(found: ResponseFormat | None) -> dict[str, Grammar]:
 
 
 def _of_own_names(body: GenerationFields) -> dict[str, Grammar]:
-    """Return grammars from the fields of llama-server and SGLang, by field."""
+    """Return the grammars in the fields that llama-server and SGLang use, by field."""
     schema = "" if body.json_schema is None else _schema_text(body.json_schema, "json_schema")
     grammar = body.grammar or ""
     given: dict[str, tuple[GrammarKind, str]] = {
@@ -352,8 +359,8 @@ def _schema_text(schema: Mapping[str, Any] | str, param: str) -> str:
 
 
 def _literal(text: str) -> str:
-    """Return a regular expression for the text itself, with only those escapes that every engine
-    reads in the same way."""
+    """Return a regular expression that matches exactly this text, with only those escapes that
+    every grammar backend reads in the same way."""
     return re.sub(r"([\\.+*?()|\[\]{}^$])", r"\\\1", text)
 
 
@@ -365,7 +372,8 @@ def _token_rules(body: GenerationFields) -> TokenRules | None:
 
 
 def bias_of(given: Mapping[str, float]) -> dict[int, float]:
-    """Return biases by token id. Raises InvalidRequest."""
+    """Return logit biases by token id, from the keys as text. Raises InvalidRequest for a key that
+    is no token id."""
     bias: dict[int, float] = {}
     for key, value in given.items():
         if not (key.isascii() and key.isdigit() and len(key) < 10):

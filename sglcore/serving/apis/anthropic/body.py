@@ -1,4 +1,4 @@
-"""Bodies of /v1/messages: what a client of Anthropic's API may send. It does not know the
+"""Models of the request bodies and errors of /v1/messages (Anthropic's API), independent of the
 engine."""
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ CacheControl = dict[str, Any]
 
 
 class TextBlock(Body):
-    """Text."""
+    """A part of a message that is text."""
 
     type: Literal["text"]
     text: str
@@ -33,7 +33,7 @@ class ThinkingBlock(Body):
 
 
 class RedactedThinkingBlock(Body):
-    """Reasoning that only another service can read."""
+    """Reasoning of an earlier answer that only the service that made it can read; it is ignored."""
 
     type: Literal["redacted_thinking"]
     data: str
@@ -78,7 +78,7 @@ Block = Annotated[
 
 
 class Message(Body):
-    """A turn of the conversation."""
+    """One message of the conversation."""
 
     role: Literal["user", "assistant", "system"]
     content: str | Items[Block]
@@ -111,7 +111,7 @@ class ToolChoice(Body):
 
 
 class Thinking(Body):
-    """Whether the model should think before it answers."""
+    """Whether the model should think before it answers, and with how many tokens at most."""
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: Positive | None = None
@@ -119,14 +119,14 @@ class Thinking(Body):
 
 
 class JsonFormat(Body):
-    """Text that a JSON schema describes."""
+    """An answer that is a JSON value of this schema."""
 
     type: Literal["json_schema"]
     schema_: Annotated[dict[str, Any], Field(alias="schema")]
 
 
 class OutputConfig(Body):
-    """The format of the answer."""
+    """The format of the answer, and the effort of the reasoning."""
 
     effort: str | None = None
     format: JsonFormat | None = None
@@ -167,11 +167,11 @@ class MessagesRequest(CountRequest, SamplingFields):
 
 
 UNTHREADED = "thread_unsupported_request"
-"""The error code by which clients know that they must send whole conversations."""
+"""The error code that tells a client to send whole conversations."""
 
 
 class MessagesErrorDetail(Answer):
-    """An error; `details` has a code for clients that can use another method."""
+    """An error; `details` has an `error_code` for clients that can use another method."""
 
     type: str
     message: str
@@ -179,7 +179,7 @@ class MessagesErrorDetail(Answer):
 
 
 class MessagesError(Answer):
-    """An error of these endpoints."""
+    """The body of an error."""
 
     type: Literal["error"]
     error: MessagesErrorDetail

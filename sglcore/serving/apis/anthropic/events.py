@@ -1,4 +1,4 @@
-"""An answer as a message of Anthropic's API: the events of its stream, in order, and the complete
+"""Makes Anthropic's answers: the events of a streamed message, in order, and the complete
 message."""
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _REASONS: Mapping[str, str] = MappingProxyType({"stop": "end_turn", "length": "m
 
 
 class MessageWriter(Writer[ChatRun]):
-    """The answer of one chat."""
+    """Writes the answer of one chat run, as a whole or as a stream. One writer serves one run."""
 
     def __init__(self, frontend: Frontend, name: str | None) -> None:
         super().__init__(frontend, name)
@@ -34,7 +34,8 @@ class MessageWriter(Writer[ChatRun]):
         self._reason = ""
 
     async def answer(self, run: ChatRun) -> dict[str, Any]:
-        """Return the whole message; waits for its end. Raises Unanswered if it failed."""
+        """Return the whole message; waits for the end of the run. Raises Unanswered if it
+        failed."""
         await run.ended()
         async for event in run:
             self._take(event)
@@ -43,8 +44,8 @@ class MessageWriter(Writer[ChatRun]):
         return message
 
     async def events(self, run: ChatRun) -> AsyncGenerator[bytes, None]:
-        """Yield the message's events as they happen. An error before the first text is raised
-        before anything is yielded."""
+        """Yield the encoded events of the message as they happen. An error before the first text is
+        raised before anything is yielded."""
         begin, events = await run.begin()
         message = self._begun(run.output)
         first = self._take(begin)
@@ -56,11 +57,11 @@ class MessageWriter(Writer[ChatRun]):
         yield named_events(self._end(message, run.output))
 
     def on_error(self, error: Exception) -> bytes:
-        """Return the event for an error after the first event."""
+        """Return the encoded event for an error after the first event."""
         return named_events([error_body(told(error))])
 
     def _begun(self, output: RequestOutput) -> dict[str, Any]:
-        """Return the message before its first text."""
+        """Return the message as it is before its first text."""
         return {
             "id": f"msg_{uuid.uuid4().hex}",
             "type": "message",
@@ -79,7 +80,8 @@ class MessageWriter(Writer[ChatRun]):
         return [made for change in self._blocks.take(event.delta) for made in _events(change)]
 
     def _end(self, message: dict[str, Any], output: RequestOutput) -> list[Event]:
-        """Return the events after the last text; they complete the message."""
+        """Complete `message` in place, and return the events after the last text. Raises Unanswered
+        if the run failed."""
         check_answered([output])
         made = [event for change in self._blocks.finish() for event in _events(change)]
         delta = self._ending(output)
@@ -135,7 +137,8 @@ def _whole(block: Block) -> dict[str, Any]:
 
 
 def _usage(output: RequestOutput) -> dict[str, Any]:
-    """Return the usage. Anthropic does not count tokens from the cache in `input_tokens`."""
+    """Return the `usage` of a message. Anthropic does not count tokens from the prefix cache in
+    `input_tokens`."""
     return {
         "input_tokens": len(output.prompt_token_ids) - output.cached_tokens,
         "cache_creation_input_tokens": 0,
@@ -146,7 +149,7 @@ def _usage(output: RequestOutput) -> dict[str, Any]:
 
 
 def error_body(failure: Failure) -> dict[str, Any]:
-    """Return a failure in Anthropic's form."""
+    """Return the JSON value of a failure in Anthropic's form."""
     kind = _ERRORS.get(failure.status, "invalid_request_error" if failure.status < 500 else "api_error")
     details = {"details": {"error_code": failure.code}} if failure.code == UNTHREADED else {}
     return {"type": "error", "error": {"type": kind, "message": failure.message, **details}}

@@ -1,5 +1,5 @@
-"""Converts a message request of Anthropic's API to a conversation: blocks become messages and tools
-of the chat endpoint."""
+"""Converts requests of Anthropic's API to chat requests: blocks become messages and tools of the
+chat endpoint."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ _OWN_NAMES = MappingProxyType({"stop": "stop_sequences"})
 
 
 def message_request(body: MessagesRequest) -> ChatRequest:
-    """Return the chat request of a message request. Raises InvalidRequest or SamplingError."""
+    """Return the chat request of a body for /v1/messages. Raises InvalidRequest or
+    SamplingError."""
     refuse_fields(body.model_dump(include=set(_ABSENT)), _ABSENT)
     if body.thread is not None:
         raise InvalidRequest(
@@ -51,8 +52,8 @@ def message_request(body: MessagesRequest) -> ChatRequest:
 
 
 def chat_request(body: CountRequest, params: SamplingParams) -> ChatRequest:
-    """Return the chat request of a conversation. If the conversation ends with an answer, that
-    answer is continued."""
+    """Return the chat request of a conversation with these sampling parameters. A last message of
+    the assistant is continued. Raises InvalidRequest."""
     messages = _system(body.system)
     for place, message in enumerate(body.messages):
         _add(messages, message, f"messages[{place}]")
@@ -78,10 +79,9 @@ def chat_request(body: CountRequest, params: SamplingParams) -> ChatRequest:
 
 
 def unread(body: CountRequest, ignored: Sequence[str]) -> list[str]:
-    """Return the fields that set variables which the chat template does not read.
-
-    It is enough if the template reads one of the switches of thinking.
-    """
+    """Return the names of the request's fields that set only template variables in `ignored`, those
+    which the chat template does not read. `thinking` is not among them if the template reads one of
+    SWITCHES."""
     own = body.chat_template_kwargs or {}
     names = [f"chat_template_kwargs.{name}" for name in ignored if name in own]
     if body.thinking is not None and set(ignored) >= SWITCHES - own.keys():
@@ -98,8 +98,9 @@ def _system(system: str | list[Texts] | None) -> list[dict[str, Any]]:
 
 
 def _add(messages: list[dict[str, Any]], message: Message, where: str) -> None:
-    """Add a turn: results of calls become messages of their own; consecutive turns of one side are
-    joined."""
+    """Append a message of the body to `messages` in the form of the chat endpoint: tool results
+    become messages of their own; consecutive messages of the user, or of the assistant, are joined.
+    `where`: its place, for errors."""
     if message.role == "assistant":
         turn = _answer(message.content, f"{where}.content")
         _join(messages, turn) if messages and messages[-1]["role"] == "assistant" else messages.append(turn)
@@ -127,7 +128,7 @@ def _flush(messages: list[dict[str, Any]], role: str, texts: list[dict[str, Any]
 
 
 def _answer(content: str | list[Block], where: str) -> dict[str, Any]:
-    """Return the model's own turn; its texts are joined unchanged."""
+    """Return the message of an assistant; its texts are joined without separators."""
     turn: dict[str, Any] = {"role": "assistant"}
     for place, block in enumerate(_blocks(content)):
         match block:
@@ -223,7 +224,7 @@ def _grammar(body: CountRequest) -> Any:
 
 
 def unused(body: MessagesRequest) -> list[str]:
-    """Return the fields, nested ones included, that this server does not use."""
+    """Return the names of the request's fields, nested ones included, that have no effect."""
     notes = [*body.warnings()]
     is_forced = body.tool_choice is not None and body.tool_choice.type in ("any", "tool")
     notes += [f"thinking.{name}" for name in body.thinking.warnings()] if body.thinking is not None else []

@@ -1,5 +1,5 @@
-"""POST /v1/messages and /v1/messages/count_tokens: Anthropic's API. Errors on every path below it
-are in Anthropic's schema."""
+"""POST /v1/messages and /v1/messages/count_tokens (Anthropic's API). Errors of both are in
+Anthropic's form."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from sglcore.serving.chat.run import count_prompt, start_chat
 
 
 def add_routes(router: APIRouter, frontend: ChatFrontend) -> None:
-    """Add both endpoints."""
+    """Add both endpoints to the router."""
 
     @router.post(
         "/v1/messages", tags=["messages"], responses=_documented("The message; with `stream`, its events", events="")

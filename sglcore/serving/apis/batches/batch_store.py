@@ -1,5 +1,5 @@
-"""Files and batches in a folder: content as files, metadata in SQLite. Nothing is lost when the
-process is killed: a result is durable before it counts, and a file before it is listed.
+"""Stores files and batches in a folder: content as files, metadata in SQLite. Nothing is lost when
+the process is killed: a result is durable before it is counted, and a file before it is listed.
 
 Every method waits for the disk and may be called from any thread.
 """
@@ -32,14 +32,15 @@ CREATE TABLE IF NOT EXISTS results (
 
 
 class BatchStore:
-    """One folder, owned by one server. Objects have the form of OpenAI's API.
+    """The files and batches in one folder, which only one server may use at a time. Files and
+    batches are dicts in the form of OpenAI's API.
 
-    A failed write raises StorageError and leaves nothing of the object.
+    A failed write raises StorageError and stores no part of the object.
     """
 
     def __init__(self, folder: Path) -> None:
-        """Open the folder or make it; removes files that the last owner had not finished. Raises
-        ConfigError."""
+        """Open the folder or make it; removes files that were not stored completely. Raises
+        ConfigError if the folder cannot be used."""
         self._files = folder / "files"
         self._lock = threading.Lock()
         self._unwritten: dict[str, dict[str, Any]] = {}
@@ -63,7 +64,7 @@ class BatchStore:
             ) from None
 
     def close(self) -> None:
-        """Release the folder.
+        """Write failed batches that are not written yet, if possible, and close the database.
 
         Waits for a query of another thread, which a closed database would end with the process.
         """
@@ -72,7 +73,7 @@ class BatchStore:
             self._database.close()
 
     def add_file(self, content: bytes | memoryview, filename: str, purpose: str) -> dict[str, Any]:
-        """Store a file; returns its object."""
+        """Store a file; returns its object. `purpose`: "batch" for the input of a batch."""
         with self._undone() as made:
             value = self._write((content,), filename, purpose, made)
             with self._lock, self._database:
@@ -80,13 +81,14 @@ class BatchStore:
         return value
 
     def content(self, file_id: str, param: str = "file_id") -> Path:
-        """Return the path of a file's content. Raises InvalidRequest if there is no such file."""
+        """Return the path of a file's content. Raises InvalidRequest about the request's field
+        `param` if there is no such file."""
         self.get("files", file_id, param)
         return self._files / file_id
 
     def delete_file(self, file_id: str) -> None:
-        """Delete a file. Raises InvalidRequest if it does not exist or if a batch still reads
-        it."""
+        """Delete a file. Raises InvalidRequest if it does not exist or if it is the input of a
+        batch that has not ended."""
         self.get("files", file_id, "file_id")
         reader = next((each["id"] for each in self.active() if each["input_file_id"] == file_id), None)
         if reader is not None:
@@ -96,12 +98,14 @@ class BatchStore:
         (self._files / file_id).unlink(missing_ok=True)
 
     def add_batch(self, batch: Mapping[str, Any]) -> None:
-        """Store a new batch."""
+        """Store a new batch, an object in OpenAI's form with a new id."""
         with self._transaction():
             self._put("batches", batch)
 
     def get(self, table: str, object_id: str, param: str) -> dict[str, Any]:
-        """Return the object of a file or a batch (`table`). Raises InvalidRequest about `param`."""
+        """Return the object of a file or a batch; `table`: "files" or "batches". A batch that has
+        not ended has its current counts. Raises InvalidRequest about the request's field `param` if
+        there is none."""
         with self._lock:
             row = self._database.execute(f"SELECT value FROM {table} WHERE id = ?", (object_id,)).fetchone()
         if row is None:
@@ -112,9 +116,10 @@ class BatchStore:
     def page(
         self, table: str, limit: int, after: str | None, *, ascending: bool = False, purpose: str | None = None
     ) -> dict[str, Any]:
-        """Return a page of the files or batches that come after the id `after`, newest first unless
-        `ascending`.
-        """
+        """Return a page of at most `limit` objects of `table` ("files" or "batches"), newest first
+        unless `ascending`, in OpenAI's form. `after`: the last id of the page before (None: the
+        first page); `purpose`: files of this purpose only (None: all). Raises InvalidRequest if
+        there is no object `after`."""
         if after is not None:
             self.get(table, after, "after")
         sign, order = (">", "ASC") if ascending else ("<", "DESC")
@@ -128,32 +133,33 @@ class BatchStore:
         return {"object": "list", "data": data, **ends, "has_more": len(found) > limit}
 
     def active(self) -> list[dict[str, Any]]:
-        """Return the batches that have not ended, oldest first."""
+        """Return the objects of the batches that have not ended, oldest first."""
         with self._lock:
             rows = self._database.execute("SELECT value FROM batches ORDER BY number").fetchall()
         return [value for row in rows if (value := self._known(row[0]))["status"] in ACTIVE]
 
     def move(self, batch_id: str, status: str, *, of: Iterable[str] = ACTIVE, **known: Any) -> dict[str, Any]:
-        """Set a batch's state, its time and the fields `known`, if its state is one `of` these;
-        returns the batch."""
+        """Set a batch's `status`, the time of that status, and the fields `known`, if its status is
+        in `of`; otherwise change nothing. Returns the batch, which must exist."""
         with self._transaction():
             return self._move(batch_id, status, of, known)
 
     def add_result(self, batch_id: str, line: int, result: bytes, *, is_answer: bool) -> None:
-        """Store the result of a line, as it will be in the file of answers or of errors."""
+        """Store the result of a line (`line`: its number, from 1) as JSON, as it will be in the
+        file of answers or, if not `is_answer`, of errors."""
         with self._transaction():
             row = (batch_id, line, is_answer, result)
             self._database.execute("INSERT OR REPLACE INTO results VALUES (?, ?, ?, ?)", row)
 
     def lines_done(self, batch_id: str) -> set[int]:
-        """Return the lines that have results."""
+        """Return the numbers of the lines that have results."""
         with self._lock:
             rows = self._database.execute("SELECT line FROM results WHERE batch = ?", (batch_id,))
             return {row[0] for row in rows}
 
     def finish(self, batch_id: str, status: str, **known: Any) -> None:
-        """Write the files of a batch's results, and set its last state with the fields `known`, all
-        or nothing."""
+        """Write the files of a batch's results, and set its last `status` with the fields `known`,
+        all or nothing. A batch that has ended keeps its status."""
         with self._transaction() as made:
             known["request_counts"] = self._counts(batch_id)
             for name in self._kinds(batch_id):
@@ -165,11 +171,11 @@ class BatchStore:
             self._database.execute("DELETE FROM results WHERE batch = ?", (batch_id,))
 
     def fail(self, batch: dict[str, Any], **known: Any) -> None:
-        """Mark a batch as "failed" with the fields `known`, and write the files of its results if
-        there is space.
+        """Set a batch's status to "failed" with the fields `known`, and write the files of its
+        results if there is space.
 
-        If nothing can be written, the batch has failed all the same, and `settle` writes the state
-        later.
+        If nothing can be written, the batch has failed all the same in this process, and `settle`
+        writes the status later.
         """
         try:
             return self.finish(batch["id"], "failed", **known)
@@ -202,7 +208,7 @@ class BatchStore:
 
     @contextmanager
     def _undone(self) -> Iterator[list[Path]]:
-        """Give a list of files, which are removed again if the block fails.
+        """Yield a list for paths of new files, which are removed again if the block fails.
 
         An error of the disk is raised as StorageError.
         """
@@ -220,8 +226,8 @@ class BatchStore:
     def _write(
         self, content: Iterable[bytes | memoryview], filename: str, purpose: str, made: list[Path]
     ) -> dict[str, Any]:
-        """Write these pieces to a new file, which is then durable, and append it to `made`; returns
-        its object."""
+        """Write the pieces of `content` to a new file, which is durable afterwards, and append its
+        path to `made`; returns its object."""
         file_id, size = f"file-{secrets.token_hex(12)}", 0
         made.append(self._files / file_id)
         with made[-1].open("xb") as stream:
@@ -233,25 +239,27 @@ class BatchStore:
         return {"id": file_id, "object": "file", **known, "status": "processed"}
 
     def _kinds(self, batch_id: str) -> list[str]:
-        """Return the kinds of files that a batch gets: answers, errors."""
+        """Return the kinds of result files that a batch gets: "output" if a line was answered,
+        "error" if one failed."""
         rows = self._database.execute("SELECT DISTINCT is_answer FROM results WHERE batch = ?", (batch_id,))
         return sorted(("output" if row[0] else "error" for row in rows), reverse=True)
 
     def _results(self, batch_id: str, kind: str) -> Iterator[bytes]:
-        """Yield the lines of such a file."""
+        """Return an iterator over the lines of a batch's result file of this kind, each with its
+        newline."""
         rows = self._database.execute(
             "SELECT value FROM results WHERE batch = ? AND is_answer = ? ORDER BY line", (batch_id, kind == "output")
         )
         return (row[0] + b"\n" for row in rows)
 
     def _drop_old_results(self) -> None:
-        """Remove results of finished batches that a full disk may have kept from being removed."""
+        """Remove results of ended batches, which may have stayed because the disk was full."""
         names = ", ".join(f"'{each['id']}'" for each in self.active())
         with suppress(StorageError), self._transaction():
             self._database.execute(f"DELETE FROM results WHERE batch NOT IN ({names})")
 
     def _known(self, text: str) -> dict[str, Any]:
-        """Return a row's object in its current state."""
+        """Return the object of a row's JSON, or its newer state that is not written yet."""
         value: dict[str, Any] = json.loads(text)
         return self._unwritten.get(value["id"], value)
 
@@ -270,7 +278,7 @@ class BatchStore:
         self._database.execute(f"INSERT INTO {table} (id, value) VALUES (?, ?)", (value["id"], json.dumps(value)))
 
     def _shown(self, table: str, value: dict[str, Any]) -> dict[str, Any]:
-        """Return a batch; if it has not ended, with its current counts."""
+        """Return the object; a batch that has not ended gets its current counts."""
         if table == "batches" and value["status"] in ACTIVE:
             with self._lock:
                 value["request_counts"] = self._counts(value["id"])

@@ -1,4 +1,4 @@
-"""The input of a batch: one line of JSON for each request."""
+"""Reads the input file of a batch: one line of JSON for each request."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from typing import Any
 import msgspec
 
 MOST_FAULTS = 50
-"""Number of faults of a file that are reported."""
+"""Maximum number of faults of a file that are reported; the lines after that are not read."""
 LONGEST_LINE = 8 << 20
-"""Largest number of bytes of a line, unless the server allows other requests."""
+"""Default maximum bytes of a line; a server passes its own limit of a request."""
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A request: the number of its line, from 1, its custom id, and its body as JSON."""
+    """One request of the input file: the number of its line (from 1), its custom id, and its body
+    as JSON."""
 
     number: int
     custom_id: str
@@ -33,8 +34,9 @@ class _Written(msgspec.Struct):
 def read_lines(
     content: Iterable[bytes], endpoint: str, longest: int = LONGEST_LINE
 ) -> tuple[list[Line], list[dict[str, Any]]]:
-    """Return the requests of a file's lines, which must all be for this endpoint and have at most
-    `longest` bytes, and the file's faults in OpenAI's form. A file with a fault is not run."""
+    """Return the requests in a file's lines, and the file's faults in OpenAI's form. Each line must
+    be for `endpoint` and have at most `longest` bytes; empty lines are skipped. If there is a
+    fault, no request may be run."""
     lines: list[Line] = []
     faults: list[dict[str, Any]] = []
     names: set[str] = set()
@@ -62,7 +64,8 @@ def read_lines(
 
 
 def _wrong(written: _Written, endpoint: str, names: set[str]) -> tuple[str, str, str] | None:
-    """Return code, message and field of what is wrong with a line; None if it is valid."""
+    """Return the code, message and field of a line's fault; None if it is valid. `names`: custom
+    ids of earlier lines."""
     if written.custom_id in names:
         return "duplicate_custom_id", f"custom_id {written.custom_id[:60]!r} is on an earlier line", "custom_id"
     if written.method != "POST":

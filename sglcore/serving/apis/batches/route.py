@@ -1,4 +1,5 @@
-"""/v1/files and /v1/batches: requests without urgency in one file, and their answers in another."""
+"""/v1/files and /v1/batches (OpenAI's API): requests without urgency in one file, and their answers
+in another."""
 
 from __future__ import annotations
 
@@ -20,14 +21,14 @@ from sglcore.serving.apis.shared_body import Body
 from sglcore.serving.replicas.server_errors import InvalidRequest
 
 WINDOW_SECONDS = 24 * 3600
-"""Seconds after which a batch that has not ended expires."""
+"""Seconds after its creation at which a batch that has not ended expires."""
 _GET = (400, 404)
 Limit = Annotated[int, Query(ge=1, le=10000)]
 Order = Annotated[Literal["asc", "desc"], Query()]
 
 
 class BatchBody(Body):
-    """A file of requests, all for one endpoint."""
+    """A request to run the requests in a file, all for one endpoint."""
 
     input_file_id: str
     endpoint: Literal["/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses"]
@@ -36,7 +37,7 @@ class BatchBody(Body):
 
 
 class FileObject(Answer):
-    """A stored file; `bytes` is the size of its content."""
+    """A stored file; `bytes` is the size of its content, `created_at` is in seconds since 1970."""
 
     id: str
     object: str
@@ -48,7 +49,7 @@ class FileObject(Answer):
 
 
 class Deleted(Answer):
-    """A deleted file."""
+    """The answer to the deletion of a file."""
 
     id: str
     object: str
@@ -56,8 +57,8 @@ class Deleted(Answer):
 
 
 def add_routes(router: APIRouter, runner: BatchRunner | None, most: int) -> None:
-    """Add all endpoints; without a runner they answer with how to enable batches. `most`: bytes of
-    a file."""
+    """Add all endpoints to the router. Without a runner they answer 404 and say how to enable
+    batches. `most`: maximum bytes of a file."""
 
     def opened() -> BatchRunner:
         if runner is None:
@@ -194,7 +195,7 @@ def _batch(body: BatchBody) -> dict[str, Any]:
 
 
 def _form() -> dict[str, Any]:
-    """Return the body of an upload for the document."""
+    """Return the OpenAPI description of the form by which a file is uploaded."""
     properties = {"file": {"type": "string", "format": "binary"}, "purpose": {"const": "batch"}}
     schema = {"type": "object", "required": ["file", "purpose"], "properties": properties}
     return {"requestBody": {"required": True, "content": {"multipart/form-data": {"schema": schema}}}}

@@ -1,5 +1,5 @@
-"""Runs batches: line by line through the server's own endpoints, a few at a time, until each line
-has a result."""
+"""Runs batches: sends each line to the server's own endpoints, a few at a time, until each line has
+a result."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from sglcore.serving.apis.batches.lines import LONGEST_LINE, Line, read_lines
 from sglcore.serving.replicas.server_errors import StorageError, failure
 
 Call = Callable[[str, bytes, str], Awaitable[tuple[int, bytes]]]
-"""Calls an endpoint with its path, a JSON body and the request's id; returns status and JSON of the
-answer."""
+"""Calls an endpoint with its path, a JSON body and the request's id; returns the status and the
+JSON of the answer."""
 RETRY_SECONDS = 1.0
-"""Seconds between two tries of a request that the server has no room for."""
+"""Seconds before a request is sent again that the server could not accept (429 or 503)."""
 MOST_DEATHS = 3
-"""Tries of a request after which its engine ended; the request fails after this number."""
+"""A request fails after its engine ended during this number of attempts."""
 POLL_SECONDS = 1.0
 """Seconds between two checks of a running batch: whether it was cancelled or has expired."""
 
@@ -32,23 +32,25 @@ log = logging.getLogger("sglcore.serving")
 
 
 class BatchRunner:
-    """Runs one batch after another, the oldest first. Call `tell` for a change."""
+    """Runs the batches of a store one after another, the oldest first, on the caller's event
+    loop."""
 
     def __init__(
         self, store: BatchStore, call: Call, at_once: int, *, longest: int = LONGEST_LINE, wait: float = RETRY_SECONDS
     ) -> None:
-        """`at_once`: requests in flight at the same time. `longest`: largest number of bytes of
-        one. `wait`: seconds before a failed try is repeated."""
+        """`at_once`: maximum number of requests in progress; `longest`: maximum bytes of a line;
+        `wait`: seconds before a failed attempt is repeated."""
         self.store, self._longest = store, longest
         self._call, self._at_once, self._wait = call, at_once, wait
         self._news = asyncio.Event()
 
     def tell(self) -> None:
-        """Note that a batch was made or cancelled; does not wait."""
+        """Call it after a batch was added or cancelled in the store; does not wait."""
         self._news.set()
 
     async def run(self) -> None:
-        """Run batches until cancelled. A batch that was interrupted continues at the next start."""
+        """Run batches until this task is cancelled. A batch that was interrupted continues at the
+        next start, without the lines that have results."""
         while True:
             self._news.clear()
             active = await self._active()
@@ -58,7 +60,7 @@ class BatchRunner:
                 await self._rest()
 
     async def _active(self) -> list[dict[str, Any]]:
-        """Return the batches that have not ended; waits until they can be read."""
+        """Return the batches that have not ended; retries until the store can be read."""
         is_told = False
         while True:
             try:
@@ -70,9 +72,9 @@ class BatchRunner:
                 await asyncio.sleep(self._wait)
 
     async def _rest(self) -> None:
-        """Wait for news.
+        """Wait for the next `tell`.
 
-        Until it comes, retry to write the end of batches that could not be written.
+        Until then, retry to write failed batches that could not be written.
         """
         while not await asyncio.to_thread(self.store.settle):
             with suppress(TimeoutError):
@@ -81,7 +83,7 @@ class BatchRunner:
         await self._news.wait()
 
     async def _try(self, batch: dict[str, Any]) -> None:
-        """Run a batch; an error fails this batch and nothing else."""
+        """Run a batch to its end; an error makes this batch fail and is not raised."""
         try:
             await self._run(batch)
         except (StorageError, OSError, sqlite3.Error) as error:
@@ -114,9 +116,10 @@ class BatchRunner:
             return read_lines(stream, batch["endpoint"], self._longest)
 
     async def _answer_all(self, batch: dict[str, Any], lines: list[Line]) -> str:
-        """Answer all lines, and return how the batch ended: completed, cancelled or expired.
+        """Get a result for each line, and return how the batch ended: completed, cancelled or
+        expired.
 
-        Open requests are then dropped.
+        Requests that are still in progress then are cancelled.
         """
         rest = iter(lines)
 
@@ -160,7 +163,7 @@ class BatchRunner:
 
 
 def _pending(workers: list[asyncio.Task[None]]) -> set[asyncio.Task[None]]:
-    """Return the tasks that have not ended. Raises the error of an ended one."""
+    """Return the tasks that have not ended. Raises the exception of a task that failed."""
     for worker in workers:
         if worker.done():
             worker.result()

@@ -1,4 +1,5 @@
-"""A form with a file, as browsers and OpenAI's clients send it (RFC 7578)."""
+"""Reads a form with a file, as browsers and OpenAI's clients send it (multipart/form-data, RFC
+7578)."""
 
 from __future__ import annotations
 
@@ -11,12 +12,13 @@ from email.parser import BytesParser
 from sglcore.serving.replicas.server_errors import InvalidRequest
 
 ENCODED = ("base64", "quoted-printable")
-"""Transfer encodings of old clients."""
+"""Content transfer encodings, used by old clients, that are decoded."""
 
 
 def read_form(content_type: str, body: bytes) -> tuple[dict[str, str], tuple[str, bytes | memoryview]]:
-    """Return the fields of a form, and the name and the content of its file, which may be a view of
-    the body. Raises InvalidRequest."""
+    """Return the fields of a form by name, and the name and content of its part `file`. The content
+    may be a view of `body`. Raises InvalidRequest if there is no file or the body is not such a
+    form."""
     if not content_type.lower().startswith("multipart/form-data"):
         raise InvalidRequest("the body is not a form", wanted="multipart/form-data", status=415, param="file")
     boundary = _head(f"content-type: {content_type}".encode("latin-1", "replace")).get_boundary()
@@ -39,7 +41,8 @@ def read_form(content_type: str, body: bytes) -> tuple[dict[str, str], tuple[str
 
 
 def _parts(body: bytes, boundary: bytes) -> Iterator[tuple[int, int]]:
-    """Yield where each part begins and ends. Raises InvalidRequest for a form without an end."""
+    """Yield the start and the end (exclusive) of each part in `body`. Raises InvalidRequest if the
+    last boundary is missing."""
     line = re.compile(rb"(?:\r\n|\A)--" + re.escape(boundary) + rb"(--)?[ \t]*(?=\r\n|\Z)")
     mark, place, begin = b"--" + boundary, 0, None
     while (place := body.find(mark, place)) >= 0:
@@ -56,7 +59,7 @@ def _parts(body: bytes, boundary: bytes) -> Iterator[tuple[int, int]]:
 
 
 def _part(body: bytes, begin: int, end: int) -> tuple[EmailMessage, bytes | memoryview]:
-    """Return the head and the content of a part."""
+    """Return the header and the content of the part at begin..end - 1."""
     split = body.find(b"\r\n\r\n", begin, end)
     if split < 0:
         return _head(b""), b""

@@ -1,1 +1,1 @@
-"""Ollama's API below /api."""
+"""Ollama's API, at paths below /api."""

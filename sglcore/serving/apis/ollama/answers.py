@@ -1,4 +1,4 @@
-"""Answers of the endpoints below /api, as the OpenAPI document describes them."""
+"""Models of the answers of Ollama's endpoints, for the OpenAPI document."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from sglcore.serving.apis.openai.answers import ChosenLogprobAnswer
 
 
 class OllamaError(Answer):
-    """An error: a single text."""
+    """The body of an error: its text."""
 
     error: str
 
 
 class Called(Answer):
-    """A called function; `index` is the position of the call in the answer."""
+    """A called function; `index` is the position of the call in the answer, from 0."""
 
     index: int
     name: str
@@ -23,7 +23,7 @@ class Called(Answer):
 
 
 class CallMade(Answer):
-    """A complete call; calls are not streamed in parts."""
+    """A complete tool call; calls are not streamed in parts."""
 
     id: str
     function: Called
@@ -39,7 +39,7 @@ class MessageMade(Answer):
 
 
 class Timed(Answer):
-    """Facts at the end of an answer; times are nanoseconds."""
+    """Durations of an answer in nanoseconds, and the number of prompt tokens."""
 
     total_duration: int | None = None
     load_duration: int | None = None
@@ -47,10 +47,10 @@ class Timed(Answer):
 
 
 class AnswerMade(Timed):
-    """The common fields of chats, continued texts and the lines of their streams. Counts and times
-    are set if `done` is true. The same request with the same seed and fingerprint gives the same
-    text. `warnings`: parts of the schema that are not enforced and that the answer violates, or the
-    reason why this is not known."""
+    """The common fields of chats, continued texts and the lines of their streams. Counts and
+    durations (nanoseconds) are set if `done` is true. The same request with the same seed and
+    fingerprint gives the same text. `warnings`: parts of the schema that are not enforced and that
+    the answer violates, or the reason why this is not known."""
 
     model: str
     created_at: str
@@ -66,13 +66,13 @@ class AnswerMade(Timed):
 
 
 class OllamaChat(AnswerMade):
-    """The next message."""
+    """The next message of a conversation; in a stream, its new part."""
 
     message: MessageMade
 
 
 class OllamaText(AnswerMade):
-    """The text."""
+    """The generated text; in a stream, its new part."""
 
     response: str
     thinking: str | None = None
@@ -86,13 +86,14 @@ class Vectors(Timed):
 
 
 class OneVector(Answer):
-    """A vector as the model returns it."""
+    """The vector of a text, not scaled to length 1."""
 
     embedding: list[float]
 
 
 class Details(Answer):
-    """Facts about a model's files: `quantization_level` is the data type of most of the weights."""
+    """Facts about a model's files: `quantization_level` is the data type of most of the weights,
+    `parameter_size` the number of parameters, such as 7.2B."""
 
     parent_model: str
     format: str
@@ -103,7 +104,7 @@ class Details(Answer):
 
 
 class Listed(Answer):
-    """A model by one of its names; `size` of its weight files in bytes."""
+    """The model under one of its names; `size` is the size of its weight files in bytes."""
 
     name: str
     model: str
@@ -113,13 +114,14 @@ class Listed(Answer):
 
 
 class ListedFile(Listed):
-    """An available model."""
+    """A model that can be requested; `modified_at` is the last change of its weight files."""
 
     modified_at: str
 
 
 class ListedRun(Listed):
-    """A loaded model. It stays loaded, with all of its bytes in the device's memory."""
+    """A loaded model. It stays loaded, so `expires_at` is far in the future; `size_vram` is the
+    size of its weight files in bytes."""
 
     expires_at: str
     size_vram: int
@@ -127,20 +129,20 @@ class ListedRun(Listed):
 
 
 class ModelsThere(Answer):
-    """All names of the served model."""
+    """The served model, once for each of its names."""
 
     models: list[ListedFile]
 
 
 class ModelsLoaded(Answer):
-    """All names of the served model; none before it is loaded."""
+    """The served model, once for each of its names; empty before it is loaded."""
 
     models: list[ListedRun]
 
 
 class Shown(Answer):
-    """Facts about a model. `template` is a Jinja template, `parameters` are the defaults of
-    requests."""
+    """Facts about a model. `template` is its Jinja chat template, `parameters` are the default
+    sampling parameters of requests."""
 
     modelfile: str
     parameters: str
@@ -152,9 +154,8 @@ class Shown(Answer):
 
 
 class Version(Answer):
-    """The version of Ollama's protocol, which clients use to find the supported features, and this
-    server's own version.
-    """
+    """`version`: the version of Ollama's API that this server implements, by which clients find the
+    supported features; `sglcore`: this server's own version."""
 
     version: str
     sglcore: str

@@ -1,5 +1,4 @@
-"""Bodies of the endpoints below /api: what a client of Ollama may send. It does not know the
-engine."""
+"""Models of the request bodies of Ollama's endpoints, independent of the engine."""
 
 from __future__ import annotations
 
@@ -18,11 +17,11 @@ Word = Annotated[str, Field(min_length=1, max_length=256)]
 
 
 class OllamaOptions(SamplingFields):
-    """How an answer is sampled, by Ollama's names.
+    """Sampling parameters by Ollama's names.
 
-    A `num_predict` below 0 means up to the end of the context. Penalties count over the prompt and
-    the output, which is -1 as `repeat_last_n`. Options for loading a model have no effect: the
-    model is already loaded.
+    A `num_predict` below 0 means up to the end of the context. Penalties always count over the
+    prompt and the output, as with `repeat_last_n` -1; another value is refused together with a
+    penalty. Options for loading a model have no effect: the model is already loaded.
     """
 
     num_predict: Annotated[Int, Field(ge=-2)] | None = None
@@ -48,13 +47,13 @@ class OllamaOptions(SamplingFields):
     mirostat_eta: Ignored[float] = None
 
     def warnings(self) -> tuple[str, ...]:
-        """Return the ignored fields, and a penalty window without effect."""
+        """Return the ignored fields, and `repeat_last_n` if it is set and not -1."""
         window = () if self.repeat_last_n in (None, -1) else ("repeat_last_n",)
         return tuple(sorted((*super().warnings(), *window)))
 
 
 class OllamaFunction(Body):
-    """A function that an assistant called; `arguments` is an object."""
+    """A function that the assistant called; `arguments` is a JSON object."""
 
     name: str
     arguments: dict[str, Any]
@@ -63,7 +62,7 @@ class OllamaFunction(Body):
 
 
 class OllamaCall(Body):
-    """A call of an earlier answer."""
+    """A tool call in an earlier message of the assistant."""
 
     id: Word | None = None
     type: Literal["function"] | None = None
@@ -71,8 +70,9 @@ class OllamaCall(Body):
 
 
 class OllamaMessage(Body):
-    """One message of a conversation. A message of role tool answers the call of its `tool_call_id`
-    or, without one, the first of that `tool_name` that has no answer."""
+    """One message of a conversation. A message of role tool answers the call with the id
+    `tool_call_id` or, without one, the first call of the function `tool_name` that has no answer
+    yet."""
 
     role: Literal["system", "user", "assistant", "tool"]
     content: str | None = None
@@ -84,15 +84,15 @@ class OllamaMessage(Body):
 
     @model_validator(mode="after")
     def _says_something(self) -> OllamaMessage:
-        """Check that only an assistant has an empty message: a template would write the word None
-        for another role."""
+        """Require `content` for every role but assistant: a template would write the word None for
+        another role."""
         if self.content is None and self.role != "assistant":
             raise PydanticCustomError("no_content", "content, which a message of role {role} has", {"role": self.role})
         return self
 
 
 class OllamaTool(Body):
-    """A tool; functions are the only kind."""
+    """A tool that the model may call; functions are the only kind."""
 
     type: Literal["function"] | None = None
     function: Function
@@ -129,9 +129,8 @@ class OllamaChatBody(AnswerFields):
 
 
 class OllamaGenerateBody(AnswerFields):
-    """A request for the answer to a text; with `raw` for its continuation, with `suffix` for the
-    text between the prompt and the suffix.
-    """
+    """A request for the answer to a text; with `raw` for the continuation of the text, with
+    `suffix` for the text between prompt and suffix."""
 
     prompt: str | None = None
     suffix: str | None = None
@@ -151,8 +150,8 @@ class VectorFields(Body):
 
 
 class OllamaEmbedBody(VectorFields):
-    """A request for the vectors of one text or several. Long texts are truncated, unless `truncate`
-    is false."""
+    """A request for the vectors of one text or several. Long texts are truncated to the context,
+    unless `truncate` is false."""
 
     input: str | Items[str]
     truncate: bool | None = None
@@ -160,13 +159,13 @@ class OllamaEmbedBody(VectorFields):
 
 
 class OllamaEmbeddingsBody(VectorFields):
-    """A request for the vector of a text, in the form used before /api/embed."""
+    """A request for the vector of one text, to the older endpoint /api/embeddings."""
 
     prompt: str
 
 
 class OllamaShowBody(Body):
-    """A request for the facts about a model; `name` is the older name of the field."""
+    """A request for facts about a model; `name` is the older name of the field `model`."""
 
     model: str | None = None
     name: str | None = None

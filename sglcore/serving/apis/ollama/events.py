@@ -1,4 +1,4 @@
-"""An answer in Ollama's form: the lines of its stream, and the complete object."""
+"""Makes Ollama's answers: the lines of a stream, and the complete object."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ from sglcore.serving.replicas.server_errors import Failure, told
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """The content of a line, or of the whole answer: text, reasoning and calls."""
+    """The content of one line of a stream, or of a whole answer: text, reasoning and complete tool
+    calls."""
 
     content: str = ""
     thinking: str = ""
@@ -32,11 +33,11 @@ class Said:
 
 
 Shape = Callable[[Said], dict[str, Any]]
-"""Puts the content where an endpoint's answer has it."""
+"""Returns the fields in which an endpoint's answer has the content."""
 
 
 def as_message(said: Said) -> dict[str, Any]:
-    """Return the content as /api/chat has it: a message."""
+    """Return the content in the form of /api/chat: a `message`."""
     message: dict[str, Any] = {"role": "assistant", "content": said.content}
     if said.thinking:
         message["thinking"] = said.thinking
@@ -46,32 +47,33 @@ def as_message(said: Said) -> dict[str, Any]:
 
 
 def as_text(said: Said) -> dict[str, Any]:
-    """Return the content as /api/generate has it: a text."""
+    """Return the content in the form of /api/generate: `response` and `thinking`."""
     return {"response": said.content, **({"thinking": said.thinking} if said.thinking else {})}
 
 
 def line(value: Any) -> bytes:
-    """Return a value as a line of a stream."""
+    """Return the JSON of a value as one line of a stream."""
     return encode(value) + b"\n"
 
 
 def error_body(failure: Failure) -> dict[str, Any]:
-    """Return a failure in Ollama's form."""
+    """Return the JSON value of a failure in Ollama's form."""
     return {"error": failure.message}
 
 
 def now() -> str:
-    """Return the current time in the form of answers."""
+    """Return the current time in the form of `created_at`."""
     return written(time.time())
 
 
 def written(seconds: float) -> str:
-    """Return seconds since 1970 in the form of answers."""
+    """Return a time, in seconds since 1970, in the form of `created_at` (ISO 8601, UTC)."""
     return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
 
 
 class LinesWriter(Writer[ChatRun]):
-    """The answer to one request, with the model name that the request used."""
+    """Writes the answer to one request, as a whole or as a stream, with the model name that the
+    request used. `shape`: where the endpoint's answer has the content."""
 
     def __init__(self, frontend: Frontend, texts: TokenTexts, body: AnswerFields, shape: Shape) -> None:
         super().__init__(frontend, served_name(frontend, body.model))
@@ -84,16 +86,16 @@ class LinesWriter(Writer[ChatRun]):
 
     @property
     def form(self) -> StreamForm:
-        """Return the form of lines. A line without content is the keep-alive, because readers take
-        every line for a part."""
+        """The form of this stream. Its keep-alive is a line without content, because readers take
+        every line for a part of the answer."""
         return StreamForm(LINES, line(self._part(Said())))
 
     def loaded(self) -> dict[str, Any]:
-        """Return the answer to a request without a prompt: the model is loaded."""
+        """Return the answer to a request without a prompt: it says that the model is loaded."""
         return {**self._part(Said()), "done": True, "done_reason": "load"}
 
     async def answer(self, run: ChatRun) -> dict[str, Any]:
-        """Return the whole answer; waits for its end. Raises Unanswered if it failed."""
+        """Return the whole answer; waits for the end of the run. Raises Unanswered if it failed."""
         await run.ended()
         logprobs: list[Any] = []
         async for event in run:
@@ -104,7 +106,8 @@ class LinesWriter(Writer[ChatRun]):
         return {**self._part(said), **self._ending(run), **self._logprobs(logprobs)}
 
     async def events(self, run: ChatRun) -> AsyncGenerator[bytes, None]:
-        """Yield the lines. An error before the first text is raised before anything is yielded."""
+        """Yield the encoded lines as they are generated. An error before the first text is raised
+        before anything is yielded."""
         first, others = await run.begin()
         for part in self._lines(first):
             yield part
@@ -116,16 +119,17 @@ class LinesWriter(Writer[ChatRun]):
         yield line({**self._part(Said()), **self._ending(run)})
 
     def on_error(self, error: Exception) -> bytes:
-        """Return the line for an error after the first line."""
+        """Return the encoded line for an error after the first line."""
         return line(error_body(told(error)))
 
     def _part(self, said: Said) -> dict[str, Any]:
         return {"model": self.model, "created_at": now(), **self._shape(said), "done": False}
 
     def _lines(self, event: ChatEvent) -> list[bytes]:
-        """Return the lines of an event.
+        """Return the encoded lines of an event.
 
-        Its log-probabilities are in the first line, which is added for them if there is no other.
+        The event's log-probabilities are in the first line; an empty line is made for them if there
+        is no other.
         """
         found = self._take(event)
         if event.logprobs and not found:
@@ -142,7 +146,8 @@ class LinesWriter(Writer[ChatRun]):
         return self._said(self._blocks.finish())
 
     def _said(self, changes: Sequence[BlockChange]) -> list[Said]:
-        """Return the content of block changes: text as it grows, a call when it is complete."""
+        """Return the content of block changes: text and reasoning as they grow, a tool call when it
+        is complete."""
         found: list[Said] = []
         for change in changes:
             if change.kind == "grew" and change.text and change.block.kind == "text":
@@ -165,7 +170,7 @@ class LinesWriter(Writer[ChatRun]):
         return {"logprobs": chat_logprobs(self._texts, found, self._shown)["content"]} if found else {}
 
     def _ending(self, run: ChatRun) -> dict[str, Any]:
-        """Return the fields at the end of an answer. Raises Unanswered if it failed."""
+        """Return the fields of the last line. Raises Unanswered if the run failed."""
         check_answered(run.outputs)
         output: RequestOutput = run.output
         end = time.perf_counter()
@@ -186,5 +191,5 @@ class LinesWriter(Writer[ChatRun]):
 
 
 def _nanoseconds(seconds: float) -> int:
-    """Return nanoseconds, at least 1, because clients divide by them."""
+    """Return seconds in nanoseconds, at least 1, because clients divide by the value."""
     return max(int(seconds * 1e9), 1)

@@ -1,4 +1,4 @@
-"""The served model in Ollama's lists and descriptions of models."""
+"""The served model in the forms of Ollama's lists and descriptions of models."""
 
 from __future__ import annotations
 
@@ -12,24 +12,25 @@ from sglcore.serving.apis.ollama.names import tagged
 from sglcore.serving.chat.chat_frontend import ChatFrontend
 
 NEVER = "9999-12-31T23:59:59Z"
-"""The unload time of a model that stays loaded."""
+"""`expires_at` of a model that stays loaded."""
 _UNITS = ((10**12, "T"), (10**9, "B"), (10**6, "M"), (10**3, "K"))
 _OWN_NAMES = MappingProxyType({"repetition_penalty": "repeat_penalty"})
 
 
 def listed(frontend: ChatFrontend, card: ModelCard) -> list[dict[str, Any]]:
-    """Return all served names."""
+    """Return the common fields of an entry for each served name."""
     about = {"size": card.num_bytes, "digest": card.digest, "details": details(card)}
     return [{"name": name, "model": name, **about} for name in map(tagged, frontend.names)]
 
 
 def files(frontend: ChatFrontend, card: ModelCard) -> dict[str, Any]:
-    """Return the answer of /api/tags."""
+    """Return the answer of /api/tags: an entry for each served name."""
     return {"models": [{**each, "modified_at": written(card.modified)} for each in listed(frontend, card)]}
 
 
 def runs(frontend: ChatFrontend, card: ModelCard) -> dict[str, Any]:
-    """Return the answer of /api/ps: no model while it is being loaded."""
+    """Return the answer of /api/ps: an entry for each served name; none before the model is
+    loaded."""
     if frontend.info is None:
         return {"models": []}
     about = {"expires_at": NEVER, "size_vram": card.num_bytes, "context_length": frontend.info.max_model_len}
@@ -37,7 +38,7 @@ def runs(frontend: ChatFrontend, card: ModelCard) -> dict[str, Any]:
 
 
 def details(card: ModelCard) -> dict[str, Any]:
-    """Return the details of the model's files."""
+    """Return the field `details` of a model."""
     return {
         "parent_model": "",
         "format": card.format,
@@ -49,7 +50,7 @@ def details(card: ModelCard) -> dict[str, Any]:
 
 
 def shown(frontend: ChatFrontend, card: ModelCard, name: str) -> dict[str, Any]:
-    """Return the answer of /api/show for a model that is ready."""
+    """Return the answer of /api/show for a served name. The model must be ready."""
     assert frontend.info is not None
     count = {} if card.parameters is None else {"general.parameter_count": card.parameters}
     sizes = {**card.sizes, "context_length": frontend.info.max_model_len}
@@ -70,7 +71,8 @@ def shown(frontend: ChatFrontend, card: ModelCard, name: str) -> dict[str, Any]:
 
 
 def capabilities(frontend: ChatFrontend) -> list[str]:
-    """Return the capabilities of a model that is ready."""
+    """Return the names of what the model can do, in Ollama's words, such as "tools". The model must
+    be ready."""
     assert frontend.info is not None
     if not frontend.info.generates:
         return [] if frontend.info.limits["num_labels"] else ["embedding"]
@@ -83,6 +85,6 @@ def capabilities(frontend: ChatFrontend) -> list[str]:
 
 
 def short(count: int) -> str:
-    """Return a number of parameters in short form: 7.2B."""
+    """Return a number of parameters in short form, such as 7.2B."""
     size, unit = next(((size, unit) for size, unit in _UNITS if count >= size), (1, ""))
     return f"{count / size:.1f}{unit}" if unit else str(count)

@@ -1,4 +1,4 @@
-"""Model names in Ollama's form: with a tag, by default `latest`."""
+"""Model names in Ollama's form: NAME:TAG, with the default tag `latest`."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ LATEST = ":latest"
 
 
 def tagged(name: str) -> str:
-    """Return a served name with its tag."""
+    """Return a model name with a tag; `:latest` is added if it has none."""
     return name if ":" in name else name + LATEST
 
 
 def served_name(frontend: Frontend, name: str | None) -> str:
-    """Return the served name that is meant, with or without the tag; without a name, the main one.
-    Raises InvalidRequest (404)."""
+    """Return the served name that equals `name` after the default tag is added to both; without a
+    name, the first served name. Raises InvalidRequest (404) if there is none."""
     if not name:
         return frontend.names[0]
     found = next((each for each in frontend.names if tagged(each) == tagged(name)), None)

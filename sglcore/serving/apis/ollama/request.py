@@ -1,4 +1,4 @@
-"""Converts bodies of Ollama's protocol to requests for the engines."""
+"""Converts request bodies of Ollama's protocol to chat requests and prompts."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ _OWN_NAMES = MappingProxyType(
 
 
 def chat_request(body: OllamaChatBody, frontend: Frontend) -> ChatRequest:
-    """Return the chat of a body. If the conversation ends with an answer, that answer is continued.
-    Raises InvalidRequest and SamplingError."""
+    """Return the chat request of a body, which has messages. A last message of the assistant with
+    content and without tool calls is continued. Raises InvalidRequest and SamplingError."""
     messages = _messages(body.messages or ())
     last = messages[-1]
     is_begun = last["role"] == "assistant" and "tool_calls" not in last and bool(last.get("content"))
@@ -69,8 +69,8 @@ def chat_request(body: OllamaChatBody, frontend: Frontend) -> ChatRequest:
 
 
 def text_request(body: OllamaGenerateBody, frontend: Frontend) -> ChatRequest:
-    """Return a prompt, with the system text, as a conversation. Raises InvalidRequest and
-    SamplingError."""
+    """Return the prompt of /api/generate, and the system text if given, as a chat request. Raises
+    InvalidRequest and SamplingError."""
     _check(body)
     system = [{"role": "system", "content": body.system}] if body.system else []
     return ChatRequest(
@@ -83,8 +83,9 @@ def text_request(body: OllamaGenerateBody, frontend: Frontend) -> ChatRequest:
 
 
 def plain_prompt(body: OllamaGenerateBody, frontend: Frontend) -> str | None:
-    """Return the prompt of a text that is continued without a template, or filled in between two
-    texts; None for a text to answer. Raises InvalidRequest."""
+    """Return the prompt of /api/generate that is continued without a chat template: the text with
+    `raw`, or the text to fill in with `suffix`. None: the request is for `text_request`. Raises
+    InvalidRequest."""
     _check(body)
     prompt = body.prompt or ""
     if body.suffix:
@@ -93,7 +94,7 @@ def plain_prompt(body: OllamaGenerateBody, frontend: Frontend) -> str | None:
 
 
 def params_of(body: AnswerFields, frontend: Frontend) -> SamplingParams:
-    """Return the sampling parameters of a body; fields left out have the checkpoint's defaults.
+    """Return the sampling parameters of a body; options left out have the checkpoint's defaults.
 
     Raises InvalidRequest and SamplingError.
     """
@@ -113,7 +114,8 @@ def params_of(body: AnswerFields, frontend: Frontend) -> SamplingParams:
 
 
 def unread(body: AnswerFields, ignored: Sequence[str]) -> list[str]:
-    """Return `think` if the chat template reads none of the variables that it sets."""
+    """Return ["think"] if `think` sets only template variables in `ignored`, those which the chat
+    template does not read; else []."""
     level = {"reasoning_effort"} if isinstance(body.think, str) else set[str]()
     is_unread = body.think is not None and (set(ignored) >= SWITCHES if not level else set(ignored) >= level)
     return ["think"] if is_unread else []
@@ -129,8 +131,8 @@ def _check(body: OllamaGenerateBody) -> None:
 
 
 def _check_penalties(options: OllamaOptions) -> None:
-    """Raise InvalidRequest for a penalty window with active penalties: penalties always count over
-    the prompt and the output."""
+    """Raise InvalidRequest for a `repeat_last_n` other than -1 together with a penalty that has an
+    effect: penalties always count over the prompt and the output."""
     penalties = options.given("repeat_penalty", "repetition_penalty", "presence_penalty", "frequency_penalty")
     neutral = {"repeat_penalty": 1, "repetition_penalty": 1, "presence_penalty": 0, "frequency_penalty": 0}
     active = [f"options.{name}" for name, value in penalties.items() if value != neutral[name]]
@@ -177,9 +179,9 @@ def _messages(messages: Sequence[OllamaMessage]) -> list[dict[str, Any]]:
 
 
 class _Calls:
-    """The calls of a conversation without an answer so far. In this protocol neither calls nor
-    answers need an id: ids come from positions, so that the same conversation gives the same
-    prompt."""
+    """The tool calls of a conversation that have no answer so far. In this protocol neither calls
+    nor answers need an id: missing ids are made from positions, so that the same conversation gives
+    the same prompt."""
 
     def __init__(self) -> None:
         self._count = 0
@@ -187,7 +189,7 @@ class _Calls:
         """The function name of each call, by its id."""
 
     def made(self, call: OllamaCall) -> dict[str, Any]:
-        """Return a call as templates take it."""
+        """Return a call in the form of the chat endpoint, and remember it as open."""
         self._count += 1
         name = call.id or f"call{self._count:05d}"  # nine letters and digits, for some templates
         self._open[name] = call.function.name
@@ -195,7 +197,8 @@ class _Calls:
         return {"id": name, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}
 
     def answered(self, message: OllamaMessage) -> dict[str, str]:
-        """Return the id and name of the call that a message answers, as far as they are known."""
+        """Return the id and the function's name of the call that a tool message answers, as far as
+        they are known."""
         name = message.tool_call_id or next(
             (name for name, function in self._open.items() if message.tool_name in (None, "", function)), None
         )

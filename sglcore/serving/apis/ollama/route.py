@@ -1,5 +1,5 @@
-"""POST /api/chat, generate, embed, embeddings and show, GET /api/tags, ps and version: Ollama's
-protocol, with its errors on all of them."""
+"""POST /api/chat, generate, embed, embeddings and show, GET /api/tags, ps and version (Ollama's
+API). Their errors are in Ollama's form."""
 
 from __future__ import annotations
 
@@ -48,11 +48,12 @@ from sglcore.serving.replicas.runs import start_runs
 from sglcore.serving.replicas.server_errors import InvalidRequest
 
 PROTOCOL = "0.12.11"
-"""The version of Ollama that has these fields; log-probabilities are the newest ones."""
+"""The version of Ollama whose fields these endpoints have; log-probabilities are the newest
+ones."""
 
 
 def add_routes(router: APIRouter, frontend: ChatFrontend) -> None:
-    """Add all endpoints."""
+    """Add all endpoints to the router."""
     _add_chat(router, frontend)
     _add_generate(router, frontend)
     _add_vectors(router, frontend)
@@ -92,7 +93,7 @@ def _add_generate(router: APIRouter, frontend: ChatFrontend) -> None:
 
 
 async def _continued(body: OllamaGenerateBody, prompt: str, frontend: ChatFrontend) -> ChatRun:
-    """Return the run of a text that is continued without a template."""
+    """Start and return the run of a prompt that is continued without a chat template."""
     params = params_of(body, frontend)
     form = "format" if params.grammar is not None else ""
     return plain_run(await start_runs(frontend, [prompt], params, form=form), params, form)
@@ -156,7 +157,8 @@ def _add_models(router: APIRouter, frontend: ChatFrontend) -> None:
 
 
 def _once(make: Callable[[], Awaitable[ModelCard]]) -> Callable[[], Awaitable[ModelCard]]:
-    """Cache the result of `make`: the files of a served model do not change."""
+    """Return a function that calls `make` at its first call and then returns the same result: the
+    files of a served model do not change. If `make` fails, it is called again."""
     kept: list[ModelCard] = []
 
     async def get() -> ModelCard:
@@ -168,7 +170,7 @@ def _once(make: Callable[[], Awaitable[ModelCard]]) -> Callable[[], Awaitable[Mo
 
 
 def _unit(vector: np.ndarray) -> np.ndarray:
-    """Return the vector scaled to length 1."""
+    """Return the vector scaled to length 1; a zero vector unchanged."""
     return vector / (float(np.linalg.norm(vector)) or 1.0)
 
 

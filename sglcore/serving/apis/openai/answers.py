@@ -1,5 +1,5 @@
-"""Answers of /v1/chat/completions, /v1/completions and /v1/models, as the OpenAPI document
-describes them."""
+"""Models of the answers of /v1/chat/completions, /v1/completions and /v1/models, for the OpenAPI
+document."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from sglcore.serving.chat.run import ChatFinish
 
 
 class PromptTokensDetails(Answer):
-    """`cached_tokens` of the prompt were taken from the prefix cache."""
+    """`cached_tokens`: tokens of the prompt that were taken from the prefix cache."""
 
     cached_tokens: int
 
 
 class CompletionTokensDetails(Answer):
-    """Draft tokens that were accepted, and draft tokens that were rejected. `max_tokens` is the
-    number of tokens that fit into the context, if the request allowed more."""
+    """Numbers of draft tokens that were accepted and rejected. `max_tokens` is the number of tokens
+    that fit into the context after the prompt, if the request allowed more."""
 
     accepted_prediction_tokens: int | None = None
     rejected_prediction_tokens: int | None = None
@@ -26,7 +26,7 @@ class CompletionTokensDetails(Answer):
 
 
 class Usage(Answer):
-    """Tokens of a request over all of its prompts and samples."""
+    """Numbers of tokens of a request over all of its prompts and samples."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -36,7 +36,8 @@ class Usage(Answer):
 
 
 class PromptProgress(Answer):
-    """The part of a prompt that has been prefilled."""
+    """The progress of a prompt of `total` tokens: `processed` are done, `cached` of them from the
+    prefix cache."""
 
     total: int
     cached: int
@@ -44,7 +45,7 @@ class PromptProgress(Answer):
 
 
 class TokenLogprobAnswer(Answer):
-    """One token: its text, its log-probability, its bytes."""
+    """One token: its text, its log-probability, its UTF-8 bytes."""
 
     token: str
     logprob: float
@@ -52,28 +53,28 @@ class TokenLogprobAnswer(Answer):
 
 
 class ChosenLogprobAnswer(TokenLogprobAnswer):
-    """A chosen token with the most likely tokens at its position."""
+    """A chosen token, and the most likely tokens at its position."""
 
     top_logprobs: list[TokenLogprobAnswer]
 
 
 class ChatLogprobs(Answer):
-    """Log-probabilities along the tokens of a choice."""
+    """The log-probability of each token of a choice; in a stream, of its new tokens."""
 
     content: list[ChosenLogprobAnswer] | None
     refusal: None = None
 
 
 class CallAnswer(Answer):
-    """A called function; `arguments` is JSON text, in a stream a part of it."""
+    """A called function; `arguments` is JSON text, in a stream a part of that text."""
 
     name: str | None = None
     arguments: str
 
 
 class ToolCallAnswer(Answer):
-    """A call. In a stream, `index` is the call to which the part belongs, and only the first part
-    has an id and a name."""
+    """A tool call. In a stream, `index` is the number of the call to which the part belongs, and
+    only the first part of a call has an id and a name."""
 
     index: int | None = None
     id: str | None = None
@@ -102,9 +103,9 @@ class Frame(Answer):
 
 
 class ChoiceEnd(Answer):
-    """The common fields of a choice and its last part, in completions and chats. `warnings`: parts
-    of the schema that are not enforced and that the text violates, or the reason why this is not
-    known."""
+    """The common fields of a choice and its last part, in completions and chats. `seed_used`
+    reproduces the sample. `warnings`: parts of the schema that are not enforced and that the text
+    violates, or the reason why this is not known. `error`: why the sample failed, if it did."""
 
     index: int
     stop_reason: int | str | None = None
@@ -115,26 +116,27 @@ class ChoiceEnd(Answer):
 
 
 class ChatEnd(ChoiceEnd):
-    """The end of a choice of a chat."""
+    """The fields of a chat's choice that say how it ended; `finish_reason` is null in parts before
+    the last."""
 
     logprobs: ChatLogprobs | None
     finish_reason: ChatFinish | None
 
 
 class ChatChoice(ChatEnd):
-    """One sample."""
+    """One sample of the next message."""
 
     message: MessageAnswer
 
 
 class ChatDelta(ChatEnd):
-    """The new part of one sample."""
+    """The new part of one sample of the next message."""
 
     delta: MessageAnswer
 
 
 class ChatAnswer(Frame):
-    """All samples of the next message."""
+    """The answer to a chat: all samples of the next message."""
 
     object: Literal["chat.completion"]
     choices: list[ChatChoice]
@@ -153,7 +155,8 @@ class ChatChunk(Frame):
 
 
 class CompletionLogprobsAnswer(Answer):
-    """Lists with one entry for each token; null for the first token of a prompt."""
+    """Lists with one entry for each token; null for the first token of a prompt, which nothing
+    predicts."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -178,7 +181,7 @@ class CompletionChoice(ChoiceEnd):
 
 
 class CompletionAnswer(Frame):
-    """The completions of all prompts."""
+    """The answer to a request for completions: all samples of all prompts."""
 
     object: Literal["text_completion"]
     choices: list[CompletionChoice]
@@ -191,7 +194,7 @@ class CompletionChunk(CompletionAnswer):
 
 
 class ModelCard(Answer):
-    """One served model."""
+    """The served model under one of its names."""
 
     id: str
     object: Literal["model"]
@@ -203,7 +206,7 @@ class ModelCard(Answer):
 
 
 class ModelList(Answer):
-    """All names under which the model is served."""
+    """The served model, once for each of its names."""
 
     object: Literal["list"]
     data: list[ModelCard]

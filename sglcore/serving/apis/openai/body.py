@@ -1,4 +1,4 @@
-"""Bodies of /v1/chat/completions and /v1/completions: what a client may send. It does not know the
+"""Models of the request bodies of /v1/chat/completions and /v1/completions, independent of the
 engine."""
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.\-]{1,128}$")]
 
 
 class Part(Body):
-    """A piece of a message's content: text, or a refusal that an assistant gave. Models here read
-    only text."""
+    """A part of a message's content: text, or a refusal of the assistant. Parts of other types are
+    refused."""
 
     type: Literal["text", "refusal"]
     text: str | None = None
@@ -34,19 +34,19 @@ class Part(Body):
         return value
 
     def plain(self) -> dict[str, Any]:
-        """Return the piece as templates take it; a refusal becomes text."""
+        """Return the part in the form that chat templates read; a refusal becomes text."""
         return {"type": "text", "text": self.text if self.type == "text" else self.refusal}
 
 
 class FunctionCall(Body):
-    """A function that an assistant called; `arguments` is JSON text."""
+    """A function that the assistant called; `arguments` is JSON text."""
 
     name: str
     arguments: str
 
 
 class CalledTool(Body):
-    """A tool call of an earlier answer."""
+    """A tool call in an earlier message of the assistant."""
 
     id: str | None = None
     type: Literal["function"] | None = None
@@ -72,15 +72,15 @@ class Message(Body):
 
     @model_validator(mode="after")
     def _says_something(self) -> Message:
-        """Check that only an assistant has an empty message: a template would write the word None
-        for another role."""
+        """Require `content` for every role but assistant: a template would write the word None for
+        another role."""
         if self.content is None and self.role != "assistant":
             raise PydanticCustomError("no_content", "content, which a message of role {role} has", {"role": self.role})
         return self
 
     def plain(self) -> dict[str, Any]:
-        """Return the message as templates take it: without empty fields, a developer as a system,
-        reasoning under one name."""
+        """Return the message in the form that chat templates read: without empty fields, role
+        "developer" as "system", reasoning as `reasoning_content`."""
         found = self.model_dump(exclude_none=True, exclude={"annotations"})
         if isinstance(self.content, list):
             found["content"] = [part.plain() for part in self.content]
@@ -107,26 +107,26 @@ class Function(Body):
 
 
 class Tool(Body):
-    """A tool; functions are the only kind."""
+    """A tool that the model may call; functions are the only kind."""
 
     type: Literal["function"]
     function: Function
 
     def plain(self) -> dict[str, Any]:
-        """Return the tool as templates take it."""
+        """Return the tool in the form that chat templates read, without `strict`."""
         found = self.model_dump(exclude_none=True)
         found["function"].pop("strict", None)
         return found
 
 
 class ChosenName(Body):
-    """A function by its name."""
+    """The name of a function."""
 
     name: FunctionName
 
 
 class ChosenTool(Body):
-    """The one function that must be called."""
+    """The function that the model must call."""
 
     type: Literal["function"]
     function: ChosenName
@@ -134,7 +134,7 @@ class ChosenTool(Body):
 
 class TemplateFields(Body):
     """Fields for the checkpoint's chat template. By default, `add_generation_prompt` is the
-    opposite of `continue_final_message`."""
+    opposite of `continue_final_message`, which is false."""
 
     tools: Items[Tool] | None = None
     add_generation_prompt: bool | None = None
@@ -170,7 +170,8 @@ class ChatBody(TemplateFields, GenerationFields):
     verbosity: Ignored[str] = None
 
     def warnings(self) -> tuple[str, ...]:
-        """Return the ignored fields, and a tool's `strict` if no call is forced."""
+        """Return the ignored fields, and `tools.function.strict` if a tool has it and no call is
+        forced."""
         names = super().warnings()
         if self.tool_choice in (None, "auto", "none") and any(tool.function.strict for tool in self.tools or ()):
             return tuple(sorted((*names, "tools.function.strict")))
@@ -181,7 +182,7 @@ Ids = Annotated[Items[Count], Field(min_length=1)]
 
 
 def _form(value: Any) -> str:
-    """Return the form of a prompt, decided by its first item."""
+    """Return the name of a prompt's form, decided by its first item."""
     first = value[0] if isinstance(value, list) and value else ""
     if isinstance(first, str):
         return "texts" if isinstance(value, list) else "text"
@@ -220,5 +221,6 @@ class CompletionBody(GenerationFields):
 
 
 def as_prompts(found: Any) -> list[Any]:
-    """Return the prompts of a `Prompts`, each a text or a list of token ids."""
+    """Return the prompts of a value of type `Prompts` as a list, each a text or a list of token
+    ids."""
     return [found] if isinstance(found, str) or isinstance(found[0], int) else list(found)

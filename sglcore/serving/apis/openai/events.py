@@ -1,4 +1,4 @@
-"""Answers of completions and chats: whole, or the events of their streams."""
+"""Makes OpenAI's answers to completions and chats: the whole answer, or the events of a stream."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ from sglcore.serving.replicas.runs import Runs, check_answered, failure_of
 
 
 class _Writer(Writer[Run]):
-    """The common part of completions and chats."""
+    """The common part of the writers of completions and of chats."""
 
     def __init__(self, frontend: Frontend, texts: TokenTexts, body: GenerationFields, prefix: str, chunk: str) -> None:
-        """`prefix`: the beginning of the answer's id; `chunk`: the `object` of a stream's parts."""
+        """`prefix`: the beginning of the answer's id; `chunk`: the field `object` of a stream's
+        events."""
         super().__init__(frontend, body.model)
         self.id = f"{prefix}-{secrets.token_hex(12)}"
         self._texts, self._chunk = texts, chunk
@@ -35,12 +36,14 @@ class _Writer(Writer[Run]):
         self._tells_usage = self._counts_along or (wanted is not None and bool(wanted.include_usage))
 
     def _frame(self, kind: str) -> dict[str, Any]:
-        """Return the first fields of the answer and of every part of a stream."""
+        """Return the first fields of the answer, or of a stream's event, with `object` set to
+        `kind`."""
         return {"id": self.id, "object": kind, **self._about, "system_fingerprint": self.fingerprint}
 
     def _chunks(self, runs: Runs) -> Callable[[dict[str, Any]], bytes]:
-        """Return a function that encodes a chunk as an event. The constant part is encoded once,
-        with the first chunk: only then is the engine known."""
+        """Return a function that encodes the varying fields of a chunk as an event. The constant
+        fields are encoded once, with the first chunk: only then is the engine's fingerprint known.
+        """
         is_empty = self._tells_usage and not self._counts_along
         begin = b""
 
@@ -56,8 +59,8 @@ class _Writer(Writer[Run]):
         return chunk
 
     def _last(self, outputs: Sequence[RequestOutput]) -> bytes:
-        """Return the usage, if requested, and the end of the stream. Raises Unanswered if every
-        sample failed."""
+        """Return the last events of a stream: the usage if requested, and DONE. Raises Unanswered
+        if every sample failed."""
         check_answered(outputs)
         usage = {**self._frame(self._chunk), "choices": [], "usage": self._usage(outputs)}
         return (event(usage) if self._tells_usage else b"") + DONE
@@ -83,14 +86,15 @@ class _Writer(Writer[Run]):
 
 
 class ChatWriter(_Writer[ChatRun]):
-    """The answer to one chat."""
+    """Writes the answer to one chat request, as a whole or as a stream. One writer serves one
+    run."""
 
     def __init__(self, frontend: Frontend, texts: TokenTexts, body: ChatBody) -> None:
         super().__init__(frontend, texts, body, "chatcmpl", "chat.completion.chunk")
         self._body = body
 
     async def answer(self, run: ChatRun) -> dict[str, Any]:
-        """Return the whole answer; waits for all samples. Raises Unanswered if every one failed."""
+        """Return the whole answer; waits for all samples. Raises Unanswered if all failed."""
         messages, body = await collect_chat(run), self._body
         output = run.output
         check_answered([output])
@@ -106,7 +110,8 @@ class ChatWriter(_Writer[ChatRun]):
         return answer
 
     async def events(self, run: ChatRun) -> AsyncGenerator[bytes, None]:
-        """Yield all events; the last one is [DONE] unless every sample failed."""
+        """Yield all encoded events; the last one is DONE. If every sample failed, Unanswered is
+        raised in its place."""
         chunk, begun = self._chunks(run), set[int]()
         async for found in run:
             if found.progress is not None:
@@ -137,7 +142,7 @@ class ChatWriter(_Writer[ChatRun]):
         return {**choice, "token_ids": sample.token_ids} if self._body.return_token_ids else choice
 
     def _first(self, index: int, output: RequestOutput) -> dict[str, Any]:
-        """Return the first chunk of a sample: its role."""
+        """Return the first chunk of sample number `index`, which has the role."""
         delta = {"role": "assistant", "content": ""}
         first: dict[str, Any] = {"choices": [{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}]}
         if self._body.return_token_ids:
@@ -162,7 +167,8 @@ class ChatWriter(_Writer[ChatRun]):
 
 
 class CompletionWriter(_Writer[Runs]):
-    """The answer to one request for completions."""
+    """Writes the answer to one request for completions, as a whole or as a stream. One writer
+    serves one request."""
 
     def __init__(self, frontend: Frontend, texts: TokenTexts, body: CompletionBody) -> None:
         super().__init__(frontend, texts, body, "cmpl", "text_completion")
@@ -171,7 +177,7 @@ class CompletionWriter(_Writer[Runs]):
         self._shows_special = body.skip_special_tokens is False
 
     async def answer(self, runs: Runs) -> dict[str, Any]:
-        """Return the whole answer; waits for all samples. Raises Unanswered if every one failed."""
+        """Return the whole answer; waits for all samples. Raises Unanswered if all failed."""
         outputs = await runs.wait()
         check_answered(outputs)
         samples = [(output, sample) for output in outputs for sample in output.outputs]
@@ -182,7 +188,8 @@ class CompletionWriter(_Writer[Runs]):
         }
 
     async def events(self, runs: Runs) -> AsyncGenerator[bytes, None]:
-        """Yield all events; the last one is [DONE] unless every sample failed."""
+        """Yield all encoded events; the last one is DONE. If every sample failed, Unanswered is
+        raised in its place."""
         chunk, records = self._chunks(runs), dict[int, CompletionLogprobs]()
         async for place, item in runs.read():
             if isinstance(item, PromptProgress):
@@ -194,7 +201,8 @@ class CompletionWriter(_Writer[Runs]):
         yield self._last(runs.outputs)
 
     def _usage(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
-        """Return the usage; a prompt that was only scored has no output tokens."""
+        """Return the usage; with `max_tokens` 0, which only scores the prompt, without output
+        tokens."""
         found = super()._usage(outputs)
         if self._body.max_tokens == 0:
             found |= {"completion_tokens": 0, "total_tokens": found["prompt_tokens"]}
@@ -227,9 +235,9 @@ class CompletionWriter(_Writer[Runs]):
     def _part(
         self, index: int, output: RequestOutput, delta: TextDelta, records: dict[int, CompletionLogprobs]
     ) -> dict[str, Any] | None:
-        """Return the new part of one choice; None if there is none yet.
+        """Return the new part of choice number `index`; None if there is none yet.
 
-        `records` has one record for each choice that began.
+        `records` has an entry for each choice that has begun; it is changed.
         """
         is_first, ids = index not in records, self._gives_ids
         if self._body.max_tokens == 0:
@@ -263,7 +271,7 @@ class CompletionWriter(_Writer[Runs]):
         return CompletionLogprobs(self._texts, offset=offset, shows_special=self._shows_special)
 
     def _echoed(self, output: RequestOutput) -> str:
-        """Return the prompt as text, if requested."""
+        """Return the text of the prompt if `echo` is set; else empty."""
         if not self._body.echo:
             return ""
         if output.prompt is not None:
@@ -272,9 +280,9 @@ class CompletionWriter(_Writer[Runs]):
 
 
 def _ending(sample: Completion, reason: str | None, body: GenerationFields) -> dict[str, Any]:
-    """Return how a sample ended: the reason, the requested stop that ended it (none: the model's
-    own end), the seed that reproduces it, the parts of its schema that it violates, and the error
-    if it failed."""
+    """Return the fields about the end of a sample: the reason, the requested stop that ended it
+    (None: another reason, or the model's own end token), the seed that reproduces it, the parts of
+    its schema that it violates, and the error if it failed."""
     cause = sample.stop_cause
     asked = cause if isinstance(cause, str) or cause in (body.stop_token_ids or ()) else None
     about = {"finish_reason": reason, "stop_reason": asked, "seed_used": sample.seed}
@@ -284,7 +292,7 @@ def _ending(sample: Completion, reason: str | None, body: GenerationFields) -> d
 
 
 def _progress(item: PromptProgress) -> dict[str, int]:
-    """Return the progress of a prompt for a chunk."""
+    """Return the field `prompt_progress` of a chunk."""
     return {"total": item.total, "cached": item.cached, "processed": item.processed}
 
 

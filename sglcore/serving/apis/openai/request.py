@@ -1,4 +1,5 @@
-"""Converts bodies of completions and chats to requests for the engines."""
+"""Converts request bodies of completions and chats to prompts, sampling parameters and chat
+requests."""
 
 from __future__ import annotations
 
@@ -20,8 +21,8 @@ DEFAULT_MAX_TOKENS = 16
 
 @dataclass(frozen=True, slots=True)
 class CompletionRequest:
-    """Prompts, each a text or token ids, and how to continue them; `form` is the field that
-    constrains the text, if any."""
+    """Prompts, each a text or token ids, and the sampling parameters of their continuations.
+    `form`: the field of the body that constrains the text by a grammar; empty: none."""
 
     prompts: Sequence[str | Sequence[int]]
     params: SamplingParams
@@ -29,7 +30,8 @@ class CompletionRequest:
 
 
 def completion_request(body: CompletionBody, config: ServerConfig) -> CompletionRequest:
-    """Return the prompts that a body wants continued. Raises InvalidRequest and SamplingError."""
+    """Return the prompts and parameters of a body. `config`: the server's limits. Raises
+    InvalidRequest and SamplingError."""
     _check(body)
     check_streamed(body)
     prompts = as_prompts(body.prompt)
@@ -46,7 +48,8 @@ def completion_request(body: CompletionBody, config: ServerConfig) -> Completion
 
 
 def chat_request(body: ChatBody, config: ServerConfig, request_id: str) -> ChatRequest:
-    """Return the chat of a body. Raises InvalidRequest and SamplingError."""
+    """Return the chat request of a body. `config`: the server's limits; `request_id`: the id under
+    which the engine runs it. Raises InvalidRequest and SamplingError."""
     check_streamed(body)
     shown = alternatives(body.logprobs, body.top_logprobs, config)
     params, form = generation_params(body, config, max_tokens=_max_tokens(body), logprobs=shown)
@@ -64,7 +67,8 @@ def chat_request(body: ChatBody, config: ServerConfig, request_id: str) -> ChatR
 
 
 def template_request(body: TemplateFields, messages: Sequence[Message]) -> ChatRequest:
-    """Return a chat request of these messages that is only used to render its prompt."""
+    """Return a chat request of these messages with default sampling parameters: enough to render
+    its prompt."""
     adds = body.add_generation_prompt
     return ChatRequest(
         messages=[message.plain() for message in messages],
@@ -86,7 +90,8 @@ def _max_tokens(body: ChatBody) -> int | None:
 
 
 def _choice_of(body: ChatBody) -> Any:
-    """Return the tool choice by OpenAI's default: "auto" with tools, "none" without."""
+    """Return the tool choice; by default "auto" with tools and "none" without, as in OpenAI's
+    API."""
     if body.tool_choice is None:
         return "auto" if body.tools else "none"
     return body.tool_choice if isinstance(body.tool_choice, str) else body.tool_choice.model_dump()
@@ -100,7 +105,7 @@ def _template_values(body: ChatBody) -> dict[str, Any] | None:
 
 
 def _check(body: CompletionBody) -> None:
-    """Raise InvalidRequest, with the field's name, for what the server cannot do."""
+    """Raise InvalidRequest, with the field's name, for values that this server does not support."""
     if body.suffix:
         raise InvalidRequest(
             "suffix: this server does not fill in between two texts", remedy="leave suffix out", param="suffix"

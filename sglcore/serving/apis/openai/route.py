@@ -1,4 +1,5 @@
-"""POST /v1/chat/completions and /v1/completions; GET /v1/models and /v1/models/{id}."""
+"""POST /v1/chat/completions and /v1/completions; GET /v1/models and /v1/models/{id} (OpenAI's
+API)."""
 
 from __future__ import annotations
 
@@ -28,13 +29,12 @@ from sglcore.serving.replicas.engine_frontend import Frontend
 from sglcore.serving.replicas.runs import start_runs
 
 _ABOUT_TEXT = ("echo", "logprobs", "prompt_logprobs")
-"""Fields of completions that need a text answer; /generate returns ids with their
-log-probabilities.
-"""
+"""Fields of completions that are refused without a tokenizer; /generate returns token ids with
+their log-probabilities."""
 
 
 def add_routes(router: APIRouter, frontend: ChatFrontend) -> None:
-    """Add all endpoints."""
+    """Add all endpoints to the router."""
     _add_generation(router, frontend)
     _add_models(router, frontend)
 

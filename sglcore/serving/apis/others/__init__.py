@@ -1,1 +1,1 @@
-"""Endpoints of llama-server and of SGLang."""
+"""Endpoints in the form of llama-server and of SGLang."""

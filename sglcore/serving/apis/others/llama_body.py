@@ -1,4 +1,4 @@
-"""Bodies of llama-server's own endpoints, and their sampling parameters."""
+"""Models of the request bodies of llama-server's own endpoints, and their sampling parameters."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from sglcore.serving.apis.shared_body import Body, Count, Ignored, Int, Items
 from sglcore.serving.replicas.server_errors import InvalidRequest, blame
 
 NEVER = -1e30
-"""The bias that forbids a token."""
+"""The logit bias that forbids a token."""
 _OWN_NAMES = MappingProxyType(
     {"max_tokens": "n_predict", "repetition_penalty": "repeat_penalty", "logprobs": "n_probs"}
 )
@@ -29,8 +29,8 @@ Pair = Annotated[Items[Count | float | Literal[False]], Field(min_length=2, max_
 class LlamaFields(SamplingFields):
     """How a text is continued, by llama-server's names.
 
-    An `n_predict` of -1 means up to the end of the context. `logit_bias` is an object, or pairs of
-    a token id and a number, or of a token id and false for a forbidden token.
+    An `n_predict` of -1 means up to the end of the context. `logit_bias` is an object of token ids
+    and numbers, or a list of pairs of a token id and a number, or false to forbid the token.
     """
 
     model: str | None = None
@@ -50,20 +50,21 @@ class LlamaFields(SamplingFields):
 
 
 class LlamaCompletionBody(LlamaFields):
-    """A request to continue a text, or several."""
+    """A request to continue one text or several."""
 
     prompt: Prompts
 
 
 class Extra(Body):
-    """Another file that gives context."""
+    """A file that gives context; it is put before the prompt."""
 
     filename: str | None = None
     text: str
 
 
 class InfillBody(LlamaFields):
-    """A request for the text between two texts; `prompt` is the beginning of that text."""
+    """A request for the text between `input_prefix` and `input_suffix`; `prompt` is the beginning
+    of that text."""
 
     input_prefix: str
     input_suffix: str
@@ -72,14 +73,14 @@ class InfillBody(LlamaFields):
 
 
 class ApplyTemplateBody(TemplateFields):
-    """A conversation to be written as its prompt."""
+    """A request to render a conversation as its prompt."""
 
     messages: Items[Message] = Field(min_length=1)
 
 
 def llama_params(body: LlamaFields, config: ServerConfig) -> tuple[SamplingParams, str]:
-    """Return the sampling parameters of a body, and the field that constrains the text (empty:
-    none). Raises InvalidRequest."""
+    """Return the sampling parameters of a body, and the field that constrains the text by a grammar
+    (empty: none). `config`: the server's limits. Raises InvalidRequest."""
     check_limit("n_probs", body.n_probs, config.max_logprobs)
     form, grammar = _form(body)
     if body.repeat_penalty is not None:

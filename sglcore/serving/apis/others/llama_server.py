@@ -1,4 +1,5 @@
-"""POST /completion, /infill and /apply-template, GET /props and /slots, as in llama-server."""
+"""POST /completion, /infill and /apply-template, GET /props and /slots, in the form of
+llama-server."""
 
 from __future__ import annotations
 
@@ -38,13 +39,13 @@ _ONE_OR_MORE = ("object", "array")
 
 
 class PromptAnswer(Answer):
-    """A conversation as its prompt."""
+    """The prompt of a conversation, by the chat template."""
 
     prompt: str
 
 
 def add_routes(router: APIRouter, frontend: ChatFrontend) -> None:
-    """Add all endpoints."""
+    """Add all endpoints to the router."""
     texts = TokenTexts(frontend.codec)
 
     async def run(body: LlamaFields, prompts: list[Any]) -> Response | Stream:
@@ -115,9 +116,10 @@ def _add_state(router: APIRouter, frontend: ChatFrontend) -> None:
 
 
 def _slots(frontend: ChatFrontend) -> list[dict[str, Any]]:
-    """Return llama-server's slots: one for each open sample that runs.
+    """Return an entry for each place where a sample can run, the first ones with the samples that
+    run.
 
-    Samples with tokens run for certain; of the others, the number that the engines report as
+    Samples with tokens run for certain; of the others, as many are listed as the engines report as
     running.
     """
     assert frontend.info is not None
@@ -153,7 +155,8 @@ def _task(generation: Generation, sample: Completion) -> dict[str, Any]:
 
 
 class _Writer(Writer[Runs]):
-    """The answer to one request; a list if there are several prompts."""
+    """Writes the answer to one request, as a whole (a list if there are several prompts) or as a
+    stream."""
 
     def __init__(self, frontend: ChatFrontend, body: LlamaFields, texts: TokenTexts) -> None:
         super().__init__(frontend, body.model)
@@ -162,14 +165,15 @@ class _Writer(Writer[Runs]):
         self._began = time.perf_counter()
 
     async def answer(self, run: Runs) -> Any:
-        """Return the whole answer; waits for all samples. Raises Unanswered if every one failed."""
+        """Return the whole answer; waits for all prompts. Raises Unanswered if all failed."""
         outputs = await run.wait()
         check_answered(outputs)
         found = [self._end(place, output) for place, output in enumerate(outputs)]
         return found[0] if len(found) == 1 else found
 
     async def events(self, run: Runs) -> AsyncGenerator[bytes, None]:
-        """Yield the parts of the text, and for each prompt its end."""
+        """Yield the encoded parts of the texts, and for each prompt a last event. Raises Unanswered
+        if all prompts failed."""
         async for place, item in run.read():
             if isinstance(item, PromptProgress):
                 continue
@@ -181,7 +185,7 @@ class _Writer(Writer[Runs]):
         check_answered(run.outputs)
 
     def _end(self, place: int, output: RequestOutput) -> dict[str, Any]:
-        """Return the whole answer to a prompt."""
+        """Return the whole answer to prompt number `place`."""
         sample, prompt = output.outputs[0], len(output.prompt_token_ids)
         made, seconds = len(sample.token_ids), max(time.perf_counter() - self._began, 1e-9)
         return {
@@ -221,7 +225,7 @@ class _Writer(Writer[Runs]):
         }
 
     def _probabilities(self, found: Sequence[TokenLogprob] | None) -> dict[str, Any]:
-        """Return the probabilities of the tokens, if requested."""
+        """Return the field with the tokens' log-probabilities, if `n_probs` is set."""
         if not self._body.n_probs:
             return {}
         shown = chat_logprobs(self._texts, found or (), self._body.n_probs)["content"]
@@ -230,7 +234,8 @@ class _Writer(Writer[Runs]):
 
 
 def _stop(sample: Completion) -> dict[str, Any]:
-    """Return how a text ended: by a stop word, by the model's own end, or by the limit."""
+    """Return the fields that say how a text ended: by a stop string ("word"), by the model's end
+    token or a stop token id ("eos"), or by the token limit."""
     word = sample.stop_cause if isinstance(sample.stop_cause, str) else ""
     kind = "word" if word else {"stop": "eos", "length": "limit"}.get(sample.finish_reason or "", "none")
     return {"stop_type": kind, "stopping_word": word}

@@ -1,4 +1,4 @@
-"""POST /generate, as in SGLang."""
+"""POST /generate, in the form of SGLang."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from sglcore.serving.replicas.runs import Runs, check_answered, start_runs
 from sglcore.serving.replicas.server_errors import InvalidRequest, blame
 
 DEFAULT_MAX_TOKENS = 128
-"""SGLang's default number of tokens for a continuation."""
+"""SGLang's default of `max_new_tokens`."""
 _FORMS = MappingProxyType({name: name for name in ("json_schema", "regex", "ebnf", "structural_tag")})
 _OWN_NAMES = MappingProxyType(
     {
@@ -40,7 +40,7 @@ _OWN_NAMES = MappingProxyType(
 
 
 class SglangSampling(SamplingFields):
-    """How tokens are sampled, by SGLang's names."""
+    """Sampling parameters by SGLang's names."""
 
     max_new_tokens: Positive | None = None
     min_new_tokens: Count | None = None
@@ -57,7 +57,7 @@ class SglangSampling(SamplingFields):
 
 
 class GenerateBody(Body):
-    """A request to continue one text or several, or token ids."""
+    """A request to continue one prompt or several, each a text or token ids."""
 
     sampled: ClassVar[Mapping[str, type[Body]]] = MappingProxyType({"sampling_params": SglangSampling})
 
@@ -77,7 +77,7 @@ class GenerateBody(Body):
 
 
 def add_routes(router: APIRouter, frontend: ChatFrontend) -> None:
-    """Add the endpoint."""
+    """Add the endpoint to the router."""
     texts = TokenTexts(frontend.codec)
 
     @router.post(
@@ -103,7 +103,8 @@ def add_routes(router: APIRouter, frontend: ChatFrontend) -> None:
 
 
 class _Writer(Writer[Runs]):
-    """The answer to one request; a list for a list of prompts, or for several samples."""
+    """Writes the answer to one request, as a whole (a list for a list of prompts, or for several
+    samples) or as a stream."""
 
     def __init__(self, frontend: ChatFrontend, texts: TokenTexts, body: GenerateBody) -> None:
         super().__init__(frontend)
@@ -111,14 +112,14 @@ class _Writer(Writer[Runs]):
         self._reads_text = frontend.codec.reads_text
 
     async def answer(self, run: Runs) -> Any:
-        """Return the whole answer; waits for all samples. Raises Unanswered if every one failed."""
+        """Return the whole answer; waits for all samples. Raises Unanswered if all failed."""
         outputs = await run.wait()
         check_answered(outputs)
         found = [self._sample(output, sample) for output in outputs for sample in output.outputs]
         return found if self._is_list else found[0]
 
     def _sample(self, output: RequestOutput, sample: Completion) -> dict[str, Any]:
-        """Return the current state of a sample."""
+        """Return the answer's object of a sample, as far as it has been generated."""
         about: dict[str, Any] = {
             "id": output.request_id,
             "finish_reason": _ending(sample),
@@ -142,7 +143,8 @@ class _Writer(Writer[Runs]):
         return self._texts.text(token_id) if self._reads_text else None
 
     async def events(self, run: Runs) -> AsyncGenerator[bytes, None]:
-        """Yield, for every new part of a sample, all of the sample so far."""
+        """Yield an encoded event for each new part of a sample, with the whole sample so far; the
+        last event is DONE. If all samples failed, Unanswered is raised in its place."""
         async for place, item in run.read():
             if isinstance(item, PromptProgress):
                 continue
@@ -169,9 +171,8 @@ def _prompts(body: GenerateBody) -> list[Any]:
 
 
 def _params(body: GenerateBody, frontend: ChatFrontend) -> tuple[SamplingParams, str]:
-    """Return the requested sampling parameters, and the field that constrains the form of the text
-    (empty: none).
-    """
+    """Return the sampling parameters of a body, and the field that constrains the text by a grammar
+    (empty: none). Raises InvalidRequest."""
     given = body.sampling_params or SglangSampling.model_validate({})
     bound = given.given(*_FORMS)
     if len(bound) > 1:

@@ -1,5 +1,5 @@
-"""Answers of /v1/embeddings, /v1/score, /v1/rerank and /classify, as the OpenAPI document describes
-them."""
+"""Models of the answers of /v1/embeddings, /v1/score, /v1/rerank and /v1/classify, for the OpenAPI
+document."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from sglcore.serving.apis.answer import Answer
 
 
 class PoolingUsage(Answer):
-    """Tokens of all inputs."""
+    """Numbers of tokens of all inputs together."""
 
     prompt_tokens: int
     total_tokens: int
 
 
 class PoolingAnswer(Answer):
-    """The common fields of these answers."""
+    """The common fields of answers to embedding, scoring, reranking and classification."""
 
     model: str
     system_fingerprint: str
@@ -24,7 +24,7 @@ class PoolingAnswer(Answer):
 
 
 class Embedding(Answer):
-    """One vector: numbers, or base64 of float32 in little-endian order."""
+    """The vector of input number `index`: numbers, or base64 of float32 in little-endian order."""
 
     object: Literal["embedding"]
     index: int
@@ -32,14 +32,15 @@ class Embedding(Answer):
 
 
 class EmbeddingAnswer(PoolingAnswer):
-    """The vectors in the order of the inputs."""
+    """The vectors, in the order of the inputs."""
 
     object: Literal["list"]
     data: list[Embedding]
 
 
 class Score(Answer):
-    """The score of a pair: the output of the head, or the cosine of two vectors."""
+    """The score of pair number `index`: the output of the classification head, or the cosine of two
+    vectors."""
 
     object: Literal["score"]
     index: int
@@ -47,7 +48,7 @@ class Score(Answer):
 
 
 class ScoreAnswer(PoolingAnswer):
-    """The scores in the order of the pairs."""
+    """The scores, in the order of the pairs."""
 
     id: str
     object: Literal["list"]
@@ -56,13 +57,13 @@ class ScoreAnswer(PoolingAnswer):
 
 
 class DocumentAnswer(Answer):
-    """A document."""
+    """A document, as text."""
 
     text: str
 
 
 class Ranked(Answer):
-    """A document's index in the request, and its score."""
+    """A document's index in the request, and its relevance to the query."""
 
     index: int
     relevance_score: float
@@ -70,14 +71,15 @@ class Ranked(Answer):
 
 
 class RerankAnswer(PoolingAnswer):
-    """Documents, the most relevant first."""
+    """The documents, the most relevant first."""
 
     id: str
     results: list[Ranked]
 
 
 class Label(Answer):
-    """The most probable label of one input, and the probabilities of all in their order."""
+    """The most probable label of input number `index`, and the probabilities of all labels in their
+    order."""
 
     index: int
     label: str
@@ -86,7 +88,7 @@ class Label(Answer):
 
 
 class ClassifyAnswer(PoolingAnswer):
-    """The labels in the order of the inputs."""
+    """The labels, in the order of the inputs."""
 
     id: str
     object: Literal["list"]

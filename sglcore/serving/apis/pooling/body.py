@@ -1,5 +1,5 @@
-"""Bodies of /v1/embeddings, /v1/score, /v1/rerank and /classify: what a client may send. It does
-not know the engine."""
+"""Models of the request bodies of /v1/embeddings, /v1/score, /v1/rerank and /v1/classify,
+independent of the engine."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class PoolingFields(Body):
 
     @property
     def most(self) -> int | None:
-        """Tokens to which a longer text is truncated, -1 for the model's limit; None: it is
-        refused."""
+        """The number of tokens to which longer texts are truncated, -1 for the model's maximum;
+        None: they are refused."""
         if self.truncate_prompt_tokens is not None:
             return self.truncate_prompt_tokens
         return -1 if self.truncate else None
@@ -36,8 +36,8 @@ class PoolingFields(Body):
 
 class EmbeddingBody(PoolingFields):
     """A request for the vectors of one input or several. `dimensions` keeps the first numbers of
-    each, scaled to length 1 if the whole vector has length 1; `prompt_name` names a prompt of the
-    checkpoint, which is put before each text."""
+    each vector, scaled to length 1 if the whole vector has length 1; `prompt_name` names a prompt
+    of the checkpoint, which is put before each text."""
 
     input: Prompts
     encoding_format: Literal["float", "base64"] | None = None
@@ -46,7 +46,8 @@ class EmbeddingBody(PoolingFields):
 
 
 class ScoreBody(PoolingFields):
-    """A request to score pairs of texts: one with each of the others, or pair by pair."""
+    """A request to score pairs of texts: one `text_1` with each `text_2`, or each `text_1` with the
+    `text_2` at the same place."""
 
     text_1: OneOrMore
     text_2: OneOrMore
@@ -59,7 +60,8 @@ class DocumentText(Body):
 
 
 class RerankBody(PoolingFields):
-    """A request to sort documents by their relevance to a query and to return the first `top_n`."""
+    """A request to sort documents by their relevance to a query and to return the first `top_n`
+    (all by default). `max_tokens_per_doc` truncates each document before."""
 
     query: str
     documents: Annotated[Items[str | DocumentText], Field(min_length=1)]

@@ -1,4 +1,5 @@
-"""Inputs for a model that answers with vectors or scores, and the meaning of its numbers."""
+"""Encodes the inputs of embedding, scoring and classification, and computes the answers' numbers
+from the model's vectors and scores."""
 
 from __future__ import annotations
 
@@ -21,29 +22,27 @@ from sglcore.serving.replicas.server_errors import InvalidRequest, blame
 Text = str | tuple[str, str] | list[int]
 """A text, a pair of texts, or token ids."""
 UNIT = 1e-3
-"""Largest deviation from 1 of the length of a vector that counts as normalised."""
+"""Maximum deviation from 1 of the length of a vector that counts as normalised."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """A score for each pair, and the number of tokens of all."""
+    """The score of each pair, and the number of tokens of all texts."""
 
     values: list[float]
     tokens: int
 
 
 def described(frontend: Frontend, body: PoolingFields, tokens: int) -> dict[str, Any]:
-    """Return the fields of every answer about the model and its tokens. Raises InvalidRequest for
-    another model's name."""
+    """Return the fields of an answer about the model and its `tokens` input tokens. Raises
+    InvalidRequest for a model name that is not served."""
     usage = {"prompt_tokens": tokens, "total_tokens": tokens}
     return {"model": check_model(frontend, body.model), "system_fingerprint": fingerprint(frontend), "usage": usage}
 
 
 async def embedded(frontend: Frontend, body: EmbeddingBody) -> list[Pooled]:
-    """Return the vectors of a body's inputs, with the number of dimensions that it requests.
-
-    Waits.
-    """
+    """Return the vectors of a body's inputs, cut to the `dimensions` that it requests. Waits.
+    Raises InvalidRequest if the model does not embed."""
     inputs = as_prompts(body.input)
     _check(frontend, body, "input", len(inputs))
     _check_embeds(frontend)
@@ -59,8 +58,9 @@ async def embedded(frontend: Frontend, body: EmbeddingBody) -> list[Pooled]:
 
 
 async def scored(frontend: Frontend, body: PoolingFields, pairs: Sequence[tuple[str, str]], param: str) -> Scored:
-    """Return how well the texts of each pair match: by the model's head for one label, or by the
-    cosine of their vectors. Waits. `param`: the field of the second texts."""
+    """Return how well the texts of each pair match: the output of the model's head if it has one
+    label, else the cosine of their vectors. Waits. `param`: the field of the second texts, for
+    errors. Raises InvalidRequest if the model does neither."""
     _check(frontend, body, param, len(pairs))
     assert frontend.info is not None
     if frontend.info.limits["num_labels"] == 1:
@@ -78,7 +78,7 @@ async def scored(frontend: Frontend, body: PoolingFields, pairs: Sequence[tuple[
 async def shortened(frontend: Frontend, texts: Sequence[str], tokens: int) -> list[str]:
     """Return the first `tokens` tokens of each text, as text.
 
-    Long texts are read in a thread, outside the event loop.
+    Long texts are tokenised in a thread, outside the event loop.
     """
 
     def first() -> list[str]:
@@ -88,7 +88,8 @@ async def shortened(frontend: Frontend, texts: Sequence[str], tokens: int) -> li
 
 
 async def classified(frontend: Frontend, body: ClassifyBody) -> tuple[list[dict[str, Any]], int]:
-    """Return label and probabilities of each input, and the number of tokens of all. Waits."""
+    """Return label and probabilities of each input in the form of the answer, and the number of
+    tokens of all. Waits. Raises InvalidRequest if the model has no classification head."""
     inputs = as_prompts(body.input)
     _check(frontend, body, "input", len(inputs))
     assert frontend.info is not None
@@ -107,8 +108,8 @@ async def classified(frontend: Frontend, body: ClassifyBody) -> tuple[list[dict[
 
 
 async def _pooled(frontend: Frontend, texts: Sequence[Text], most: int | None) -> list[Pooled]:
-    """Return the model's results for each text, truncated to `most` tokens (-1: to the model's
-    limit).
+    """Return the model's result for each text, truncated to `most` tokens (-1: to the model's
+    maximum; None: a longer text is refused).
 
     Long texts are tokenised in a thread, outside the event loop.
     """
@@ -141,7 +142,7 @@ def _check(frontend: Frontend, body: PoolingFields, param: str, texts: int) -> N
 
 
 def _check_embeds(frontend: Frontend) -> None:
-    """Raise InvalidRequest if the model has no vectors."""
+    """Raise InvalidRequest if the model does not embed."""
     assert frontend.info is not None
     if frontend.info.generates:
         raise _wrong_model(
@@ -154,14 +155,15 @@ def _check_embeds(frontend: Frontend) -> None:
 
 
 def _wrong_model(found: str, wanted: str, own: str, code: str = "model_does_not_embed") -> InvalidRequest:
-    """Return the error for a model with another kind of answer; `own`: what this model answers."""
+    """Return the error for a model that does not have the requested kind of answer; `own`: the
+    endpoints that it serves."""
     remedy = f"use {own}, or serve such a model"
     return InvalidRequest(f"this model {found}", wanted=wanted, remedy=remedy, param="model", code=code)
 
 
 def _shortened(vector: np.ndarray, size: int) -> np.ndarray:
-    """Return the first numbers of a vector, scaled to length 1 if the whole vector has length 1
-    (Kusupati et al. 2022, Matryoshka)."""
+    """Return the first `size` numbers of a vector, scaled to length 1 if the whole vector has
+    length 1 (Kusupati et al. 2022, Matryoshka)."""
     if size == len(vector):
         return vector
     is_unit = abs(float(np.linalg.norm(vector)) - 1.0) < UNIT

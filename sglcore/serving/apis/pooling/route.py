@@ -19,7 +19,7 @@ from sglcore.serving.replicas.server_errors import InvalidRequest
 
 
 def add_routes(router: APIRouter, frontend: Frontend) -> None:
-    """Add all endpoints."""
+    """Add all endpoints to the router."""
 
     @router.post("/v1/embeddings", tags=["embeddings"], responses=documented(EmbeddingAnswer))
     async def embeddings(body: EmbeddingBody) -> Response:

@@ -1,4 +1,4 @@
-"""Bodies of /v1/responses: what a client may send. It does not know the engine."""
+"""Models of the request bodies of /v1/responses, independent of the engine."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ Metadata = Annotated[
 
 
 class TextPart(Body):
-    """Text of a message; `annotations` and `logprobs` come from an answer that is sent again."""
+    """A part of a message that is text; `annotations` and `logprobs` occur in an answer that is
+    sent back and are not used."""
 
     type: Literal["input_text", "output_text", "text", "reasoning_text", "summary_text"]
     text: str
@@ -26,7 +27,7 @@ class TextPart(Body):
 
 
 class RefusalPart(Body):
-    """A refusal that the model gave earlier."""
+    """A refusal of the model in an earlier answer."""
 
     type: Literal["refusal"]
     refusal: str
@@ -40,7 +41,8 @@ Part = Annotated[
 
 
 class MessageItem(Body):
-    """A message of the conversation; `phase` comes back with an answer that is sent again."""
+    """A message of the conversation; `id`, `status` and `phase` occur in an answer that is sent
+    back and are not used."""
 
     type: Literal["message"] = "message"
     role: Role
@@ -51,7 +53,7 @@ class MessageItem(Body):
 
 
 class CallItem(Body):
-    """A tool call of the model. `arguments` is JSON."""
+    """A tool call of the model. `arguments` is JSON text."""
 
     type: Literal["function_call"]
     call_id: Id
@@ -75,7 +77,7 @@ class CallOutputItem(Body):
 
 
 class ReasoningItem(Body):
-    """Reasoning of an answer that is sent again; `content` is the text."""
+    """Reasoning of an earlier answer that is sent back; `content` has the text."""
 
     type: Literal["reasoning"]
     id: str | None = None
@@ -98,7 +100,7 @@ Item = Annotated[
 
 
 class FunctionTool(Body):
-    """A function that the model may call; `parameters` is a JSON schema."""
+    """A function that the model may call; `parameters` is the JSON schema of its arguments."""
 
     type: Literal["function"]
     name: Id
@@ -111,7 +113,7 @@ class FunctionTool(Body):
 
 
 class NamedTool(Body):
-    """The function that must be called."""
+    """The function that the model must call."""
 
     type: Literal["function"]
     name: Id
@@ -122,13 +124,13 @@ Choice = Annotated[Annotated[NamedTool, Tag("function")] | Other, by_kind({"func
 
 
 class PlainFormat(Body):
-    """Free text, or any JSON object."""
+    """The format "text" (free text) or "json_object" (any JSON object)."""
 
     type: Literal["text", "json_object"]
 
 
 class SchemaFormat(Body):
-    """Text that a JSON schema describes. It is enforced whatever `strict` says."""
+    """A JSON schema that the answer must satisfy; it is always enforced, whatever `strict` says."""
 
     type: Literal["json_schema"]
     name: Id | None = None
@@ -141,14 +143,14 @@ Format = Annotated[PlainFormat | SchemaFormat, Field(discriminator="type")]
 
 
 class TextConfig(Body):
-    """The format of the text."""
+    """The format of the answer's text."""
 
     format: Format | None = None
     verbosity: Literal["low", "medium", "high"] | None = None
 
 
 class Reasoning(Body):
-    """How much the model should think."""
+    """The effort of the model's reasoning, which is passed to the chat template."""
 
     effort: str | None = None
     summary: Ignored[str] = None
@@ -158,13 +160,13 @@ class Reasoning(Body):
 
 
 class StreamOptions(Body):
-    """`include_obfuscation` asks for padding, which this server never adds."""
+    """`include_obfuscation` requests padding, which this server never adds."""
 
     include_obfuscation: bool | None = None
 
 
 class Conversation(Body):
-    """The fields that a response and a count of its tokens share."""
+    """The fields that requests for a response and for the number of its input tokens share."""
 
     model: str | None = None
     input: str | Items[Item] | None = None
@@ -182,7 +184,7 @@ class Conversation(Body):
 
 
 class CountRequest(Conversation):
-    """A request for the number of input tokens."""
+    """A request for the number of input tokens of a response."""
 
     personality: Ignored[str] = None
 
