@@ -1,7 +1,8 @@
-"""Common parts of all bodies: strict fields, collected unknown names, reported ignored fields.
+"""Common parts of all request bodies: strict fields, collected unknown names, reported ignored
+fields.
 
-Also unions by a `type` word, with a member for every type that this server does not support: such a
-value is read completely, so that the error can name its type.
+Also unions that are discriminated by the field `type`, with a member for every type that this
+server does not support: such a value is parsed completely, so that the error can name its type.
 """
 
 from __future__ import annotations
@@ -18,41 +19,41 @@ from sglcore.serving.apis.unknown import UnknownFields
 MOST_SEED = 2**64 - 1
 MOST_INT32 = 2**31 - 1
 UNUSED = object()
-"""Marks a field that clients send and that this server does not use."""
+"""Marks a field that clients may send and that has no effect."""
 OTHER = "other"
-"""The tag of a type that this server does not support."""
+"""The union tag of values whose type this server does not support."""
 
 T = TypeVar("T")
 Ignored = Annotated[T | None, UNUSED]
-"""The type of such a field; answers report which of them were given."""
+"""The type of a field that has no effect; answers report which of them a request set."""
 Items = Annotated[list[T], Field(fail_fast=True)]
-"""A list of a request. Reading stops at the first wrong item: an error for each of a million items
+"""A list in a request. Parsing stops at the first wrong item: an error for each of a million items
 would fill the memory."""
 
 
 def _whole(value: Any) -> Any:
-    """Convert a whole float to an integer: JSON has one kind of number, so 16.0 is an integer
-    too."""
+    """Return a whole float as an integer (JSON has one kind of number, so 16.0 is an integer too),
+    and any other value unchanged."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 # The bound comes before the validator; after it, the JSON schema would not have the bound.
 Int = Annotated[int, BeforeValidator(_whole)]
-"""An integer of a request."""
+"""An integer in a request; 16.0 is one too."""
 Count = Annotated[int, Field(ge=0, le=MOST_INT32), BeforeValidator(_whole)]
-"""0 or more."""
+"""An integer from 0 to MOST_INT32."""
 Positive = Annotated[int, Field(ge=1, le=MOST_INT32), BeforeValidator(_whole)]
-"""1 or more."""
+"""An integer from 1 to MOST_INT32."""
 TopK = Annotated[int, Field(ge=-1, le=MOST_INT32), BeforeValidator(_whole)]
-"""An integer; 0 and -1 keep all tokens."""
+"""An integer from -1 to MOST_INT32; 0 and -1 keep all tokens."""
 Seed = Annotated[int, Field(ge=-1, json_schema_extra={"maximum": MOST_SEED}), BeforeValidator(_whole)]
 """A seed for `SamplingParams`, or -1 for any. That class checks the upper bound, which no 64-bit
 float can represent."""
 
 
 def entries(most: int) -> BeforeValidator:
-    """Return a validator for an object of at most `most` entries; a larger one is refused before
-    its entries are read."""
+    """Return a validator for an object with at most `most` entries; a larger one is refused before
+    its entries are parsed."""
 
     def check(value: Any) -> Any:
         if isinstance(value, dict) and len(value) > most:
@@ -63,16 +64,17 @@ def entries(most: int) -> BeforeValidator:
 
 
 class Body(BaseModel):
-    """A part of a request. Values are not converted; names that it does not know go to the
-    validation's context, if that is an UnknownFields."""
+    """Base of the models of request bodies and their parts. Values are not converted to other
+    types. Names of unknown fields are collected in the validation's context, if that is an
+    `UnknownFields`."""
 
     model_config = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False, protected_namespaces=())
     known: ClassVar[frozenset[str]]
-    """Names that a request may use for its fields."""
+    """Names of the fields in a request, aliases included."""
     ignored: ClassVar[frozenset[str]]
     """Names of the `Ignored` fields."""
     sampled: ClassVar[Mapping[str, type[Body]]] = MappingProxyType({})
-    """Fields that hold sampling parameters, and the class that reads them."""
+    """Fields that contain sampling parameters, and the model of each."""
 
     @classmethod
     def __pydantic_init_subclass__(cls, **given: Any) -> None:
@@ -89,31 +91,32 @@ class Body(BaseModel):
         return value
 
     def given(self, *names: str) -> dict[str, Any]:
-        """Return the named fields that have a value: not missing, not null."""
+        """Return those of the named fields that the request sets to a value other than null, by
+        name."""
         return {name: value for name in names if (value := getattr(self, name)) is not None}
 
     def warnings(self) -> tuple[str, ...]:
-        """Return the ignored fields that were given a value."""
+        """Return the names of the ignored fields that the request sets."""
         return tuple(sorted(name for name in self.ignored if getattr(self, name) is not None))
 
 
 class OtherKind(BaseModel):
-    """An object of a kind that this server does not support."""
+    """An object whose type this server does not support."""
 
     model_config = ConfigDict(extra="allow", strict=True)
     type: str
 
 
 def kind_of(value: Any, default: str = "") -> str:
-    """Return the `type` word of a raw or parsed value; `default` if it has none."""
+    """Return the field `type` of a raw or parsed value; `default` if it is missing or no string."""
     fields = dict(value) if isinstance(value, Mapping | BaseModel) else {}
     found = fields.get("type")
     return found if isinstance(found, str) else default
 
 
 def by_kind(words: Mapping[str, str], default: str = OTHER) -> Discriminator:
-    """Return a discriminator: `words` maps `type` words to tags; a value without the word gets the
-    tag `default`."""
+    """Return a discriminator for a union. `words`: values of `type` -> tags of the members; a value
+    without `type` gets the tag `default`, one of another type OTHER."""
 
     def choose(value: Any) -> str:
         kind = kind_of(value)

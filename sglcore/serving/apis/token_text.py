@@ -12,7 +12,8 @@ from sglcore.engine.tokenizers.text_codec import TextCodec
 
 
 class TokenTexts:
-    """The text that each token of a tokenizer adds."""
+    """The text and bytes of each token of a tokenizer, cached. Special tokens are their names; an
+    id that the tokenizer lacks is empty."""
 
     def __init__(self, codec: TextCodec) -> None:
         tokenizer = codec.tokenizer
@@ -28,16 +29,16 @@ class TokenTexts:
         self._cached = lru_cache(maxsize=65536)(self._find)
 
     def data(self, token_id: int) -> bytes:
-        """Return the bytes of a token; for special tokens, their names."""
+        """Return the UTF-8 bytes that a token adds to a text."""
         return self._cached(token_id)[0]
 
     def text(self, token_id: int) -> str:
-        """Return the text of a token; a token that is no complete text is written
+        """Return the text of a token; bytes that are not complete UTF-8 are written
         `bytes:\\xe2\\x80`, so that each token has a distinct text."""
         return self._cached(token_id)[1]
 
     def is_special(self, token_id: int) -> bool:
-        """Return whether texts leave the token out."""
+        """Return whether the token is special, so that decoding leaves it out by default."""
         return token_id in self._special
 
     def is_unknown(self, token_id: int) -> bool:
@@ -65,8 +66,9 @@ class TokenTexts:
 
 
 def _byte_letters() -> dict[str, int]:
-    """Return the letter for each byte in the vocabulary of a byte-level tokenizer: printable bytes
-    stand for themselves, the others for letters from U+0100 on (Radford et al. 2019, GPT-2)."""
+    """Return the byte that each letter stands for in the vocabulary of a byte-level tokenizer:
+    printable bytes are their own letters, the others have letters from U+0100 on (Radford et al.
+    2019, GPT-2)."""
     plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in set(plain)]
     return {
@@ -76,8 +78,8 @@ def _byte_letters() -> dict[str, int]:
 
 
 def _marked(piece: str) -> bytes:
-    """Return the bytes of a piece in which U+2581 stands for a space, or that names a byte:
-    `<0xE2>`."""
+    """Return the bytes of a vocabulary entry in which U+2581 stands for a space, or which names a
+    byte, such as `<0xE2>`."""
     if len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
         try:
             return bytes([int(piece[3:5], 16)])
@@ -87,7 +89,7 @@ def _marked(piece: str) -> bytes:
 
 
 def _decoder_kinds(decoder: Any) -> frozenset[str]:
-    """Return the kinds of decoders that a tokenizer chains."""
+    """Return the names of the decoders that a tokenizer chains; empty for None."""
     if decoder is None:
         return frozenset()
     state = json.loads(decoder.__getstate__())

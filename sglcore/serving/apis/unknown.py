@@ -1,4 +1,4 @@
-"""Unknown fields of a request: fields that mean something elsewhere are refused, others are
+"""Unknown fields of a request: those that change something in another API are refused, others are
 reported.
 
 A field with which another server would give another text is never ignored silently.
@@ -15,34 +15,37 @@ from typing import Any
 from sglcore.serving.replicas.server_errors import InvalidRequest
 
 LONGEST_NAME = 60
-"""Characters of an unknown name that are shown."""
+"""Maximum characters of an unknown name that are shown."""
 MOST_NAMED = 32
-"""Unknown fields of a request that are named."""
+"""Maximum number of unknown fields of a request that are recorded."""
 ALIKE = 0.8
-"""Similarity of two names, 0 to 1, from which one is suggested for the other."""
+"""Least similarity of two names, 0 to 1, for which one is suggested in place of the other."""
 
 
 @dataclass(slots=True)
 class UnknownFields:
-    """Fields of a body that its model does not know. Validators fill it; each name of a model
-    counts once."""
+    """Collects the fields of a body that its models do not know, during validation. Each name
+    counts once for a model."""
 
     found: dict[tuple[type, str], tuple[Mapping[str, Any], frozenset[str]]] = field(default_factory=dict)
 
     def take(self, model: type, value: Mapping[str, Any], known: frozenset[str]) -> None:
-        """Note that the object `value` was read as `model`, which knows these names."""
+        """Record the unknown names of the object `value`, which was parsed as `model`, whose fields
+        are `known`."""
         for name in value:
             if name not in known and len(self.found) < MOST_NAMED:
                 self.found.setdefault((model, str(name)), (value, known))
 
     def places(self, body: Any) -> list[str]:
-        """Return their places in a body, such as `messages[0].mood`."""
+        """Return the paths of the recorded fields in `body`, the raw object that was validated,
+        such as `messages[0].mood`."""
         owners = {id(value): where for where, value in _objects(body, "")} if self.found else {}
         shown = ((owners.get(id(value), ""), name[:LONGEST_NAME]) for (_, name), (value, _) in self.found.items())
         return [f"{where}.{name}".removeprefix(".") for where, name in shown]
 
     def refuse(self, body: Any) -> None:
-        """Raise InvalidRequest about the first one, with a suggestion for its name."""
+        """Raise InvalidRequest about the first recorded field, if there is one, with a suggestion
+        for its name. `body`: the raw object."""
         if not self.found:
             return
         (_, name), (_, known) = next(iter(self.found.items()))
@@ -53,8 +56,9 @@ class UnknownFields:
 
 
 def refuse_foreign(body: Any, known: Collection[str], *, generates: bool) -> None:
-    """Raise InvalidRequest about a field that means something elsewhere: a field that this endpoint
-    has under another name and, if it `generates`, a field that would change the text."""
+    """Raise InvalidRequest about an unknown field at the top of a raw `body` that this endpoint has
+    under another name (SAME) or, if it `generates` text, that would change the text (CHANGING).
+    `known`: names of the endpoint's fields. Values without effect are accepted."""
     if not isinstance(body, Mapping):
         return
     for name, value in body.items():
@@ -74,7 +78,7 @@ def refuse_foreign(body: Any, known: Collection[str], *, generates: bool) -> Non
 
 
 def _objects(value: Any, where: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield all objects of a body, each with its path."""
+    """Yield all objects inside a JSON value, each after its path."""
     if isinstance(value, Mapping):
         yield where, value
         for name, part in value.items():
@@ -98,7 +102,7 @@ SAME: tuple[tuple[str, ...], ...] = (
     ("reasoning_effort", "reasoning", "thinking", "think"),
     ("chat_template_kwargs", "enable_thinking"),
 )
-"""Names of the same thing, here and elsewhere."""
+"""Groups of names of one field in different APIs."""
 
 _BEAMS = ("use_beam_search", "num_beams", "beam_width", "length_penalty", "early_stopping")
 
@@ -120,7 +124,7 @@ CHANGING = frozenset(
         *("web_search_options", "sampling_params", "options", "template", "context"),
     }
 )
-"""Fields with which some server gives another text, or another part of the answer."""
+"""Fields with which some server generates another text, or another part of the answer."""
 
 NEUTRAL: Mapping[str, Any] = MappingProxyType(
     {
@@ -146,7 +150,7 @@ NEUTRAL: Mapping[str, Any] = MappingProxyType(
         "tool_choice": "auto",
     }
 )
-"""Values with which a field changes nothing, in addition to null, false, 0 and empty values."""
+"""Values with which a field has no effect, in addition to null, false, 0 and empty values."""
 
 REASONS: Mapping[str, str] = MappingProxyType(
     dict.fromkeys(
@@ -155,4 +159,4 @@ REASONS: Mapping[str, str] = MappingProxyType(
         " on the others; n gives several samples",
     )
 )
-"""Reasons why some of these fields are not supported."""
+"""Why some of the fields in CHANGING are not supported."""

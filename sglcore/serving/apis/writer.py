@@ -1,5 +1,5 @@
-"""Writes the answer to a generating request: whole, or as the events of a stream. Each protocol has
-its own writer."""
+"""The base of all writers of answers: each writes the answer to a generating request, whole or as
+the events of a stream, in the form of one protocol."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ Run = TypeVar("Run", bound=Runs)
 
 
 class Writer(ABC, Generic[Run]):
-    """The answer to one request."""
+    """Writes the answer to one request. `respond` is the entry; subclasses implement `answer` and
+    `events`."""
 
     def __init__(self, frontend: Frontend, name: str | None = None) -> None:
-        """`name`: the requested model. Raises InvalidRequest if it is another model or generates no
-        text, and NotReady."""
+        """`name`: the requested model (None: any). Raises InvalidRequest if it is not served or
+        generates no text, and NotReady."""
         self.model = check_model(frontend, name)
         check_generates(frontend)
         self._fingerprint = fingerprint(frontend)
@@ -31,32 +32,34 @@ class Writer(ABC, Generic[Run]):
 
     @property
     def fingerprint(self) -> str:
-        """The fingerprint of the engine that answers; before that, of the engine that may
-        answer."""
+        """The fingerprint of the engine that runs the request; before that is known, of the engine
+        at the request's arrival."""
         return (self._run.fingerprint if self._run is not None else "") or self._fingerprint
 
     @abstractmethod
     async def answer(self, run: Run) -> Any:
-        """Return the whole answer; waits for all samples. Raises Unanswered if every one failed."""
+        """Return the whole answer as a JSON value; waits for all samples. Raises Unanswered if all
+        failed."""
 
     @abstractmethod
     def events(self, run: Run) -> AsyncGenerator[bytes, None]:
-        """Yield the answer's parts as they come, and its end. Raises as `answer` does."""
+        """Yield the encoded parts of the answer as they are generated, and its end. Raises as
+        `answer`."""
 
     def on_error(self, error: Exception) -> bytes:
-        """Return the event for an error after the first event."""
+        """Return the encoded event for an error that occurs after the first event."""
         return event(error_body(told(error)))
 
     @property
     def form(self) -> StreamForm:
-        """Return how the parts of a stream are written."""
+        """How the parts of a stream are encoded; here, as server-sent events."""
         return EVENTS
 
     async def respond(self, run: Run, streams: bool | None, warnings: Iterable[str]) -> Response | Stream:
-        """Return the answer as it is sent. Waits for all of it unless it streams.
+        """Return the response to send: with `streams` a `Stream`, else the whole answer, for which
+        it waits. The run ends with it.
 
-        `warnings`: fields of the request without effect, in addition to what the run does not
-        enforce.
+        `warnings`: names of request fields without effect; what the run does not enforce is added.
         """
         self._run = run
         if streams:

@@ -1,1 +1,2 @@
-"""Chat: converts messages to a prompt, and a model's text to content, reasoning and tool calls."""
+"""Chat: converts messages to a prompt, and the model's text to content, reasoning and tool
+calls."""

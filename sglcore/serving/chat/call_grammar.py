@@ -25,14 +25,15 @@ from sglcore.serving.chat.self_test import CALL_IDS, Sample, Turn
 
 Function = Mapping[str, Any]
 BLANKS = r"/\s{0,4}/"
-"""Blanks between reasoning and what follows."""
+"""Lark for the white space between reasoning and what follows."""
 
 ONE_OF_THEM: Mapping[str, str] = MappingProxyType(
     {"wanted": "one of them", "remedy": 'set tool_choice to "none", or leave the response format out'}
 )
+"""`wanted` and `remedy` of the error for tools together with a response format."""
 
 MOST_CALLS = 16
-"""Largest number of calls in a forced answer."""
+"""Maximum number of calls in a forced answer."""
 
 
 def call_grammar(
@@ -45,11 +46,13 @@ def call_grammar(
     follows_reasoning: bool = False,
     answer: Grammar | None = None,
 ) -> Grammar:
-    """Return the grammar of one call of these functions, or of several if the template writes
-    several; or of an `answer` instead.
+    """Return the Lark grammar of one call of `functions`, or of up to MOST_CALLS if `is_parallel`
+    and the template writes several. With an `answer`, text that matches that grammar is allowed in
+    place of calls.
 
-    Raises GrammarError for parameters that cannot be enforced, and for an answer that cannot be
-    told apart from calls.
+    `sample`: calls that the checkpoint's template wrote; `added`: ids of added tokens by text;
+    `follows_reasoning`: white space may come first. Raises GrammarError for parameters that cannot
+    be enforced, and for an answer that cannot be told apart from calls.
     """
     literal = _Literals(added)
     if answer is not None and _before(family, sample.one)[0].startswith(("{", "[")):
@@ -68,7 +71,7 @@ def call_grammar(
 
 
 class _Literals:
-    """Fixed text in Lark: strings, and added tokens by id."""
+    """Writes fixed text in Lark: as strings, and added tokens by their ids."""
 
     def __init__(self, added: Mapping[str, int]) -> None:
         self._added = added
@@ -80,7 +83,7 @@ class _Literals:
         return " ".join(f"<[{self._added[part]}]>" if part in self._added else _quoted(part) for part in parts)
 
     def upto(self, name: str, mark: str) -> list[str]:
-        """Return rules for `name`: any text, followed by the mark."""
+        """Return rules for `name`: any text, up to and including `mark`."""
         if mark in self._added:
             return [f"{name}: /(?s:.*)/ <[{self._added[mark]}]>"]
         return [f"{name}[lazy]: /(?s:.*){_escaped(mark)}/"]
@@ -120,8 +123,9 @@ def _calls(
     functions: Sequence[Function],
     rules_of: Callable[[int, Function], list[str]],
 ) -> list[str]:
-    """Return the rules of calls, with the text around them, in Lark; `between`: the text between
-    two calls, None if only one call is allowed."""
+    """Return the rules for calls of `functions`. `before`, `between` and `after`: Lark for the text
+    around calls; `between` None: only one call is allowed. `rules_of(number, function)` returns the
+    rules of one function, of which the first is named `call_NUMBER`."""
     again = f" ({between} call){{0,{MOST_CALLS - 1}}}" if between is not None else ""
     rules = [f"calls: {before} call{again} {after}".rstrip()]
     rules.append("call: " + " | ".join(f"call_{number}" for number in range(len(functions))))
@@ -132,7 +136,8 @@ def _calls(
 
 
 def _parts(family: ToolFamily, turn: Turn) -> tuple[str, str, str]:
-    """Return the text before a call's name, between name and arguments, and after them."""
+    """Return three texts of a turn: before the call's name, between name and arguments, and after
+    the arguments."""
     call = turn.calls[0]
     arguments = turn.text.index(call.arguments, turn.text.index(call.name))
     before, name_end = _before(family, turn)
@@ -147,7 +152,8 @@ def _before(family: ToolFamily, turn: Turn) -> tuple[str, int]:
 
 
 def _after(turn: Turn, end: int) -> str:
-    """Return the text after the only call, without the text that ends the turn."""
+    """Return the text of a turn from index `end` on, the end of its only call, without the text
+    that ends the turn."""
     rest = turn.text[end:]
     footer = rest.rfind(turn.footer.strip()) if turn.footer.strip() else len(rest)
     return rest[:footer].rstrip()
@@ -161,7 +167,7 @@ def _between(turn: Turn) -> str:
 
 
 def _with_ids(literal: _Literals, text: str) -> str:
-    """Return fixed text in which a call's id, or its number, may have any value."""
+    """Return Lark for a fixed text in which a call's id, or its number, may have any value."""
     parts = re.split(rf"({'|'.join(CALL_IDS)}|:\d+)", text)
     parts[::2] = map(literal, parts[::2])
     parts[1::2] = ("/:[0-9]{1,3}/" if part.startswith(":") else "/[a-zA-Z0-9]{9}/" for part in parts[1::2])
@@ -169,8 +175,8 @@ def _with_ids(literal: _Literals, text: str) -> str:
 
 
 def _parameters(function: Function) -> Mapping[str, Any]:
-    """Return the schema of a function's arguments, which must be an object. Raises GrammarError for
-    another type."""
+    """Return the schema of a function's arguments. Raises GrammarError if it is not the schema of
+    an object."""
     schema = {"type": "object", **(function.get("parameters") or {})}
     kinds = {"properties": dict, "required": list, "type": str}
     wrong = next((name for name, kind in kinds.items() if name in schema and not isinstance(schema[name], kind)), None)
@@ -210,8 +216,8 @@ def _notated_function(literal: _Literals, notation: Notation, number: int, funct
 
 
 def _series(names: Mapping[str, bool], joint: str) -> list[str]:
-    """Return the ways to write names in order with joints between them; names that are not required
-    may be left out."""
+    """Return the alternatives for rule `names` in their order with the Lark text `joint` between
+    them. `names[name]`: whether it is required; others may be left out."""
     found: list[str] = []
     left = list(names)
     for place, first in enumerate(left):
@@ -225,8 +231,8 @@ def _series(names: Mapping[str, bool], joint: str) -> list[str]:
 def _notated_value(
     literal: _Literals, notation: Notation, name: str, schema: Mapping[str, Any]
 ) -> tuple[str, list[str]]:
-    """Return a parameter's value: text in the notation's own quotes, constants by its words,
-    anything else as JSON."""
+    """Return Lark for a parameter's value, and further rules: text in the notation's own quotes,
+    constants by its words, anything else as JSON. `name`: a free rule name."""
     quote = notation.quotes[0]
     if schema.get("type") == "boolean" and notation.is_list:
         return '("True" | "False")', []
@@ -238,9 +244,8 @@ def _notated_value(
 
 @dataclass(frozen=True, slots=True)
 class _Written:
-    """What a template writes around the parts of calls in tags. `_written` finds it in a passed
-    test of the template.
-    """
+    """The texts that a template writes around the parts of calls in tags; `_written` finds them in
+    a passed test of the template."""
 
     before: str
     """Before the first call's function name."""
@@ -263,8 +268,8 @@ class _Written:
 
 
 def _written(tags: Tags, family: ToolFamily, sample: Sample) -> _Written:
-    """Read the marks from a sample call; its first parameter must be text, and it must have
-    others."""
+    """Return the texts around the parts of a sample call; the sample's first parameter must be
+    text, and it must have others."""
     before, head = _before(family, sample.one)
     text, call = sample.one.text, sample.one.calls[0]
     key, value = next(iter(json.loads(call.arguments).items()))
@@ -316,14 +321,15 @@ def _tagged_function(literal: _Literals, written: _Written, number: int, functio
 
 
 def _properties(schema: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-    """Return the schemas of the parameters, with the definitions that they may refer to."""
+    """Return the schema of each parameter by name, with the definitions that it may refer to."""
     definitions = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
     found = {key: _resolved(given, schema) for key, given in (schema.get("properties") or {}).items()}
     return {key: {**each, **definitions} if isinstance(each, Mapping) else {} for key, each in found.items()}
 
 
 def _resolved(schema: Any, root: Mapping[str, Any]) -> Any:
-    """Return the schema that a reference into the same document names."""
+    """Return the schema that a `$ref` into `root` names; None if there is none. A schema without
+    such a reference is returned unchanged."""
     reference = schema.get("$ref") if isinstance(schema, Mapping) else None
     if not isinstance(reference, str) or not reference.startswith("#/"):
         return schema
@@ -334,7 +340,8 @@ def _resolved(schema: Any, root: Mapping[str, Any]) -> Any:
 
 
 def _tagged_value(literal: _Literals, name: str, schema: Mapping[str, Any], end: str) -> tuple[str, list[str]]:
-    """Return a parameter's value with its end: text unchanged, anything else as JSON."""
+    """Return Lark for a parameter's value with the text `end` after it, and further rules: text
+    unchanged, anything else as JSON. `name`: a free rule name."""
     if isinstance(schema.get("enum"), list) and all(isinstance(value, str) for value in schema["enum"]):
         words = " | ".join(_quoted(word) for word in schema["enum"])
         return f"({words}) {literal(end)}", []

@@ -1,4 +1,4 @@
-"""A frontend for chat: it has the chat format of the checkpoint."""
+"""The frontend that the server uses, with the chat format of the checkpoint."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from sglcore.serving.replicas.engine_frontend import Frontend
 
 
 class ChatFrontend(Frontend):
-    """The frontend of every endpoint."""
+    """A `Frontend` with `format`, the chat format of its checkpoint."""
 
     def __init__(self, config: EngineConfig, server: ServerConfig, **others: Any) -> None:
-        """As `Frontend`; also chooses the parsers. Raises ConfigError for a named parser that does
-        not suit the model."""
+        """Parameters as in `Frontend`. Also chooses and tests the parsers of tool calls and
+        reasoning. Raises ConfigError for a parser, requested by name, that does not suit the model.
+        """
         super().__init__(config, server, **others)
         self.format = ChatFormat.detect(
             self.codec, tool_parser=server.tool_parser, reasoning_parser=server.reasoning_parser

@@ -12,34 +12,33 @@ from typing import Any
 from sglcore.engine.tokenizers.chat_template import Message, TextError
 
 UNREADABLE = "arguments"
-"""Name of the only argument that the model is shown for a call with arguments that are no JSON
-object.
-"""
+"""The key under which a template gets the arguments of a call that are no JSON object, as text."""
 
 
 @dataclass(frozen=True, slots=True)
 class MessageForm:
-    """The form of messages that a template needs, found by rendering."""
+    """The form of messages that a chat template needs, found by test renderings."""
 
     parts: bool = False
-    """Content is a list of parts instead of a string."""
+    """Whether content is a list of parts; else a string."""
     arguments: bool = True
-    """A call's arguments are an object instead of JSON text."""
+    """Whether a call's arguments are an object; else JSON text."""
     empty: bool = False
-    """Missing content is an empty string instead of None."""
+    """Whether missing content is an empty string; else None."""
     single: bool = False
-    """A message has one call, and its results come before the next call."""
+    """Whether a message may have only one call, with its results before the next call."""
     joined: bool = False
-    """Reasoning and content of a message with calls are joined."""
+    """Whether content of a message with calls is appended to its reasoning."""
     numbered: bool = False
-    """Ids of calls have the form `functions.NAME:NUMBER`."""
+    """Whether ids of calls must have the form `functions.NAME:NUMBER`."""
     write: Callable[[Sequence[Mapping[str, Any]]], str] | None = None
-    """Writes calls as content. None: the template writes them."""
+    """Writes calls (with arguments as objects) as text, which is appended to the content. None: the
+    template writes calls itself."""
     described: bool = False
-    """Every tool has a description."""
+    """Whether every tool must have a description."""
 
     def tools(self, tools: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-        """Return the tools for the template."""
+        """Return the tools in the form that the template needs."""
         if not self.described:
             return list(tools)
         functions = ({"description": "", **tool.get("function", tool)} for tool in tools)
@@ -47,8 +46,9 @@ class MessageForm:
 
 
 def as_template_reads(messages: Sequence[Message], form: MessageForm) -> list[dict[str, Any]]:
-    """Return the messages for the template. Raises TextError for a message that no text template
-    can take."""
+    """Return the messages in the form that the template needs; the given ones are not changed.
+    Raises TextError for a message without a role, with parts other than text, or with a wrong call.
+    """
     listed = [_message(place, message, form) for place, message in enumerate(messages)]
     if form.numbered:
         _number_calls(listed)
@@ -56,7 +56,8 @@ def as_template_reads(messages: Sequence[Message], form: MessageForm) -> list[di
 
 
 def _one_by_one(messages: Sequence[dict[str, Any]], form: MessageForm) -> Iterator[dict[str, Any]]:
-    """Yield the same calls with one call in each message, followed by its own results."""
+    """Yield the messages so that each has one call at most, followed by the results of that
+    call."""
     rest = deque(messages)
     while rest:
         message = rest.popleft()
@@ -74,8 +75,9 @@ def _one_by_one(messages: Sequence[dict[str, Any]], form: MessageForm) -> Iterat
 
 
 def _number_calls(messages: list[dict[str, Any]]) -> None:
-    """Give calls and their results ids with the function's name and the call's number in the
-    conversation."""
+    """Replace the id of each call by `functions.NAME:NUMBER`, numbered from 0 over the whole
+    conversation, in place. A result gets the new id of its call; a result of no known call keeps
+    its id."""
     ids: dict[Any, str] = {}
     number = 0
     for message in messages:
@@ -154,8 +156,8 @@ def _call(place: int, call: Any, form: MessageForm) -> dict[str, Any]:
 def _object(text: str) -> dict[str, Any]:
     """Return a call's arguments as an object.
 
-    Text that is no object, for example of a truncated answer, is put under `UNREADABLE`: the next
-    turn, which reports the error of the call, must not fail because of it.
+    Text that is no object, for example of a truncated answer, becomes the value of the key
+    `UNREADABLE`: the next turn, which reports the error of the call, must not fail because of it.
     """
     try:
         found = json.loads(text or "{}")

@@ -1,7 +1,7 @@
 """The chat format of a checkpoint: how a conversation becomes a prompt, and how answers are parsed.
 
-Chosen once, from evidence in the template and the tokenizer; every active parser has passed its
-self-test.
+Chosen once, from evidence in the template and the tokenizer; every parser that is used has passed
+its self-test.
 """
 
 from __future__ import annotations
@@ -24,12 +24,14 @@ from sglcore.serving.chat.self_test import Sample, new_ids
 Tools = Sequence[Mapping[str, Any]]
 
 CUT = "\x02cut\x03"
-"""Marks the end of a message that the answer continues, during rendering."""
+"""A mark that is added to the last message before rendering, to find where the answer continues
+it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
-    """A prompt. `ignored` names chat_template_kwargs that the template does not read."""
+    """A prompt as text. `ignored`: names of chat_template_kwargs that the template does not
+    read."""
 
     text: str
     reasoning_open: bool = False
@@ -39,39 +41,42 @@ class Rendered:
 
 @dataclass(frozen=True)
 class ChatFormat:
-    """How a checkpoint's conversations are written and parsed. Made by `detect`."""
+    """How conversations of a checkpoint become prompts and how its answers are parsed; `detect`
+    makes it."""
 
     template: ChatTemplate
     """The chat template."""
     form: MessageForm
     """The form of messages that the template needs."""
     tool_parser: str | None
-    """The name of the tool parser. None: tools are off."""
+    """The name of the parser of tool calls. None: tools are off."""
     tool_reason: str
-    """The reason for this tool parser."""
+    """Why this parser of tool calls was chosen, or why tools are off."""
     reasoning_parser: str | None
-    """The name of the reasoning parser. None: reasoning is not recognised."""
+    """The name of the parser of reasoning. None: reasoning is not separated from content."""
     reasoning_reason: str
-    """The reason for this reasoning parser."""
+    """Why this parser of reasoning was chosen, or why there is none."""
     rows: tuple[Row, ...]
-    """The ledger's rows of both decisions."""
+    """The ledger's rows about both parsers."""
     skip_special_tokens: bool
-    """False if markers are special tokens, so that the text has to be decoded with them."""
+    """Whether answers are decoded without special tokens. False if markers of a parser are special
+    tokens."""
     _tools: ToolFamily | None = None
     """The format of tool calls. None: tools are off."""
     _reasoning: ReasoningFamily | None = None
-    """The format of reasoning. None: none is recognised."""
+    """The format of reasoning. None: reasoning is not recognised."""
     _sample: Sample | None = None
-    """Calls as the template writes them, from the parser's test. None: no test was passed."""
+    """Calls that the template wrote in the parser's test. None: no test was passed."""
     _controls: tuple[str, ...] = ()
-    """Special tokens that are not markers, if the text is decoded with special tokens."""
+    """Special tokens other than markers, which are removed from answers if these are decoded with
+    special tokens."""
     _added: Mapping[str, int] = field(default_factory=dict)
     """Ids of the tokenizer's added tokens, by their text."""
 
     @classmethod
     def detect(cls, codec: TextCodec, *, tool_parser: str = "auto", reasoning_parser: str = "auto") -> ChatFormat:
-        """Choose and test the parsers. Raises ConfigError if a named one is unknown or fails its
-        test."""
+        """Choose and test the parsers for a tokenizer and template. Raises ConfigError if a parser
+        requested by name is unknown or fails its test."""
         reasoning = choose_reasoning(codec, reasoning_parser)
         form = content_form(codec.template)
         tools = choose_tools(codec, tool_parser, reasoning.family, form)
@@ -96,7 +101,8 @@ class ChatFormat:
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
-        """Tokens that end the model's turn, whatever the checkpoint says."""
+        """Ids of tokens that end the model's turn in this format, in addition to the checkpoint's
+        end tokens."""
         stops = self._tools.stops if self._tools else ()
         return tuple(self._added[text] for text in stops if text in self._added)
 
@@ -110,8 +116,10 @@ class ChatFormat:
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> Rendered:
-        """Return the prompt of a conversation. Raises TextError if the template refuses, or if
-        tools are requested but off."""
+        """Return the prompt of a conversation. `tool_choice` "none" hides the tools;
+        `continue_final_message`: the answer continues the last message's content, and
+        `add_generation_prompt` must be False. Raises TextError if the template refuses the
+        messages, or if tools are requested but off."""
         offered = self._offered(tools, tool_choice)
         if offered and self._tools is None:
             raise TextError(f"tools are off: {self.tool_reason}", remedy="ask without tools", field="tools")
@@ -128,7 +136,8 @@ class ChatFormat:
         return Rendered(text, self._is_open(text), ignored)
 
     def stream(self, *, tools: Tools | None, reasoning_open: bool, tool_choice: Any = "auto") -> DeltaParser:
-        """Return a parser for one answer; without tools, text that looks like a call is content."""
+        """Return a parser for one answer. Without tools, or with `tool_choice` "none", text that
+        looks like a call is content. `reasoning_open`: from `Rendered`."""
         offered = self._offered(tools, tool_choice)
         return DeltaParser(
             calls=self._tools.calls if self._tools and offered else None,
@@ -148,12 +157,13 @@ class ChatFormat:
         parallel: bool = True,
         answer: Grammar | None = None,
     ) -> Grammar | None:
-        """Return a grammar that forces calls: any tool for "required", or the named function.
-        Otherwise one of calls or the `answer`; None without an `answer`.
+        """Return a grammar that forces calls: of any tool for `tool_choice` "required", or of the
+        function that it names. For other choices: a grammar of calls or the `answer`; without an
+        `answer`, None.
 
-        If calls may stand within reasoning, only the answer is bound. The call is written as the
-        checkpoint's template writes it. Raises TextError if tools are off or the named function is
-        not among them, and GrammarError for parameters that cannot be enforced.
+        If calls may occur within reasoning, only the answer is constrained. Calls are written as
+        the checkpoint's template writes them. Raises TextError if tools are off or the named
+        function is not in `tools`, and GrammarError for parameters that cannot be enforced.
         """
         name = _chosen_name(tool_choice)
         is_forced = name is not None or tool_choice == "required"
@@ -186,8 +196,10 @@ class ChatFormat:
         must_call: bool = False,
         budget: int | None = None,
     ) -> Thinking | None:
-        """Return the reasoning before an answer that is constrained, or that has a reasoning
-        budget. None: there is no reasoning, or tokens do not separate it from the answer."""
+        """Return the constraint for the reasoning before an answer that a grammar constrains
+        (`is_bound`) or whose reasoning has a token `budget`. `may_call`, `must_call`: whether calls
+        are allowed or forced. None: there is no reasoning, or tokens do not separate it from the
+        answer."""
         family = self._reasoning
         if family is None or not (is_bound or budget is not None):
             return None
@@ -207,7 +219,8 @@ class ChatFormat:
         return Thinking(end, end, start, budget, may_stop=not is_bound)
 
     def _readable(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
-        """Return the messages for the template, if it can read their content."""
+        """Return the messages in the form that the template needs. Raises TextError for calls that
+        it cannot write."""
         listed = as_template_reads(messages, self.form)
         has_calls = any(message.get("tool_calls") for message in listed)
         if has_calls and "tool_calls" not in (self.template.source(tools=True) or ""):
@@ -218,7 +231,7 @@ class ChatFormat:
         self, messages: list[dict[str, Any]], tools: Tools | None, add_prompt: bool, variables: Mapping[str, Any]
     ) -> tuple[str, bool]:
         """Return the prompt up to the end of the last message's content, and whether it ends inside
-        reasoning."""
+        reasoning. Raises TextError if the message cannot be continued."""
         if add_prompt:
             raise TextError(
                 "continue_final_message and add_generation_prompt are both true",
@@ -242,9 +255,8 @@ class ChatFormat:
         return text, self._is_open(text, str(content))
 
     def _is_open(self, text: str, content: str = "") -> bool:
-        """Whether a prompt ends inside a block of reasoning; `content` is the last message's, if
-        the answer continues it.
-        """
+        """Return whether a prompt ends inside a block of reasoning. `content`: the content of the
+        last message, if the answer continues it."""
         if self._reasoning is None:
             return False
         start, end = self._reasoning.marks
@@ -255,7 +267,7 @@ class ChatFormat:
 
 
 def _chosen_name(tool_choice: Any) -> str | None:
-    """Return the function that a tool_choice names."""
+    """Return the name of the function that a `tool_choice` object names; None if it names none."""
     if not isinstance(tool_choice, Mapping):
         return None
     function = tool_choice.get("function", tool_choice)

@@ -1,4 +1,5 @@
-"""Chooses the parsers of a checkpoint: by evidence, then by their self-tests."""
+"""Chooses the parsers of tool calls and reasoning for a checkpoint: by evidence in its template and
+tokenizer, then by their self-tests."""
 
 from __future__ import annotations
 
@@ -19,22 +20,24 @@ F = TypeVar("F", ToolFamily, ReasoningFamily)
 
 @dataclass(frozen=True, slots=True)
 class Choice(Generic[F]):
-    """A family or None, and the reason."""
+    """The chosen family (None: no parser) and the reason. `sample`: calls from its passed test, for
+    tool calls."""
 
     family: F | None
     reason: str
     sample: Sample | None = None
     is_failure: bool = False
-    """Whether there was evidence of a format, but its parser failed its test."""
+    """Whether there was evidence of a format, but the parser failed its test."""
 
 
 def special_texts(codec: TextCodec) -> set[str]:
-    """Return the tokens that decoding may leave out."""
+    """Return the texts of the special tokens, which decoding may leave out."""
     return {token.content for token in codec.tokenizer.get_added_tokens_decoder().values() if token.special}
 
 
 def content_form(template: ChatTemplate) -> MessageForm:
-    """Return whether content is a string for the template, or a list of parts."""
+    """Return the message form for the template with only `parts` decided: whether it reads content
+    as a string, or as a list of parts."""
     for parts in (False, True):
         content = [{"type": "text", "text": "probe"}] if parts else "probe"
         try:
@@ -48,8 +51,10 @@ def content_form(template: ChatTemplate) -> MessageForm:
 def choose_tools(
     codec: TextCodec, name: str, reasoning: ReasoningFamily | None, form: MessageForm
 ) -> Choice[ToolFamily]:
-    """Return the first tool parser with evidence that passes its test. Raises ConfigError if a
-    named one does not."""
+    """Return the first family of tool calls that has evidence and passes its test, or the family
+    `name`, if it is not "auto" or off. `reasoning`: the chosen family of reasoning; `form`: as
+    `content_form` returns it. Raises ConfigError if a family requested by name is unknown or fails.
+    """
     if name in OFF:
         return Choice(None, "turned off")
     absent = _no_tools(codec.template) if codec.reads_text else SKIPPED
@@ -73,10 +78,9 @@ def choose_tools(
 
 
 def choose_reasoning(codec: TextCodec, name: str) -> Choice[ReasoningFamily]:
-    """Return the reasoning parser with markers that the template or the tokenizer has.
-
-    Raises ConfigError if a named one fails.
-    """
+    """Return the first family of reasoning whose markers the template or the tokenizer has, if it
+    passes its test, or the family `name`, if it is not "auto" or off. Raises ConfigError if a
+    family requested by name is unknown or fails."""
     if name in OFF:
         return Choice(None, "turned off")
     if name != "auto":
@@ -128,7 +132,7 @@ def _test_reasoning(codec: TextCodec, family: ReasoningFamily) -> None:
 
 
 def _no_tools(template: ChatTemplate) -> str:
-    """Return why a template cannot take tools; empty if it can."""
+    """Return why a template cannot offer tools to the model; empty if it can."""
     source = template.source(tools=True)
     if source is None:
         return "this checkpoint has no chat template"
@@ -147,8 +151,9 @@ def _writes_calls(codec: TextCodec) -> bool:
 
 
 def _candidates(codec: TextCodec) -> list[ToolFamily]:
-    """Return the families with evidence; if the template writes no calls, the families that write
-    calls themselves."""
+    """Return the families of tool calls whose evidence the template contains. If the template
+    writes no calls, only families that can write calls themselves, with evidence in the template or
+    the tokenizer."""
     found = codec.template.literals(tools=True)
     if _writes_calls(codec):
         return [family for family in TOOLS if all(mark in found for mark in family.evidence)]
@@ -157,7 +162,8 @@ def _candidates(codec: TextCodec) -> list[ToolFamily]:
 
 
 def _evidence(codec: TextCodec, family: ReasoningFamily) -> str:
-    """Return what has the markers of a family; empty if nothing does."""
+    """Return what has the markers of a family, "the chat template" or "the tokenizer"; empty if
+    neither has."""
     try:
         literals = codec.template.literals()
     except TextError:

@@ -1,4 +1,5 @@
-"""An answer as a response: the events of its stream, in order, and the complete response."""
+"""Makes the answers of /v1/responses: the events of a streamed response, in order, and the complete
+response."""
 
 from __future__ import annotations
 
@@ -28,13 +29,12 @@ from sglcore.serving.replicas.server_errors import Failure, told
 Event = dict[str, Any]
 _PREFIX = MappingProxyType({"text": "msg", "reasoning": "rs", "tool": "fc"})
 _CUT = MappingProxyType({"length": "max_output_tokens"})
-"""Finish reasons of incomplete answers -> OpenAI's words."""
+"""Finish reasons of incomplete answers -> OpenAI's words for them."""
 
 
 def draft(body: ResponsesRequest, params: SamplingParams, model: str, mark: str) -> dict[str, Any]:
-    """Return the response before its first text: the request's fields, with defaults where it has
-    none; `mark` is the fingerprint.
-    """
+    """Return the response as it is before its first text: the request's fields, with defaults for
+    those that it lacks. `model`: the name to show; `mark`: the fingerprint of the engine."""
     text = body.text.model_dump(by_alias=True, exclude_none=True) if body.text is not None else {}
     effort = body.reasoning.effort if body.reasoning is not None else None
     choice = body.tool_choice
@@ -76,8 +76,8 @@ def _shown_tool(tool: dict[str, Any]) -> dict[str, Any]:
 
 
 class ResponseWriter(Writer[ChatRun]):
-    """The answer of one chat. At its end it is stored, unless the client wants no response
-    stored."""
+    """Writes the answer of one chat run, as a whole or as a stream, and stores it at its end unless
+    the request sets `store` to false. One writer serves one run."""
 
     def __init__(self, frontend: Frontend, texts: TokenTexts, body: ResponsesRequest, store: ResponseStore) -> None:
         super().__init__(frontend, body.model)
@@ -90,7 +90,8 @@ class ResponseWriter(Writer[ChatRun]):
         self._sent = 0
 
     async def answer(self, run: ChatRun) -> dict[str, Any]:
-        """Return the whole response; waits for its end. Raises Unanswered if it failed."""
+        """Return the whole response; waits for the end of the run. Raises Unanswered if it
+        failed."""
         self._begin(run)
         await run.ended()
         self._response["system_fingerprint"] = self.fingerprint
@@ -101,8 +102,9 @@ class ResponseWriter(Writer[ChatRun]):
         return self._response
 
     async def events(self, run: ChatRun) -> AsyncGenerator[bytes, None]:
-        """Yield the response's events as they happen. An error ends them with an event, but an
-        error before the first text is raised, so that it has a status of its own."""
+        """Yield the encoded events of the response as they happen. An error before the first text
+        is raised, so that it has an HTTP status of its own; a later error becomes the last event.
+        """
         self._begin(run)
         first, events = await run.begin()
         self._response["system_fingerprint"] = self.fingerprint
@@ -119,13 +121,13 @@ class ResponseWriter(Writer[ChatRun]):
         yield named_events(self._end(run, failure))
 
     def _keep(self, messages: Sequence[Mapping[str, Any]]) -> None:
-        """Store the response, and the conversation up to and including it: `messages` without the
-        instructions, which do not belong to it."""
+        """Store the response, and the conversation with the answer at its end: `messages` of the
+        request without the instructions, which do not belong to the conversation."""
         asked = messages[1:] if self._body.instructions else messages
         self._store.put(Stored(self._response, input_items(self._body.input or ""), [*asked, self._said()]))
 
     def _said(self) -> dict[str, Any]:
-        """Return the answer as a message of the conversation."""
+        """Return the answer as a message of the chat endpoint."""
         texts = [block.text for block in self._blocks.all if block.kind == "text"]
         calls = [block for block in self._blocks.all if block.kind == "tool"]
         message: dict[str, Any] = {"role": "assistant"}
@@ -145,14 +147,15 @@ class ResponseWriter(Writer[ChatRun]):
         self._top = run.request.params.logprobs
 
     def _take(self, event: ChatEvent) -> list[Event]:
-        """Return the events for a part of the answer."""
+        """Return the events for a part of the answer, which is added to the blocks."""
         if event.finish_reason is not None:
             self._reason = event.finish_reason
         changes = self._blocks.take(event.delta, (event.logprobs or ()) if self._top is not None else ())
         return self._number([made for change in changes for made in self._change(change)])
 
     def _end(self, run: ChatRun, failure: Failure | None) -> list[Event]:
-        """Return the events after the last text; they complete the response."""
+        """Complete and store the response, and return the events after the last text. `failure`:
+        why the run failed (None: it did not)."""
         changes = [] if failure is not None else self._blocks.force_text()
         changes += self._blocks.finish()
         made = [event for change in changes for event in self._change(change)]
@@ -185,7 +188,8 @@ class ResponseWriter(Writer[ChatRun]):
         return len(self._codec.encode(reasoning, special=False)) if reasoning else 0
 
     def _status_of(self, block: Block) -> str:
-        """Return a block's status: only the last block of a truncated answer is incomplete."""
+        """Return the status of a block: "incomplete" for the last block of an answer that was cut
+        or failed, else "completed"."""
         is_last = block is self._blocks.all[-1]
         was_cut = self._reason not in ("stop", "tool_calls")
         return "incomplete" if is_last and was_cut else "completed"
@@ -262,7 +266,7 @@ def _item_place(block: Block) -> dict[str, Any]:
 
 
 def _usage(output: RequestOutput, reasoning: int) -> dict[str, Any]:
-    """Return token counts; reasoning tokens are counted over the text of the reasoning."""
+    """Return the numbers of tokens; `reasoning`: tokens of the reasoning's text."""
     prompt, made = len(output.prompt_token_ids), len(output.outputs[0].token_ids)
     cut = {} if output.max_tokens is None else {"max_output_tokens": output.max_tokens}
     return {

@@ -1,4 +1,5 @@
-"""The input of a stored response as a list of items for its client."""
+"""The input of a stored response as a list of items, and its pages, for GET
+/v1/responses/{id}/input_items."""
 
 from __future__ import annotations
 
@@ -15,16 +16,18 @@ _PREFIX = MappingProxyType({"message": "msg", "function_call": "fc", "function_c
 
 
 def input_items(given: str | Sequence[Any]) -> list[dict[str, Any]]:
-    """Return items with ids and parts, from a text or from the items of a request."""
+    """Return the items of a request's input, a text or items, in the form of the answer: each with
+    an id, a status and content parts."""
     if isinstance(given, str):
         given = [MessageItem(role="user", content=given)]
     return [_item(item) for item in given]
 
 
 def page_of(items: Sequence[Mapping[str, Any]], limit: int, order: str, after: str | None) -> dict[str, Any]:
-    """Return at most `limit` items that come after the item `after`, in "asc" or "desc" order.
+    """Return a page of at most `limit` items in OpenAI's form, in "asc" or "desc" `order`, from the
+    one after the item with the id `after` (None: from the first).
 
-    Raises InvalidRequest if there is no such item.
+    Raises InvalidRequest if there is no item `after`.
     """
     ordered = list(items) if order == "asc" else list(reversed(items))
     first = 0

@@ -1,4 +1,4 @@
-"""Converts a response request to a conversation: items become messages and tools of the chat
+"""Converts requests of /v1/responses to chat requests: items become messages and tools of the chat
 endpoint."""
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ _ABSENT = MappingProxyType(
     }
 )
 LOGPROBS = "message.output_text.logprobs"
-"""The word in `include` that requests log-probabilities."""
+"""The value in `include` that requests log-probabilities."""
 
 
 def response_request(body: ResponsesRequest, earlier: Sequence[dict[str, Any]], max_logprobs: int) -> ChatRequest:
-    """Return the chat request of a body; `earlier` is the conversation before it. Raises
-    InvalidRequest or SamplingError."""
+    """Return the chat request of a body. `earlier`: the messages of the conversation before it;
+    `max_logprobs`: the server's limit. Raises InvalidRequest or SamplingError."""
     refuse_fields(body.model_dump(include=set(_ABSENT)), _ABSENT)
     check_limit("top_logprobs", body.top_logprobs, max_logprobs)
     form = body.text.format if body.text is not None else None
@@ -58,8 +58,8 @@ def response_request(body: ResponsesRequest, earlier: Sequence[dict[str, Any]], 
 
 
 def chat_request(body: Conversation, earlier: Sequence[dict[str, Any]], params: SamplingParams) -> ChatRequest:
-    """Return the chat request of a conversation that begins with `earlier`; `instructions` come
-    before it."""
+    """Return the chat request of a conversation that begins with the messages `earlier`; the
+    `instructions` of the body come before them. Raises InvalidRequest."""
     system = [{"role": "system", "content": body.instructions}] if body.instructions else []
     return ChatRequest(
         messages=[*system, *earlier, *_input(body, earlier)],
@@ -74,7 +74,8 @@ def chat_request(body: Conversation, earlier: Sequence[dict[str, Any]], params: 
 
 
 def _input(body: Conversation, earlier: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the messages of the request's own input. Raises InvalidRequest."""
+    """Return the messages of the body's own input. `earlier`: the messages before it, whose tool
+    calls it may answer. Raises InvalidRequest."""
     if body.input is None or body.input == [] or body.input == "":
         raise InvalidRequest("the field input is missing", wanted="text, or a list of items", param="input")
     if isinstance(body.input, str):
@@ -86,15 +87,15 @@ def _input(body: Conversation, earlier: Sequence[dict[str, Any]]) -> list[dict[s
 
 
 class _Conversation:
-    """Messages that grow item by item: reasoning, text and calls of one turn of the model are one
-    message."""
+    """Collects messages from items: reasoning, text and tool calls of one turn of the model become
+    one message."""
 
     def __init__(self, earlier: Sequence[dict[str, Any]]) -> None:
         self.messages: list[dict[str, Any]] = []
         self._calls = {call["id"] for message in earlier for call in message.get("tool_calls") or ()}
 
     def take(self, item: Any, where: str) -> None:
-        """Add one item; `where` is its path in the request."""
+        """Add one item; `where`: its path in the request, for errors. Raises InvalidRequest."""
         match item:
             case MessageItem(role="assistant"):
                 self._turn("content")["content"] = _text(item.content, f"{where}.content")
@@ -111,8 +112,8 @@ class _Conversation:
                 refuse_kind("an item", kind, "message, function_call, function_call_output or reasoning", where)
 
     def _turn(self, field: str) -> dict[str, Any]:
-        """Return the model's message of this turn if it has neither this field nor one that comes
-        after it, else a new message."""
+        """Return the message of the model's current turn, if it has neither `field` nor one that
+        belongs after it, else a new message."""
         order = ("reasoning_content", "content", "tool_calls")
         last = self.messages[-1] if self.messages else {}
         if last.get("role") == "assistant" and not any(name in last for name in order[order.index(field) :]):
@@ -152,14 +153,15 @@ class _Conversation:
 
 
 def unread(body: Conversation, ignored: Sequence[str]) -> list[str]:
-    """Return the fields that set variables which the chat template does not read."""
+    """Return the names of the request's fields that set the template variables `ignored`, those
+    which the chat template does not read."""
     own = body.chat_template_kwargs or {}
     names = {"reasoning_effort": "reasoning.effort", **{name: f"chat_template_kwargs.{name}" for name in own}}
     return [names.get(name, name) for name in ignored]
 
 
 def _wants_logprobs(body: ResponsesRequest) -> bool:
-    """Return whether the answer shows log-probabilities."""
+    """Return whether the request wants log-probabilities in the answer."""
     return body.top_logprobs is not None or LOGPROBS in (body.include or ())
 
 
@@ -184,14 +186,16 @@ def _template_kwargs(body: Conversation) -> dict[str, Any]:
 
 
 def _content(content: str | list[Part], where: str) -> Any:
-    """Return text of a user or a tool, as the chat endpoint takes it."""
+    """Return text of a user or a tool in the form of the chat endpoint. `where`: its path in the
+    request, for errors."""
     if isinstance(content, str):
         return content
     return [{"type": "text", "text": _part(part, f"{where}[{place}]")} for place, part in enumerate(content)]
 
 
 def _text(content: str | list[Part], where: str) -> str:
-    """Return text of the model, joined unchanged."""
+    """Return text of the model, its parts joined without separators. `where`: its path in the
+    request, for errors."""
     if isinstance(content, str):
         return content
     return "".join(_part(part, f"{where}[{place}]") for place, part in enumerate(content))
@@ -208,7 +212,7 @@ def _part(part: Any, where: str) -> str:
 
 
 def unused(body: ResponsesRequest) -> list[str]:
-    """Return the fields, nested ones included, that this server does not use."""
+    """Return the names of the request's fields, nested ones included, that have no effect."""
     notes = [*body.warnings()]
     notes += [f"include {ascii(word)[:SHOWN]}" for word in body.include or () if word != LOGPROBS]
     if body.text is not None and body.text.verbosity is not None:

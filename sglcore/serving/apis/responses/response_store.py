@@ -1,4 +1,4 @@
-"""Responses that a client may refer to later: the newest ones, in memory, bounded in number and in
+"""Keeps the newest responses in memory, for requests that refer to them, limited in number and in
 size."""
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ import msgspec
 from sglcore.serving.replicas.server_errors import InvalidRequest
 
 MOST_BYTES = 64 << 20
-"""Bytes of JSON of all stored responses together."""
+"""Maximum bytes of JSON of all stored responses together."""
 
 
 class Stored(NamedTuple):
-    """A response with an `id` as its client has it, the items of its input, and the conversation up
-    to and including it."""
+    """A response with an `id`, in the form of the answer; the items of the request's input; and the
+    messages of the conversation, with the answer at its end."""
 
     response: Mapping[str, Any]
     items: Sequence[Mapping[str, Any]]
@@ -25,7 +25,8 @@ class Stored(NamedTuple):
 
 
 class ResponseStore:
-    """The newest `most` responses, of at most `most_bytes` together; a new one evicts the oldest.
+    """The newest responses: at most `most`, and at most `most_bytes` of JSON together; a new one
+    evicts the oldest.
 
     They are kept as JSON: the same values as objects may take twenty times the memory.
     """
@@ -39,7 +40,8 @@ class ResponseStore:
         return len(self._kept)
 
     def put(self, stored: Stored) -> None:
-        """Store a response."""
+        """Store a response whose id is new; one that is larger than the limits is dropped at
+        once."""
         data = self._kept[stored.response["id"]] = msgspec.json.encode(stored)
         self._size += len(data)
         while len(self._kept) > self._most or self._size > self._most_bytes:
@@ -47,7 +49,8 @@ class ResponseStore:
             self._size -= len(gone)
 
     def get(self, response_id: str, param: str) -> Stored:
-        """Return the response with this id. Raises InvalidRequest (404) about `param`."""
+        """Return the response with this id. Raises InvalidRequest (404) about the request's field
+        `param` if it is not stored."""
         found = self._kept.get(response_id)
         if found is None:
             raise InvalidRequest(
@@ -61,6 +64,7 @@ class ResponseStore:
         return Stored(*msgspec.json.decode(found))
 
     def drop(self, response_id: str, param: str) -> None:
-        """Delete a response. Raises InvalidRequest (404) if there is none."""
+        """Delete a response. Raises InvalidRequest (404) about the request's field `param` if it is
+        not stored."""
         self.get(response_id, param)
         self._size -= len(self._kept.pop(response_id))

@@ -1,5 +1,5 @@
-"""POST /v1/responses, and the stored responses: GET and DELETE /v1/responses/{id},
-/v1/responses/{id}/input_items."""
+"""POST /v1/responses and /v1/responses/input_tokens, and the stored responses: GET and DELETE
+/v1/responses/{id}, GET /v1/responses/{id}/input_items (OpenAI's API)."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ _OWN_NAMES = MappingProxyType(
 )
 """Names of the chat endpoint and of sampling parameters -> names of this endpoint."""
 _ADDRESS = (400, 404)
-"""Error statuses of an endpoint that takes only an id."""
+"""Error statuses of an endpoint whose only input is an id."""
 
 
 def add_routes(router: APIRouter, frontend: ChatFrontend) -> None:
-    """Add all endpoints. Stored responses are in this process only, and bounded."""
+    """Add all endpoints to the router. Responses are stored in the memory of this process."""
     store = ResponseStore(frontend.config.max_stored_responses)
     texts = TokenTexts(frontend.codec)
 
@@ -84,7 +84,7 @@ def _add_kept(router: APIRouter, store: ResponseStore) -> None:
 
     @router.post("/v1/responses/{response_id}/cancel", tags=["responses"], responses=_documented(statuses=_ADDRESS))
     async def cancel(response_id: str) -> Response:
-        """Always refused: no response continues after its request."""
+        """Cancel a response: always refused, because no response continues after its request."""
         store.get(response_id, "response_id")
         raise InvalidRequest(
             "a response that is not in the background cannot be cancelled",
@@ -100,7 +100,7 @@ def _add_kept(router: APIRouter, store: ResponseStore) -> None:
         order: Annotated[str, Query(pattern="^(asc|desc)$")] = "desc",
         after: str | None = None,
     ) -> Response:
-        """List the items of a response's own input."""
+        """List the items of a response's own input, without earlier responses."""
         _only(request, ("include", "limit", "order", "after"))
         return as_json(page_of(store.get(response_id, "response_id").items, limit, order, after))
 
@@ -116,7 +116,8 @@ def _documented(
 
 
 def _only(request: Request, known: Iterable[str]) -> None:
-    """Raise InvalidRequest for query parameters that would have no effect."""
+    """Raise InvalidRequest for a query parameter that is not in `known`: it would have no
+    effect."""
     unknown = next((name for name in request.query_params if name.removesuffix("[]") not in known), None)
     if unknown is not None:
         raise InvalidRequest(

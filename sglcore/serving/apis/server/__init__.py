@@ -1,1 +1,1 @@
-"""The server's own endpoints: health, server info, metrics, tokenization, control."""
+"""The server's own endpoints: probes, server info, metrics, tokenization, control."""

@@ -1,4 +1,5 @@
-"""Operator endpoints for the requests of others: abort them, pause them, flush the prefix cache.
+"""Endpoints for operators that act on all clients' requests: abort and pause them, flush the prefix
+cache.
 
 The paths and fields are those of SGLang and of vLLM.
 """
@@ -29,20 +30,23 @@ _SGLANG_MODES: Mapping[str, PauseMode] = MappingProxyType({"abort": "abort", "re
 
 
 class AbortBody(Body):
-    """The id of an answer or of the header x-request-id; or all requests."""
+    """What to abort: the request with this id (the id of an answer, or the header x-request-id), or
+    all requests."""
 
     rid: str | None = None
     abort_all: bool = False
 
 
 class AbortListBody(Body):
-    """Ids of answers or of headers x-request-id; without ids, all requests."""
+    """What to abort: the requests with these ids (ids of answers, or headers x-request-id); without
+    the field, all requests."""
 
     request_ids: Items[str] | None = None
 
 
 class PauseBody(Body):
-    """Whether running requests end or are kept."""
+    """Whether running requests are aborted ("abort") or kept ("retract" and "in_place") during the
+    pause."""
 
     mode: Literal["abort", "retract", "in_place"] = "abort"
 
@@ -52,7 +56,7 @@ class ContinueBody(Body):
 
 
 class AbortAnswer(Answer):
-    """The number of aborted prompts."""
+    """The number of prompts that were aborted."""
 
     aborted: int
 
@@ -65,20 +69,21 @@ class StatusAnswer(Answer):
 
 
 class PausedAnswer(Answer):
-    """Whether new requests wait."""
+    """Whether the server is paused, so that new requests wait."""
 
     is_paused: bool
 
 
 class FlushAnswer(Answer):
-    """The number of pages evicted from the prefix cache; pages of running requests stay."""
+    """The number of pages that were evicted from the prefix cache; pages of running requests
+    stay."""
 
     success: bool
     pages: int
 
 
 def add_routes(router: APIRouter, frontend: Frontend) -> None:
-    """Add all endpoints."""
+    """Add all endpoints to the router."""
     _add_aborts(router, frontend)
     _add_pauses(router, frontend)
     for path in _FLUSHES:
@@ -92,14 +97,14 @@ def add_routes(router: APIRouter, frontend: Frontend) -> None:
 def _add_aborts(router: APIRouter, frontend: Frontend) -> None:
     @router.post("/abort_request", tags=["operations"], responses=documented(AbortAnswer))
     async def abort(body: AbortBody) -> Response:
-        """Abort a request, or all."""
+        """Abort one request, or all."""
         if not body.rid and not body.abort_all:
             raise InvalidRequest("found neither rid nor abort_all", wanted="one of them", param="rid")
         return as_json({"aborted": frontend.abort(None if body.abort_all else [body.rid or ""])})
 
     @router.post("/abort_requests", tags=["operations"], responses=documented(AbortAnswer))
     async def abort_several(body: AbortListBody) -> Response:
-        """Abort requests."""
+        """Abort several requests, or all."""
         return as_json({"aborted": frontend.abort(body.request_ids)})
 
 
@@ -120,22 +125,23 @@ def _add_pauses(router: APIRouter, frontend: Frontend) -> None:
     async def pause(
         mode: Annotated[Literal["abort", "wait", "keep"], Query()] = "abort", clear_cache: bool = True
     ) -> Response:
-        """Hold up all requests."""
+        """Pause generation: new requests wait; running ones are aborted, finished before, or
+        kept."""
         return await halt(mode, clear_cache)
 
     @router.post("/resume", tags=["operations"], responses=said)
     async def resume() -> Response:
-        """Go on after a pause."""
+        """Continue after a pause."""
         return await go_on()
 
     @router.post("/pause_generation", tags=["operations"], responses=read)
     async def pause_generation(body: PauseBody) -> Response:
-        """Hold up all requests."""
+        """Pause generation: new requests wait; running ones are aborted or kept."""
         return await halt(_SGLANG_MODES[body.mode], False)
 
     @router.post("/continue_generation", tags=["operations"], responses=read)
     async def continue_generation(body: ContinueBody) -> Response:
-        """Go on after a pause."""
+        """Continue after a pause."""
         return await go_on()
 
     @router.get("/is_paused", tags=["operations"], responses=documented(PausedAnswer, statuses=()))

@@ -1,5 +1,5 @@
-"""GET /server_info, /server_info/stats, /server_info/audit and /metrics: what runs and why, and
-counters."""
+"""GET /server_info, /server_info/stats, /server_info/audit and /metrics: the running configuration
+with its reasons, and counters."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ _LIMITS = tuple(
 
 
 class _ServerFacts(Answer):
-    """Facts that the server knows without its engines, and facts to which both contribute."""
+    """The facts that do not come from the engine alone: the server's own, and those to which both
+    contribute."""
 
     version: str
     phase: str
@@ -44,7 +45,7 @@ class _ServerFacts(Answer):
 
 
 OF_ENGINE = tuple(name for name in ModelInfo.__struct_fields__ if name not in (*_ServerFacts.model_fields, "eos_ids"))
-"""The fields of the model that are reported as the engine sent them."""
+"""Fields of `ModelInfo` that are reported as the engine sent them."""
 
 
 def _server_info() -> type[Answer]:
@@ -58,10 +59,10 @@ ServerInfo = _server_info()
 
 
 class Counters(Answer):
-    """Counts of the engines since their start, and their present load; `kv_used` is a share from 0
-    to 1. `verified_steps` counts a step once for each of its requests: it gives one token and the
-    `accepted_tokens` of the `proposed_tokens`. Of the `hisparse_rows` that decode steps selected,
-    `hisparse_hits` were on the device."""
+    """Counts of the engines since their start, and their present load; `kv_used` is the used share
+    of the KV cache, from 0 to 1. `verified_steps` counts a step that verifies draft tokens once for
+    each of its requests: it gives one token and the `accepted_tokens` of the `proposed_tokens`. Of
+    the `hisparse_rows` that decode steps selected, `hisparse_hits` were on the device."""
 
     prompt_tokens: int
     generation_tokens: int
@@ -79,7 +80,7 @@ class Counters(Answer):
 
 
 class ReplicaStats(Counters):
-    """Counters of one engine. `report_age`: seconds since its last report."""
+    """The counters of one engine. `report_age`: seconds since its last report."""
 
     number: int
     process: str
@@ -88,7 +89,7 @@ class ReplicaStats(Counters):
 
 
 class ServerStats(Counters):
-    """The sums over all engines; `time` in unix seconds, `deaths` of engines that ended
+    """The sums over all engines. `time`: seconds since 1970; `deaths`: engines that ended
     unexpectedly."""
 
     time: float
@@ -97,13 +98,14 @@ class ServerStats(Counters):
 
 
 class ServerAudit(Answer):
-    """Leaked or doubly held pages and slots of the engines; none if all is well."""
+    """Descriptions of leaked or doubly held pages and slots of the engines; empty if there are
+    none."""
 
     problems: list[str]
 
 
 def add_routes(router: APIRouter, frontend: ChatFrontend) -> None:
-    """Add the endpoints; only the audit waits."""
+    """Add the endpoints to the router; only the audit waits for the engines."""
 
     @router.get("/server_info", tags=["operations"], responses={200: {"model": ServerInfo}})
     async def server_info() -> Response:
@@ -119,7 +121,7 @@ def add_routes(router: APIRouter, frontend: ChatFrontend) -> None:
 
     @router.get("/server_info/audit", tags=["operations"], responses={200: {"model": ServerAudit}})
     async def audit() -> Response:
-        """Look for leaked pages and slots."""
+        """Search for leaked pages and slots in all engines."""
         return as_json({"problems": await frontend.audit()})
 
     @router.get(

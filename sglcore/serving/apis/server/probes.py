@@ -1,5 +1,5 @@
-"""GET /livez, /readyz, /startupz and /health: probes for an orchestrator. They answer before the
-model is loaded."""
+"""GET and HEAD /livez, /readyz, /startupz and /health: probes for an orchestrator. They answer
+before the model is loaded."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from sglcore.serving.replicas.metrics.health import Health
 
 
 class PhaseAnswer(Answer):
-    """The progress of the start: `done` of `total` parts of a phase, seconds since its start."""
+    """The state of the server: its phase, `done` of `total` units of the phase, `elapsed_s`, the
+    seconds since the process began or the duration of the start, and `reason` if there is a
+    problem."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -27,7 +29,7 @@ class PhaseAnswer(Answer):
 
 
 def add_routes(router: APIRouter, frontend: Frontend) -> None:
-    """Add the probes, by GET and HEAD; none of them waits."""
+    """Add the probes to the router; none of them waits."""
     health = frontend.health
     _add(router, "/livez", health, lambda: health.live, "Whether the process should keep running")
     _add(router, "/readyz", health, lambda: health.ready, "Whether the server accepts requests")

@@ -1,7 +1,7 @@
 """POST /tokenize and /detokenize, GET /tokenizer_info: they need only the tokenizer, so they answer
 before the model is loaded.
 
-The last one is for clients that count and cut tokens themselves.
+/tokenizer_info is for clients that count and cut tokens themselves.
 """
 
 from __future__ import annotations
@@ -29,12 +29,13 @@ _SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 
 class TokenizeBody(TemplateFields):
-    """A text, or the messages of a chat, as the model's token ids.
+    """A text, or the messages of a chat, to convert to token ids.
 
     `add_special_tokens`: whether a text gets the special tokens that the checkpoint adds to a
-    prompt (default: true); messages get the tokens of their template. The template's fields belong
-    to messages. The fields of llama-server: `content` is a text too, without these special tokens
-    unless `add_special` is true; `with_pieces` gives each token's id and text.
+    prompt (default: true); messages get the tokens of their template. The fields of
+    `TemplateFields` are only for messages. The fields of llama-server: `content` is a text too,
+    without these special tokens unless `add_special` is true; `with_pieces` gives each token's id
+    and text.
     """
 
     model: str | None = None
@@ -55,7 +56,8 @@ class TokenPiece(Answer):
 
 
 class TokenizeAnswer(Answer):
-    """The ids, and the maximum number of tokens of a prompt and its answer together."""
+    """The token ids, and the context length: the maximum number of tokens of a prompt and its
+    answer together (null before the model is loaded)."""
 
     tokens: list[int] | list[TokenPiece]
     count: int
@@ -64,22 +66,22 @@ class TokenizeAnswer(Answer):
 
 
 class DetokenizeBody(Body):
-    """Token ids, to be read as text with the special tokens in it."""
+    """Token ids to convert to text, special tokens included."""
 
     model: str | None = None
     tokens: Items[Count]
 
 
 class DetokenizeAnswer(Answer):
-    """The text of token ids, under vLLM's name and llama-server's."""
+    """The text, in the field of vLLM and in that of llama-server."""
 
     prompt: str
     content: str
 
 
 class TokenizerInfo(Answer):
-    """Special tokens as text, null for tokens that the checkpoint does not have; the text of the
-    template, null if there is none."""
+    """Special tokens as text, null for those that the checkpoint does not have; the text of the
+    chat template, null if there is none."""
 
     bos_token: str | None
     eos_token: str | None
@@ -90,7 +92,7 @@ class TokenizerInfo(Answer):
 
 
 def add_routes(router: APIRouter, frontend: ChatFrontend) -> None:
-    """Add the endpoints; they need no engine."""
+    """Add the endpoints to the router; they need no engine."""
     texts = TokenTexts(frontend.codec)
 
     @router.post("/tokenize", tags=["tokens"], responses=documented(TokenizeAnswer))
@@ -136,9 +138,8 @@ def add_routes(router: APIRouter, frontend: ChatFrontend) -> None:
 
 
 async def _beside(tokens: int, work: Callable[[], T]) -> T:
-    """Return the result of `work`, run in a thread outside the event loop if it handles many
-    tokens.
-    """
+    """Return the result of `work`; if it handles more than LONG_TEXT `tokens`, it runs in a thread,
+    outside the event loop."""
     return await asyncio.to_thread(work) if tokens > LONG_TEXT else work()
 
 
@@ -160,7 +161,8 @@ async def _ids(frontend: ChatFrontend, body: TokenizeBody) -> list[int]:
 
 
 def _check_alone(body: TokenizeBody) -> None:
-    """Raise InvalidRequest for fields of messages in a request with a text."""
+    """Raise InvalidRequest if a request with a text sets one of `TemplateFields`, which are only
+    for messages. Called for requests without messages."""
     given = next(iter(body.given(*TemplateFields.model_fields)), None)
     if given is not None:
         raise InvalidRequest(f"found {given} with prompt", wanted="messages", param=given)

@@ -1,1 +1,1 @@
-"""Parsers of reasoning and tool calls, incremental."""
+"""Incremental parsers of reasoning and tool calls."""

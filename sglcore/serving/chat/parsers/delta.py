@@ -1,4 +1,4 @@
-"""The meaning of a model's text, part by part: reasoning, content, and tool calls."""
+"""The meaning of the parts of a model's text: reasoning, content, and tool calls."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ Kind = Literal["reasoning", "content", "tool_start", "tool_arguments"]
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """One part. `index` counts the tool calls of an answer from 0; a call starts once, then its
-    arguments follow."""
+    """A part of an answer. A tool call begins with one `tool_start`, then `tool_arguments` follow,
+    whose texts together are the arguments' JSON. `index`: the number of the call in the answer,
+    from 0."""
 
     kind: Kind
     text: str = ""
@@ -33,8 +34,8 @@ class Call:
 
 
 def joined(deltas: Iterable[Delta]) -> list[Delta]:
-    """Return the same deltas with adjacent ones of one kind and call joined, so that the splitting
-    of the text does not show."""
+    """Return the deltas with adjacent ones of one kind and call joined, so that the result does not
+    depend on how the text was split."""
     result: list[Delta] = []
     for delta in deltas:
         last = result[-1] if result else None
@@ -46,13 +47,13 @@ def joined(deltas: Iterable[Delta]) -> list[Delta]:
 
 
 def text_of(deltas: Iterable[Delta], kind: Kind) -> str:
-    """Return all text of one kind."""
+    """Return the text of all deltas of one kind, joined."""
     return "".join(delta.text for delta in deltas if delta.kind == kind)
 
 
 def calls_of(deltas: Iterable[Delta]) -> list[Call]:
-    """Return the tool calls in order. Raises ValueError for a call that starts twice, out of order,
-    or not at all."""
+    """Return the tool calls in order. Raises ValueError for a call that starts twice or out of
+    order, and for arguments of a call that has not started."""
     found: list[Call] = []
     for delta in deltas:
         if delta.kind == "tool_start":

@@ -1,4 +1,5 @@
-"""The known formats as data: the evidence for each, its markers, and its parser."""
+"""The known formats of tool calls and reasoning as data: the evidence for each, its markers, and
+its parser."""
 
 from __future__ import annotations
 
@@ -16,28 +17,30 @@ from sglcore.serving.chat.parsers.parser import ReasoningFamily, ToolScan
 
 @dataclass(frozen=True, slots=True)
 class ToolFamily:
-    """One format of tool calls. `TOOLS` has the known ones."""
+    """One format of tool calls; TOOLS has all known ones."""
 
     name: str
-    """The name of the parser."""
+    """The name of its parser, as `--tool-parser` gives it."""
     evidence: tuple[str, ...]
-    """Texts in a chat template. The family is chosen for a template that contains all of them."""
+    """Texts of chat templates. A template that contains all of them may use this format."""
     opening: tuple[str, ...]
     """Texts with which a call may begin."""
     marks: tuple[str, ...]
     """Markers of a well-formed call, which no client should see."""
     calls: ToolScan
-    """The parser."""
+    """The parser of the content and calls of an answer, after its reasoning."""
     aliases: tuple[str, ...] = ()
-    """Names that other engines use."""
+    """Names of this parser in other engines, which `--tool-parser` accepts too."""
     has_short_ids: bool = False
-    """Whether ids of calls are short."""
+    """Whether ids of calls must be nine letters and digits."""
     has_numbered_ids: bool = False
-    """Whether a call's id is `functions.NAME:NUMBER`, from which the template reads the name."""
+    """Whether ids of calls must be `functions.NAME:NUMBER`, from which the template reads the
+    name."""
     write: Callable[[Sequence[Mapping[str, Any]]], str] | None = None
-    """Writes calls as content, for templates that cannot. None: not needed."""
+    """Writes calls as text, for templates that write none. None: this format needs a template that
+    does."""
     stops: tuple[str, ...] = ()
-    """Tokens that end the model's turn, whatever the checkpoint says."""
+    """Texts of tokens that end the model's turn, in addition to the checkpoint's end tokens."""
 
 
 def _tagged(name: str, tags: xml_calls.Tags, *aliases: str) -> ToolFamily:
@@ -103,7 +106,8 @@ TOOLS = (
         aliases=("llama3_json", "llama4_json"),
     ),
 )
-"""The more specific families first: the first one that passes its test is taken."""
+"""The known formats of tool calls, the more specific ones first: the first with evidence that
+passes its test is chosen."""
 
 REASONING = (
     ReasoningFamily(name="granite", marks=("<think>", "</think>"), hidden=("<response>", "</response>")),

@@ -1,7 +1,7 @@
-"""Harmony, the answers of gpt-oss: messages on channels, each with a header of special tokens.
+"""Harmony, the format of gpt-oss: messages on channels, each with a header of special tokens.
 
 `<|channel|>analysis<|message|>...<|end|>` is reasoning, a message `to=functions.NAME` is a call,
-everything else is content: `final` is the answer, and `commentary` is text before a call. Facts:
+everything else is content: `final` is the answer, and `commentary` is text before a call. Sources:
 the model card of gpt-oss, its chat template, and the format's published guide.
 """
 
@@ -15,7 +15,7 @@ from sglcore.serving.chat.parsers.scanner import Malformed, Scan, Scanner
 
 START, CHANNEL, MESSAGE, END, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|constrain|>"
 CALL = "<|call|>"
-"""Ends a call and the model's turn: the client has to answer the call."""
+"""Ends a call and the model's turn: the client has to send the call's result."""
 RECIPIENT = " to=functions."
 
 _TO = re.compile(r"\bto=([^\s<]+)")
@@ -23,8 +23,8 @@ _CHANNEL = re.compile(re.escape(CHANNEL) + r"\s*(\w+)")
 
 
 def harmony(s: Scanner, tools: Tools, *, reads_calls: bool = True, is_open: bool = False) -> Scan[None]:
-    """Parse a whole answer; without `reads_calls` a call is content. `is_open`: the prompt ends
-    inside reasoning."""
+    """Parse a whole answer: an `AnswerScan`, and a `ToolScan`. Without `reads_calls` a call is
+    content. `is_open`: the prompt ends inside reasoning."""
     kind: Kind = "reasoning" if is_open else "content"
     last: Kind | None = None
     if is_open:
@@ -48,7 +48,8 @@ def harmony(s: Scanner, tools: Tools, *, reads_calls: bool = True, is_open: bool
 
 
 def _first_header(s: Scanner) -> Scan[str]:
-    """Read a header that begins in the prompt and has its recipient before its channel."""
+    """Parse a header whose beginning is in the prompt and whose recipient comes before its channel.
+    Raises Malformed."""
     yield from s.literal("to=")
     rest = yield from _header(s)
     if rest is None:
@@ -57,9 +58,9 @@ def _first_header(s: Scanner) -> Scan[str]:
 
 
 def _header(s: Scanner) -> Scan[str | None]:
-    """Read the rest of a header.
+    """Parse the rest of a header, up to its message mark, and return it.
 
-    None if it is cut off, so that it is not shown. Raises Malformed if it is too long.
+    None if another mark ends it: then the header is not shown. Raises Malformed if it is too long.
     """
     parts: list[str] = []
     mark = yield from s.hand_on((MESSAGE, START, END, CALL), parts.append)
@@ -72,8 +73,8 @@ def _header(s: Scanner) -> Scan[str | None]:
 
 
 def _call(s: Scanner, header: str, tools: Tools) -> Scan[None]:
-    """Parse a call to one of the caller's functions; other content of the message is left in the
-    text."""
+    """Parse a call to one of `tools`, if `header` names a recipient; other content of the message
+    is left in the text."""
     found = _TO.search(header)
     recipient = found.group(1) if found else ""
     name = recipient.removeprefix("functions.")

@@ -1,7 +1,7 @@
-"""Tool calls with arguments in JSON: Hermes (Qwen), Llama 3, Mistral, DeepSeek, Kimi-K2, Granite 3,
-Nemotron.
+"""Parsers of tool calls with arguments in JSON: Hermes (Qwen), Llama 3, Mistral, DeepSeek, Kimi-K2,
+Granite 3, Nemotron.
 
-Arguments are passed on as they arrive. Text that is no call is content, with its markers. Sources:
+Arguments are returned as they arrive. Text that is no call is content, with its markers. Sources:
 the chat templates of these models, and the model cards where a template writes no calls.
 """
 
@@ -16,10 +16,10 @@ from sglcore.serving.chat.parsers.scanner import Malformed, Scan, Scanner
 
 Tools = Sequence[Mapping[str, Any]]
 Sink = Callable[[str], None]
-"""Receives the text of a call's arguments."""
+"""Receives the parts of the text of a call's arguments."""
 
 LONGEST_NAME = 1024
-"""Largest number of characters of a function's name, or of a call's id."""
+"""Maximum number of characters of a function's name, or of a call's id."""
 
 CALL, CALL_END = "<tool_call>", "</tool_call>"
 PYTHON_TAG = "<|python_tag|>"
@@ -33,8 +33,9 @@ CALL_BEGIN, ARGUMENT, CALL_DONE = "<|tool_call_begin|>", "<|tool_call_argument_b
 
 @dataclass(slots=True)
 class Head:
-    """The beginning of a call, up to its arguments; `arguments` is set if they came before the
-    name, or are missing."""
+    """A call up to its arguments. `arguments`: their JSON text, if it came before the name or is
+    missing ("{}"); empty: it follows in the text. `fenced`: the arguments are in a Markdown code
+    block."""
 
     name: str = ""
     call_id: str = ""
@@ -44,15 +45,15 @@ class Head:
 
 @dataclass(frozen=True, slots=True)
 class Marked:
-    """`{"name": ..., "arguments": ...}`, or a list of such objects, between two marks. Calling it
-    parses them."""
+    """The format `{"name": ..., "arguments": ...}`, or a list of such objects, between the marks
+    `begin` and `end`; the end mark may be missing. An instance is a `ToolScan`."""
 
     begin: str
     end: str
 
     @property
     def marks(self) -> tuple[str, ...]:
-        """The marks of a well-formed call, which users must not see."""
+        """The marks of a well-formed call, which clients must not see."""
         return (self.begin, self.end)
 
     def __call__(self, s: Scanner, tools: Tools) -> Scan[None]:
@@ -68,7 +69,8 @@ class Marked:
                 yield from s.take(self.end)
 
     def write(self, calls: Sequence[Mapping[str, Any]]) -> str:
-        """Write calls as a model writes them, in a list."""
+        """Return the text that a model would write for these calls (with arguments as objects), as
+        a list, without the end mark."""
         made = [{name: call["function"][name] for name in ("name", "arguments")} for call in calls]
         return self.begin + json.dumps(made, ensure_ascii=False)
 
@@ -81,8 +83,8 @@ LFM2 = Marked("<|tool_call_start|>", "<|tool_call_end|>")
 
 
 def llama3(s: Scanner, tools: Tools) -> Scan[None]:
-    """Parse `{"name": ..., "parameters": ...}` at the beginning or after `<|python_tag|>`; further
-    calls follow `;`."""
+    """Parse `{"name": ..., "parameters": ...}` at the beginning of the text or after
+    `<|python_tag|>`; further calls follow `;`."""
     yield from _llama3_series(s)
     while mark := (yield from s.pass_until((PYTHON_TAG,), "content")):
         if not (yield from _llama3_series(s)):
@@ -90,7 +92,8 @@ def llama3(s: Scanner, tools: Tools) -> Scan[None]:
 
 
 def mistral(s: Scanner, tools: Tools) -> Scan[None]:
-    """Parse `[TOOL_CALLS]` before a list of objects, or before each `name[ARGS]{...}`."""
+    """Parse `[TOOL_CALLS]` and after it a list of objects, or one call in the form
+    `name[ARGS]{...}`."""
     while mark := (yield from s.pass_until((TOOL_CALLS,), "content")):
         if (head := (yield from s.attempt(_list_head(s)))) is not None:
             yield from _list_rest(s, head)
@@ -101,13 +104,13 @@ def mistral(s: Scanner, tools: Tools) -> Scan[None]:
 
 
 def deepseek(s: Scanner, tools: Tools) -> Scan[None]:
-    """Parse calls between markers, each `function<sep>name` with a fenced object, or `name<sep>`
-    with the object."""
+    """Parse calls between markers, each `function<sep>name` with the arguments in a code block, or
+    `name<sep>` with the arguments."""
     yield from _sections(s, BEGIN, _fenced_head, ONE_END, END)
 
 
 def kimi(s: Scanner, tools: Tools) -> Scan[None]:
-    """Parse calls between markers, each with an id that contains its name:
+    """Parse calls between markers, each with an id that contains the function's name:
     `functions.name:0<begin>{...}`."""
     yield from _sections(s, SECTION, _identified_head, CALL_DONE, SECTION_END)
 
@@ -127,12 +130,14 @@ def _sections(s: Scanner, begin: str, head_of: Callable[[Scanner], Scan[Head]], 
 
 
 def text_as_json(text: str) -> str:
-    """Return a JSON string; letters that are not ASCII stay as they are."""
+    """Return a text as a JSON string, with quotes; characters that are not ASCII stay as they
+    are."""
     return json.dumps(text, ensure_ascii=False)
 
 
 def _object_head(s: Scanner, *, needs_arguments: bool = False) -> Scan[Head]:
-    """Read an object up to its arguments if its name comes first, else the whole object."""
+    """Parse an object up to its arguments if its name comes first, else the whole object. Raises
+    Malformed; with `needs_arguments`, also for an object without arguments."""
     head = Head()
     yield from s.literal("{")
     while True:
@@ -160,7 +165,7 @@ def _object_head(s: Scanner, *, needs_arguments: bool = False) -> Scan[Head]:
 
 
 def _object_rest(s: Scanner, head: Head) -> Scan[bool]:
-    """Read the arguments and the end of the object; returns False if it is malformed."""
+    """Emit the call and parse the rest of its object; returns False if the rest is malformed."""
     if head.arguments:
         s.arguments(s.start_call(head.name, head.call_id))(head.arguments)
         return True
@@ -179,7 +184,8 @@ def _object_tail(s: Scanner) -> Scan[bool]:
 
 
 def _arguments(s: Scanner, head: Head) -> Scan[bool]:
-    """Read a call with its arguments, which come next; returns False if they are malformed."""
+    """Emit the call and parse its arguments, which follow in the text; returns False if they are
+    malformed."""
     yield from s.starts("{")
     return (yield from s.json_object(s.arguments(s.start_call(head.name, head.call_id))))
 
@@ -261,7 +267,7 @@ def _named(name: str) -> Head:
 
 
 def _string(s: Scanner) -> Scan[str]:
-    """Read a JSON string."""
+    """Parse a JSON string and return its value. Raises Malformed."""
     yield from s.literal('"')
     text = ""
     while True:
@@ -279,7 +285,7 @@ def _string(s: Scanner) -> Scan[str]:
 
 
 def _object(s: Scanner) -> Scan[str]:
-    """Read a JSON object; returns it as text."""
+    """Parse a JSON object and return it as text. Raises Malformed."""
     parts: list[str] = []
     if not (yield from s.json_object(parts.append)):
         raise Malformed

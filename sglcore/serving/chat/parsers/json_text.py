@@ -1,4 +1,4 @@
-"""Recognises one JSON object while it arrives: strict JSON (RFC 8259), as text, without building
+"""Finds the end of a JSON object while its text arrives: strict JSON (RFC 8259), without building
 values."""
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ _HEX = frozenset("0123456789abcdefABCDEF")
 
 
 class JsonText:
-    """`feed` takes text until the object ends (`done`) or the text stops being JSON (`bad`)."""
+    """The state of one JSON object whose text arrives in parts. `done`: the object has ended;
+    `bad`: the text is not JSON, or is nested deeper than MAX_DEPTH."""
 
     def __init__(self) -> None:
         self.done = False
@@ -29,15 +30,16 @@ class JsonText:
         self._word = ""
 
     def feed(self, text: str, at: int = 0) -> int:
-        """Return how many characters of text[at:] belong to the object; fewer than all only if it
-        is done or bad."""
+        """Read `text` from index `at` on, and return how many of these characters belong to the
+        object: fewer than all only if it is done or bad."""
         start = at
         while at < len(text) and not (self.done or self.bad):
             at = self._take(text, at)
         return at - start
 
     def _take(self, text: str, at: int) -> int:
-        """Read one item; returns where the next one begins, or `at` itself if it is bad."""
+        """Read one item of `text` at index `at`; returns the index after it, or `at` if it is
+        bad."""
         if self._wants in ("string", "key string"):
             return self._in_string(text, at)
         if self._word:
@@ -50,8 +52,8 @@ class JsonText:
         return at + 1 if self._accepts(text[at]) else at
 
     def _accepts(self, mark: str) -> bool:
-        """Take one character outside of strings, numbers and words; returns whether JSON allows
-        it."""
+        """Read one character outside of strings, numbers and words; returns whether JSON allows it
+        here."""
         wants = self._wants
         if wants == "object":
             self.bad = mark != "{"
@@ -114,8 +116,8 @@ class JsonText:
         return at + 1
 
     def _in_word(self, text: str, at: int) -> int:
-        """Read a part of a number or a word; its end is the first character that can be in
-        neither."""
+        """Read a part of a number or a word, which ends at the first character that neither can
+        contain; returns the index after the part."""
         start = at
         while at < len(text) and text[at] in _LETTERS:
             at += 1

@@ -1,8 +1,8 @@
-"""Tool calls in notations of their own: LFM2's (`[name(key="text", other=None)]`) and Gemma's
-(`call:name{key:<|"|>text<|"|>}`).
+"""Parsers of tool calls in notations of their own: LFM2's (`[name(key="text", other=None)]`) and
+Gemma's (`call:name{key:<|"|>text<|"|>}`).
 
-Values are converted to JSON while they arrive. Facts: LFM2's model card, and the chat templates of
-LFM2.5, FunctionGemma and Gemma 4.
+Values are converted to JSON while they arrive. Sources: LFM2's model card, and the chat templates
+of LFM2.5, FunctionGemma and Gemma 4.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from sglcore.serving.chat.parsers.json_calls import LONGEST_NAME, Sink, Tools, t
 from sglcore.serving.chat.parsers.scanner import Malformed, Scan, Scanner
 
 MOST_LEVELS = 64
-"""Largest depth of nested lists and objects."""
+"""Maximum depth of nested lists and objects."""
 
 _NAME = re.compile(r"[^\s()\[\]{}<>\"'=:,]+")
 _WORDS = MappingProxyType({"True": "true", "False": "false", "None": "null"})
@@ -33,7 +33,7 @@ _ENDS = (",", "]", "}", ")")
 
 @dataclass(frozen=True, slots=True)
 class Notation:
-    """A notation of calls. Calling it parses them."""
+    """A notation of tool calls. An instance is a `ToolScan`."""
 
     begin: str
     """Text before the calls."""
@@ -51,13 +51,13 @@ class Notation:
     joint: str = ","
     """Text between parameters."""
     is_list: bool = False
-    """Whether calls are in a list."""
+    """Whether calls are in brackets, separated by commas; else each has its own marks."""
     is_sorted: bool = False
-    """Whether parameters are sorted by name."""
+    """Whether parameters are written in the order of their names."""
 
     @property
     def marks(self) -> tuple[str, ...]:
-        """The marks of a well-formed call, which users must not see."""
+        """The marks of a well-formed call, which clients must not see."""
         return (self.begin, self.end)
 
     def __call__(self, s: Scanner, tools: Tools) -> Scan[None]:
@@ -75,13 +75,15 @@ class Notation:
                 yield from s.take(self.end)
 
     def write(self, calls: Sequence[Mapping[str, Any]]) -> str:
-        """Write calls as a model writes them; for Python's notation only."""
+        """Return the text that a model would write for these calls (with arguments as objects).
+        Only for LFM2's notation."""
         functions = [call["function"] for call in calls]
         made = (f"{f['name']}({', '.join(map(_written, f['arguments'].items()))})" for f in functions)
         return f"{self.begin}[{', '.join(made)}]{self.end}"
 
     def _head(self, s: Scanner, before: str) -> Scan[str]:
-        """Read the text before a call, and its name."""
+        """Parse the text `before` a call and the call's name, and return the name. Raises
+        Malformed."""
         yield from s.literal(before + self.prefix)
         yield from s.peek()
         name, _ = yield from s.upto((self.around[0],), LONGEST_NAME)
@@ -90,8 +92,8 @@ class Notation:
         return name.strip()
 
     def _entries(self, s: Scanner, sink: Sink, end: str, assign: str, level: int) -> Scan[bool]:
-        """Read names with values up to the end, as an object; returns False if anything else is
-        between them."""
+        """Parse names with values up to the text `end`, and pass them to `sink` as a JSON object;
+        returns False if they are malformed or cut off."""
         before = "{"
         while not (yield from s.take(end)):
             has_joint = before == "{" or (yield from s.take(","))
@@ -117,7 +119,7 @@ class Notation:
         return text_as_json(name.strip())
 
     def _quote(self, s: Scanner) -> Scan[str]:
-        """Read the quotation mark that comes next; returns an empty text if there is none."""
+        """Parse a quotation mark and return it; empty if none comes next."""
         for quote in self.quotes:
             if (yield from s.take(quote)):
                 return quote
@@ -153,8 +155,8 @@ def _written(entry: tuple[str, Any]) -> str:
 
 
 def _string(s: Scanner, quote: str, sink: Sink) -> Scan[bool]:
-    """Read text up to its quotation mark and pass it on as it arrives; returns False if there is
-    none."""
+    """Parse text up to the quotation mark `quote`, and pass it to `sink` as a JSON string while it
+    arrives; returns False if the quotation mark is missing."""
     sink('"')
     marks = (quote, "\\") if len(quote) == 1 else (quote,)
     while mark := (yield from s.hand_on(marks, lambda text: sink(text_as_json(text)[1:-1]))):
@@ -166,7 +168,7 @@ def _string(s: Scanner, quote: str, sink: Sink) -> Scan[bool]:
 
 
 def _escaped(s: Scanner) -> Scan[str]:
-    """Read a backslash escape; returns its text inside a JSON string."""
+    """Parse the rest of a backslash escape; returns its text inside a JSON string."""
     if not (yield from s.more()):
         return "\\\\"
     mark = s.character()
@@ -183,7 +185,8 @@ def _escaped(s: Scanner) -> Scan[str]:
 
 
 def _word(s: Scanner, sink: Sink) -> Scan[bool]:
-    """Read a number, a constant, or text without quotation marks."""
+    """Parse a number, a constant, or text without quotation marks, and pass it to `sink` as JSON;
+    returns False if it is empty or its end is missing."""
     parts: list[str] = []
     mark = yield from s.hand_on(_ENDS, parts.append)
     s.unread(len(mark))

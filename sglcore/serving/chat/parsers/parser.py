@@ -16,32 +16,36 @@ ToolScan = Callable[[Scanner, Tools], Scan[None]]
 
 
 class AnswerScan(Protocol):
-    """Reads a whole answer in which reasoning is not one block at the beginning."""
+    """Parses a whole answer, in a format where reasoning is not one block at the beginning."""
 
     def __call__(self, s: Scanner, tools: Tools, *, reads_calls: bool, is_open: bool) -> Scan[None]:
-        """Without `reads_calls` a call is content. `is_open`: the prompt ends inside reasoning."""
+        """Parse the text of `s`. Without `reads_calls` a call is content. `is_open`: the prompt
+        ends inside reasoning."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class ReasoningFamily:
-    """A pair of markers around reasoning."""
+    """One format of reasoning: the markers before and after it, and what surrounds it."""
 
     name: str
     marks: tuple[str, str]
     aliases: tuple[str, ...] = ()
     resume: str = ""
-    """Text between the end of reasoning and what follows."""
+    """Text between the end marker of reasoning and what follows."""
     opening: str = ""
-    """Text with which content begins."""
+    """Text with which content begins, if reasoning and calls may come before it in any order.
+    Empty: content needs none."""
     hidden: tuple[str, ...] = ()
-    """Marks around content, which users must not see either."""
+    """Markers around content, which clients must not see either."""
     answer: AnswerScan | None = None
-    """Parses the whole answer, calls included, if reasoning may be anywhere in it."""
+    """Parses the whole answer, calls included, if reasoning may be anywhere in it. None: it is one
+    block at the beginning."""
 
 
 class DeltaParser:
-    """Text in, deltas out. The joined deltas do not depend on how the text was split."""
+    """Parses the text of one answer, part by part, into deltas. The joined deltas do not depend on
+    how the text was split."""
 
     def __init__(
         self,
@@ -54,14 +58,16 @@ class DeltaParser:
         new_id: Callable[[], str] | None = None,
     ) -> None:
         """Without `calls`, text that looks like a call is content. `reasoning_open`: the prompt has
-        the mark that begins reasoning."""
+        the mark that begins reasoning; `controls`: texts to remove; `new_id`: makes ids of calls
+        whose text has none (None: `long_id`)."""
         hidden = reasoning.hidden if reasoning else ()
         self._scanner = Scanner(new_id or long_id, (*controls, *hidden))
         self._steps = _answer(self._scanner, calls, tools, reasoning, reasoning_open)
         self._is_over = False
 
     def push(self, text: str) -> list[Delta]:
-        """Take more text of the answer; returns the deltas that it adds."""
+        """Parse more text of the answer; returns the deltas that it adds, as far as their meaning
+        is certain."""
         self._scanner.push(text)
         return self._read()
 
@@ -71,7 +77,7 @@ class DeltaParser:
         return self._read()
 
     def whole(self, text: str) -> list[Delta]:
-        """Parse a whole answer at once."""
+        """Parse a whole answer at once, with a parser that got no text yet."""
         return joined([*self.push(text), *self.finish()])
 
     def _read(self) -> list[Delta]:
@@ -81,12 +87,12 @@ class DeltaParser:
 
 
 def long_id() -> str:
-    """Return a new id of a call in the usual form."""
+    """Return a new id of a call in OpenAI's form."""
     return f"call_{secrets.token_hex(12)}"
 
 
 def short_id() -> str:
-    """Return a new id of nine letters and digits, which Mistral's templates require."""
+    """Return a new id of a call with nine letters and digits, which Mistral's templates require."""
     return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
 
 
@@ -105,8 +111,9 @@ def _answer(
 
 
 def _reasoning(s: Scanner, start: str, end: str, is_open: bool) -> Scan[None]:
-    """Read a block of reasoning at the beginning. Its markers, and white space inside and after it,
-    do not belong to it."""
+    """Parse a block of reasoning at the beginning, between the markers `start` and `end`; with
+    `is_open`, the start marker may be missing. Its markers, and white space inside and after it,
+    are not part of it."""
     if not (yield from s.take(start)) and not is_open:
         return
     s.border()
