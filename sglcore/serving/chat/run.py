@@ -1,7 +1,8 @@
-"""A chat in progress: messages become a prompt, the model's text becomes reasoning, content and
+"""A chat in progress: messages become a prompt, and the model's text becomes reasoning, content and
 tool calls.
 
-All chat endpoints, of any protocol, are translations to `ChatRequest` and from `ChatEvent`.
+The endpoints of all protocols convert their requests to `ChatRequest` and their answers from
+`ChatEvent`.
 """
 
 from __future__ import annotations
@@ -28,19 +29,18 @@ from sglcore.serving.replicas.unenforced_schemas import Unenforced, unenforced
 ChatFinish = Literal[FinishReason, "tool_calls"]
 ToolChoice = str | Mapping[str, Any]
 LONG_TALK, LONG_TEXT = 100, 100_000
-"""Numbers of messages and tools, and of characters, from which a prompt is rendered in a thread
-outside the event loop: a template may take a million steps.
-"""
+"""Number of messages and tools (LONG_TALK), or of characters (LONG_TEXT), above which a prompt is
+rendered in a thread outside the event loop: a template may take a million steps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatRequest:
-    """A conversation and the requested answer, in OpenAI's shapes, whatever the protocol."""
+    """A conversation and the requested answer, in the form of OpenAI's chat endpoint."""
 
     messages: Sequence[Mapping[str, Any]]
-    """The messages."""
+    """The messages of the conversation."""
     params: SamplingParams
-    """The sampling parameters."""
+    """The sampling parameters, without what the chat format adds."""
     tools: Sequence[Mapping[str, Any]] | None = None
     """The tools that the model may call. None: none."""
     tool_choice: ToolChoice = "auto"
@@ -48,25 +48,26 @@ class ChatRequest:
     parallel_tool_calls: bool = True
     """Whether an answer may have several calls. False: only its first call is kept."""
     progress: bool = False
-    """Whether to report how far the prompt is computed."""
+    """Whether the run also yields the progress of the prompt."""
     chat_template_kwargs: Mapping[str, Any] | None = None
     """Further variables of the chat template. None: none."""
     add_generation_prompt: bool = True
-    """Whether the prompt ends with the beginning of an answer."""
+    """Whether the prompt ends with the beginning of an assistant's answer."""
     continue_final_message: bool = False
-    """Whether the answer continues the last message."""
+    """Whether the answer continues the content of the last message."""
     request_id: str | None = None
-    """The name of the request. None: it gets one."""
+    """The id of the request. None: a new one."""
     form: str = "response_format"
-    """The field of the client's request that constrains the answer, if any."""
+    """The name of the field of the client's request that constrains the answer, for errors and
+    warnings."""
     thinking_token_budget: int | None = None
-    """Largest number of reasoning tokens. None: no limit."""
+    """Maximum number of reasoning tokens. None: no limit."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChatEvent:
-    """New data of one sample: a delta, log-probabilities and ids of tokens, or its end; or
-    (`progress`) of the prompt."""
+    """New data of sample number `index`: a delta, log-probabilities and ids of new tokens, or its
+    end (`finish_reason`); or the progress of the prompt (`progress`)."""
 
     index: int
     delta: Delta | None = None
@@ -78,7 +79,7 @@ class ChatEvent:
 
 @dataclass(slots=True)
 class ChatMessage:
-    """One growing sample: its deltas, and how it ended."""
+    """One sample of an answer: its deltas so far, and how it ended (None: it has not)."""
 
     deltas: list[Delta] = field(default_factory=list)
     finish_reason: ChatFinish | None = None
@@ -86,25 +87,25 @@ class ChatMessage:
 
     @property
     def content(self) -> str:
-        """Its content."""
+        """The text of its content."""
         return text_of(self.deltas, "content")
 
     @property
     def reasoning(self) -> str:
-        """Its reasoning."""
+        """The text of its reasoning."""
         return text_of(self.deltas, "reasoning")
 
     @property
     def tool_calls(self) -> list[Call]:
-        """Its calls, in order."""
+        """Its tool calls, in order."""
         return calls_of(self.deltas)
 
 
 class TextParser(Protocol):
-    """Parses a sample's text, however it is split."""
+    """Parses the text of one sample, part by part: `DeltaParser` or `_Content`."""
 
     def push(self, text: str) -> list[Delta]:
-        """Take more text; returns the deltas that it completes."""
+        """Parse more text; returns the deltas that it adds."""
         ...
 
     def finish(self) -> list[Delta]:
@@ -113,14 +114,14 @@ class TextParser(Protocol):
 
 
 class ChatRun(Runs):
-    """The run of one prompt, as an async iterator of ChatEvent. Iterating raises an error that
-    ended it from outside. One consumer."""
+    """The run of one prompt, as an async iterator of `ChatEvent`, for one consumer. Iterating
+    raises the error that ended the run from outside."""
 
     def __init__(
         self, runs: Runs, request: ChatRequest, parsers: Sequence[TextParser], ignored: Sequence[str] = ()
     ) -> None:
-        """`parsers`: one for each sample. `ignored`: the chat_template_kwargs that the template
-        does not read."""
+        """`parsers`: one for each sample. `ignored`: names of chat_template_kwargs that the
+        template does not read."""
         super().__init__(runs.generations, runs.held, runs.form, runs.check)
         self.request, self.ignored = request, tuple(ignored)
         parallel = request.parallel_tool_calls
@@ -129,12 +130,12 @@ class ChatRun(Runs):
 
     @property
     def output(self) -> RequestOutput:
-        """The engine's output so far."""
+        """The engine's output of the prompt so far."""
         return self.outputs[0]
 
     @property
     def first_token_at(self) -> float | None:
-        """Time of its first token, by `time.perf_counter()`; None as long as there is none."""
+        """Time of the first token, by `time.perf_counter`; None: there is none yet."""
         return self.generations[0].first_token_at
 
     async def __aiter__(self) -> AsyncIterator[ChatEvent]:
@@ -149,7 +150,8 @@ class ChatRun(Runs):
                 yield event
 
     async def _look(self, sample: Completion) -> None:
-        """Check the arguments of a sample's calls, or its content if it has no calls."""
+        """Check a finished sample for violations of schema parts that are not enforced: the
+        arguments of its calls, or its content if it has no calls."""
         if self.check is None:
             return
         deltas = self._samples[sample.index].kept
@@ -172,10 +174,11 @@ class ChatRun(Runs):
 
 
 class _Sample:
-    """One sample's parser, and whether it has called a tool."""
+    """The parser of one sample, and its last tool call."""
 
     def __init__(self, index: int, parser: TextParser, parallel: bool, *, keeps: bool) -> None:
-        """`keeps`: keep all its deltas in `kept`."""
+        """`parallel` False: calls after the first are dropped; `keeps`: collect all deltas in
+        `kept`."""
         self.kept: list[Delta] = []
         self._index, self._parser, self._parallel, self._keeps = index, parser, parallel, keeps
         self._arguments: str | None = None
@@ -183,8 +186,8 @@ class _Sample:
         self._unsent: tuple[int, ...] = ()
 
     def take(self, text: TextDelta, stop_cause: int | str | None) -> list[ChatEvent]:
-        """Return the events of new text: tokens come with the first event, the end with the last;
-        `stop_cause` as in its output."""
+        """Return the events of new text: token ids and log-probabilities are in the first event,
+        the finish reason in the last. `stop_cause`: as in `Completion`."""
         deltas = self._parser.push(text.text) if text.text else []
         if text.finish_reason is not None:
             deltas = [*deltas, *self._parser.finish()]
@@ -211,17 +214,19 @@ class _Sample:
         ]
 
     def _reason(self, reason: FinishReason, stop_cause: int | str | None) -> ChatFinish:
-        """Return the finish reason; a stop string inside a call leaves no call to make."""
+        """Return the finish reason: "tool_calls" for a sample that ended after a call, but "stop"
+        if a stop string cut the call's arguments."""
         if reason != "stop" or self._arguments is None:
             return reason
         return "stop" if isinstance(stop_cause, str) and not _is_json(self._arguments) else "tool_calls"
 
 
 async def start_chat(frontend: ChatFrontend, request: ChatRequest) -> ChatRun:
-    """Render the prompt and give it to an engine; waits for that only.
+    """Render the prompt, send it to an engine and return the run; waits for that, not for the
+    answer.
 
-    Raises TextError if the template refuses or if tools are requested but off, and as
-    `Frontend.generate`.
+    Raises InvalidRequest if the template refuses the messages or if tools are requested but off,
+    and as `Frontend.generate`.
     """
     form, tools = frontend.format, tools_in_play(request)
     must_call = _must_call(request, tools)
@@ -253,13 +258,14 @@ async def start_chat(frontend: ChatFrontend, request: ChatRequest) -> ChatRun:
 
 
 def plain_run(runs: Runs, params: SamplingParams, form: str) -> ChatRun:
-    """Return the run of a text that is no conversation: all of it is content, which the field
-    `form` of the request constrains."""
+    """Return `runs` of a text that is no conversation as a chat: the whole text is content, which
+    the field `form` of the request constrains (empty: none does)."""
     return ChatRun(runs, ChatRequest(messages=(), params=params, form=form), [_Content() for _ in range(params.n)])
 
 
 def _unenforced(request: ChatRequest, *, must_call: bool) -> list[Unenforced]:
-    """Return the parts of the answer's schemas that are not enforced."""
+    """Return the parts of the request's schemas that are not enforced: of the answer's, and if a
+    call is forced, of the tools'."""
     found = unenforced(request.form, request.params.grammar)
     for place, tool in enumerate(request.tools or () if must_call else ()):
         schema = tool.get("function", tool).get("parameters")
@@ -269,7 +275,7 @@ def _unenforced(request: ChatRequest, *, must_call: bool) -> list[Unenforced]:
 
 
 def _names(request: ChatRequest) -> list[str]:
-    """Return the names of its tools."""
+    """Return the names of the request's tools, in order."""
     return [tool.get("function", tool).get("name", "") for tool in request.tools or ()]
 
 
@@ -282,7 +288,7 @@ def _params(
     must_call: bool,
 ) -> SamplingParams:
     """Return the request's sampling parameters with the additions of the chat format: reasoning,
-    calls, special tokens."""
+    calls, special tokens, end tokens. Raises InvalidRequest."""
     params = replace(request.params, thinking=_thinking(form, request, rendered, must_call=must_call))
     if tools:
         with blame("tool_choice"), blame("tools", GrammarError):
@@ -303,14 +309,14 @@ def _params(
 
 async def count_prompt(frontend: ChatFrontend, request: ChatRequest, param: str) -> int:
     """Return the number of tokens of a chat's prompt; waits for the tokenizer. Raises
-    InvalidRequest about `param`."""
+    InvalidRequest about the request's field `param`."""
     with blame(param):
         return len(await frontend.tokenize((await render(frontend, request)).text, special=False))
 
 
 async def render(frontend: ChatFrontend, request: ChatRequest) -> Rendered:
-    """Return the prompt of a chat; a long one does not block the event loop. Raises TextError, also
-    without a tokenizer."""
+    """Return the prompt of a chat; a long one is rendered in a thread. Raises TextError if the
+    template refuses the messages, or if no tokenizer is read."""
     frontend.codec.need_text("a chat")
     return await asyncio.to_thread(_render, frontend, request) if _is_long(request) else _render(frontend, request)
 
@@ -337,7 +343,7 @@ def _render(frontend: ChatFrontend, request: ChatRequest) -> Rendered:
 
 
 async def collect_chat(run: ChatRun) -> list[ChatMessage]:
-    """Return all samples as whole messages; waits until each has ended."""
+    """Return all samples as whole messages, by their index; waits until each has ended."""
     await run.ended()
     messages = [ChatMessage() for _ in run.output.outputs]
     async for event in run:
@@ -354,13 +360,14 @@ async def collect_chat(run: ChatRun) -> list[ChatMessage]:
 
 
 def tools_in_play(request: ChatRequest) -> Sequence[Mapping[str, Any]] | None:
-    """Return the tools that the prompt shows; None if there are none, or none may be called."""
+    """Return the tools that the prompt shows; None if there are none, or if `tool_choice` is
+    "none"."""
     return request.tools if request.tools and request.tool_choice != "none" else None
 
 
 def _must_call(request: ChatRequest, tools: Sequence[Mapping[str, Any]] | None) -> bool:
-    """Return whether the answer must be a call. Raises InvalidRequest for a tool choice that cannot
-    be met."""
+    """Return whether the answer must be a call. Raises InvalidRequest if it must and there are no
+    tools."""
     if request.tool_choice in ("none", "auto"):
         return False
     if not tools:
@@ -369,9 +376,10 @@ def _must_call(request: ChatRequest, tools: Sequence[Mapping[str, Any]] | None) 
 
 
 def _thinking(form: ChatFormat, request: ChatRequest, rendered: Rendered, *, must_call: bool) -> Thinking | None:
-    """Return the reasoning before an answer that is bound or has a budget.
+    """Return the constraint for the reasoning before an answer that a grammar constrains or whose
+    reasoning has a budget; None if there is no reasoning.
 
-    None if the answer continues a message in which the reasoning has ended.
+    None also if the answer continues a message in which the reasoning has ended.
     """
     if request.continue_final_message and not rendered.reasoning_open:
         return None
@@ -385,7 +393,7 @@ def _thinking(form: ChatFormat, request: ChatRequest, rendered: Rendered, *, mus
 
 
 class _Content:
-    """The parser of an answer that is constrained from its first token: all of it is content."""
+    """The parser of an answer without reasoning and calls: the whole text is content."""
 
     def push(self, text: str) -> list[Delta]:
         """Return the text itself as content."""

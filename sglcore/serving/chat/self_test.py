@@ -1,5 +1,5 @@
-"""The test of a parser on its own checkpoint: it must read back the calls that the template writes,
-however they are split."""
+"""The self-test of a parser on its checkpoint: it must read back the calls that the chat template
+writes, however the text is split."""
 
 from __future__ import annotations
 
@@ -18,29 +18,29 @@ from sglcore.serving.chat.parsers.parser import DeltaParser, ReasoningFamily, To
 
 QUESTION = MappingProxyType({"role": "user", "content": "What is to be done?"})
 CALL_IDS = ("Pr0beCa11", "Pr0beCa12")
-"""Nine letters and digits, which every template takes."""
+"""Ids of nine letters and digits, which every template accepts."""
 
 
 class Failed(Exception):
-    """A parser did not read back what the template wrote; the text says how."""
+    """A parser did not read back what the template wrote; the message says what differs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """The text that a template writes for an answer with calls, and whether it begins inside
-    reasoning."""
+    """The text that a template writes for an answer with `calls`, and whether the text begins
+    inside reasoning."""
 
     text: str
     reasoning_open: bool
     calls: tuple[Call, ...] = ()
     footer: str = ""
-    """Text after the last call."""
+    """Text after the last call, which ends the turn."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A passed test: the form of messages that the template needs, and its turns with one call and
-    (or None) with two."""
+    """The result of a passed test: the form of messages that the template needs, the turn with one
+    call, and the turn with two (None: the template writes one call only)."""
 
     form: MessageForm
     one: Turn
@@ -49,7 +49,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A tool parser on a checkpoint, with the reasoning before it."""
+    """A family of tool calls to test on a checkpoint, with the chosen family of reasoning."""
 
     codec: TextCodec
     family: ToolFamily
@@ -57,12 +57,12 @@ class Candidate:
     skip_special_tokens: bool
 
     def parser(self, turn: Turn) -> DeltaParser:
-        """Return a new parser for a turn; all its calls have one id, so that two parsers give equal
-        deltas."""
+        """Return a new parser for a turn. Ids that it makes are all equal, so that two parsers give
+        equal deltas."""
         return self.reader(turn, calls=self.family.calls)
 
     def reader(self, turn: Turn, *, calls: ToolScan | None = None) -> DeltaParser:
-        """Return the same parser, but calls are content."""
+        """Return a new parser for a turn that parses calls by `calls`; None: calls are content."""
         return DeltaParser(
             calls=calls,
             tools=probe_tools(),
@@ -73,7 +73,7 @@ class Candidate:
 
 
 def probe_tools() -> list[dict[str, Any]]:
-    """Return two tools that no user has."""
+    """Return two tools for the test, with names that no client uses."""
     properties = {
         "place": {"type": "string", "description": "Where"},
         "count": {"type": "integer", "description": "How many"},
@@ -94,8 +94,8 @@ def probe_tools() -> list[dict[str, Any]]:
 
 
 def probe_calls() -> tuple[Call, Call]:
-    """Return a call of each tool; quotes, braces, a line break and letters that are not ASCII must
-    survive."""
+    """Return a call of each probe tool. Their arguments contain quotes, braces, a line break and
+    characters that are not ASCII."""
     first = {"place": 'Zürich "}]\n東', "count": 3, "exact": True, "detail": {"list": [1.5, None, "a\\b"], "{": {}}}
     return (
         Call("probe_alpha", json.dumps(first, ensure_ascii=False), CALL_IDS[0]),
@@ -104,8 +104,8 @@ def probe_calls() -> tuple[Call, Call]:
 
 
 def check_tools(candidate: Candidate, form: MessageForm) -> Sample:
-    """Test a tool parser with every form of messages, the given one first. Raises Failed with the
-    first reason."""
+    """Test a family of tool calls with different forms of messages, starting from `form`, and
+    return the first passed test. Raises Failed with the reason of the first form if none passes."""
     reasons: list[str] = []
     for arguments in (True, False):
         for empty in (False, True):
@@ -118,7 +118,8 @@ def check_tools(candidate: Candidate, form: MessageForm) -> Sample:
 
 
 def check_reasoning(codec: TextCodec, family: ReasoningFamily, skip_special_tokens: bool) -> None:
-    """Test a reasoning parser on a text of its own. Raises Failed."""
+    """Test a family of reasoning on a text with its markers. `skip_special_tokens`: how answers are
+    decoded. Raises Failed."""
     start, end = family.marks
     end += family.resume + family.opening
     for is_open in (False, True):
@@ -137,13 +138,13 @@ def check_reasoning(codec: TextCodec, family: ReasoningFamily, skip_special_toke
 
 
 def new_ids(family: ToolFamily | None) -> Callable[[], str]:
-    """Return a function that makes the ids of calls."""
+    """Return the function that makes ids of calls for a family (None: no tools)."""
     return short_id if family and family.has_short_ids else long_id
 
 
 def _check_form(candidate: Candidate, form: MessageForm) -> Sample:
-    """Test one form: the turn with the most calls is split at every position, the other turn is
-    read in three ways."""
+    """Test one form of messages: the turn with the most calls is split at every position, the other
+    turn only by characters. Raises Failed and TextError."""
     calls = probe_calls()
     one = _turn(candidate, form, calls[:1])
     try:
@@ -158,9 +159,8 @@ def _check_form(candidate: Candidate, form: MessageForm) -> Sample:
 
 
 def _completed(codec: TextCodec, form: MessageForm) -> MessageForm:
-    """Return the form with all else that the template needs: fields that a request may leave out of
-    its tools, or add to calls.
-    """
+    """Return the form with `described` and `joined` set if the template needs them: for tools
+    without a description, and for calls after content and reasoning."""
 
     def rendered(form: MessageForm, tools: Sequence[Mapping[str, Any]], *answer: Mapping[str, Any]) -> str:
         try:
@@ -182,7 +182,8 @@ def _completed(codec: TextCodec, form: MessageForm) -> MessageForm:
 
 
 def _turn(candidate: Candidate, form: MessageForm, calls: Sequence[Call]) -> Turn:
-    """Return the text that the template adds for an answer with these calls."""
+    """Return the text that the template adds to the prompt for an answer with these calls. Raises
+    TextError."""
     template, tools = candidate.codec.template, probe_tools()
     answer = {"role": "assistant", "content": None, "tool_calls": [_as_sent(call) for call in calls]}
     question = as_template_reads([QUESTION], form)
@@ -219,8 +220,8 @@ def _read_back(candidate: Candidate, turn: Turn, calls: Sequence[Call], places: 
 
 
 def _splits(text: str, parser: Callable[[], DeltaParser], places: Iterable[int]) -> Iterator[tuple[str, list[Delta]]]:
-    """Yield how the text was split, and what was read: first one character at a time, then in two
-    parts at each position."""
+    """Yield how the text was split, and the joined deltas: first one character at a time, then in
+    two parts at each of `places`. `parser` makes a new parser."""
     reader = parser()
     yield "one character at a time", joined([*(d for mark in text for d in reader.push(mark)), *reader.finish()])
     for place in places:
@@ -230,7 +231,7 @@ def _splits(text: str, parser: Callable[[], DeltaParser], places: Iterable[int])
 
 
 def _decoded(candidate: Candidate, text: str) -> str:
-    """Return the text as its tokens decode."""
+    """Return the text after it was encoded and decoded again."""
     ids = candidate.codec.encode(text, special=False)
     return candidate.codec.decode(ids, skip_special_tokens=candidate.skip_special_tokens)
 
@@ -250,8 +251,8 @@ def _verify(candidate: Candidate, turn: Turn, deltas: Sequence[Delta], calls: Se
 
 
 def _verify_content(candidate: Candidate, turn: Turn, deltas: Sequence[Delta]) -> None:
-    """Check that content is the text before the first call and after the last one, without any part
-    of a marker."""
+    """Raise Failed unless content is the text before the first call and after the last one, without
+    any part of a marker."""
     marks = candidate.family.marks
     places = [place for place, delta in enumerate(deltas) if delta.kind.startswith("tool")]
     before, between, after = (

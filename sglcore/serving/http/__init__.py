@@ -1,2 +1,2 @@
-"""HTTP: connections, the application, streams, errors. It may import all other folders of the
-server."""
+"""HTTP: connections, the application, streams, errors. Modules here may import from all other
+folders of the server."""

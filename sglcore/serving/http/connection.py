@@ -1,5 +1,5 @@
-"""One client's connection: a request head must arrive in time and within a size, and the client
-must read answers in time.
+"""A client's connection: a request head must arrive in time and within a size, and the client must
+read answers in time.
 
 The parser is httptools, which is compiled.
 """
@@ -20,7 +20,8 @@ from sglcore.serving.replicas.server_errors import INVALID, Failure
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """The limits of a connection. Times are in seconds."""
+    """Limits: number of open connections of the server, bytes of a request's head, seconds for a
+    head to arrive, and seconds without progress while an answer is sent."""
 
     connections: int
     head_bytes: int
@@ -29,31 +30,34 @@ class Bounds:
 
 
 LINGER_SECONDS = 1.0
-"""Seconds during which a refused client may continue to send, unread, so that it can read the
-reason."""
+"""Seconds for which a refused client may continue to send, unread, so that it can read the
+answer."""
 MOST_REFUSED = 128
-"""Number of connections above the limit that get an answer; further ones are cut off."""
+"""Maximum number of connections above the limit that get an answer; further ones are closed at
+once."""
 ANSWERING = "answering"
-"""Key in a request's state: the tasks that answer it, which are cancelled and removed when its
-connection ends."""
+"""Key in a request's `state`: the set of tasks that make its answer, which are cancelled and
+removed when the connection ends."""
 OPEN_ENDED = "open-ended"
-"""Key in a request's state: the cycle of a client without support for chunked transfer.
+"""Key in a request's `state`: uvicorn's cycle of a request by HTTP/1.0, which does not support
+chunked transfer.
 
-The end of its connection marks the end of an answer.
+The end of its connection marks the end of an answer of unknown length.
 """
 MALFORMED = Failure(400, "what arrived is not a valid HTTP/1.1 request", INVALID, None, "malformed_request")
 BAD_CHUNK = Failure(400, "the body of the request is not in valid chunks", INVALID, None, "malformed_request")
 
 
 class Refused(Exception):
-    """Stops the parser in a head that is too large or that names something unsupported."""
+    """Stops the parser at a head that is too large or names an unsupported transfer encoding."""
 
 
 class Connection(HttpToolsProtocol):
-    """uvicorn's protocol, within bounds. Trailers are dropped, because nothing reads them."""
+    """uvicorn's protocol with the limits of `bounds`. Trailers are dropped, because nothing reads
+    them."""
 
     def __init__(self, *, bounds: Bounds, **given: Any) -> None:
-        """`given`: uvicorn's arguments of its protocols."""
+        """`given`: the arguments that uvicorn passes to a protocol."""
         super().__init__(**given)
         self.app = Unchunked(self.app)
         self.bounds = bounds
@@ -65,7 +69,8 @@ class Connection(HttpToolsProtocol):
         self._write_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:
-        """Refuse a connection above the limit; otherwise start the time limit of the first head."""
+        """Refuse a connection above the limit; otherwise start the time limit of the first head.
+        Overrides asyncio's callback."""
         super().connection_made(transport)
         excess = len(self.connections) - self.bounds.connections
         if excess > MOST_REFUSED:
@@ -76,14 +81,15 @@ class Connection(HttpToolsProtocol):
         self._expect_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Cancel the timers and the tasks that make an answer."""
+        """Cancel the timers and the tasks that make an answer. Overrides asyncio's callback."""
         self._stop_answering()
         self._head_timer = _cancelled(self._head_timer)
         self._write_timer = _cancelled(self._write_timer)
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Feed the parser, and count the bytes of an incomplete head."""
+        """Pass the data to the parser, and refuse a head that is incomplete and too large.
+        Overrides asyncio's callback."""
         if self._is_refused or self.transport.is_closing():
             return
         super().data_received(data)
@@ -100,19 +106,20 @@ class Connection(HttpToolsProtocol):
             self._expect_head()
 
     def on_message_begin(self) -> None:
-        """Note that a head begins."""
+        """Note that a head begins, and share the set ANSWERING with the request. Overrides the
+        parser's callback."""
         self._in_head = True
         super().on_message_begin()
         self.scope["state"][ANSWERING] = self._answering  # pyright: ignore[reportTypedDictNotRequiredAccess]
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Handle a header or a trailer."""
+        """Keep a header; drop a trailer. Overrides the parser's callback."""
         if self._in_head:
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """Check the complete head, also if it arrived at once. Raises Refused, which the parser
-        passes on as its own error."""
+        """Check the size and the transfer encoding of the complete head. Raises Refused, which the
+        parser raises again as its own error. Overrides the parser's callback."""
         self._in_head = False
         size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
         if size > self.bounds.head_bytes:
@@ -127,37 +134,41 @@ class Connection(HttpToolsProtocol):
             self.scope["state"][OPEN_ENDED] = self.cycle  # pyright: ignore[reportTypedDictNotRequiredAccess]
 
     def on_message_complete(self) -> None:
-        """Continue reading after a complete request, so that the end of the connection is
-        noticed."""
+        """Continue reading after a complete request, so that the end of the connection is noticed.
+        Overrides the parser's callback."""
         super().on_message_complete()
         if not self.pipeline:
             self.flow.resume_reading()
 
     def pause_writing(self) -> None:
-        """Start the time limit of a client that reads too slowly."""
+        """Start the time limit of a client that reads too slowly. Overrides asyncio's callback."""
         super().pause_writing()
         self._expect_progress()
 
     def resume_writing(self) -> None:
-        """Stop that time limit."""
+        """Stop the time limit of a client that reads too slowly. Overrides asyncio's callback."""
         super().resume_writing()
         self._write_timer = _cancelled(self._write_timer)
 
     def on_response_complete(self) -> None:
-        """Limit the time in which a closing connection may deliver its last bytes."""
+        """Limit the time for the last bytes of a connection that is closing. Overrides uvicorn's
+        method."""
         super().on_response_complete()
         if self.transport.is_closing():
             self._expect_progress()
 
     def timeout_keep_alive_handler(self) -> None:
-        """Close a connection that was idle for too long."""
+        """Close a connection that was idle for too long, within the time limit for its last bytes.
+        Overrides uvicorn's method."""
         super().timeout_keep_alive_handler()
         self._expect_progress()
 
     def send_400_response(self, msg: str) -> None:
-        """Answer a request that the parser refused, in our schema.
+        """Answer a request that the parser refused, with the failure in our schema. Overrides
+        uvicorn's method.
 
-        If a body breaks off before the answer has begun, the work for the answer is stopped.
+        If a body breaks off before the answer has begun, the tasks that make the answer are
+        cancelled.
         """
         if not self._awaits_head() and not self.pipeline and not self.cycle.response_started:
             self.cycle.disconnected = self.cycle.response_complete = True
@@ -204,15 +215,15 @@ class Connection(HttpToolsProtocol):
 
 
 class Unchunked:
-    """Wraps the app: an answer of unknown length to a client of HTTP/1.0 has no chunks and ends
+    """ASGI middleware: an answer of unknown length to a client of HTTP/1.0 has no chunks and ends
     with the connection."""
 
     def __init__(self, app: ASGIApp) -> None:
-        """`app`: the app without knowledge of HTTP/1.0."""
+        """`app`: the ASGI app to wrap."""
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Run the app."""
+        """Run the app for one request."""
         cycle = scope.get("state", {}).pop(OPEN_ENDED, None)
         if cycle is None:
             return await self._app(scope, receive, send)

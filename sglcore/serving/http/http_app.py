@@ -1,4 +1,4 @@
-"""The application: every endpoint over one frontend."""
+"""The web application: every endpoint, over one frontend."""
 
 from __future__ import annotations
 
@@ -48,15 +48,16 @@ _ENDPOINTS = (
     control,
     page,
 )
-"""Modules of endpoints, the most used first: a request tries the routes in this order."""
+"""Modules with endpoints, the most used first: a request is compared with the routes in this
+order."""
 
 
 @asynccontextmanager
 async def running_app(frontend: ChatFrontend) -> AsyncIterator[FastAPI]:
-    """Run the application and the runner of its batches. Unfinished batches continue at the next
-    start.
+    """Return a context with the application, in which its batches run. Unfinished batches continue
+    at the next start.
 
-    Raises ConfigError for a folder that cannot be used.
+    Raises ConfigError for a batch folder that cannot be used.
     """
     folder = frontend.config.batch_folder
     if folder is None:
@@ -81,9 +82,9 @@ async def running_app(frontend: ChatFrontend) -> AsyncIterator[FastAPI]:
 
 
 def make_app(frontend: ChatFrontend, runner: BatchRunner | None = None) -> FastAPI:
-    """Return the application with all endpoints. `runner` has the files and the batches; None: no
-    batches. The document is at /openapi.json; documentation pages that load scripts from other
-    hosts are off."""
+    """Return the application with all endpoints, without middleware. `runner`: runs batches and has
+    their store; None: batches are off. The OpenAPI document is at /openapi.json; documentation
+    pages that load scripts from other hosts are off."""
     app = Application(
         needs_key=bool(frontend.config.api_key),
         responses=documented_errors((401, 403, 500)),
@@ -107,7 +108,8 @@ def make_app(frontend: ChatFrontend, runner: BatchRunner | None = None) -> FastA
 
 
 def _on_unknown(frontend: ChatFrontend, request: Request, names: Sequence[str]) -> None:
-    """Refuse unknown fields if the server is strict; otherwise count them and log their names."""
+    """Raise InvalidRequest about unknown fields `names` of a request if the server is strict;
+    otherwise count them and log their names."""
     if frontend.config.strict_fields:
         assert isinstance(request, JsonRequest)
         request.unknown.refuse(request.decoded)

@@ -1,4 +1,4 @@
-"""Converts every error to an answer, in the schema that clients of its path expect."""
+"""Converts every error to an answer, in the form of the protocol of its path."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from sglcore.serving.http.openapi import Application
 from sglcore.serving.replicas.server_errors import INVALID, Failure, InvalidRequest, told
 
 LONGEST_SHOWN = 60
-"""Characters of a refused value that its error repeats."""
+"""Maximum characters of a wrong value that its error repeats."""
 OLLAMA = "/api/"
-"""Prefix of the paths of Ollama's protocol."""
+"""Prefix of the paths of Ollama's API."""
 _WANTED = MappingProxyType(
     {
         "missing": "a value",
@@ -51,11 +51,12 @@ _WANTED = MappingProxyType(
         "literal_error": "{expected}",
     }
 )
-"""Our text for each type of pydantic error; pydantic's own text is for Python programmers."""
+"""Our text for types of pydantic errors; pydantic's own text is for Python programmers."""
 
 
 def body_of(failure: Failure, scope: Scope) -> dict[str, Any]:
-    """Return the body of a failure on a path; clients of two protocols request models."""
+    """Return the JSON value of a failure in the form of the path's protocol. On /v1/models, which
+    two protocols have, the request's headers decide."""
     path = scope["path"]
     if path.startswith(OLLAMA):
         return ollama.error_body(failure)
@@ -66,18 +67,18 @@ def body_of(failure: Failure, scope: Scope) -> dict[str, Any]:
 
 
 def answer(found: Failure, scope: Scope) -> Response:
-    """Return the response of a failure, in the schema that clients of the path expect."""
+    """Return the response of a failure, in the form of the path's protocol."""
     return Response(encode(body_of(found, scope)), found.status, dict(found.headers), "application/json")
 
 
 async def on_validation(request: Request, error: Exception) -> Response:
-    """Answer a request with a wrong body or parameter."""
+    """Answer a request whose body or parameters are wrong; an exception handler of FastAPI."""
     assert isinstance(error, RequestValidationError)
     return answer(told(refused(error)), request.scope)
 
 
 async def on_http(request: Request, error: Exception) -> Response:
-    """Answer a request for an unknown path or method."""
+    """Answer a request for an unknown path or method; an exception handler of FastAPI."""
     assert isinstance(error, HTTPException)
     path, detail, headers = request.url.path, str(error.detail), dict(error.headers or {})
     if detail == HTTPStatus(error.status_code).phrase:
@@ -92,7 +93,7 @@ async def on_http(request: Request, error: Exception) -> Response:
 
 
 def refused(error: RequestValidationError) -> InvalidRequest:
-    """Return the error of a body or a parameter, about the first wrong field."""
+    """Return the error of a wrong body or parameter, about the first wrong field."""
     elsewhere = next((item for item in error.errors() if item["loc"][0] != "body"), None)
     if elsewhere is not None:
         return _refused_parameter(elsewhere)
@@ -105,7 +106,7 @@ def refused(error: RequestValidationError) -> InvalidRequest:
 
 
 def _refused_parameter(item: Any) -> InvalidRequest:
-    """Return the error of a wrong part of the address."""
+    """Return the error of a wrong parameter in the path or the query."""
     name = str(item["loc"][-1])
     return InvalidRequest(f"{name}: found {_shown(item['input'])}", wanted=_wanted(item), param=name)
 
@@ -129,14 +130,14 @@ def _wanted(item: Any) -> str:
 
 
 def _as_json(value: Any) -> str:
-    """Return a bound, or pydantic's words for a choice of literals, as JSON."""
+    """Return a bound, or pydantic's text for a choice of literals, as JSON."""
     text = f"{value:g}" if isinstance(value, float) else str(value)
     return text.replace("'", '"').replace("False", "false")
 
 
 def _real_names(item: Any, body: Any) -> tuple[Any, ...]:
-    """Return the part of an error's place that names fields of the body; unions add other names to
-    it."""
+    """Return the names and indices in an error's location that exist in the body; pydantic adds
+    others for the members of unions."""
     names: list[Any] = []
     loc = item["loc"][1:]
     for place, name in enumerate(loc, 1):

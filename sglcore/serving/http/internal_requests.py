@@ -1,4 +1,4 @@
-"""Calls the server's own endpoints from within, without a connection."""
+"""Requests of the server to its own endpoints, without a connection."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from starlette.types import ASGIApp, Message
 
 
 async def ask(app: ASGIApp, path: str, body: bytes, request_id: str) -> tuple[int, bytes]:
-    """Return status and body of the answer to a POST of JSON; waits for all of it. Cancelling it
-    ends the request."""
+    """POST a JSON body to `path` of the app, and return status and body of the whole answer. Waits.
+    If this is cancelled, the request ends."""
     unread, status, answer = [body], 0, bytearray()
 
     async def receive() -> Message:

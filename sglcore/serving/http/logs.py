@@ -1,5 +1,5 @@
-"""The server's log: lines go through a bounded queue to a thread of their own, so that a slow, full
-or missing disk or terminal blocks no request. Lines that could not be written are counted."""
+"""The server's log: lines go through a bounded queue to a thread that writes them, so that a slow,
+full or missing disk or terminal blocks no request. Lines that could not be written are counted."""
 
 from __future__ import annotations
 
@@ -16,15 +16,17 @@ from sglcore.config.server_config import ServerConfig
 from sglcore.device.errors import ConfigError
 
 NAMES = ("sglcore", "uvicorn")
-"""The loggers of the server's lines."""
+"""Names of the loggers whose lines are written."""
 _LONGEST_QUEUE, _FLUSH_SECONDS = 10_000, 2.0
 
 
 class Logs:
-    """The open log; `close` writes the remaining lines. One at a time in a process."""
+    """The open log of the process; there may be one at a time. `close` writes the remaining
+    lines."""
 
     def __init__(self, config: ServerConfig) -> None:
-        """Open the file, or use stderr. Raises ConfigError if the file cannot be opened."""
+        """Open `log_file`, or use standard error, and redirect the loggers NAMES. Raises
+        ConfigError if the file cannot be opened."""
         self._stream = _opened(config.log_file)
         self._is_file = config.log_file is not None
         self._queue: queue.Queue[str | None] = queue.Queue(_LONGEST_QUEUE)
@@ -41,11 +43,11 @@ class Logs:
 
     @property
     def lost(self) -> int:
-        """Number of lines that could not be written, or did not fit into the queue."""
+        """Number of lines that could not be written or did not fit into the queue."""
         return self._handler.dropped + self._unwritten
 
     def close(self) -> None:
-        """Write the remaining lines, for at most 2 seconds, and release the loggers. Idempotent."""
+        """Write the remaining lines, for at most 2 seconds, and restore the loggers. Idempotent."""
         for logger in map(logging.getLogger, NAMES):
             logger.handlers = [handler for handler in logger.handlers if handler is not self._handler]
             logger.propagate = True
@@ -56,7 +58,7 @@ class Logs:
         self._thread.join(_FLUSH_SECONDS)
 
     def _write(self) -> None:
-        """Write line by line, in the log's thread; an error affects one line only."""
+        """Write line by line, on the log's thread, until `close`; an error loses one line only."""
         while (text := self._queue.get()) is not None:
             self._unwritten += not _is_written(self._stream, f"{text}\n")
         if self._is_file and self._stream is not None:
@@ -65,7 +67,8 @@ class Logs:
 
 
 class _Queued(logging.Handler):
-    """Puts finished lines into the queue, without waiting."""
+    """A logging handler that puts formatted lines into a queue without waiting. `dropped`: number
+    of lines that did not fit."""
 
     def __init__(self, lines: queue.Queue[str | None]) -> None:
         super().__init__()
@@ -81,7 +84,8 @@ class _Queued(logging.Handler):
 
 
 class _Lines(logging.Formatter):
-    """Time in UTC, level, logger, text; further lines, as of a traceback, begin with blanks."""
+    """Formats a line: time in UTC, level, logger, text; further lines, as of a traceback, are
+    indented."""
 
     def format(self, record: logging.LogRecord) -> str:
         moment = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
@@ -94,7 +98,8 @@ class _Lines(logging.Formatter):
 
 
 def _is_written(stream: TextIO | None, text: str) -> bool:
-    """Return whether the whole text was written; False also for a process without stderr."""
+    """Write a text and return whether all of it was written; False also for None, a process without
+    standard error."""
     if stream is None:
         return False
     try:

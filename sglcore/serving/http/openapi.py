@@ -1,5 +1,5 @@
-"""The OpenAPI document: FastAPI's, with the parts of streams and without answers that this server
-never sends."""
+"""The OpenAPI document: FastAPI's, with the schemas of stream events added and answers removed that
+this server never sends."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ _NEVER_SENT = ("HTTPValidationError", "ValidationError")
 
 
 class Application(FastAPI):
-    """A FastAPI application with an accurate document."""
+    """A FastAPI application with an exact OpenAPI document."""
 
     def __init__(self, *, needs_key: bool, **settings: Any) -> None:
-        """`needs_key`: requests need an API key; `settings` are FastAPI's."""
+        """`needs_key`: requests need an API key; `settings`: parameters of FastAPI."""
         self._needs_key = needs_key
         super().__init__(**settings)
 
     def openapi(self) -> dict[str, Any]:
-        """Return the document; made once."""
+        """Return the OpenAPI document; it is made at the first call. Overrides FastAPI's method."""
         if self.openapi_schema is None:
             document = super().openapi()
             _without_422(document)
@@ -38,15 +38,16 @@ class Application(FastAPI):
         return self.openapi_schema
 
     def methods(self, path: str) -> tuple[str, ...]:
-        """Return the methods of all endpoints at a path, sorted; empty if the document has no such
-        path."""
+        """Return the HTTP methods of all endpoints whose path matches `path`, sorted; empty if none
+        does."""
         documented = self.openapi()["paths"].items()
         found = (operations for template, operations in documented if compile_path(template)[0].match(path))
         return tuple(sorted(method.upper() for operations in found for method in operations))
 
 
 def _without_422(document: dict[str, Any]) -> None:
-    """Remove status 422: a wrong body has status 400, as in OpenAI's API."""
+    """Remove status 422 from the document, in place: a wrong body has status 400, as in OpenAI's
+    API."""
     for operation in (operation for path in document["paths"].values() for operation in path.values()):
         operation["responses"].pop("422", None)
     for name in _NEVER_SENT:

@@ -1,4 +1,4 @@
-"""Between a request and its endpoint: strict JSON in, answers and streams out."""
+"""Between a request and its endpoint: JSON is parsed strictly, and `Stream`s become responses."""
 
 from __future__ import annotations
 
@@ -25,22 +25,24 @@ from sglcore.serving.http.sse import EventStream
 from sglcore.serving.replicas.server_errors import InvalidRequest
 
 LARGE = 256 << 10
-"""Bytes from which a body is parsed in a thread, outside the event loop."""
+"""A body with more bytes is parsed in a thread, outside the event loop."""
 MOST_DEPTH = 256
-"""Largest depth of a body. Code that recurses through it, as encoders do, needs the stack for
-it."""
+"""Maximum depth of nesting in a body. Code that recurses through it, such as encoders, needs stack
+for it."""
 JSON, FORM = b"application/json", b"application/x-www-form-urlencoded"
-"""Content types; curl gives the second one to any body, as in the examples of Ollama's
-documentation."""
+"""Content types of JSON and of forms; curl sends the second one with any body, as in the examples
+of Ollama's documentation."""
 _TOO_DEEP = object()
 
 Work = Coroutine[Any, Any, Response | Stream]
 OnUnknown = Callable[[Request, Sequence[str]], None]
-"""Receives a request and its unknown fields; may raise an error that refuses it."""
+"""Gets a request and the paths of its unknown fields; may raise an error that refuses the
+request."""
 
 
 class JsonRequest(Request):
-    """A request with strictly read JSON: UTF-8, no NaN, no lone surrogates, bounded nesting."""
+    """A request whose JSON body is parsed strictly: UTF-8, no NaN, no lone surrogates, limited
+    depth."""
 
     def __init__(self, scope: Scope, receive: Receive) -> None:
         super().__init__(scope, receive)
@@ -51,9 +53,11 @@ class JsonRequest(Request):
         self._read: Any = None
 
     async def read(self, model: type[BaseModel]) -> None:
-        """Parse the body as a `model`. A large body is parsed in a thread, outside the event loop.
+        """Parse the body as a `model`; an empty body is None. A large body is parsed in a thread,
+        outside the event loop.
 
-        Raises HTTPException 400 if it is not JSON, RequestValidationError and InvalidRequest.
+        Raises HTTPException 400 if it is not JSON, RequestValidationError, and InvalidRequest for
+        `refuse_foreign`.
         """
         data = await self.body()
         if len(data) > LARGE:
@@ -62,7 +66,8 @@ class JsonRequest(Request):
             self._take(data, model)
 
     async def json(self) -> Any:
-        """Return the values that `read` parsed."""
+        """Return what `read` parsed: an instance of the model, or None. Overrides Starlette's
+        method."""
         return self._read
 
     def _take(self, data: bytes, model: type[BaseModel]) -> None:
@@ -81,11 +86,11 @@ class JsonRequest(Request):
 
 
 class JsonRoute(APIRoute):
-    """A route that accepts only JSON bodies, and parses them strictly."""
+    """A route whose body must be JSON, and is parsed strictly."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """Return the handler for a strict request; a body that is declared as something else is
-        refused."""
+        """Return the handler of a request, which parses the body first; a body with another content
+        type is refused (415). Overrides FastAPI's method."""
         handle = super().get_route_handler()
         model: Any = self.body_field.field_info.annotation if self.body_field is not None else None
         takes_forms = self.path.startswith(OLLAMA) and model is not None
@@ -101,25 +106,26 @@ class JsonRoute(APIRoute):
 
 
 class Routes(APIRouter):
-    """Endpoints that return a Response or a Stream, without access to the connection."""
+    """A router whose endpoints return a Response or a Stream, without access to the connection."""
 
     def __init__(self, keep_alive: float = 15.0, on_unknown: OnUnknown | None = None) -> None:
         """`keep_alive`: seconds without an event after which a stream sends a keep-alive.
 
-        `on_unknown` receives unknown fields.
+        `on_unknown` gets each request with unknown fields, before its endpoint runs.
         """
         self._on_unknown = on_unknown
         super().__init__(route_class=JsonRoute)
         self.keep_alive = keep_alive
 
     def add_api_route(self, path: str, endpoint: Callable[..., Any], **given: Any) -> None:
-        """Add an endpoint that may return a Stream. Its docstring becomes its summary in the
-        document."""
+        """Add an endpoint that may return a Stream. The endpoint's docstring, which must be one
+        line, becomes its summary in the OpenAPI document. Overrides FastAPI's method."""
         summary = given.get("summary") or (endpoint.__doc__ or "").rstrip(".")
         super().add_api_route(path, _streaming(endpoint, self), **{**given, "response_model": None, "summary": summary})
 
     def unknown_fields(self, request: Request) -> list[str]:
-        """Return the unknown fields of a request, after a call of `on_unknown` with them."""
+        """Call `on_unknown` if the request has unknown fields, and return the paths of these
+        fields."""
         found = request.unknown.places(request.decoded) if isinstance(request, JsonRequest) else []
         if found and self._on_unknown is not None:
             self._on_unknown(request, found)
@@ -127,8 +133,8 @@ class Routes(APIRouter):
 
 
 def _streaming(endpoint: Callable[..., Work], routes: Routes) -> Callable[..., Any]:
-    """Return the endpoint in FastAPI's form: it takes the parameters of its signature and the
-    request, and returns a response."""
+    """Return the endpoint in FastAPI's form: it gets the parameters in its signature, and the
+    request if it names it, and returns a response."""
 
     by_name = inspect.Parameter.KEYWORD_ONLY
     wanted = inspect.signature(endpoint).parameters
@@ -172,7 +178,8 @@ def _is_deep(value: Any) -> bool:
 
 
 def _as_json(scope: Scope) -> Scope:
-    """Declare a body as JSON if curl has declared it as a form."""
+    """Return a copy of `scope` in which the content type application/x-www-form-urlencoded, curl's
+    default, is application/json. Other content types stay."""
     headers = [(name, JSON if (name, value) == (b"content-type", FORM) else value) for name, value in scope["headers"]]
     return {**scope, "headers": headers}
 

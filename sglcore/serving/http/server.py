@@ -1,5 +1,5 @@
 """One server from start to end: it listens before the model is loaded, and completes open requests
-when it is told to stop."""
+when a signal tells it to stop."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ from sglcore.serving.http.tracing import Traces
 from sglcore.serving.replicas.metrics.server_metrics import Metrics
 
 UNANSWERED = 1
-"""The exit code of a stop with unanswered requests."""
+"""The exit code of a stop that left requests unanswered."""
 LAST_WORDS = 2.0
-"""Seconds for last answers after the engine has ended, or after the drain timeout."""
+"""Seconds for the last answers after the engine has ended, or after the drain timeout."""
 _SPARE_FILES = 256
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
@@ -46,12 +46,12 @@ log = logging.getLogger("sglcore.serving")
 async def serve(
     config: EngineConfig, server: ServerConfig, *, chosen: Sequence[str] = (), on_listening: OnListening | None = None
 ) -> int:
-    """Serve until told to stop (0; UNANSWERED if requests were cut off) or until the model cannot
-    be served any more (its exit code). Waits.
+    """Run a server until a signal tells it to stop or the model cannot be served any more, and
+    return the exit code: 0, UNANSWERED if requests were cut off, or the engine's. Waits.
 
-    `on_listening` gets the frontend and the URL once connections are accepted, before the model is
-    loaded. Raises ConfigError for what prevents a start: a port in use, no checkpoint, no
-    tokenizer.
+    `chosen`: the device of each replica, encoded. `on_listening` gets the frontend and the URL once
+    connections are accepted, before the model is loaded. Raises ConfigError for what prevents a
+    start: a port in use, no checkpoint, no tokenizer.
     """
     config = settled(config, options_of(server))
     tls = tls_of(server)
@@ -85,8 +85,8 @@ async def serve(
 
 
 def bind(config: ServerConfig) -> list[socket.socket]:
-    """Return sockets on all addresses of the host, with one port. Raises ConfigError; does not
-    listen yet."""
+    """Return sockets on all addresses of the configured host, with one port; they do not listen
+    yet. Raises ConfigError."""
     bound: list[socket.socket] = []
     port = config.port
     try:
@@ -105,8 +105,8 @@ def bind(config: ServerConfig) -> list[socket.socket]:
 
 
 def tls_of(config: ServerConfig) -> ssl.SSLContext | None:
-    """Return the TLS context of the server's connections; None: no encryption. Raises ConfigError
-    for files that do not fit."""
+    """Return the TLS context of the server's connections; None: no TLS. Raises ConfigError for
+    files that cannot be used."""
     if config.ssl_certfile is None:
         return None
     certificate = config.ssl_certfile
@@ -126,7 +126,7 @@ def tls_of(config: ServerConfig) -> ssl.SSLContext | None:
 
 
 def address_of(sockets: Sequence[socket.socket], scheme: str = "http") -> str:
-    """Return the URL by which this machine reaches the server."""
+    """Return the URL by which this machine reaches the server at these bound sockets."""
     host, port = sockets[0].getsockname()[:2]
     if host in ("0.0.0.0", "::"):
         host = "localhost"
@@ -145,13 +145,14 @@ async def run_server(
     on_overdue: Callable[[], None] | None = None,
     metrics: Metrics | None = None,
 ) -> bool:
-    """Serve until told to stop; returns whether every request in flight was answered.
+    """Serve until a signal tells it to stop; returns whether every request in progress was
+    answered.
 
-    The first SIGTERM or SIGINT awaits `on_drain`, which should make the app refuse new requests,
-    and all requests in flight, for at most `drain_timeout` seconds; then `on_overdue` may fail
-    them, and 2 seconds are left for the answers. The second signal stops at once. `stopped`, set
-    when the engine has ended, leaves 2 seconds, too. `on_listening` gets the URL. `tls` encrypts
-    connections. Call it on the main thread, otherwise signals are not received.
+    At the first SIGTERM or SIGINT, wait for `on_drain`, which should make the app refuse new
+    requests, and for all requests in progress, at most `drain_timeout` seconds; then `on_overdue`
+    may fail them, and 2 seconds are left for the answers. The second signal stops at once.
+    `stopped`, set when the engine has ended, also leaves 2 seconds. `on_listening` gets the URL.
+    `tls` encrypts connections. Call it on the main thread; on others, no signals are received.
     """
     sockets = list(sockets or bind(config))
     server = _Server(uvicorn_config(app, config), tls)
@@ -175,7 +176,7 @@ async def run_server(
 
 
 class _Server(uvicorn.Server):
-    """A server that leaves signals to others, and reports when it listens."""
+    """A uvicorn server that does not handle signals, and sets `listens` when it listens."""
 
     def __init__(self, config: uvicorn.Config, tls: ssl.SSLContext | None) -> None:
         config.load()
@@ -186,29 +187,30 @@ class _Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Capture no signals."""
+        """Capture no signals. Overrides uvicorn's method."""
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start as uvicorn does, then report that it listens."""
+        """Start as uvicorn does, then set `listens`. Overrides uvicorn's method."""
         await super().startup(sockets)
         self.listens.set()
 
     async def main_loop(self) -> None:
-        """Update the date of answers each second, until `leave`."""
+        """Update the date of answers each second, until `leave`. Overrides uvicorn's method."""
         while not await self.on_tick(0):
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._leaves.wait(), 1.0)
 
     def leave(self) -> None:
-        """Stop listening; does not wait."""
+        """Make `main_loop` end, so that the server shuts down; does not wait."""
         self.should_exit = True
         self._leaves.set()
 
 
 def uvicorn_config(app: ASGIApp, config: ServerConfig) -> uvicorn.Config:
-    """Return uvicorn's configuration: our connections, without its own signals, lifespan and
-    logs."""
+    """Return uvicorn's configuration: our `Connection`, without uvicorn's signals, lifespan and
+    logs. Raises this process's limit of open files if possible, and lowers the number of
+    connections if not."""
     most = min(config.max_connections, _file_limit(config.max_connections + _SPARE_FILES) - _SPARE_FILES)
     if most < config.max_connections:
         log.warning("the file limit of this process allows at most %d connections; raise `ulimit -n`", most)
@@ -231,7 +233,8 @@ def uvicorn_config(app: ASGIApp, config: ServerConfig) -> uvicorn.Config:
 
 @contextlib.asynccontextmanager
 async def _serving(server: _Server, sockets: list[socket.socket]) -> AsyncIterator[asyncio.Task[None]]:
-    """Run the listening server; afterwards none of its tasks and connections are left."""
+    """Run the server inside the context, from when it listens; afterwards none of its tasks and
+    connections are left."""
     serving = asyncio.create_task(server.serve(sockets))
     await _first(serving, server.listens)
     try:
@@ -274,7 +277,8 @@ async def _drained(
 async def _idle(
     server: _Server, seconds: float, again: asyncio.Event, *others: asyncio.Event | asyncio.Future[Any]
 ) -> bool:
-    """Wait until no request is in flight; returns False if time ran out or an event came first."""
+    """Wait until no request is in progress and the futures in `others` are done; returns False
+    after `seconds`, or when `again` or an event in `others` is set."""
     events = [again, *(each for each in others if isinstance(each, asyncio.Event))]
     futures = [each for each in others if isinstance(each, asyncio.Future)]
     deadline = asyncio.get_running_loop().time() + seconds
@@ -286,8 +290,8 @@ async def _idle(
 
 
 async def _first(serving: asyncio.Task[None], *events: asyncio.Event) -> None:
-    """Wait until one of the events, or the end of the task. Raises the error that ended the
-    task."""
+    """Wait until one of the events is set or the task `serving` has ended. Raises the error that
+    ended the task."""
     waits = [asyncio.create_task(event.wait()) for event in events]
     done, _ = await asyncio.wait([serving, *waits], return_when=asyncio.FIRST_COMPLETED)
     for wait in waits:
@@ -298,8 +302,8 @@ async def _first(serving: asyncio.Task[None], *events: asyncio.Event) -> None:
 
 @contextlib.contextmanager
 def _signals(told: Callable[[], None]) -> Iterator[None]:
-    """Call `told` for each signal to stop, on the loop; does nothing off the main thread, which
-    alone receives signals."""
+    """Call `told` for each SIGTERM and SIGINT inside the context, on the event loop. Does nothing
+    on other threads than the main thread, which alone receives signals."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -328,7 +332,8 @@ def _bound(family: int, address: tuple[Any, ...]) -> socket.socket:
 
 
 def _file_limit(wanted: int) -> int:
-    """Raise this process's limit of open files towards `wanted`; returns the new limit."""
+    """Raise this process's limit of open files to `wanted` if possible; returns the limit that
+    holds then."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     best = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
     if soft != resource.RLIM_INFINITY and soft < best:

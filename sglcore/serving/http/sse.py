@@ -1,4 +1,4 @@
-"""Streamed answers."""
+"""Sends a `Stream` as an HTTP response, with keep-alives."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from sglcore.serving.apis.answer import Stream, warned
 
 
 class EventStream(Response):
-    """A `Stream` as an HTTP response."""
+    """The HTTP response that sends the events of a `Stream`."""
 
     def __init__(self, stream: Stream, keep_alive: float) -> None:
-        """`keep_alive`: seconds without an event after which the form's `keep_alive` is sent."""
+        """`keep_alive`: seconds without an event after which `stream.form.keep_alive` is sent."""
         self.stream = stream
         self.media_type = stream.form.media_type
         self.status_code = 200
@@ -32,8 +32,8 @@ class EventStream(Response):
         self._ping: asyncio.Task[None] | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send all events. Waits for the client to take them. When it is cancelled, the generator
-        of the events is closed."""
+        """Send all events, at the speed of the client. If it is cancelled, the generator of the
+        events is closed."""
         async with self.stream.held:
             self._watch(send, self._keep_alive)
             try:
@@ -63,8 +63,8 @@ class EventStream(Response):
         self._sent_at, self._is_sending = time.monotonic(), False
 
     def _watch(self, send: Send, seconds: float) -> None:
-        """Send a keep-alive whenever nothing was sent for a while; it begins the answer if nothing
-        was sent at all. Checks every `seconds`."""
+        """Check in `seconds` whether a keep-alive is due, and again from then on. A keep-alive also
+        begins the answer if nothing was sent before."""
         self._timer = asyncio.get_running_loop().call_later(seconds, self._look, send)
 
     def _look(self, send: Send) -> None:

@@ -1,5 +1,5 @@
-"""A span for each request, sent to a collector by OTLP over HTTP, in JSON, from a thread of its
-own.
+"""A trace span for each request, sent to a collector by OTLP over HTTP, as JSON, from a thread of
+its own.
 
 The format is OpenTelemetry protocol 1.x; attribute names follow its semantic conventions.
 """
@@ -24,10 +24,10 @@ from sglcore.device.errors import ConfigError
 from sglcore.serving.replicas.metrics.server_metrics import RequestClock
 
 MOST_WAITING, MOST_AT_ONCE = 4096, 512
-"""Spans that may wait for the collector, and spans of one message."""
+"""Maximum number of spans that wait for the collector, and of spans in one message."""
 SEND_SECONDS, COLLECT_SECONDS, LAST_SECONDS = 5.0, 1.0, 2.0
-"""Seconds that the collector may take for a message, that spans are collected for one, and that the
-last message may take."""
+"""Seconds that the collector may take for a message, seconds for which spans are collected for one
+message, and seconds that `close` waits."""
 _PARENT = re.compile(rb"(?!ff)[0-9a-f]{2}-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(?:-.*)?")
 _SERVER, _ERROR = 2, 2
 
@@ -36,7 +36,7 @@ log = logging.getLogger("sglcore.serving")
 
 @dataclass(frozen=True, slots=True)
 class Parent:
-    """The caller's span, from the header `traceparent` (W3C Trace Context)."""
+    """The span of the caller, from the header `traceparent` (W3C Trace Context)."""
 
     trace_id: str
     span_id: str
@@ -44,7 +44,7 @@ class Parent:
 
     @staticmethod
     def of(header: bytes | None) -> Parent | None:
-        """Parse the header; None if it is missing or invalid."""
+        """Return the caller's span in a header's value; None if it is missing or invalid."""
         found = _PARENT.fullmatch(header or b"")
         if found is None or not found[1].strip(b"0") or not found[2].strip(b"0"):
             return None
@@ -53,8 +53,8 @@ class Parent:
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """A request that has ended: the `seconds` that it took, and a clock for each prompt that went
-    to an engine."""
+    """A request that has ended. `route`: the path of its route; `seconds`: the time it took;
+    `clocks`: one for each prompt that was sent to an engine."""
 
     method: str
     route: str
@@ -66,13 +66,14 @@ class Answered:
 
 
 class Traces:
-    """Reports requests to a collector. `record` never waits: spans that the collector does not take
-    are dropped and counted."""
+    """Sends spans of requests to a collector. `record` never waits: spans that could not be sent
+    are counted in `lost`."""
 
     def __init__(self, endpoint: str, model: str) -> None:
-        """`endpoint` is the collector's URL; an empty path means /v1/traces.
+        """`endpoint`: the collector's URL (an empty path means /v1/traces); `model`: the model name
+        in spans.
 
-        Raises ConfigError if it is no URL.
+        Raises ConfigError if the endpoint is no URL of HTTP.
         """
         self._url = _url(endpoint)
         self._model = model
@@ -83,7 +84,8 @@ class Traces:
         self._thread.start()
 
     def record(self, answered: Answered, traceparent: bytes | None) -> None:
-        """Record the span of a request, unless the caller's trace is not sampled.
+        """Queue the span of a request that has just ended, unless the caller's trace (header
+        `traceparent`) is not sampled.
 
         Does not wait: if the queue is full, the span is lost and counted.
         """
@@ -96,7 +98,7 @@ class Traces:
             self.lost += 1
 
     def close(self) -> None:
-        """Send the remaining spans, for at most 2 seconds."""
+        """Send the remaining spans, and wait at most LAST_SECONDS for that."""
         with suppress(queue.Full):
             self._queue.put(None, timeout=LAST_SECONDS)
             self._thread.join(LAST_SECONDS)
@@ -132,7 +134,7 @@ class Traces:
 
 
 def _span(answered: Answered, parent: Parent | None, model: str, ended: int) -> dict[str, Any]:
-    """Return the span of a request that ended at `ended`, in unix nanoseconds."""
+    """Return the OTLP span of a request that ended at `ended`, in nanoseconds since 1970."""
     started = ended - int(answered.seconds * 1e9)
     firsts = [clock.first_token_seconds for clock in answered.clocks if clock.first_token_seconds is not None]
     known: dict[str, Any] = {

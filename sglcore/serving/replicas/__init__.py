@@ -1,2 +1,2 @@
-"""Engine processes: starting and supervising them, messages to and from them, routing, and the
-frontend."""
+"""Engine processes: their start, supervision, messages and routing, and the frontend that uses
+them."""

@@ -1,7 +1,8 @@
-"""The channel between the frontend and an engine process: one pair of sockets, messages as msgpack.
+"""The channel between the frontend and an engine process: a pair of ZeroMQ sockets, with messages
+as msgpack.
 
 On one machine it is a socket file in a folder that only its owner may enter. Between machines it is
-TCP with CURVE keys, so that peers without the keys are ignored.
+TCP with CURVE encryption, so that peers without the keys are ignored.
 """
 
 from __future__ import annotations
@@ -23,22 +24,24 @@ from sglcore.serving.replicas.ipc import Address, Beat, EngineReply, EngineReque
 LINGER_MS = 2000
 """Milliseconds for which a closing socket still sends queued messages."""
 WATCH_MS = 100
-"""Interval at which a thread that waits for a break checks whether it should end."""
+"""Milliseconds between two checks of a watching thread whether it should end."""
 HEARTBEAT_MS, SILENCE_MS = 5_000, 30_000
-"""Interval of the heartbeats of a network connection, and the time without one after which it is
-broken. The sockets' own threads answer, so a long step does not count as a break."""
+"""Milliseconds between heartbeats of a network connection, and without one until the connection
+counts as broken. ZeroMQ's own threads answer, so a long step does not count as a break."""
 
 OF_BEATS = "b"
-"""Suffix of the socket file of an engine's heartbeats."""
+"""What is appended to the path of a channel's socket file for the file of the engine's
+heartbeats."""
 
 
 class EngineChannel:
-    """An engine's end of a channel. Not thread-safe, except that one thread may make it and another
-    use it."""
+    """The engine's end of a channel. Not thread-safe, except that one thread may make it and
+    another use it."""
 
     def __init__(self, address: Address, on_lost: Callable[[], None] | None = None) -> None:
-        """`on_lost` is called, on a thread of its own, when a network connection has broken:
-        messages may be missing from then on. A socket file does not break."""
+        """Connect to the frontend at `address`; does not wait. `on_lost` is called, on a thread of
+        its own, when a network connection has broken: messages may be missing from then on. A
+        socket file does not break."""
         self._context = zmq.Context(io_threads=1)
         self._socket = self._context.socket(zmq.PAIR)
         _unbounded(self._socket)
@@ -62,14 +65,14 @@ class EngineChannel:
         self._socket.send(self._encoder.encode(reply), copy=True)
 
     def watch(self, descriptor: int) -> None:
-        """Let `receive` return when a file descriptor can be read."""
+        """Let `receive` also return when this file descriptor can be read."""
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(descriptor, zmq.POLLIN)
 
     def receive(self, timeout_ms: int) -> list[EngineRequest]:
-        """Return the requests that have arrived; waits up to `timeout_ms` for the first, or for a
-        watched descriptor."""
+        """Return the requests that have arrived; waits up to `timeout_ms` milliseconds for the
+        first, or for the watched descriptor."""
         found = self._socket.poll(timeout_ms) if self._poller is None else self._poller.poll(timeout_ms)
         if not found:
             return []
@@ -81,7 +84,7 @@ class EngineChannel:
             return requests
 
     def close(self) -> None:
-        """Send queued messages, then close; waits for that, at most 2 seconds."""
+        """Close after the queued messages are sent; waits for that, at most 2 seconds."""
         self._closing.set()
         if self._watcher is not None:
             self._watcher.join()
@@ -91,11 +94,11 @@ class EngineChannel:
 
 
 class FrontendChannel:
-    """The frontend's end of one engine's channel, on the running event loop."""
+    """The frontend's end of one engine's channel, used on the running event loop."""
 
     def __init__(self, context: zmq.asyncio.Context, endpoint: str, keys: tuple[bytes, bytes] | None = None) -> None:
-        """`endpoint`: the address to bind (a TCP port of 0 takes a free one); `keys`, public and
-        secret, turn CURVE on. Raises ConfigError."""
+        """`endpoint`: the ZeroMQ address to bind (TCP port 0 takes a free one); `keys`: the
+        frontend's public and secret CURVE key (None: no encryption). Raises ConfigError."""
         try:
             self._socket = _bound(context, zmq.PAIR, endpoint, keys)
             try:
@@ -118,12 +121,12 @@ class FrontendChannel:
         self._decoder = msgspec.msgpack.Decoder(EngineReply)
 
     def send(self, request: EngineRequest) -> None:
-        """Queue a request; does not wait. Requests to a process that is gone are lost."""
+        """Queue a request; does not wait. Requests to a process that has ended are lost."""
         self._socket.send(self._encoder.encode(request))
 
     async def receive(self) -> EngineReply:
-        """Return the next reply. Other tasks on the loop get a turn first, however many replies are
-        waiting."""
+        """Return the next reply; waits for it. Other tasks on the loop run first, also if replies
+        are waiting."""
         await asyncio.sleep(0)
         return self._decoder.decode(await self._socket.recv())
 
@@ -132,13 +135,14 @@ class FrontendChannel:
         return msgspec.msgpack.decode(await self._beats.recv(), type=Beat)
 
     def close(self) -> None:
-        """Close at once."""
+        """Close both sockets at once; queued messages are dropped."""
         self._socket.close(0)
         self._beats.close(0)
 
 
 def use_keys(socket: zmq.Socket[Any], address: Address) -> None:
-    """Turn encryption on for an engine's socket, if its address has keys."""
+    """Turn encryption on for an engine's socket if its address has keys. Call it before
+    connecting."""
     if address.secret:
         socket.curve_serverkey = address.frontend.encode()
         socket.curve_publickey = address.public.encode()
@@ -146,7 +150,8 @@ def use_keys(socket: zmq.Socket[Any], address: Address) -> None:
 
 
 def _of_beats(endpoint: str) -> str:
-    """Return the endpoint of heartbeats: a file next to the channel's, or another free port."""
+    """Return the endpoint to bind for heartbeats: a socket file next to the channel's, or another
+    free TCP port."""
     return f"{endpoint}{OF_BEATS}" if endpoint.startswith("ipc:") else f"{endpoint.rpartition(':')[0]}:0"
 
 
@@ -167,8 +172,9 @@ def _bound(
 
 
 def _watch(monitor: zmq.Socket[bytes], closing: threading.Event, on_lost: Callable[[], None]) -> None:
-    """Report a break, until the channel closes. It polls: the event that ends a monitor may be
-    lost, and a context does not end before all its sockets are closed."""
+    """Call `on_lost` for each break of the connection, until `closing` is set. It polls: the event
+    that ends a monitor may be lost, and a context does not end before all its sockets are closed.
+    """
     while not closing.is_set():
         if monitor.poll(WATCH_MS):
             recv_monitor_message(monitor)
@@ -177,15 +183,15 @@ def _watch(monitor: zmq.Socket[bytes], closing: threading.Event, on_lost: Callab
 
 
 def _unbounded(socket: zmq.Socket) -> None:
-    """Remove the socket's queue limits, so that nothing is dropped: the number of admitted requests
-    limits the messages in flight."""
+    """Remove the queue limits of a socket, so that nothing is dropped: the number of admitted
+    requests limits the messages."""
     socket.sndhwm = 0
     socket.rcvhwm = 0
 
 
 def open_channel(context: zmq.asyncio.Context, endpoint: str) -> tuple[FrontendChannel, Address]:
-    """Return the frontend's end, and the address for the engine: `ipc://PATH`, or `tcp://HOST:0`
-    with new keys."""
+    """Return the frontend's end of a new channel, and the address for the engine. `endpoint`:
+    `ipc://PATH`, or `tcp://HOST:0`, for which new keys are made. Raises ConfigError."""
     if endpoint.startswith("ipc:"):
         channel = FrontendChannel(context, endpoint)
         return channel, Address(channel.endpoint, channel.beats)

@@ -21,13 +21,14 @@ def with_whole_path(config: EngineConfig) -> EngineConfig:
 
 
 def is_open(config: EngineConfig) -> bool:
-    """Return whether the first engine decides a setting by a measurement; the other engines wait
-    for it."""
+    """Return whether a measurement at the start of the first engine decides a setting; the other
+    engines are started after it."""
     return config.speculative == "auto"
 
 
 def decided(config: EngineConfig, info: ModelInfo) -> EngineConfig:
-    """Return the configuration with the decisions of the engine `info`."""
+    """Return the configuration with the measured decisions that are in the ledger of the engine
+    `info`."""
     found = next((row["effective"] for row in reversed(info.ledger) if row["topic"] == "speculative"), None)
     if not is_open(config) or found is None:
         return config

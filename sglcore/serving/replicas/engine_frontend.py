@@ -1,5 +1,5 @@
-"""The frontend: text in, text out, over the engine processes. It tokenises, checks and measures
-times; it runs no model."""
+"""The frontend: text in, text out, over the engine processes. It tokenises, checks requests and
+measures times; it runs no model."""
 
 from __future__ import annotations
 
@@ -40,22 +40,21 @@ from sglcore.serving.replicas.supervisor import Supervisor
 
 PauseMode = Literal["abort", "wait", "keep"]
 LONG_TEXT = 4096
-"""Characters from which a prompt is tokenised in a thread, so that other requests do not wait for
-it.
-"""
+"""A prompt with more characters is tokenised in a thread, so that other requests do not wait for
+it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pooled:
-    """A text's embedding or scores, float32 [size], and its number of tokens."""
+    """The embedding or the scores of a text, float32 [size], and its number of tokens."""
 
     vector: np.ndarray
     tokens: int
 
 
 class Frontend:
-    """One served model. `start` launches the engines and returns at once; `health` says when they
-    answer."""
+    """One served model and its engines. `start` launches the engines and returns at once; `health`
+    says when requests are accepted."""
 
     def __init__(
         self,
@@ -66,8 +65,8 @@ class Frontend:
         launcher: Launcher | None = None,
         answer_checks: AnswerChecks | None = None,
     ) -> None:
-        """Read the tokenizer and the chat template; raises ConfigError. `chosen`: each replica's
-        device, as a value. Needs a running event loop."""
+        """Open the tokenizer and the chat template. `chosen`: the device of each replica, encoded
+        (empty: each engine chooses). Needs a running event loop. Raises ConfigError."""
         from sglcore import __version__
 
         self.engine_config = config
@@ -95,22 +94,21 @@ class Frontend:
         return self.supervisor.info
 
     async def start(self) -> None:
-        """Launch the engines; does not wait for the model."""
+        """Launch the engines; does not wait until they are ready."""
         await self.supervisor.start()
 
     async def stop(self) -> None:
-        """End the engines; their requests are dropped. Waits."""
+        """End the engines; requests in progress are dropped. Waits."""
         await self.supervisor.stop()
         self.answer_checks.close()
 
     def when_draining(self, told: Callable[[], object]) -> None:
-        """Call `told` when the server drains, to end work that no client waits for, such as
-        batches.
-        """
+        """Register `told`, which is called when the server drains, to end work that no client waits
+        for, such as batches."""
         self._on_drain.append(told)
 
     async def drain(self) -> None:
-        """Accept no more requests; waits until none is in progress."""
+        """Accept no more requests, and wait until none is in progress."""
         self.health.drain()
         for told in self._on_drain:
             told()
@@ -120,14 +118,15 @@ class Frontend:
             await asyncio.sleep(0.02)
 
     def give_up(self) -> None:
-        """Fail the open requests, so that their clients get an answer: the drain took too long."""
+        """Fail the requests in progress, so that their clients get an answer, because the drain
+        took too long."""
         seconds = f"{self.config.drain_timeout:g} s (drain_timeout)"
         self.supervisor.give_up(ShuttingDown(f"the server was told to stop, and this request did not end in {seconds}"))
 
     async def pause(self, mode: PauseMode) -> None:
-        """Start no further requests, so that new ones wait; waits until nothing runs. Running
-        requests are ended (abort), completed (wait), or keep their place between two steps (keep).
-        Raises NotReady."""
+        """Make new requests wait, and wait until nothing runs. Running requests are ended
+        ("abort"), completed first ("wait"), or keep their place between two steps ("keep"). Raises
+        NotReady."""
         self._check_ready()
         self._may_start.clear()
         if mode == "abort":
@@ -138,26 +137,27 @@ class Frontend:
 
     async def resume(self) -> None:
         """Continue after a pause; waits until the engines do. Idempotent. Raises NotAnswering if an
-        engine does not in time; it continues later."""
+        engine does not answer in time; it continues later."""
         if self.is_paused:
             self._may_start.set()
             await self.supervisor.pause(False)
 
     @property
     def is_paused(self) -> bool:
-        """Whether new requests wait."""
+        """Whether the server is paused, so that new requests wait."""
         return not self._may_start.is_set()
 
     def abort(self, ids: Collection[str] | None) -> int:
         """End the requests with these ids, of answers or of headers x-request-id (None: all);
-        returns the number of prompts."""
+        returns the number of prompts that were ended."""
         found = [each for each in self.supervisor.generations if ids is None or names_of(each) & set(ids)]
         for generation in found:
             generation.abort()
         return len(found)
 
     async def flush_prefix_cache(self) -> int:
-        """Drop unused cached prefixes and return their number of pages. Waits. Raises NotReady."""
+        """Drop cached prefixes that no request uses, in all engines, and return their number of
+        pages. Waits. Raises NotReady."""
         self._check_ready()
         return await self.supervisor.flush()
 
@@ -171,10 +171,11 @@ class Frontend:
         request_id: str | None = None,
         answer_id: str = "",
     ) -> Generation:
-        """Start a prompt. `special` adds the tokens that the checkpoint puts around text.
-        `answer_id`: the id of the answer that it belongs to, with other prompts. Raises
-        RequestError, TextError, NotReady, Overloaded, and InvalidRequest for an id that another
-        request has; then nothing was started."""
+        """Start to generate for one prompt, and return the generation. `special` adds the tokens
+        that the checkpoint puts around text; `progress`: report the progress of the prompt;
+        `answer_id`: the id of the answer that the prompt belongs to, with other prompts. Waits
+        while the server is paused. Raises RequestError, TextError, NotReady, Overloaded, and
+        InvalidRequest for a `request_id` that is in use; then nothing was started."""
         clock = self.metrics.clock()
         info = self._known_info()
         self._refuse_overload(info, params.n)
@@ -199,7 +200,7 @@ class Frontend:
         return generation
 
     async def pooled(self, texts: Sequence[EncodedPair]) -> list[Pooled]:
-        """Return the results of a model that generates no text, for token ids and their segments;
+        """Return the embedding or scores of texts, given as token ids and segment ids, in order;
         waits for all. Raises as `generate`."""
         info = self._known_info()
         self._refuse_overload(info, len(texts))
@@ -218,31 +219,34 @@ class Frontend:
         ]
 
     async def tokenize(self, prompt: Prompt, *, special: bool = True, most: int | None = None) -> list[int]:
-        """Return the token ids of a prompt; long text does not block the event loop. Raises
-        TextError, and ContextError for a long text that surely has more than `most` tokens."""
+        """Return the token ids of a prompt; text of more than LONG_TEXT characters is tokenised in
+        a thread. Raises TextError, and ContextError for such a text that surely has more than
+        `most` tokens."""
         if isinstance(prompt, str) and len(prompt) > LONG_TEXT:
             return await asyncio.to_thread(read_prompt, self.codec, prompt, special=special, most=most)
         return read_prompt(self.codec, prompt, special=special)
 
     def longest_prompt(self, info: ModelInfo, *, embeds: bool = False) -> int:
-        """Return the largest number of prompt tokens: the model's limit, or the server's."""
+        """Return the maximum number of prompt tokens: the model's limit, or the server's if it is
+        lower. `embeds`: for embedding or scoring."""
         longest = longest_prompt(Limits(**info.limits), embeds=embeds)
         return min(longest, self.config.max_prompt_tokens or longest)
 
     def stats(self) -> EngineStats:
-        """Return the newest counters of all engines together; does not wait."""
+        """Return the newest known counters of all engines together; does not wait."""
         return self.supervisor.stats()
 
     async def audit(self) -> list[str]:
-        """Return pages and slots that are lost or held twice in any engine, and engines that do not
-        answer; waits at most 20 seconds. Raises NotReady if no engine is ready."""
+        """Return descriptions of pages and slots that are lost or held twice in any engine, and of
+        engines that do not answer; waits at most 20 seconds. Raises NotReady if no engine is ready.
+        """
         if not self.supervisor.ready:
             raise self.health.refusal()
         return await self.supervisor.audit()
 
     def _known_info(self) -> ModelInfo:
-        """Return the facts about the engine that runs, or about the one that ended and is being
-        restarted."""
+        """Return the facts about the running engine, or about the last one while it is restarted.
+        Raises NotReady."""
         if self.info is None or not self.health.takes_requests:
             raise self.health.refusal()
         return self.info
@@ -252,9 +256,8 @@ class Frontend:
             raise self.health.refusal()
 
     def _refuse_overload(self, info: ModelInfo, more: int) -> None:
-        """Raise Overloaded if `more` samples would make the queue longer than
-        `max_queued_requests`.
-        """
+        """Raise Overloaded if, with `more` samples, more than `max_queued_requests` samples would
+        wait for a place in a batch."""
         places = info.limits["max_requests"] * max(len(self.supervisor.ready), 1)
         waiting = self._open + more - places
         if waiting > self.config.max_queued_requests:
@@ -265,7 +268,8 @@ class Frontend:
             )
 
     async def _admit(self, samples: int) -> None:
-        """Wait while the server is paused and has engines; the samples count as waiting."""
+        """Wait while the server is paused and has engines; meanwhile the samples count as
+        waiting."""
         if self._may_start.is_set():
             return
         waits = [asyncio.create_task(event.wait()) for event in (self._may_start, self.supervisor.stopped)]
@@ -278,7 +282,7 @@ class Frontend:
 
     @contextmanager
     def _counted(self, samples: int) -> Iterator[None]:
-        """Count samples as waiting although no engine has them yet."""
+        """Count samples as in progress inside the context, although no engine has them yet."""
         self._open += samples
         try:
             yield
@@ -286,7 +290,8 @@ class Frontend:
             self._open -= samples
 
     def _check(self, ids: list[int], params: SamplingParams, info: ModelInfo, task: str = "generate") -> None:
-        """Check a request as the engine will, so that the caller gets the error at once."""
+        """Raise RequestError for a request that the engine would refuse, so that the caller gets
+        the error at once."""
         most = self.config.max_prompt_tokens
         if most is not None and len(ids) > most:
             raise ContextError(
@@ -310,14 +315,14 @@ class Frontend:
 
 
 def names_of(generation: Generation) -> set[str]:
-    """Return the ids by which a client knows a prompt: of its answer, which may have several
-    prompts, and of its HTTP request.
-    """
+    """Return the ids by which a client knows a prompt: its own, that of its answer, which may have
+    several prompts, and that of its HTTP request."""
     return {generation.request_id, generation.caller, generation.answer_id} - {""}
 
 
 def chat_template(server: ServerConfig) -> str | None:
-    """Return the text of the template that replaces the checkpoint's. Raises ConfigError."""
+    """Return the text of the file that replaces the checkpoint's chat template; None: there is
+    none. Raises ConfigError."""
     if server.chat_template is None:
         return None
     try:

@@ -1,5 +1,5 @@
-"""Starts engine processes: on this machine as children. For other machines there is another
-launcher."""
+"""Starts engine processes as children on this machine. `ray_launch.py` starts them on other
+machines."""
 
 from __future__ import annotations
 
@@ -17,54 +17,56 @@ from sglcore.serving.replicas.ipc import EngineSpec
 
 
 class EngineProcess(Protocol):
-    """A running engine process."""
+    """A running engine process, which a `Launcher` started."""
 
     @property
     def name(self) -> str:
-        """Its name for a person, such as its process number."""
+        """Its name for messages, such as its process id."""
         ...
 
     @property
     def last_words(self) -> str:
-        """The launcher's reason for the end of this process, shown instead of the exit code; empty
+        """The launcher's reason for the end of this process, shown in place of the exit code; empty
         if it knows none."""
         ...
 
     async def wait(self) -> int:
-        """Return its exit code; waits until it has ended. Negative: the signal that ended it."""
+        """Return the exit code; waits until the process has ended. Negative: the signal that ended
+        it."""
         ...
 
     def kill(self) -> None:
-        """End it at once. Idempotent."""
+        """End the process at once, without waiting for its end. Idempotent."""
         ...
 
 
 class Launcher(Protocol):
-    """Starts engine processes."""
+    """Starts engine processes, on this machine or in a cluster."""
 
     @property
     def is_remote(self) -> bool:
-        """Whether processes may run on other machines, so that they are reached by TCP and choose
-        their own device."""
+        """Whether processes may run on other machines, so that their channels use TCP and they
+        choose their own device."""
         ...
 
     async def frontend_host(self) -> str:
         """Return the address of this machine as the engines' machines reach it; called only if
-        `is_remote`. May wait."""
+        `is_remote`. May wait. Raises ConfigError."""
         ...
 
     async def launch(self, spec: EngineSpec, variables: Mapping[str, str]) -> EngineProcess:
-        """Start a process, with these variables in its environment; does not wait for its model."""
+        """Start an engine process with `spec`, and with `variables` in addition to its environment;
+        does not wait for its model."""
         ...
 
     async def close(self) -> None:
-        """Release the launcher's resources; every process has ended. Idempotent."""
+        """Release the launcher's resources; called when every process has ended. Idempotent."""
         ...
 
 
 class LocalProcess:
-    """A child of this process. When this process ends for any reason, the child's input closes and
-    the child ends too."""
+    """An engine process that is a child of this process. When this process ends for any reason, the
+    child's standard input closes and the child ends too."""
 
     last_words = ""
 
@@ -73,36 +75,36 @@ class LocalProcess:
 
     @property
     def name(self) -> str:
-        """Its process number."""
+        """Its name for messages: "process" and its process id."""
         return f"process {self._process.pid}"
 
     @property
     def pid(self) -> int:
-        """Its process number."""
+        """The process id."""
         return self._process.pid
 
     async def wait(self) -> int:
-        """Return its exit code; waits until it has ended."""
+        """Return the exit code; waits until the process has ended."""
         return await self._process.wait()
 
     def kill(self) -> None:
-        """End it at once."""
+        """End the process at once. Idempotent."""
         if self._process.returncode is None:
             with suppress(ProcessLookupError):
                 self._process.kill()
 
 
 class LocalLauncher:
-    """Starts children of this process."""
+    """The `Launcher` that starts engines as children of this process."""
 
     is_remote = False
 
     async def frontend_host(self) -> str:
-        """Empty: channels on one machine are files and need no host."""
+        """Return "": channels on one machine are files and need no host."""
         return ""
 
     async def launch(self, spec: EngineSpec, variables: Mapping[str, str]) -> LocalProcess:
-        """Start a child; does not wait for its model."""
+        """Start a child with `spec` on its standard input; does not wait for its model."""
         process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
@@ -116,11 +118,12 @@ class LocalLauncher:
         return LocalProcess(process)
 
     async def close(self) -> None:
-        """There is nothing to release."""
+        """Do nothing: there is nothing to release."""
 
 
 def launcher_for(server: ServerConfig) -> Launcher:
-    """Return the launcher of this server's engines. Raises ConfigError if it is not installed."""
+    """Return the launcher of this server's engines. Raises ConfigError if Ray is requested and not
+    installed."""
     if server.ray is None:
         return LocalLauncher()
     from sglcore.serving.replicas.ray_launch import RayLauncher

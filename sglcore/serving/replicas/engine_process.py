@@ -1,5 +1,5 @@
-"""An engine process: takes requests from the frontend, runs the device's steps, and sends replies.
-It does not tokenise.
+"""An engine process: it receives requests from the frontend, runs the device's steps, and sends
+replies. It does not tokenise.
 
 Started as `python -m sglcore.serving.replicas.engine_process`, with an EngineSpec as one line of
 JSON on its standard input. When standard input closes, the parent is gone and the process ends.
@@ -46,11 +46,12 @@ LINK_BROKE = 4
 """The exit code of a process that lost its connection to the frontend: messages in transit may be
 missing."""
 REPLY_EVERY = 0.1
-"""Seconds between two replies about the same phase."""
+"""Seconds between two replies about one phase of the start."""
 
 
 def main() -> int:
-    """Run until the frontend orders a shutdown; the exit code says why it ended."""
+    """Run the engine until the frontend orders a shutdown, and return the exit code: 0, that of the
+    error that ended it, or 1."""
     for name in (signal.SIGINT, signal.SIGTERM):
         signal.signal(name, signal.SIG_IGN)  # the frontend gets it, drains and ends this process
     with open(0, "rb", closefd=False) as given:
@@ -79,8 +80,9 @@ def main() -> int:
 
 
 def start_service(spec: EngineSpec, channel: EngineChannel, on_round: Callable[[], object] = int) -> EngineService:
-    """Start the model, sample a token by the path that will serve, and report that the engine is
-    ready. `on_round`: as for the service."""
+    """Start the model, generate a token by the path that will serve, and report to the frontend
+    that the engine is ready. Returns the service, whose `run` is next. `on_round`: as for
+    `EngineService`."""
     config = settled(config_of_plain(spec.config), spec.pages)
     if spec.chosen:
         adopt(spec.chosen, config.device, discover())
@@ -121,8 +123,8 @@ def _grammars(config: EngineConfig, started: Started, eos_ids: frozenset[int]) -
 
 
 class PhaseReplies:
-    """A start's progress as replies: the first and the last state of each phase, and others at
-    intervals."""
+    """A progress callback that sends the progress of a start as replies: the first and the last
+    state of each phase, and others at intervals."""
 
     def __init__(self, channel: EngineChannel) -> None:
         self._channel = channel
@@ -130,7 +132,7 @@ class PhaseReplies:
         self._next = 0.0
 
     def __call__(self, phase: str, done: int, total: int) -> None:
-        """Send a phase's state."""
+        """Report that `done` of `total` units of a phase are complete."""
         now = time.monotonic()
         if phase == self._phase and done != total and now < self._next:
             return
@@ -139,7 +141,7 @@ class PhaseReplies:
 
 
 def model_info(started: Started, engine: TokenEngine, seconds: dict[str, float]) -> ModelInfo:
-    """Return the facts of the started engine, as plain values."""
+    """Return the facts about the started engine. `seconds`: of each step of the start."""
     chosen, ledger = started.choice.chosen, started.ledger.as_json()
     return ModelInfo(
         device=str(chosen),
@@ -157,9 +159,10 @@ def model_info(started: Started, engine: TokenEngine, seconds: dict[str, float])
 
 
 def fingerprint(folder: Path, device: str, ledger: list[dict[str, object]]) -> str:
-    """Return `fp_` and 12 hexadecimal digits of everything that may change a result: version, kind
-    of device, checkpoint, decisions. The device's index, the amount of memory, and a draft model
-    that makes no draft tokens change nothing."""
+    """Return `fp_` and 12 hexadecimal digits for everything that may change a result: version,
+    `device` (kind and package), the files in `folder`, and the decisions in the ledger's rows. The
+    device's index, the amount of memory, and a draft model that makes no draft tokens do not count.
+    """
     from sglcore import __version__
 
     listed = sorted(folder.iterdir()) if folder.is_dir() else [folder]

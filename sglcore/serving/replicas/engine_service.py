@@ -1,4 +1,4 @@
-"""The loop of an engine process: take requests, run a step, send the outputs."""
+"""The loop of an engine process: receive requests, run a step, send the outputs."""
 
 from __future__ import annotations
 
@@ -38,16 +38,16 @@ from sglcore.serving.replicas.ipc import (
 )
 
 IDLE_MS = 500
-"""Milliseconds that an idle engine waits for a request before it checks its clock."""
+"""Maximum milliseconds that an idle engine waits for a request in one round of its loop."""
 STATS_EVERY = 0.25
-"""Seconds between two replies with the counters."""
+"""Seconds between two replies with counters."""
 MOST_FAILURES = 3
-"""Number of consecutive failed steps after which the process gives up: the device is not going to
+"""Number of consecutive failed steps after which the process gives up, because the device will not
 recover."""
 
 
 class EngineService:
-    """One engine and its channel. `run` returns the exit code."""
+    """The loop of one engine over its channel; `run` is the entry."""
 
     def __init__(
         self,
@@ -57,9 +57,9 @@ class EngineService:
         check: Callable[[], None] = lambda: None,
         on_round: Callable[[], object] = int,
     ) -> None:
-        """`check` raises WorkerLost if the worker can run no further step; it does not wait.
-        `on_round` is called in each round of the loop: at least twice a second, except during
-        longer steps."""
+        """`meter`: the engine's worker. `check` raises WorkerLost if the worker can run no further
+        step; it does not wait. `on_round` is called in each round of the loop: at least twice a
+        second, except during longer steps."""
         self.engine = engine
         self._check, self._on_round = check, on_round
         self._meter = meter
@@ -75,8 +75,9 @@ class EngineService:
         self._next_stats = 0.0
 
     def run(self) -> int:
-        """Serve until the frontend orders a shutdown (0), or until the device fails repeatedly (1).
-        Raises WorkerLost: then this process must end, and another one is started."""
+        """Serve until the frontend orders a shutdown (returns 0), or until the device fails
+        repeatedly (returns 1). Raises WorkerLost if this process must end and another one be
+        started."""
         self._device_before, self._drafts_before = self._meter.device_seconds, self.engine.scheduler.drafts.copy()
         while not self._shutting_down:
             self._on_round()
@@ -136,8 +137,8 @@ class EngineService:
             self._send(self.engine.abort(request.request_id))
 
     def _pause(self, request: Pause) -> None:
-        """Pause. A step in flight is collected first, so that nothing changes after the frontend
-        gets the reply."""
+        """Pause or continue. Before a pause is confirmed, steps in flight are collected, so that
+        nothing changes after the frontend gets the reply."""
         self._is_paused = request.is_paused
         if self._is_paused:
             try:
@@ -181,7 +182,8 @@ class EngineService:
         self._host_steps += 1
 
     def _after_failure(self, error: Exception) -> list[EngineOutput]:
-        """End the requests of the failed step with its error; other requests continue."""
+        """Count a failed step and return the outputs of the requests that it ended; other requests
+        continue."""
         self._failures += 1
         self._failed_steps += 1
         try:

@@ -1,5 +1,5 @@
-"""Heartbeats: an engine process reports each second that it lives, and the number of rounds of its
-loop; the frontend counts the seconds without a heartbeat, or without a new round."""
+"""Heartbeats: an engine process sends one each second, with the number of rounds of its loop; the
+frontend counts the seconds without a heartbeat, and without a new round."""
 
 from __future__ import annotations
 
@@ -13,30 +13,32 @@ from sglcore.serving.replicas.channel import use_keys
 from sglcore.serving.replicas.ipc import Address, Beat
 
 BEAT_SECONDS = 1.0
-"""Seconds between two heartbeats, and between two checks of them."""
+"""Seconds between two heartbeats, and between two checks by the frontend."""
 QUIET_TICKS = 5
-"""Checks without a heartbeat, or without a new round, after which other replicas are preferred."""
+"""Number of checks without a heartbeat, or without a new round, after which other replicas are
+preferred."""
 MOST_QUEUED = 4
-"""Heartbeats that wait for a frontend that does not read them; further ones are dropped."""
+"""Maximum number of heartbeats that wait for a frontend that does not read them; further ones are
+dropped."""
 
 
 class Heartbeat:
-    """An engine's end. Its thread sends heartbeats as long as the process runs, whatever the loop
+    """The engine's end. A thread sends heartbeats as long as the process runs, whatever the loop
     does."""
 
     def __init__(self, address: Address, seconds: float = BEAT_SECONDS) -> None:
-        """Start at once. `seconds`: between two heartbeats."""
+        """Start to send heartbeats to `address.beats`. `seconds`: between two heartbeats."""
         self._address, self._seconds, self._rounds = address, seconds, 0
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
         self._thread.start()
 
     def count(self) -> None:
-        """Count a round of the loop; does not wait."""
+        """Count a round of the engine's loop; does not wait."""
         self._rounds += 1
 
     def close(self) -> None:
-        """Stop sending; waits for the thread. Idempotent."""
+        """Stop the heartbeats; waits for the thread. Idempotent."""
         self._closing.set()
         self._thread.join()
 
@@ -53,9 +55,9 @@ class Heartbeat:
 
 
 class Pulse:
-    """The frontend's end. Times are in checks (`tick`) of the frontend, so a time in which the
-    frontend itself slept counts as one. Nothing counts before the first heartbeat, because a
-    process may wait long for its machine."""
+    """The frontend's end for one engine. Times are counted in checks (`tick`) by the frontend, so
+    that a time in which the frontend itself slept counts as one. Nothing is counted before the
+    first heartbeat, because a process may wait long for its machine."""
 
     def __init__(self) -> None:
         self.silence = 0
@@ -66,11 +68,11 @@ class Pulse:
         self._has_begun = False
 
     def hear(self) -> None:
-        """Note a sign of life."""
+        """Note that a message of the engine arrived."""
         self.silence = 0
 
     def beat(self, rounds: int) -> None:
-        """Note a heartbeat."""
+        """Note that a heartbeat arrived, with this number of rounds."""
         self._has_begun = True
         self.silence = 0
         if rounds != self._rounds:
@@ -83,15 +85,16 @@ class Pulse:
             self.standstill += self.silence < QUIET_TICKS
 
     def begin_rounds(self) -> None:
-        """Begin to count rounds: the loop has begun."""
+        """Count checks without a new round from now on, because the engine's loop has begun."""
         self.standstill = 0
 
     @property
     def is_silent(self) -> bool:
-        """Whether there was no sign of life for some seconds."""
+        """Whether nothing arrived from the engine in the last QUIET_TICKS checks."""
         return self.silence >= QUIET_TICKS
 
     @property
     def is_still(self) -> bool:
-        """Whether the process lives but one step takes long, or hangs."""
+        """Whether heartbeats arrive but the loop did no round in QUIET_TICKS checks: a step takes
+        long, or hangs."""
         return self.standstill >= QUIET_TICKS

@@ -1,8 +1,8 @@
-"""Messages between the frontend and an engine process: typed records as msgpack. Nothing here is
-ever unpickled.
+"""Messages between the frontend and an engine process: typed records as msgpack. Nothing is
+unpickled.
 
-The frontend sends each `EngineRequest`, an engine each `EngineReply`; every record of a side has a
-tag of its own.
+The frontend sends `EngineRequest`, an engine sends `EngineReply`; the tag of a record identifies
+its kind within these.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from sglcore.schedule.scheduler_stats import SchedulerStats
 
 
 class Address(msgspec.Struct, frozen=True):
-    """Where the frontend listens for one engine, and at `beats` for its heartbeats. `public` and
-    `secret` are the engine's CURVE keys, `frontend` is the frontend's public key; they are empty
-    for a socket file."""
+    """Where the frontend listens for one engine: `endpoint` for messages, `beats` for heartbeats.
+    For TCP, `public` and `secret` are the engine's CURVE keys, and `frontend` is the frontend's
+    public key; for a socket file they are empty."""
 
     endpoint: str
     beats: str = ""
@@ -33,8 +33,8 @@ class Address(msgspec.Struct, frozen=True):
 
 
 class GenerateRequest(msgspec.Struct, array_like=True, tag=1, gc=False):
-    """Run a prompt: `prompt` is int32 in little-endian bytes, `params` has the values that differ
-    from the defaults."""
+    """Generate for a prompt. `prompt`: token ids, int32 in little-endian bytes; `params`: as
+    `pack_params` returns them; `progress`: also report the progress of the prompt."""
 
     request_id: str
     prompt: bytes
@@ -44,13 +44,14 @@ class GenerateRequest(msgspec.Struct, array_like=True, tag=1, gc=False):
 
 
 class Abort(msgspec.Struct, array_like=True, tag=2, gc=False):
-    """End a request."""
+    """End every sample of a request."""
 
     request_id: str
 
 
 class Stop(msgspec.Struct, array_like=True, tag=3, gc=False):
-    """End a sample: its text has reached the stop string `cause`, or (None) cannot be made."""
+    """End sample number `index`: its text has reached the stop string or pattern `cause`, or (None)
+    cannot be made."""
 
     request_id: str
     index: int
@@ -58,8 +59,8 @@ class Stop(msgspec.Struct, array_like=True, tag=3, gc=False):
 
 
 class Embed(msgspec.Struct, array_like=True, tag=4, gc=False):
-    """Embed or score one prompt, with the segments of its tokens (empty: all of the first), int32
-    in little-endian bytes."""
+    """Embed or score one prompt: token ids and segment ids (empty: all 0), int32 in little-endian
+    bytes."""
 
     request_id: str
     prompt: bytes
@@ -67,24 +68,25 @@ class Embed(msgspec.Struct, array_like=True, tag=4, gc=False):
 
 
 class Audit(msgspec.Struct, array_like=True, tag=5, gc=False):
-    """Look for pages and slots that are lost or held twice."""
+    """Search for pages and slots that are lost or held twice. `Done` answers it."""
 
     request_id: str
 
 
 class Shutdown(msgspec.Struct, array_like=True, tag=6, gc=False):
-    """End the process; running requests are dropped."""
+    """End the process; requests in progress are dropped."""
 
 
 class Pause(msgspec.Struct, array_like=True, tag=7, gc=False):
-    """Stop running steps, or run them again; waiting and running requests keep their place."""
+    """Stop running steps, or run them again; waiting and running requests keep their place. `Done`
+    answers it."""
 
     request_id: str
     is_paused: bool
 
 
 class Flush(msgspec.Struct, array_like=True, tag=8, gc=False):
-    """Drop the unused cached prefixes."""
+    """Drop cached prefixes that no request uses. `Done` answers it."""
 
     request_id: str
 
@@ -93,7 +95,7 @@ EngineRequest = GenerateRequest | Abort | Stop | Embed | Audit | Shutdown | Paus
 
 
 class Phase(msgspec.Struct, array_like=True, tag=1, gc=False):
-    """The progress of the start: a step of the bring-up, with `done` of `total` parts."""
+    """The progress of the start: `done` of `total` units of the phase `name`."""
 
     name: str
     done: int
@@ -101,37 +103,38 @@ class Phase(msgspec.Struct, array_like=True, tag=1, gc=False):
 
 
 class ModelInfo(msgspec.Struct, frozen=True, tag="info"):
-    """The facts about a started engine, for the frontend."""
+    """Facts about a started engine, for the frontend."""
 
     device: str
-    """The device."""
+    """The chosen device, as text."""
     device_evidence: str
-    """The evidence of its probe."""
+    """What the probe of the device found."""
     distribution: str
     """The Python distribution of the device package."""
     version: str
     """The version of that distribution."""
     ledger: tuple[dict[str, Any], ...]
-    """The decisions, rows as plain values."""
+    """The rows of the start-up decisions, as plain values."""
     limits: dict[str, Any]
-    """The fields of `device.worker.Limits`, with the requests of all shards."""
+    """The fields of `device.worker.Limits`; `max_requests` is the sum over all data-parallel
+    shards."""
     max_model_len: int
-    """Tokens of the longest request, prompt and output together."""
+    """Maximum tokens of a request, prompt and output together."""
     generates: bool
-    """It generates text. False: it embeds or scores."""
+    """Whether it generates text. False: it embeds or scores."""
     eos_ids: tuple[int, ...]
-    """End-of-sequence tokens, ascending."""
+    """Ids of the end-of-sequence tokens, ascending."""
     seconds: dict[str, float]
     """Seconds of each bring-up step, by its name."""
     fingerprint: str
-    """A fingerprint that changes with anything that may change a result: versions, device, model,
+    """A text that changes with anything that may change a result: versions, device, model,
     decisions."""
 
 
 class EngineSpec(msgspec.Struct, frozen=True):
-    """How an engine process starts. `config`: the fields of EngineConfig, already resolved.
-    `chosen`: the device that the parent chose, as `ChosenDevice.encode` writes it (empty: the
-    process chooses, on another machine). `pages`: its role in disaggregation."""
+    """What an engine process is started with. `config`: as `plain_config` returns it; `replica`:
+    its number, from 0; `chosen`: the device that the parent chose, as `ChosenDevice.encode` writes
+    it (empty: the process chooses, on another machine); `pages`: its role in disaggregation."""
 
     address: Address
     config: dict[str, Any]
@@ -141,32 +144,34 @@ class EngineSpec(msgspec.Struct, frozen=True):
 
 
 class Ready(msgspec.Struct, array_like=True, tag=2):
-    """A token came out of the path that serves; requests are accepted from now on."""
+    """The engine has generated a token by the path that serves; requests are accepted from now
+    on."""
 
     info: ModelInfo
 
 
 class Beat(msgspec.Struct, gc=False):
-    """An engine's heartbeat, on a socket of its own: the number of rounds of its loop."""
+    """A heartbeat of an engine, on a socket of its own. `rounds`: number of rounds of its loop."""
 
     rounds: int
 
 
 class EngineOutputs(msgspec.Struct, array_like=True, tag=3, gc=False):
-    """The outputs of one step, for all requests."""
+    """Outputs of a step, for all requests in it, or of requests that ended outside a step."""
 
     items: list[EngineOutput]
 
 
 class Refused(msgspec.Struct, array_like=True, tag=4, gc=False):
-    """A request that this engine refuses because of the caller's error in `error`."""
+    """A request that this engine refuses because of the caller's error; `error` is the message."""
 
     request_id: str
     error: str
 
 
 class Embedded(msgspec.Struct, array_like=True, tag=5, gc=False):
-    """An embedding, float32 in little-endian bytes, or the reason why there is none."""
+    """The result of `Embed`: float32 in little-endian bytes, or `error`, the reason why there is
+    none."""
 
     request_id: str
     vector: bytes
@@ -174,39 +179,40 @@ class Embedded(msgspec.Struct, array_like=True, tag=5, gc=False):
 
 
 class EngineStats(SchedulerStats, array_like=True, tag=6, gc=False):
-    """Counters of one engine since its start: those of its scheduler, and its own."""
+    """Counters of one engine since its start, and its present load: those of its scheduler, and its
+    own."""
 
     compiling: int = 0
-    """Requests that wait for their grammar."""
+    """Requests that wait for the compilation of their grammar now."""
     failed_steps: int = 0
     """Steps that failed."""
     requests: int = 0
     """Requests that were accepted."""
     prompt_tokens: int = 0
-    """Prompt tokens of these."""
+    """Prompt tokens of the accepted requests."""
     generation_tokens: int = 0
-    """Output tokens."""
+    """Output tokens that were sent."""
     host_seconds: float = 0.0
-    """The part of `step_seconds` in which the host neither waited for the device nor was the device
-    itself."""
+    """The part of `step_seconds` in which the host neither waited for the device nor computed the
+    step itself."""
     host_steps: int = 0
-    """Steps that `step_seconds` counts."""
+    """Number of steps in `step_seconds`."""
     step_seconds: float = 0.0
-    """Seconds of all steps."""
+    """Seconds of all steps, without those that only waited."""
     paths: dict[str, int] = msgspec.field(default_factory=dict)
-    """Steps by path."""
+    """Number of steps by `BatchResult.path`."""
     drafts: dict[tuple[int, int, int, int], int] = msgspec.field(default_factory=dict)
-    """Results of draft tokens: steps of requests by `DraftCell`."""
+    """Steps that verified draft tokens, counted for each request, by `DraftCell`."""
     swap_rows: int = 0
     """KV entries in host memory that layers chose in decode steps, as in `SwapCounts`."""
     swap_hits: int = 0
-    """Those entries that were on the device."""
+    """Those of `swap_rows` that were on the device already."""
     swap_waits: int = 0
-    """Steps that waited for entries from the host."""
+    """Steps that waited for KV entries from host memory."""
     loaded_bytes: int = 0
-    """Bytes read from host memory."""
+    """Bytes of KV entries read from host memory."""
     stored_bytes: int = 0
-    """Bytes written to host memory."""
+    """Bytes of KV entries written to host memory."""
 
 
 class Failed(msgspec.Struct, array_like=True, tag=7, gc=False):
@@ -217,8 +223,8 @@ class Failed(msgspec.Struct, array_like=True, tag=7, gc=False):
 
 
 class Done(msgspec.Struct, array_like=True, tag=8, gc=False):
-    """A Pause, a Flush or an Audit is done: `pages` that were dropped, `problems` that were
-    found."""
+    """The answer to a Pause, a Flush or an Audit. `pages`: number that was dropped; `problems`:
+    what the audit found."""
 
     request_id: str
     pages: int = 0
@@ -226,7 +232,8 @@ class Done(msgspec.Struct, array_like=True, tag=8, gc=False):
 
 
 class Able(msgspec.Struct, array_like=True, tag=9, gc=False):
-    """Whether the engine can serve requests now. `lacks` names what is missing; empty: it can."""
+    """The engine's ability to serve requests has changed. `lacks`: what is missing; empty: it can
+    serve."""
 
     lacks: str
 
@@ -235,10 +242,10 @@ EngineReply = Phase | Ready | EngineOutputs | Refused | Embedded | EngineStats |
 
 
 def pack_ids(ids: Sequence[int]) -> bytes:
-    """Return int32, little-endian."""
+    """Return token ids as int32 in little-endian bytes."""
     return np.asarray(ids, dtype="<i4").tobytes()
 
 
 def unpack_ids(packed: bytes) -> np.ndarray:
-    """Return the int32 array that `pack_ids` wrote; read-only."""
+    """Return the token ids that `pack_ids` packed, int32; read-only."""
     return np.frombuffer(packed, dtype="<i4")

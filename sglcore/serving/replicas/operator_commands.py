@@ -1,6 +1,6 @@
-"""Orders of an operator to one engine, or to all that serve.
+"""Commands of an operator to all engines: audit, flush, pause.
 
-A replica that does not answer is waited for only up to its own limit.
+A replica that does not answer is waited for only up to the command's time limit.
 """
 
 from __future__ import annotations
@@ -19,31 +19,32 @@ Value = TypeVar("Value")
 
 
 async def audit_all(replicas: Iterable[Replica]) -> list[str]:
-    """Return the results of audits, and the replicas that did not answer; waits."""
+    """Return what the audits of the engines found, and the replicas that did not answer; waits."""
     return [each for found in await asyncio.gather(*map(_audit, replicas)) for each in found]
 
 
 async def flush_all(replicas: Iterable[Replica]) -> int:
-    """Return the number of dropped pages of cached prefixes; waits. Raises NotAnswering, after the
-    other replicas are done."""
+    """Drop cached prefixes that no request uses, in all engines, and return the number of their
+    pages; waits. Raises NotAnswering, after the other replicas have answered."""
     found = await _all(replica.order(Flush(_name("flush"))) for replica in replicas)
     return sum(done.pages for done in found)
 
 
 async def pause_all(replicas: Iterable[Replica], is_paused: bool) -> None:
-    """Pause all engines, or let them run again; waits. Raises NotAnswering, after the other
-    replicas are done."""
+    """Pause all engines, or let them continue; waits. Raises NotAnswering, after the other replicas
+    have answered."""
     await _all(pause(replica, is_paused) for replica in replicas)
 
 
 async def pause(replica: Replica, is_paused: bool) -> None:
-    """Do the same for one replica. A replica that dies meanwhile runs no steps either."""
+    """Pause one engine, or let it continue; waits. A replica that dies meanwhile counts as paused.
+    Raises NotAnswering."""
     with suppress(EngineDied):
         await replica.order(Pause(_name("pause"), is_paused))
 
 
 async def _audit(replica: Replica) -> list[str]:
-    """Return the result of one audit; a missing answer counts as a finding."""
+    """Return what the audit of one engine found; a missing answer counts as a finding."""
     try:
         done = await replica.order(Audit(_name("audit")))
     except (EngineDied, NotAnswering) as error:
@@ -52,7 +53,7 @@ async def _audit(replica: Replica) -> list[str]:
 
 
 async def _all(orders: Iterable[Awaitable[Value]]) -> list[Value]:
-    """Return all results; waits for each, then raises the first error."""
+    """Wait for all and return their results, or raise the first error after all have ended."""
     found = await asyncio.gather(*orders, return_exceptions=True)
     for each in found:
         if isinstance(each, BaseException):

@@ -1,5 +1,5 @@
-"""One prompt on its way through the server: the engine's outputs arrive as they are made, and text
-leaves as it is read.
+"""One prompt in the server: the engine's outputs arrive as they are made, and a reader takes their
+text.
 
 Unread text is joined into one delta, so a slow reader delays no other request and keeps only its
 own text in memory.
@@ -22,11 +22,10 @@ from sglcore.serving.replicas.server_errors import InvalidRequest, Overloaded, U
 
 
 class Generation:
-    """Async iterator of TextDelta and PromptProgress, and async context manager; leaving it ends
-    all running samples.
+    """The generation for one prompt: an async iterator of TextDelta and PromptProgress for one
+    consumer, and an async context manager; leaving the context ends all running samples.
 
-    Iterating raises an error that ended it from outside (EngineDied, or a refusal of the engine).
-    One consumer at a time.
+    Iterating raises the error that ended it from outside (EngineDied, or a refusal by the engine).
     """
 
     def __init__(self, request: GenerateRequest, processor: OutputProcessor, clock: RequestClock) -> None:
@@ -62,27 +61,26 @@ class Generation:
     def bind(
         self, send: Callable[[EngineRequest], None], on_close: Callable[[Generation], None], fingerprint: str = ""
     ) -> None:
-        """Set the engine that runs it: the function that sends it requests, the callback for the
-        end, and the fingerprint.
-        """
+        """Set the engine that runs it: the function that sends requests to it, the function to call
+        at the end, and the engine's fingerprint."""
         self._send, self._on_close, self.fingerprint = send, on_close, fingerprint
 
     def when_closed(self, told: Callable[[], None]) -> None:
-        """Call `told` when the generation has closed."""
+        """Register `told`, which is called when the generation has ended for any reason."""
         self._told.append(told)
 
     @property
     def first_token_at(self) -> float | None:
-        """Time of its first token, by `time.perf_counter()`; None as long as there is none."""
+        """Time of the first token, by `time.perf_counter`; None: there is none yet."""
         return self._clock.first_token_at
 
     @property
     def is_over(self) -> bool:
-        """Whether no further output can come."""
+        """Whether every sample has ended, or an error has ended all."""
         return self._failure is not None or self.output.finished
 
     def deliver(self, output: EngineOutput) -> None:
-        """Take an output of the engine; never raises."""
+        """Process an output of the engine; never raises."""
         if self.is_closed:
             return
         if output.is_progress:
@@ -112,7 +110,8 @@ class Generation:
         self._woken.set()
 
     def restart(self) -> None:
-        """Drop the outputs of an engine that has ended. No client has received any of them."""
+        """Drop the outputs of an engine that has ended, so that another can run the request. Only
+        before anything was read (`is_told`)."""
         assert not self.is_told
         self._processor.restart()
         self._clock.on_restart()
@@ -120,9 +119,9 @@ class Generation:
         self._last_token.clear()
 
     def fail(self, error: Exception) -> None:
-        """End the generation with an error.
+        """End the generation with an error, if it has not ended.
 
-        An iteration raises it after the outputs that have arrived.
+        Iterating raises the error after the outputs that have arrived.
         """
         if not self.is_over:
             self._failure = error
@@ -130,10 +129,11 @@ class Generation:
         self._woken.set()
 
     def abort(self) -> None:
-        """End the running samples, and free their slots on the device. Idempotent; does not wait.
+        """End the running samples, and tell the engine to free their slots. Idempotent; does not
+        wait.
 
-        The reader gets an end of each sample. If nothing was read and no sample has ended yet, it
-        gets nothing: such an answer has its own status.
+        The reader gets an end of each sample. If nothing was read and no sample has ended before,
+        it gets nothing: such an answer has an HTTP status of its own.
         """
         if self.is_closed:
             return
@@ -148,12 +148,13 @@ class Generation:
         self._woken.set()
 
     async def ended(self) -> None:
-        """Wait until every sample has ended, without taking any output, so that the request can be
-        restarted as long as it runs."""
+        """Wait until every sample has ended. Nothing is read, so that the request can be restarted
+        as long as it runs."""
         await self._closed.wait()
 
     async def wait(self) -> RequestOutput:
-        """Return the whole output; waits until every sample has ended. Raises as iterating does."""
+        """Return the whole output; waits until every sample has ended. Raises the errors of
+        iterating."""
         await self.ended()
         async for _ in self:
             pass
@@ -217,12 +218,13 @@ class Generation:
 
 
 def _tells(delta: TextDelta) -> bool:
-    """Whether a delta is passed to the reader. A token waits while its text is held back."""
+    """Return whether a delta is passed to the reader now. Tokens whose text is held back wait for
+    more text."""
     return bool(delta.text or delta.logprobs or delta.finish_reason)
 
 
 def joined(parts: Sequence[TextDelta]) -> TextDelta:
-    """Join consecutive deltas of one sample."""
+    """Return one delta for consecutive deltas of one sample."""
     if len(parts) == 1:
         return parts[0]
     last = parts[-1]
@@ -239,8 +241,8 @@ def joined(parts: Sequence[TextDelta]) -> TextDelta:
 
 
 def _to_nobody(request: EngineRequest) -> None:
-    """Drop the request: no engine has the generation."""
+    """Drop the request: no engine has the generation yet."""
 
 
 def _nobody_waits(generation: Generation) -> None:
-    """Do nothing: no replica holds the generation."""
+    """Do nothing: no replica has the generation yet."""

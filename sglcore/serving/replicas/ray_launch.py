@@ -1,10 +1,10 @@
-"""Engine processes on the machines of a Ray cluster. Ray places them and reports their ends;
-everything else uses our channel.
+"""Engine processes on the machines of a Ray cluster. Ray places them and reports their ends; all
+messages use our channel.
 
-Every replica is an actor that starts the engine as its child, so an engine is the same process
-wherever it runs. Ray pickles what it sends; requests, tokens and routing therefore stay with the
-frontend, which talks to each engine over TCP with CURVE keys. The keys are part of the actor's
-start, so anyone who may run code in the cluster may know them.
+Each replica is an actor that starts the engine as its child, so an engine is the same process on
+any machine. Ray pickles what it sends; requests, tokens and routing therefore stay with the
+frontend, which is connected to each engine over TCP with CURVE keys. The keys are part of the
+actor's start, so anyone who may run code in the cluster may know them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from sglcore.engine.ranks.launch_ray import ChildActor, check_installed, connect
 from sglcore.serving.replicas.ipc import EngineSpec
 
 PENDING_SECONDS = 15.0
-"""Seconds without a place in the cluster after which the log reports the missing resources."""
+"""Seconds without a place in the cluster after which the log reports the resources that are
+missing."""
 ENGINE = "sglcore.serving.replicas.engine_process"
 LOST = 1
 """The exit code of an engine if the cause of its end is unknown."""
@@ -31,7 +32,8 @@ log = logging.getLogger("sglcore.serving")
 
 
 class RayProcess:
-    """An engine in an actor, which may still wait for its place in the cluster."""
+    """An engine process in an actor, which may still wait for its place in the cluster. `wanted`:
+    the resources that it needs."""
 
     def __init__(self, actor: Any, replica: int, wanted: Mapping[str, float]) -> None:
         self._actor, self._replica, self._wanted = actor, replica, dict(wanted)
@@ -42,12 +44,12 @@ class RayProcess:
 
     @property
     def name(self) -> str:
-        """Its process number and machine, once it has a place."""
+        """Its name for messages: its process id and machine, once it has a place."""
         return f"process {self.pid} on {self.host}" if self.host else f"of replica {self._replica} without a place"
 
     async def wait(self) -> int:
-        """Return its exit code; waits until the process, its actor or its machine has ended. Its
-        place is free again afterwards."""
+        """Return the exit code; waits until the process, its actor or its machine has ended. Frees
+        its place in the cluster."""
         ended = asyncio.ensure_future(self._follow())
         killed = asyncio.ensure_future(self._killed.wait())
         await asyncio.wait((ended, killed), return_when=asyncio.FIRST_COMPLETED)
@@ -58,7 +60,7 @@ class RayProcess:
         return code
 
     def kill(self) -> None:
-        """Kill its actor, and so the process, at once."""
+        """Kill the actor, and with it the process, at once. Idempotent."""
         if not self._killed.is_set():
             ray = ray_module()
 
@@ -87,15 +89,15 @@ class RayProcess:
 
 
 class RayLauncher:
-    """Starts engines in actors, spread over the machines of a cluster."""
+    """The `Launcher` that starts engines in actors, spread over the machines of a Ray cluster."""
 
     is_remote = True
 
     def __init__(self, address: str, resources: Mapping[str, float], replicas: int) -> None:
-        """`address`: the cluster's head ("auto": the cluster that this machine is part of, "local":
-        a new one of this machine only, with room for `replicas`); `resources`: those of each engine
-        (CPU: 1 by default). Raises ConfigError for an unreachable address, and if Ray is not
-        installed."""
+        """`address`: HOST:PORT of the cluster's head, "auto" (the cluster that this machine is in),
+        or "local" (a new one of this machine only, with room for `replicas`); `resources`: amounts
+        for each engine by Ray's names (CPU: 1 by default). Does not connect yet. Raises ConfigError
+        for a cluster that does not include this machine, and if Ray is not installed."""
         if "://" in address:
             raise ConfigError(
                 f"ray is {address!r}, a cluster that does not include this machine",
@@ -110,15 +112,16 @@ class RayLauncher:
         self._is_connected = self._is_ours = False
 
     async def frontend_host(self) -> str:
-        """Return the address of this machine in the cluster. Waits for the cluster; raises
-        ConfigError if there is none."""
+        """Return the address of this machine in the cluster. Joins the cluster first, which waits;
+        raises ConfigError if it cannot."""
         ray = ray_module()
 
         await self._connect()
         return ray.util.get_node_ip_address()
 
     async def launch(self, spec: EngineSpec, variables: Mapping[str, str]) -> RayProcess:
-        """Request an actor; waits neither for its place nor for its model."""
+        """Request an actor that starts the engine; waits for the cluster, but neither for a place
+        in it nor for the model."""
         ray = ray_module()
 
         await self._connect()
@@ -136,7 +139,7 @@ class RayLauncher:
         return RayProcess(host.remote(ENGINE, line, dict(variables)), spec.replica, self._resources)
 
     async def close(self) -> None:
-        """Disconnect from the cluster, and end one that `local` started."""
+        """Leave the cluster, and end it if this launcher started it."""
         ray = ray_module()
 
         if self._is_connected and self._is_ours:
@@ -152,5 +155,5 @@ class RayLauncher:
 
 
 async def _result(reference: Any) -> Any:
-    """Return the result of an actor's call; waits."""
+    """Return the result of an actor's call, given its reference; waits."""
     return await reference

@@ -125,8 +125,7 @@ def _add_pauses(router: APIRouter, frontend: Frontend) -> None:
     async def pause(
         mode: Annotated[Literal["abort", "wait", "keep"], Query()] = "abort", clear_cache: bool = True
     ) -> Response:
-        """Pause generation: new requests wait; running ones are aborted, finished before, or
-        kept."""
+        """Pause generation: new requests wait; running ones end, finish first, or are kept."""
         return await halt(mode, clear_cache)
 
     @router.post("/resume", tags=["operations"], responses=said)

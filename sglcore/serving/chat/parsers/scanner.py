@@ -1,8 +1,8 @@
 """Text that arrives in pieces, for a parser that is written as if all text were there.
 
-A parser is a generator over a Scanner. A step that needs more text yields; it continues after more
-text was pushed or the text ended. Its decisions depend only on the characters, never on where the
-text was split.
+A parser is a generator over a Scanner, started with `yield from`. A step that needs more text
+yields; it continues after more text was pushed or the text has ended. Its results depend only on
+the characters, never on where the text was split.
 """
 
 from __future__ import annotations
@@ -17,18 +17,21 @@ from sglcore.serving.chat.parsers.json_text import JsonText
 
 T = TypeVar("T")
 Scan = Generator[None, None, T]
-"""A step of a parser: yields while it waits for text, returns a T."""
+"""A step of a parser: a generator that yields while it waits for text, and returns a T."""
 
 
 class Malformed(Exception):
-    """The text does not have the format's form: it is content."""
+    """The text does not have the form that a parser expects, so it is content; `Scanner.attempt`
+    catches this."""
 
 
 class Scanner:
-    """The text not read yet, and the deltas read so far."""
+    """The text of one answer that has not been read yet, and the deltas that were made from the
+    text read so far."""
 
     def __init__(self, new_id: Callable[[], str], controls: Iterable[str] = ()) -> None:
-        """`controls`: special tokens that may be in the text and that users must not see."""
+        """`new_id` makes the id of a call whose text has none; `controls`: special tokens in the
+        text that clients must not see."""
         self._text = ""
         self._at = 0
         self._ended = False
@@ -38,28 +41,28 @@ class Scanner:
         self._out: list[Delta] = []
         self._calls = 0
         self._spaces = ""
-        """White space that is content only if more content follows."""
+        """White space that belongs to the content only if more content follows."""
         self._after_block = False
         self._joint = ""
 
     def push(self, text: str) -> None:
-        """Add more text."""
+        """Append more text of the answer."""
         self._text += text
 
     def end(self) -> None:
-        """End the text."""
+        """Note that no more text follows."""
         self._ended = True
 
     def taken(self) -> list[Delta]:
-        """Return the deltas since the last call; frees the text that has been read."""
+        """Return the deltas since the last call, and free the text that has been read."""
         if not self._pins:
             self._text, self._at = self._text[self._at :], 0
         out, self._out = self._out, []
         return out
 
     def attempt(self, step: Scan[T]) -> Scan[T | None]:
-        """Run a step. If it is malformed, reading continues where the step began, and the result is
-        None."""
+        """Run a step and return its result. If the step raises Malformed, go back to where it began
+        and return None."""
         start = self._at
         self._pins += 1
         try:
@@ -71,7 +74,7 @@ class Scanner:
             self._pins -= 1
 
     def more(self) -> Scan[bool]:
-        """Wait until there is text; returns False at its end."""
+        """Wait until there is unread text; returns False at the end of the text."""
         while self._at == len(self._text):
             if self._ended:
                 return False
@@ -79,8 +82,8 @@ class Scanner:
         return True
 
     def peek(self) -> Scan[str]:
-        """Return the next character that is not white space, "" at the end; reads the white space
-        before it."""
+        """Skip white space, and return the next character without reading it; "" at the end of the
+        text."""
         while (yield from self.more()):
             self._at = _SPACES.match(self._text, self._at).end()  # type: ignore[union-attr]
             if self._at < len(self._text):
@@ -88,32 +91,32 @@ class Scanner:
         return ""
 
     def literal(self, word: str) -> Scan[None]:
-        """Read the word, after white space, or raise Malformed."""
+        """Skip white space and read `word`. Raises Malformed if another text comes next."""
         if not (yield from self.starts(word)):
             raise Malformed
         self._at += len(word)
 
     def take(self, word: str) -> Scan[bool]:
-        """Read white space and then the word; returns False and reads nothing if another text comes
+        """Skip white space and read `word`; returns False and reads nothing if another text comes
         next."""
         return (yield from self.attempt(self._literal_true(word))) is True
 
     def skip(self, mark: str) -> Scan[None]:
-        """Read this character if it comes next."""
+        """Read the character `mark` if it comes next."""
         if (yield from self.more()) and self._text[self._at] == mark:
             self._at += 1
 
     def character(self) -> str:
-        """Read the next character, which `more` has waited for."""
+        """Read and return the next character. Call it after `more` has returned True."""
         self._at += 1
         return self._text[self._at - 1]
 
     def unread(self, size: int) -> None:
-        """Go back over text that was just read, inside `attempt`."""
+        """Go back over the last `size` characters that were read."""
         self._at -= size
 
     def starts(self, word: str) -> Scan[bool]:
-        """Return whether the word comes next, after white space, without reading it."""
+        """Skip white space, and return whether `word` comes next, without reading it."""
         yield from self.peek()
         while len(self._text) - self._at < len(word):
             if self._ended or not word.startswith(self._text[self._at :]):
@@ -123,7 +126,8 @@ class Scanner:
 
     def upto(self, marks: tuple[str, ...], limit: int | None = None) -> Scan[tuple[str, str]]:
         """Read up to and including the first of the marks; returns the text before it, and the
-        mark. Raises Malformed at the end or beyond `limit`."""
+        mark. Raises Malformed at the end of the text, or if the text before it has more than
+        `limit` characters."""
         read: list[str] = []
         while True:
             text, mark = self._run(marks)
@@ -137,8 +141,8 @@ class Scanner:
             yield
 
     def hand_on(self, marks: tuple[str, ...], sink: Callable[[str], None]) -> Scan[str]:
-        """Pass on the text before the first of the marks; reads and returns the mark, "" at the
-        end."""
+        """Pass the text before the first of the marks to `sink` as it arrives; read and return the
+        mark, "" at the end of the text."""
         while True:
             text, mark = self._run(marks)
             sink(text)
@@ -147,8 +151,8 @@ class Scanner:
             yield
 
     def pass_until(self, marks: tuple[str, ...], kind: Kind) -> Scan[str]:
-        """Add the text before the first of the marks as a kind; reads and returns the mark, "" at
-        the end."""
+        """Add the text before the first of the marks to the deltas, as text of `kind`; read and
+        return the mark, "" at the end of the text."""
         while True:
             mark = yield from self.hand_on(marks + self._controls, lambda text: self.say(kind, text))
             if mark in marks:
@@ -159,8 +163,8 @@ class Scanner:
                 return ""
 
     def json_object(self, sink: Callable[[str], None]) -> Scan[bool]:
-        """Read a JSON object and pass on its text; returns False if it stops being JSON or ends
-        early."""
+        """Read a JSON object and pass its text to `sink` as it arrives; returns False if it is not
+        JSON or ends early."""
         json = JsonText()
         while not json.done:
             if not (yield from self.more()):
@@ -174,7 +178,7 @@ class Scanner:
         return True
 
     def say(self, kind: Kind, text: str) -> None:
-        """Add reasoning or content.
+        """Add reasoning or content to the deltas.
 
         White space next to a call or a block of reasoning is dropped.
         """
@@ -188,26 +192,28 @@ class Scanner:
         self.say_raw(kind, body)
 
     def say_raw(self, kind: Kind, text: str) -> None:
-        """Add reasoning or content with all its white space."""
+        """Add reasoning or content to the deltas, with all its white space."""
         if text:
             self._out.append(Delta(kind, text))
 
     def border(self, joint: str = "") -> None:
-        """Mark the begin or end of a call or a block of reasoning.
+        """Note that a call or a block of reasoning begins or ends here.
 
-        `joint` is put before the next text.
+        `joint` is put before the next text, if more follows.
         """
         self._spaces, self._after_block, self._joint = "", True, joint
 
     def start_call(self, name: str, call_id: str = "") -> int:
-        """Begin a call; returns its index."""
+        """Add the start of a call to the deltas; returns the call's index, for `arguments`. Without
+        a `call_id`, the call gets a new one."""
         self.border()
         self._out.append(Delta("tool_start", "", self._calls, name, call_id or self._new_id()))
         self._calls += 1
         return self._calls - 1
 
     def arguments(self, index: int) -> Callable[[str], None]:
-        """Return the receiver for the text of a call's arguments."""
+        """Return the function that adds parts of the arguments' JSON text to call number
+        `index`."""
         return lambda text: self._out.append(Delta("tool_arguments", text, index)) if text else None
 
     def _literal_true(self, word: str) -> Scan[bool]:
@@ -215,8 +221,8 @@ class Scanner:
         return True
 
     def _run(self, marks: tuple[str, ...]) -> tuple[str, str]:
-        """Read up to and including the first mark, or all text that cannot be the beginning of
-        one."""
+        """Read the available text up to and including the first mark, or all text that cannot be
+        the beginning of one; returns the text before the mark, and the mark ("": none yet)."""
         start = self._at
         found = _pattern(marks).search(self._text, start) if marks else None
         if found:

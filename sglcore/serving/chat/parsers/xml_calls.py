@@ -1,8 +1,8 @@
-"""Tool calls in tags: those of Qwen3-Coder
+"""Parsers of tool calls in tags: those of Qwen3-Coder
 (`<function=name><parameter=key>value</parameter></function>`), GLM-4.5 and MiniMax-M2.
 
 Values are plain text; the tool's schema says which values are not strings. They become one JSON
-object. Facts: the chat templates of these models.
+object. Sources: the chat templates of these models.
 """
 
 from __future__ import annotations
@@ -18,20 +18,21 @@ from sglcore.serving.chat.parsers.scanner import Malformed, Scan, Scanner
 
 @dataclass(frozen=True, slots=True)
 class Tags:
-    """A tag format of calls. Calling it parses them."""
+    """A format of tool calls in tags. An instance is a `ToolScan`."""
 
     function: tuple[str, str]
-    """Tags around a function's name; a parameter, or the end, may replace the second one."""
+    """Tags before and after a function's name; a parameter, or the end tag, may replace the second
+    one."""
     key: tuple[str, str]
-    """Tags around a parameter's name."""
+    """Tags before and after a parameter's name."""
     value: tuple[str, str]
-    """Tags around its value."""
+    """Tags before and after a parameter's value."""
     end: str
-    """End tag of a function."""
+    """The end tag of a function."""
     section: tuple[str, str] = ("", "")
-    """Tags around functions; models sometimes leave them out."""
+    """Tags around all functions, which models sometimes leave out; empty: this format has none."""
     margin: str = ""
-    """A character at both ends of a value that does not belong to it."""
+    """A character at both ends of a value that does not belong to the value."""
 
     @property
     def opening(self) -> tuple[str, ...]:
@@ -40,7 +41,7 @@ class Tags:
 
     @property
     def marks(self) -> tuple[str, ...]:
-        """The marks of a well-formed call, which users must not see."""
+        """The marks of a well-formed call, which clients must not see."""
         tags = (*self.section, *self.function, *self.key, *self.value, self.end)
         return tuple(tag for tag in dict.fromkeys(tags) if tag.startswith("<"))
 
@@ -68,8 +69,8 @@ class Tags:
         return _name(name)
 
     def _call(self, s: Scanner, name: str, properties: Mapping[str, Any]) -> Scan[bool]:
-        """Read the parameters up to the end of the function; returns False if anything else is
-        between them."""
+        """Parse the parameters up to the end tag of the function; returns False if they are
+        malformed or cut off. `properties`: the schema of each parameter."""
         sink = s.arguments(s.start_call(name))
         before = "{"
         while not (yield from s.take(self.end)):
@@ -93,7 +94,8 @@ class Tags:
         return _name(name)
 
     def _string(self, s: Scanner, sink: Sink, schema: Any) -> Scan[bool]:
-        """Read a text value and pass it on as it arrives."""
+        """Parse a value as text, and pass it to `sink` as a JSON string while it arrives; returns
+        False if its end is missing."""
         sink('"')
         if not (yield from self._rest(s, lambda text: sink(text_as_json(text)[1:-1]))):
             return False
@@ -101,15 +103,16 @@ class Tags:
         return True
 
     def _value(self, s: Scanner, sink: Sink, schema: Any) -> Scan[bool]:
-        """Read a value of any type and pass it on when it is complete."""
+        """Parse a value of any type, and pass it to `sink` as JSON when it is complete; returns
+        False if its end is missing."""
         parts: list[str] = []
         is_whole = yield from self._rest(s, parts.append)
         sink(as_json("".join(parts), schema) if is_whole else "".join(parts))
         return is_whole
 
     def _rest(self, s: Scanner, sink: Sink) -> Scan[bool]:
-        """Read a value up to its end, without its margins; returns False if the text ends
-        before."""
+        """Parse a value up to its end tag, without its margins; returns False if the end tag is
+        missing."""
         end = self.value[1]
         if not self.margin:
             return bool((yield from s.hand_on((end,), sink)))
@@ -138,7 +141,8 @@ def _name(text: str) -> str:
 
 
 def properties_of(tools: Tools, name: str) -> Mapping[str, Any]:
-    """Return the declared parameters of a tool, by name; empty if the tool is unknown."""
+    """Return the schemas of the parameters of the tool `name`, by parameter; empty if the tool is
+    not in `tools`."""
     functions = (tool.get("function", tool) for tool in tools)
     schema = next((function.get("parameters") for function in functions if function.get("name") == name), None)
     properties = schema.get("properties") if isinstance(schema, Mapping) else None
@@ -151,8 +155,9 @@ def is_string(schema: Any) -> bool:
 
 
 def as_json(text: str, schema: Any) -> str:
-    """Return the JSON text of a parameter's value: the text itself if it is JSON, Python's
-    constants converted, else a string."""
+    """Return a parameter's value, as the model wrote it, as JSON text: true, false, null and
+    Python's names for them if the schema allows the type; text that is JSON unchanged; else a
+    string."""
     kinds = _kinds(schema)
     word = text.strip()
     constant = {"true": "true", "false": "false", "none": "null", "null": "null"}.get(word.lower())
@@ -168,7 +173,7 @@ def as_json(text: str, schema: Any) -> str:
 
 
 def _kinds(schema: Any) -> set[str]:
-    """Return the types that a schema names; empty if it names none."""
+    """Return the names of the types that a schema allows; empty if it names none."""
     if not isinstance(schema, Mapping):
         return set()
     kind = schema.get("type")

@@ -1,4 +1,4 @@
-"""ASGI middleware: each part handles one concern and streams through."""
+"""ASGI middleware: each class handles one concern and passes streams through."""
 
 from __future__ import annotations
 
@@ -27,10 +27,8 @@ _EXPOSED = ("x-request-id", "request-id", "x-sglcore-warnings", "x-sglcore-max-t
 
 
 def with_middleware(app: ASGIApp, frontend: Frontend, traces: Traces | None = None) -> ASGIApp:
-    """Return the app inside its middleware, listed from the innermost to the outermost: bodies,
-    admission, keys and hosts with the answer for what they refuse, CORS, the record of it all, and
-    the paths.
-    """
+    """Return the app inside its middleware. From the innermost to the outermost: bodies, admission,
+    keys, hosts, the answer to what these refuse, CORS, logs with metrics and traces, and paths."""
     config, metrics = frontend.config, frontend.metrics
     if not config.api_key and not config.is_loopback:
         log.warning("every client that can reach %s may use this server; give it keys with --api-key-file", config.host)

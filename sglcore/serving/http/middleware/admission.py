@@ -1,4 +1,4 @@
-"""Back-pressure: beyond its limits the server refuses at once, and says when to retry."""
+"""Back-pressure: above its limits the server refuses requests at once, and says when to retry."""
 
 from __future__ import annotations
 
@@ -12,24 +12,25 @@ from sglcore.serving.http.middleware.refusal import TurnedAway
 from sglcore.serving.replicas.metrics.server_metrics import Metrics
 
 MODEL = ("/v1/", OLLAMA)
-"""Prefixes of the paths of endpoints that use the model."""
+"""Prefixes of the paths that count as endpoints of the model."""
 
 
 class Admission:
-    """Limits the POST requests in flight, except operators' requests, and refuses requests for the
-    model while its queue is full."""
+    """Limits the POST requests in progress, operators' requests (PATHS) excepted, and refuses POST
+    requests to endpoints of the model while too many prompts wait."""
 
     def __init__(
         self, app: ASGIApp, max_concurrent: int, max_queued: int, waiting: Callable[[], int], metrics: Metrics
     ) -> None:  # fmt: skip
-        """`waiting()`: the number of prompts that wait in the engines' queues."""
+        """`max_concurrent`: maximum POST requests in progress; `max_queued`: maximum prompts that
+        may wait in the engines' queues, as `waiting()` returns them."""
         self._app, self._metrics, self._waiting = app, metrics, waiting
         self._max_concurrent, self._max_queued = max_concurrent, max_queued
         self._in_flight = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Run the app. Raises TurnedAway (429) with Retry-After, which is computed from the recent
-        rate at which requests ended."""
+        """Run the app for one request. Raises TurnedAway (429) with Retry-After, which is computed
+        from the recent rate at which requests ended."""
         if scope["method"] != "POST" or scope["path"] in PATHS:
             return await self._app(scope, receive, send)
         self._check(scope["path"])

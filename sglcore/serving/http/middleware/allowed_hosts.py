@@ -1,7 +1,7 @@
-"""A server that only this machine should reach answers only to this machine's names.
+"""Checks the header Host, so that a server for this machine answers only to this machine's names.
 
-Otherwise any web page could let a name of its own point here, and use the visitor's browser for
-requests.
+Otherwise any web page could let a name of its own resolve to this machine, and use the visitor's
+browser to send requests.
 """
 
 from __future__ import annotations
@@ -13,16 +13,17 @@ from sglcore.serving.http.middleware.refusal import TurnedAway, header
 
 
 class Hosts:
-    """Checks the header Host, and Origin if a browser sends one."""
+    """ASGI middleware that checks the header Host, and Origin if a browser sends it."""
 
     def __init__(self, app: ASGIApp, allowed: tuple[str, ...], origins: tuple[str, ...]) -> None:
-        """`allowed`: names in addition to loopback's; `origins`: web pages from elsewhere that may
-        send requests."""
+        """`allowed`: names that Host may have in addition to loopback's; `origins`: Origin headers
+        of other web pages that may send requests. "*" allows all."""
         self._app, self._origins = app, frozenset(origins)
         self._allowed = frozenset(name.lower() for name in allowed)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Run the app. Raises TurnedAway (403)."""
+        """Run the app for one request. Raises TurnedAway (403) for another Host or Origin; a
+        missing one is accepted."""
         host = (header(scope, b"host") or b"").decode("latin-1")
         if host and not self._is_ours(host):
             raise _turned_away("host", f"the name {host!r} is not this server's", "allowed-hosts")

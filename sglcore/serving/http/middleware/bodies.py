@@ -1,5 +1,5 @@
 """Request bodies: read whole before the app runs, within a size, a time, and a limit on the sum of
-all bodies."""
+all bodies that are arriving."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from starlette.types import Message as AsgiEvent
 from sglcore.serving.http.middleware.refusal import TurnedAway, body_length, has_body, header
 
 ARRIVING, ARRIVING_FILES = 32, 2
-"""Number of bodies, or of files, of the largest size that may be in memory at once; beyond that,
-requests are refused for now."""
+"""Number of bodies, or of uploaded files, of maximum size whose bytes may be in memory at once;
+above that, requests are refused for now."""
 FILES = "/v1/files"
 FORM_BYTES = 64 << 10
-"""Bytes that a form may have in addition to its file."""
+"""Bytes that an upload's form may have in addition to its file."""
 
 
 @dataclass(slots=True)
 class Limit:
-    """Largest number of bytes of a body, the flag that sets it, the largest sum of all bodies, and
-    the current sum."""
+    """The limits of one kind of body. `most`: maximum bytes of one body; `flag`: the flag that sets
+    it; `most_at_once`: maximum sum of all bodies; `at_once`: the present sum."""
 
     most: int
     flag: str
@@ -34,13 +34,13 @@ class Limit:
 
 @dataclass(slots=True)
 class Arriving:
-    """A body in memory: its bytes so far, which count for its limit until it is released."""
+    """A body in memory. `count`: its bytes so far, which count for its limit until `let_go`."""
 
     limit: Limit
     count: int = 0
 
     def add(self, count: int) -> None:
-        """Count `count` more bytes. Raises TurnedAway."""
+        """Count `count` more bytes. Raises TurnedAway above a limit (413 or 429)."""
         self.count += count
         self.limit.at_once += count
         if self.count > self.limit.most:
@@ -50,7 +50,8 @@ class Arriving:
             raise TurnedAway(429, text, "overloaded", {"retry-after": "1"})
 
     def let_go(self) -> None:
-        """Subtract the body from the limit: it has left memory, or another part counts it.
+        """Subtract the body from its limit, because it has left memory or is complete and counted
+        elsewhere.
 
         Idempotent.
         """
@@ -59,19 +60,19 @@ class Arriving:
 
 
 class Bodies:
-    """Gives the app complete bodies."""
+    """ASGI middleware that reads a body before it runs the app, so that the app gets it whole."""
 
     def __init__(self, app: ASGIApp, max_bytes: int, seconds: float, max_file_bytes: int) -> None:
-        """A body has at most `max_bytes` and must arrive within `seconds`; a file has at most
-        `max_file_bytes`, and the same time for each `max_bytes` of it."""
+        """A body may have `max_bytes` and take `seconds` to arrive; the body of an upload (FILES)
+        may have `max_file_bytes` for its file, and take `seconds` for each `max_bytes` of it."""
         self._app, self._seconds, self._step = app, seconds, max_bytes
         self._usual = Limit(max_bytes, "--max-request-bytes", ARRIVING * max_bytes)
         most = max_file_bytes + FORM_BYTES
         self._files = Limit(most, "--max-batch-file-bytes", ARRIVING_FILES * most)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Run the app. Raises TurnedAway: 413 (too large), 408 (too slow), 415 (compressed), 429
-        (too many at once)."""
+        """Run the app for one request. Raises TurnedAway: 413 (too large), 408 (too slow), 415
+        (compressed), 429 (too many at once)."""
         if not has_body(scope):
             return await self._app(scope, receive, send)
         limit = self._files if scope["path"] == FILES else self._usual
@@ -86,7 +87,7 @@ class Bodies:
                 await self._app(scope, inward, send)
 
     async def _read(self, arriving: Arriving, receive: Receive) -> bytes | None:
-        """Return the body; None if the client left."""
+        """Return the body; None if the client disconnected. Raises TurnedAway."""
         try:
             async with asyncio.timeout(self._seconds) as deadline:
                 return await self._collect(arriving, receive, deadline)
@@ -121,7 +122,7 @@ def _arriving(limit: Limit) -> Iterator[Arriving]:
 
 
 def too_large(found: str, limit: Limit) -> TurnedAway:
-    """Return the error 413, with the number and the remedy."""
+    """Return the error 413 for a body; `found`: its size, such as "5 bytes"."""
     message = (
         f"the request has {found}, and at most {limit.most} are allowed; "
         f"send less at once, or start the server with a greater {limit.flag}"
@@ -140,7 +141,8 @@ def _check(scope: Scope, limit: Limit) -> None:
 
 
 def _once(body: bytes, receive: Receive) -> Receive:
-    """Return a receive function that returns the body first, and then the connection's messages."""
+    """Return an ASGI receive function that returns the whole body first, and then the connection's
+    events."""
     waiting = [body]
 
     async def inward() -> AsgiEvent:

@@ -1,4 +1,5 @@
-"""The outermost middleware: gives each request an id, counts and logs its end."""
+"""The outermost middleware but one: gives each request an id, and counts, logs and traces its
+end."""
 
 from __future__ import annotations
 
@@ -22,22 +23,22 @@ from sglcore.serving.http.tracing import Answered, Traces
 from sglcore.serving.replicas.metrics.server_metrics import CALLER, CLOCKS, Metrics, RequestClock
 
 QUIET = frozenset({"/livez", "/readyz", "/startupz", "/health", "/metrics", "/server_info/stats"})
-"""Paths that machines request so often that their log lines have level debug."""
+"""Paths that machines request so often that their log lines have level debug, and no spans."""
 METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
-"""Methods that are counted by name.
+"""HTTP methods that are counted by name.
 
-A client can invent others, and each would be a permanent series.
+A client can invent others, and each would be a metric series that stays.
 """
 GONE = 499
-"""The status of a request if its client left before the answer began."""
+"""The status that is logged and counted if the client disconnected before the answer began."""
 _ID = re.compile(rb"[A-Za-z0-9._:+=/-]{1,128}")
 
 
 @dataclass(slots=True)
 class Exchange:
-    """A request and its answer, filled in while it is answered; it never holds the request's
-    content. `clocks` has one clock for each prompt that went to an engine.
-    """
+    """Facts about a request and its answer, never their content; they are set while it is answered.
+    `started`: by `time.perf_counter`; `status` 0: no answer has begun; `clocks`: one for each
+    prompt that was sent to an engine."""
 
     request_id: str
     method: str
@@ -48,20 +49,20 @@ class Exchange:
     clocks: list[RequestClock] = field(default_factory=list)
 
     def elapsed(self) -> float:
-        """Seconds since the request arrived."""
+        """Return the seconds since the request arrived."""
         return time.perf_counter() - self.started
 
 
 class Exchanges:
-    """Wraps the other middleware and the app."""
+    """ASGI middleware around the other middleware and the app."""
 
     def __init__(self, app: ASGIApp, metrics: Metrics, log: logging.Logger, traces: Traces | None = None) -> None:
-        """`log` gets one line for each request, `traces` a span."""
+        """`log` gets one line for each request, `traces` (None: off) one span."""
         self._app, self._metrics, self._log, self._traces = app, metrics, log, traces
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Run the app. The request's id is the header x-request-id if that is a valid id; answers
-        have it in the same header and in request-id."""
+        """Run the app for one request. The request's id is its header x-request-id, if that is a
+        valid id, else a new one; the answer has it in the headers x-request-id and request-id."""
         exchange = _exchange(scope)
         state = scope.setdefault("state", {})
         state["request_id"] = exchange.request_id
@@ -109,7 +110,8 @@ class Exchanges:
 
 @contextmanager
 def _while_connected(exchange: Exchange, answering: set[asyncio.Task[Any]]) -> Iterator[None]:
-    """Cancel the work inside, silently, when the connection ends."""
+    """Cancel the block silently when the connection ends. `answering`: the connection's set of
+    tasks (ANSWERING)."""
     task = asyncio.current_task()
     assert task is not None
     answering.add(task)
@@ -125,8 +127,7 @@ def _while_connected(exchange: Exchange, answering: set[asyncio.Task[Any]]) -> I
 
 
 def line(exchange: Exchange) -> str:
-    """Return one line about a request that ended; status 499 is a client that left before the
-    answer began."""
+    """Return the log line of a request that has ended."""
     elapsed = _milliseconds(exchange.elapsed())
     words = [f"id={exchange.request_id}", f"client={exchange.client}", exchange.method, json.dumps(exchange.path)]
     words += [f"status={exchange.status}", f"ms={elapsed}"]
@@ -150,7 +151,8 @@ def _exchange(scope: Scope) -> Exchange:
 
 
 def _endpoint(scope: Scope) -> str:
-    """Return the route's own path, so that clients cannot create unlimited series."""
+    """Return the path of the route, with names of parameters, or "other", so that clients cannot
+    create unlimited metric series."""
     route = scope.get("route")
     return route.path if route is not None else "other"
 

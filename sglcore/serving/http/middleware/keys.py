@@ -1,4 +1,5 @@
-"""API keys: a request without a valid key learns nothing, not even how long a comparison took."""
+"""API keys: a request without a valid key learns nothing, not even by the time that a comparison
+takes."""
 
 from __future__ import annotations
 
@@ -10,19 +11,21 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from sglcore.serving.http.middleware.refusal import TurnedAway, header
 
 OPEN = frozenset({"/", "/livez", "/readyz", "/startupz", "/health"})
-"""Paths that need no key: the page itself, and probes."""
+"""Paths that need no key for GET and HEAD: the page, and probes."""
 
 
 class Keys:
-    """Passes requests with a key, in `Authorization: Bearer ...` or in `x-api-key`."""
+    """ASGI middleware that accepts requests with one of the keys, in `Authorization: Bearer ...` or
+    in `x-api-key`, and requests for OPEN paths."""
 
     def __init__(self, app: ASGIApp, keys: tuple[str, ...]) -> None:
-        """Takes at least one key; only their digests are kept."""
+        """`keys`: the accepted keys; with none, every path outside OPEN is refused. Only their
+        digests are kept."""
         self._app = app
         self._digests = tuple(sha256(key.encode()).digest() for key in keys)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Run the app. Raises TurnedAway (401)."""
+        """Run the app for one request. Raises TurnedAway (401) without a valid key."""
         offered = _offered(scope)
         if not (self._is_open(scope) or sum(self._matches(each) for each in offered)):
             found = "the API key is not one of this server's" if offered else "the request brings no API key"
@@ -34,8 +37,9 @@ class Keys:
         return scope["method"] in ("GET", "HEAD") and scope["path"] in OPEN
 
     def _matches(self, offered: bytes) -> int:
-        """Compare digests of equal length with every key, so that the time reveals neither which
-        key matches nor how much of it."""
+        """Return the number of keys that equal `offered`: 0 or 1. Digests of equal length are
+        compared with every key, so that the time reveals neither which key matches nor how much of
+        it."""
         digest = sha256(offered).digest()
         return sum(hmac.compare_digest(digest, each) for each in self._digests)
 

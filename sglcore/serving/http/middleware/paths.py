@@ -18,17 +18,17 @@ _PLAIN = (
     "classify",
 )
 SAME = MappingProxyType({**{f"/{name}": f"/v1/{name}" for name in _PLAIN}, "/reranking": "/v1/rerank"})
-"""A path -> our path for the same endpoint."""
+"""Paths of other servers -> our path of the same endpoint."""
 
 
 class Paths:
-    """Maps request paths to our own paths, for the app inside it."""
+    """ASGI middleware that replaces the paths in SAME by our own."""
 
     def __init__(self, app: ASGIApp) -> None:
-        """`app`: the app with our own paths only."""
+        """`app`: the ASGI app to wrap."""
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Run the app."""
+        """Run the app for one request."""
         path = SAME.get(scope.get("path", ""))
         await self._app(scope if path is None else {**scope, "path": path, "raw_path": path.encode()}, receive, send)

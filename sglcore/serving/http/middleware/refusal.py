@@ -1,4 +1,4 @@
-"""Refuses a request so that the client reads the reason even if it is still sending."""
+"""Refuses a request in such a way that the client reads the reason even if it is still sending."""
 
 from __future__ import annotations
 
@@ -14,34 +14,34 @@ from sglcore.serving.replicas.metrics.server_metrics import Metrics
 from sglcore.serving.replicas.server_errors import INVALID, NO_HEADERS, Failure, Unanswered, told
 
 SMALL = 64 << 10
-"""A body of up to this many bytes is read before the answer, so that the connection can be
+"""Maximum bytes of a body whose rest is read before the answer, so that the connection can be
 reused."""
 _LONGEST, _MOST = 1.0, 64 << 20
 
 
 class TurnedAway(Unanswered):
-    """Middleware raises this for a refused request; refusals are counted by code."""
+    """The error that middleware raises to refuse a request; refusals are counted by `code`."""
 
     def __init__(self, status: int, found: str, code: str, headers: Mapping[str, str] = NO_HEADERS) -> None:
-        """`status`, text, code and headers of the answer."""
+        """`status`, `found` (the message), `code` and `headers` of the answer."""
         kind = "rate_limit_error" if status == 429 else INVALID
         super().__init__(Failure(status, found, kind, None, code, headers))
         self.code = code
 
 
 class Refusals:
-    """Answers requests that the app inside it refuses or fails.
+    """ASGI middleware that answers requests for which the app raises an error.
 
     An unexpected error gets an id, which the log has too, so that no traceback reaches a client.
     """
 
     def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
-        """`app`: the app that may fail."""
+        """`app`: the ASGI app that may raise."""
         self._app, self._metrics = app, metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Run the app. An error after the answer has begun is raised again: only closing the
-        connection can report it."""
+        """Run the app for one request. An error after the answer has begun is raised again: only
+        closing the connection can report it."""
         has_begun, is_complete = False, not has_body(scope)
 
         async def inward() -> AsgiEvent:
@@ -67,10 +67,10 @@ class Refusals:
 
 
 async def _refuse(failure: Failure, is_complete: bool, scope: Scope, receive: Receive, send: Send) -> None:
-    """Answer with the failure. `is_complete`: all of the body has been received.
+    """Answer with the failure. `is_complete`: the whole body has been received.
 
-    The rest that the client sends is read and dropped, for at most a second and 64 MiB: closing a
-    socket with unread bytes would discard the answer.
+    Otherwise the rest that the client sends is read and dropped, for at most a second and 64 MiB:
+    closing a socket with unread bytes would discard the answer.
     """
     body = encode(body_of(failure, scope))
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
@@ -85,7 +85,7 @@ async def _refuse(failure: Failure, is_complete: bool, scope: Scope, receive: Re
 
 
 def has_body(scope: Scope) -> bool:
-    """Return whether the request announces a body."""
+    """Return whether the headers of the request announce a body."""
     return any(
         name == b"transfer-encoding" or (name == b"content-length" and value != b"0")
         for name, value in scope["headers"]
@@ -93,26 +93,27 @@ def has_body(scope: Scope) -> bool:
 
 
 def body_length(scope: Scope) -> int | None:
-    """Return the length in bytes that the client announced for the body; None if it announced none,
-    or no number."""
+    """Return the length in bytes that the header content-length announces; None without it, or if
+    it is no number."""
     value = header(scope, b"content-length")
     return int(value) if value is not None and value.isdigit() and len(value) < 20 else None
 
 
 def header(scope: Scope, name: bytes) -> bytes | None:
-    """Return the first value of a header; `name` in lower case."""
+    """Return the first value of a header; None if it is missing. `name`: in lower case."""
     return next((value for key, value in scope["headers"] if key == name), None)
 
 
 async def _ends_soon(failure: Failure, scope: Scope, receive: Receive) -> bool:
-    """Return whether the rest of the body arrives within a second; only a small body is waited
-    for."""
+    """Read and drop the rest of a body of at most SMALL bytes, for at most a second, and return
+    whether it has ended. False at once for a larger or unknown length, or if the failure is 408."""
     is_small = (body_length(scope) or SMALL + 1) <= SMALL
     return failure.status != 408 and is_small and await _drop(receive)
 
 
 async def _drop(receive: Receive) -> bool:
-    """Read and drop the rest of the body; returns whether it ended."""
+    """Read and drop the rest of the body, for at most a second and 64 MiB; returns whether it has
+    ended."""
     count = 0
     try:
         async with asyncio.timeout(_LONGEST):

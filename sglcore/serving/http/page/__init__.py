@@ -1,1 +1,1 @@
-"""The chat page at `/`."""
+"""The web page for chats, at the path `/`."""

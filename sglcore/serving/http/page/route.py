@@ -1,7 +1,7 @@
-"""The page at `/`: one document from the files of this folder, which requests nothing from other
-hosts.
+"""The page at `/`: one document made from the files of this folder, which requests nothing from
+other hosts.
 
-Its policy names its scripts and its style by their hashes, so that nothing else can run in it.
+Its Content-Security-Policy has the hashes of its scripts and its style, so that no others run.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ LINKED = re.compile(rb'<link rel="stylesheet" href="(\w+\.css)">|<script src="(\
 
 
 def add_routes(router: APIRouter, frontend: object) -> None:
-    """Add GET `/`. The page is read once. It requests all its data from the server, so it does not
-    use the frontend."""
+    """Add GET and HEAD `/` to the router. The files are read once. The page requests all its data
+    by HTTP, so `frontend` is not used."""
     content = page()
     shown = page_headers(content)
 
@@ -29,7 +29,7 @@ def add_routes(router: APIRouter, frontend: object) -> None:
 
 
 def page() -> bytes:
-    """Return the document, including its style and its scripts."""
+    """Return the HTML document with its style and its scripts in it."""
     folder = files("sglcore.serving.http.page")
 
     def inlined(found: re.Match[bytes]) -> bytes:
@@ -41,7 +41,7 @@ def page() -> bytes:
 
 
 def page_headers(content: bytes) -> dict[str, str]:
-    """Return the page's headers, with a policy that allows only requests to its own server."""
+    """Return the HTTP headers of the page `content`, with `policy` and an ETag."""
     return {
         "content-type": "text/html; charset=utf-8",
         "content-security-policy": policy(content),
@@ -54,8 +54,8 @@ def page_headers(content: bytes) -> dict[str, str]:
 
 
 def policy(content: bytes) -> str:
-    """Return the Content-Security-Policy that allows only the scripts and the style in
-    `content`."""
+    """Return the Content-Security-Policy that allows only the scripts and the style in `content`,
+    and requests only to this server."""
     allowed = {
         "default-src": "'none'",
         "script-src": _hashes(content, b"script"),
@@ -70,7 +70,7 @@ def policy(content: bytes) -> str:
 
 
 def _hashes(content: bytes, tag: bytes) -> str:
-    """Return the hashes of all blocks between `<tag>` and `</tag>`."""
+    """Return the hashes of all blocks between `<tag>` and `</tag>` in the form of the policy."""
     blocks = re.findall(b"<%s>(.*?)</%s>" % (tag, tag), content, re.DOTALL)
     digests = (base64.b64encode(hashlib.sha256(block).digest()).decode("ascii") for block in blocks)
     return " ".join(f"'sha256-{digest}'" for digest in digests)

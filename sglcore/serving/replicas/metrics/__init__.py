@@ -1,1 +1,1 @@
-"""What the server counts, as Prometheus reads it."""
+"""The server's counters, and their form for Prometheus."""

@@ -1,5 +1,5 @@
-"""Prometheus metrics of draft tokens: how many were accepted, at which position, and by which
-conditions."""
+"""Prometheus metrics of draft tokens: how many were accepted, at which position, and by length of
+context, cached share and number of draft tokens."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from sglcore.schedule.draft_counts import CACHED, DraftCell, DraftSums, at_place
 from sglcore.serving.replicas.ipc import EngineStats
 
 Engines = Sequence[tuple[str, EngineStats]]
-"""Name and newest counters of each replica."""
+"""Number (as text) and newest counters of each replica."""
 
 
 def draft_families(model: str, engines: Engines) -> Iterator[Metric]:
-    """Yield the metrics of replicas that verified draft tokens; nothing if none did."""
+    """Yield the metrics of the replicas that verified draft tokens; nothing if none did. `model`:
+    the label."""
     engines = [(replica, numbers) for replica, numbers in engines if numbers.drafts]
     if engines:
         yield _accepted(model, engines)
@@ -69,9 +70,8 @@ def _places(model: str, engines: Engines) -> Iterator[Metric]:
 def _split(
     model: str, engines: Engines, label: str, text: str, key: Callable[[DraftCell], int], shown: Callable[[int], str]
 ) -> Iterator[Metric]:
-    """Return the counters of steps, proposed draft tokens and accepted draft tokens, by the values
-    of a label.
-    """
+    """Yield counters of steps, verified and accepted draft tokens by the values of `label`. `key`:
+    the value of a cell; `shown`: its text."""
     labels, kinds = ["model", "replica", label], ("steps", "proposed", "accepted")
     families = [
         CounterMetricFamily(f"sglcore_draft_{kind}_by_{label}", f"Steps of requests: {kind}, {text}.", labels=labels)

@@ -1,4 +1,4 @@
-"""Sums of the counters of several engines, including engines that have ended."""
+"""Sums of the counters of several engines, also of engines that have ended."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sglcore.serving.replicas.ipc import EngineStats
 
 
 def add_stats(parts: Iterable[EngineStats]) -> EngineStats:
-    """Return the sums of counters."""
+    """Return the sum of each counter over `parts`."""
     known = list(parts)
     total: dict[str, Any] = {
         name: sum(getattr(part, name) for part in known)
@@ -26,6 +26,7 @@ def add_stats(parts: Iterable[EngineStats]) -> EngineStats:
 
 
 def past_only(stats: EngineStats) -> EngineStats:
-    """Return the totals of an engine that has ended, without its current values."""
+    """Return the counters of an engine that has ended with its present load set to 0, so that only
+    totals remain."""
     nothing = dict.fromkeys((*Levels.__struct_fields__, "compiling"), 0)
     return msgspec.structs.replace(stats, **nothing)

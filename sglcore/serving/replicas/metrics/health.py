@@ -1,4 +1,4 @@
-"""The state for probes: alive, ready, and the progress of a start."""
+"""The server's state, for probes and for errors: alive, ready, and the progress of a start."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from sglcore.serving.replicas.server_errors import ENDS, GOES_ON, RESTARTS, NotR
 
 
 class Health:
-    """The server's state. `phase` is a step of the start, or "ready", "draining", "dead"."""
+    """The server's state. `phase` is a phase of the start, or "ready", "draining", "dead", or the
+    state of the only replica, such as "silent"; `reason`: why the server is dead, or what a replica
+    lacks."""
 
     def __init__(self) -> None:
         self.phase = "starting"
@@ -19,33 +21,34 @@ class Health:
 
     @property
     def live(self) -> bool:
-        """Whether the process answers and is not about to end by an error."""
+        """Whether the server is not dead: it answers, and will not end because of an error."""
         return self.phase != "dead"
 
     @property
     def ready(self) -> bool:
-        """Whether requests will be answered."""
+        """Whether the phase is "ready", so that requests are answered."""
         return self.phase == "ready"
 
     @property
     def started(self) -> bool:
-        """Whether it has been ready once."""
+        """Whether the server has been ready once."""
         return self._started_s is not None
 
     @property
     def takes_requests(self) -> bool:
-        """Whether requests will be answered, at once or by an engine that is being restarted."""
+        """Whether requests are accepted: the server has been ready, and neither drains nor is dead.
+        They may wait for an engine that is being restarted."""
         return self.started and self.phase not in ("draining", "dead")
 
     @property
     def remedy(self) -> str:
-        """What a client can do without an answer or with a part of one."""
+        """The remedy for a client that got no answer, or only a part of one."""
         if self.phase in ("draining", "dead"):
             return ENDS
         return GOES_ON if self.ready else RESTARTS
 
     def refusal(self) -> NotReady:
-        """Return the error for a request that arrives when none can be answered."""
+        """Return the error for a request that arrives while none is accepted."""
         if self.phase == "draining":
             return ShuttingDown("the server was told to stop, and takes no more requests")
         if self.phase == "dead":
@@ -54,29 +57,36 @@ class Health:
         return NotReady(f"the model is not ready (phase: {what})")
 
     def begin(self, phase: str, done: int = 0, total: int = 0, reason: str = "") -> None:
-        """Set a phase of the start, or a state in place of "ready" with its reason. Changes nothing
-        while the server drains or is dead."""
+        """Set the phase, with `done` of `total` units of it complete: a phase of the start, or a
+        state in place of "ready" with its reason. Changes nothing while the server drains or is
+        dead."""
         if self.phase not in ("draining", "dead"):
             self.phase, self._done, self._total, self.reason = phase, done, total, reason
 
     def become_ready(self) -> None:
-        """Set the state "ready", after a token came out of the path that serves."""
+        """Set the phase "ready". Called after an engine has generated a token by the path that
+        serves."""
         self.begin("ready", 1, 1)
         if self._started_s is None and self.ready:
             self._started_s = time.monotonic() - self._begin
 
     def drain(self) -> None:
-        """Set the state "draining": no more requests are accepted."""
+        """Set the phase "draining": no more requests are accepted. Changes nothing if the server is
+        dead."""
         if self.phase != "dead":
             self.phase = "draining"
 
     def die(self, reason: str) -> None:
-        """Set the state "dead": no more requests will be answered."""
+        """Set the phase "dead": no more requests will be answered."""
         self.phase, self.reason = "dead", reason
 
     def snapshot(self) -> dict[str, object]:
-        """Return phase, done, total, elapsed_s since the process began (or the time of the start),
-        and the reason of an end or of a missing part."""
+        """Return `phase`, `done` and `total` (units of the phase), and `elapsed_s`: seconds since
+        this object was made, or the duration of the start once it has been ready.
+
+        `reason` is present only if it is not empty: why the server is dead, or what a replica
+        lacks.
+        """
         elapsed = self._started_s if self._started_s is not None else time.monotonic() - self._begin
         found: dict[str, object] = {
             "phase": self.phase,

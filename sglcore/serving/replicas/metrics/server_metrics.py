@@ -1,8 +1,8 @@
-"""The server's counters, and their form for Prometheus: engines report their own numbers, requests
+"""The server's counters, and their form for Prometheus: engines report their own counters, requests
 are timed here.
 
-All of it lives on the frontend's event loop, so nothing takes a lock; a scrape reads the numbers
-and waits for nothing.
+Everything runs on the frontend's event loop, so nothing needs a lock; a scrape reads the newest
+numbers and waits for nothing.
 """
 
 from __future__ import annotations
@@ -38,17 +38,19 @@ _OF_REPLICA = ("model", "replica")
 
 
 Replicas = Callable[[], Iterable[tuple[str, str, EngineStats | None]]]
-"""Name, state and newest counters of each replica; None before its first reply."""
+"""Returns number (as text), state and newest counters of each replica; None before its first
+reply."""
 
 
 class Histogram:
-    """Counts of values by bucket. `observe` costs one binary search, so that it can be called for
+    """Counts of values by bucket. `observe` takes one binary search, so that it can be called for
     each token."""
 
     __slots__ = ("_bounds", "_counts", "_sum")
 
     def __init__(self, bounds: tuple[float, ...]) -> None:
-        """`bounds`: the buckets' upper ends, ascending; the last bucket has none."""
+        """`bounds`: the upper ends of the buckets, inclusive and ascending; the last bucket has
+        none."""
         self._bounds = bounds
         self._counts = [0] * (len(bounds) + 1)
         self._sum = 0.0
@@ -59,8 +61,8 @@ class Histogram:
         self._sum += value * count
 
     def buckets(self) -> tuple[list[tuple[str, float]], float]:
-        """Return cumulated counts by upper end, as Prometheus needs them, and the sum of the
-        values."""
+        """Return cumulated counts by upper end, in the form of prometheus_client, and the sum of
+        the values."""
         total = 0
         cumulated: list[tuple[str, float]] = []
         for bound, count in zip((*self._bounds, math.inf), self._counts, strict=True):
@@ -70,12 +72,13 @@ class Histogram:
 
 
 class RequestClock:
-    """Times of one request. Every call is cheap; a second `on_end` has no effect."""
+    """Times and counts of one prompt. Every call is cheap; a second `on_end` has no effect.
+    `outcome`: None until `on_end`; `first_token_seconds`: since the arrival."""
 
     __slots__ = ("_metrics", "_started", "cached_tokens", "first_token_seconds", "outcome", "prompt_tokens", "tokens")
 
     def __init__(self, metrics: Metrics, now: float) -> None:
-        """`now`: `time.perf_counter()` when the request arrived."""
+        """`now`: the time of the prompt's arrival, by `time.perf_counter`."""
         self._metrics = metrics
         self._started = now
         self.outcome: str | None = None
@@ -84,50 +87,53 @@ class RequestClock:
 
     @property
     def first_token_at(self) -> float | None:
-        """Time of the first token, by `time.perf_counter()`; None as long as there is none."""
+        """Time of the first token, by `time.perf_counter`; None: there is none yet."""
         return None if self.first_token_seconds is None else self._started + self.first_token_seconds
 
     def on_prompt(self, tokens: int, cached: int) -> None:
-        """Record that the prompt has `tokens`, and that the prefix cache had `cached` of them."""
+        """Record that the prompt has `tokens` tokens, `cached` of them from the prefix cache."""
         self.prompt_tokens, self.cached_tokens = tokens, cached
 
     def on_first_token(self) -> None:
-        """Record a sample's first token; the first of all samples is timed."""
+        """Record the first token of a sample; only the first of all samples is timed."""
         self.tokens += 1
         if self.first_token_seconds is None:
             self.first_token_seconds = time.perf_counter() - self._started
             self._metrics.first_token.observe(self.first_token_seconds)
 
     def on_tokens(self, count: int, seconds: float) -> None:
-        """Record `count` tokens of one sample, `seconds` after the ones before."""
+        """Record `count` further tokens of one sample, which arrived `seconds` after the tokens
+        before."""
         if count > 0:
             self.tokens += count
             self._metrics.between_tokens.observe(seconds / count, count)
 
     def on_restart(self) -> None:
-        """Record a restart: the engine's tokens are lost, and are drawn again."""
+        """Record a restart: the tokens so far are dropped, and will be generated again."""
         self.tokens = 0
 
     def on_end(self, reason: str) -> None:
-        """Record the end of the request; `reason` is its finish reason, or a word for the error
-        that ended it."""
+        """Record the end of the request. `reason`: its finish reason, or the name of the error that
+        ended it."""
         if self.outcome is None:
             self.outcome = reason
             self._metrics.request_ended(reason, time.perf_counter() - self._started)
 
 
 CLOCKS: ContextVar[list[RequestClock] | None] = ContextVar("sglcore_clocks", default=None)
-"""The clocks of all prompts that were started in this task, or in one of its tasks."""
+"""The list to which the clocks of all prompts are appended that are started in this task or in
+tasks that it starts; None: no list."""
 
 CALLER: ContextVar[str] = ContextVar("sglcore_caller", default="")
-"""The id of the request that this task answers, from its header x-request-id."""
+"""The id of the HTTP request that this task answers (x-request-id); empty: none."""
 
 
 class Metrics:
-    """All counters of one server. `page()` returns the text for Prometheus."""
+    """All counters of one server. `page` returns the text for Prometheus."""
 
     def __init__(self, model: str, version: str, replicas: Replicas) -> None:
-        """`model`: the label of every series."""
+        """`model`: the label `model` of the series; `version`: the server's; `replicas()`: the
+        state of each engine."""
         self.first_token = Histogram(_FIRST)
         self.between_tokens = Histogram(_BETWEEN)
         self.whole = Histogram(_WHOLE)
@@ -147,12 +153,12 @@ class Metrics:
         self._registry.register(_Families(self, model, version, replicas))
 
     def add(self, families: Collector) -> None:
-        """Add these families to the page."""
+        """Add further metric families to the page."""
         self._registry.register(families)
 
     def clock(self) -> RequestClock:
-        """Return a clock for a prompt that arrives now; `CLOCKS` keeps it for the request's log
-        line."""
+        """Return a new clock for a prompt that arrives now; it is also appended to the list in
+        CLOCKS."""
         clock = RequestClock(self, time.perf_counter())
         clocks = CLOCKS.get()
         if clocks is not None:
@@ -160,22 +166,22 @@ class Metrics:
         return clock
 
     def request_ended(self, reason: str, seconds: float) -> None:
-        """Count the outcome of a request, and its time."""
+        """Count the outcome of a prompt, and its time in seconds."""
         self.outcomes[reason] += 1
         self.whole.observe(seconds)
         self._ends.append(time.monotonic())
 
     def refused(self, code: str) -> None:
-        """Count a request that middleware turned away."""
+        """Count a request that middleware refused, by the error's code."""
         self.refusals[code] += 1
 
     def responded(self, method: str, endpoint: str, status: int) -> None:
-        """Count an answer of an endpoint (by route, so that there are few series)."""
+        """Count an answer. `endpoint`: the path of its route, so that there are few series."""
         self.responses[method, endpoint, status] += 1
 
     def retry_after(self, waiting: int) -> int:
-        """Return the seconds in which `waiting` requests will have ended, at the rate of the last
-        ones; from 1 to 60."""
+        """Return the seconds after which `waiting` requests will have ended, at the rate of the
+        last 128; from 1 to 60."""
         ends = self._ends
         if len(ends) < 2:
             return 1
@@ -183,12 +189,12 @@ class Metrics:
         return min(max(1, math.ceil(max(waiting, 1) * seconds / len(ends))), _LONGEST_RETRY)
 
     def page(self) -> bytes:
-        """Return the text for Prometheus."""
+        """Return all metrics in the text format of Prometheus."""
         return generate_latest(self._registry)
 
 
 class _Families(Collector):
-    """Reads the numbers when Prometheus asks."""
+    """The collector of prometheus_client that reads the counters at each scrape."""
 
     def __init__(self, metrics: Metrics, model: str, version: str, replicas: Replicas) -> None:
         self._metrics, self._model, self._version, self._replicas = metrics, model, version, replicas
@@ -266,7 +272,7 @@ def _family(
     labels: Sequence[str],
     values: Iterable[tuple[tuple[str | int, ...], float]],
 ) -> Metric:
-    """Return a family with these values, each with its labels."""
+    """Return a metric family with these values, each after the values of its labels."""
     family = kind(f"sglcore_{name}", text, labels=labels)
     for where, value in values:
         family.add_metric(list(map(str, where)), value)
@@ -274,7 +280,8 @@ def _family(
 
 
 def kv_usage(numbers: EngineStats) -> float:
-    """The fraction of KV pages, 0 to 1, that requests hold. Unused cached pages count as free."""
+    """Return the share of KV pages, from 0 to 1, that requests hold. Cached pages that no request
+    uses count as free."""
     held = numbers.num_pages - numbers.free_pages - numbers.unused_cached_pages
     return held / numbers.num_pages if numbers.num_pages else 0.0
 

@@ -1,4 +1,4 @@
-"""The server's numbers under vLLM's names, for dashboards and autoscalers that use these."""
+"""The server's metrics under vLLM's names, for dashboards and autoscalers that use these."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ _REASONS = frozenset({"stop", "length", "abort", "error"})
 
 
 class VllmFamilies(Collector):
-    """Reads the numbers when Prometheus asks."""
+    """The collector of prometheus_client that reads the counters at each scrape, for vLLM's
+    names."""
 
     def __init__(self, metrics: Metrics, model: str, replicas: Replicas) -> None:
         """`model`: the label `model_name`; a replica's number is the label `engine`."""
