@@ -1,2 +1,2 @@
-"""The command line. Importing this package costs nothing: each command imports what it needs when
-it runs."""
+"""The command line. Importing this package imports nothing else: each command imports what it needs
+when it runs."""

@@ -15,7 +15,7 @@ from sglcore.engine.process_end import drop_output, leave
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code.
+    """Run the command in `arguments` (None: those of the process) and return its exit code.
 
     2: an error that a user can correct, printed in one line. 141, as in a shell: the reader of the
     output has closed it.
@@ -73,7 +73,7 @@ def _run(words: Sequence[str]) -> int:
 
 
 def command() -> NoReturn:
-    """Run the command as a process of its own."""
+    """Run the command of this process and end the process with its exit code."""
     leave(main())
 
 

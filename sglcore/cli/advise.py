@@ -1,5 +1,5 @@
-"""`sglcore advise`: estimates in which parallel configuration a cluster runs a model fastest, and
-prints the command."""
+"""The command `sglcore advise`: estimates in which parallel configuration a cluster runs a model
+fastest, and prints the command to start it."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Names from other engines, and our names for the same. The only file of the core that may name a
-maker's product: no code uses it to find out which device runs."""
+"""Names from other engines, and our names for the same things. The only file of the core that may
+name a vendor's product: no code uses it to find out which device runs."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ FLAGS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "max_queued_requests": ("--max-queue-length",),
     }
 )
-"""Setting -> other names of its flag."""
+"""Names of settings -> other names of their flags."""
 
 CONSTANTS: Mapping[tuple[str, object], tuple[str, ...]] = MappingProxyType(
     {
@@ -66,7 +66,8 @@ ALWAYS = (
     "--enable-metrics",
     "--disable-log-requests",
 )
-"""Flags for what is always on."""
+"""Flags of other engines that are accepted without effect, because what they switch on is always
+on."""
 
 _MEMORY = "--kv-cache-memory SIZE sets the size of the KV cache, and nothing is offloaded"
 _DEVICES = "--tp N divides each layer among N devices; --replicas N runs N whole models"
@@ -102,12 +103,12 @@ REFUSED: Mapping[str, str] = MappingProxyType(
         "--mmproj": "sglcore reads only text",
     }
 )
-"""A flag of another engine without an equal setting of ours -> what to do instead."""
+"""Flags of other engines without an equal setting of ours -> what to do instead, for the error."""
 
 DTYPE_NAMES: Mapping[str, str] = MappingProxyType(
     {"half": "float16", "fp16": "float16", "bf16": "bfloat16", "float": "float32", "fp32": "float32"}
 )
-"""Names of element types -> ours."""
+"""Other names of element types, in lower case -> our names."""
 
 GRAPH_NAMES: Mapping[str, str] = MappingProxyType(
     {
@@ -124,7 +125,7 @@ GRAPH_NAMES: Mapping[str, str] = MappingProxyType(
         "inductor": "compiled",
     }
 )
-"""Names of graph kinds -> ours."""
+"""Other names of graph kinds, in lower case -> our names."""
 
 
 DRAFTER_NAMES: Mapping[str, str] = MappingProxyType(
@@ -136,7 +137,7 @@ DRAFTER_NAMES: Mapping[str, str] = MappingProxyType(
         "none": "off",
     }
 )
-"""Names of drafters -> ours."""
+"""Other names of kinds of drafts, in lower case -> our names."""
 
 ROLE_NAMES: Mapping[str, str] = MappingProxyType(
     {
@@ -148,25 +149,26 @@ ROLE_NAMES: Mapping[str, str] = MappingProxyType(
         "none": "both",
     }
 )
-"""Names of an engine's role in disaggregation -> ours."""
+"""Other names of roles in disaggregation, in lower case -> our names."""
 
 NODES_FLAG = "--speculative-num-draft-tokens"
-"""The number of draft tokens plus one, for the token before them."""
+"""A flag of other engines for the number of draft tokens plus one: the token before them counts."""
 SPECULATIVE_FLAG = "--speculative-config"
-"""Settings of speculative decoding as one JSON object."""
+"""A flag of other engines for settings of speculative decoding, as one JSON object."""
 SPECULATIVE_KEYS: Mapping[str, str] = MappingProxyType(
     {"method": "speculative", "model": "draft_model", "num_speculative_tokens": "draft_tokens"}
 )
-"""Keys of this object -> our settings."""
+"""Keys of the JSON object of SPECULATIVE_FLAG -> our settings."""
 
 
 def drafter_name(word: str) -> str:
-    """Return our name of a drafter; a word that is no alias is returned in lower case."""
+    """Return our name of a kind of drafts; a word that is no alias is returned in lower case."""
     return DRAFTER_NAMES.get(word.lower(), word.lower())
 
 
 def role_name(word: str) -> str:
-    """Return our name of an engine's role; a word that is no alias is returned in lower case."""
+    """Return our name of a role in disaggregation; a word that is no alias is returned in lower
+    case."""
     return ROLE_NAMES.get(word.lower(), word.lower())
 
 
@@ -183,8 +185,8 @@ def dtype_name(word: str) -> str:
 
 
 def refuse(words: Sequence[str]) -> None:
-    """Raise ConfigError for the first flag that only other engines have, with what to do
-    instead."""
+    """Raise ConfigError, with what to do instead, for the first word of a command line that is a
+    flag in REFUSED. Words after "--" are not checked."""
     for word in words[: words.index("--")] if "--" in words else words:
         if (remedy := REFUSED.get(word.partition("=")[0])) is not None:
             raise ConfigError(f"{word.partition('=')[0]} is no flag of sglcore", remedy=remedy)

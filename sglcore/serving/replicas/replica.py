@@ -37,57 +37,62 @@ from sglcore.serving.replicas.prompt_generation import Generation
 from sglcore.serving.replicas.server_errors import EngineDied, InvalidRequest, NotAnswering, Unanswered, ended_badly
 
 State = Literal["starting", "ready", "silent", "unable", "draining", "dead"]
-"""Silent: it was ready, and gives no sign of life. Unable: it reports that something is missing,
-such as another engine."""
+"""The state of a replica. "silent": it was ready, and nothing has arrived from it for some seconds;
+"unable": it reports that something is missing, such as another engine."""
 STARTED = ("ready", "silent", "unable")
-"""States in which it has requests and a cache."""
+"""States of a replica that has been ready and is neither draining nor dead, so that it has requests
+and a cache."""
 Answer = Embedded | Done
 LONGEST_READ = 120.0
-"""Seconds of silence that a start may always have: Python's threads stop while one of them reads a
-mapped file."""
+"""Least seconds of silence that are allowed during a start: Python's threads stop while one of them
+reads a mapped file."""
 ORDER_SECONDS = 20.0
-"""Seconds that an order may take: it waits for the end of a step."""
+"""Maximum seconds for the answer to an order, which waits for the end of a step."""
 UNKILLABLE_SECONDS = 10.0
-"""Seconds after which a killed process that has not ended, such as one inside its driver, is given
-up."""
+"""Seconds that a killed process may take to end, for example inside a driver; after that, it is
+ignored."""
 UNKILLABLE = 1
-"""The exit code that such a process gets."""
+"""The exit code that is reported for a killed process that has not ended."""
 
 LAST_WORDS_SECONDS = 0.05
-"""Seconds in which last messages of an ended process may still arrive."""
+"""Seconds for which the last messages of a process are received after it has ended."""
 
 log = logging.getLogger("sglcore.serving")
 
 
 class Owner(Protocol):
-    """The owner of replicas, which handles their events."""
+    """The owner of replicas, which is told of their events: the `Supervisor`."""
 
     @property
     def health(self) -> Health:
-        """The server's health, as clients see it. It includes every death reported to the owner."""
+        """The server's health, as clients see it. After `on_death` it accounts for this death."""
         ...
 
     def on_phase(self, replica: Replica, phase: Phase) -> None:
-        """Handle progress of its start."""
+        """Handle progress of the replica's start."""
         ...
 
     def on_ready(self, replica: Replica) -> None:
-        """Handle that it accepts requests."""
+        """Handle that the replica accepts requests for the first time."""
         ...
 
     def on_change(self, replica: Replica, before: State) -> None:
-        """Handle that it accepts no requests for now, or accepts them again."""
+        """Handle that the state of a started replica has changed from `before`: it accepts no
+        requests for now, or accepts them again."""
         ...
 
     def on_death(self, replica: Replica, reason: str, exit_code: int) -> None:
-        """Handle a process that ended without an order. Its requests are still in `generations`."""
+        """Handle that the process of a replica ended without an order. Its requests are still in
+        `generations`."""
         ...
 
 
 class Replica:
-    """A running engine process. Everything here belongs to the event loop."""
+    """A running engine process. It is used on the event loop only."""
 
     def __init__(self, number: int, channel: FrontendChannel, process: EngineProcess, owner: Owner) -> None:
+        """Start to listen to a process that was launched; `owner` is told of its events. Needs a
+        running event loop."""
         self.number = number
         self.state: State = "starting"
         self.info: ModelInfo | None = None
@@ -110,41 +115,41 @@ class Replica:
 
     @property
     def load(self) -> int:
-        """Number of its samples that have not ended, and of prompts to embed."""
+        """Number of samples that have not ended, and of prompts to embed and orders without an
+        answer."""
         return self._samples + len(self._answers)
 
     @property
     def page_size(self) -> int:
-        """Tokens of a page, once it is ready."""
+        """Tokens of a page. Only once it has been ready."""
         assert self.info is not None
         return self.info.limits["page_size"]
 
     @property
     def num_pages(self) -> int:
-        """Pages of its cache, once it is ready."""
+        """Number of pages of its KV cache. Only once it has been ready."""
         assert self.info is not None
         return self.info.limits["num_pages"]
 
     @property
     def lived(self) -> float | None:
-        """Seconds since it was ready; None: it never was."""
+        """Seconds since it became ready; None: it never was."""
         return None if self._ready_at is None else time.monotonic() - self._ready_at
 
     @property
     def report_age(self) -> float:
-        """Seconds since its last message, or since its launch: large during a long step or with a
-        stuck device."""
+        """Seconds since its last message or heartbeat, or since its launch."""
         return time.monotonic() - self._heard_at
 
     @property
     def is_still(self) -> bool:
-        """Whether it has been in one step for seconds, so that new requests would wait."""
+        """Whether it has been in one step for seconds, so that a new request would wait."""
         return self._pulse.is_still
 
     def tick(self, most_silence: float, most_step: float) -> None:
-        """Check it once, each BEAT_SECONDS: it becomes silent after a few checks without a sign of
-        life. It is killed after `most_silence` seconds of silence (at least 120 during its start),
-        or if a step takes more than `most_step`."""
+        """Check the process; called every BEAT_SECONDS. After a few checks without a message or
+        heartbeat it becomes silent. After `most_silence` seconds of silence (at least LONGEST_READ
+        during its start), or if a step takes more than `most_step` seconds, it is killed."""
         pulse = self._pulse
         pulse.tick()
         if self.state not in ("starting", *STARTED) or self._overdue.is_set():
@@ -158,7 +163,7 @@ class Replica:
             self._settle_state()
 
     def run(self, generation: Generation) -> None:
-        """Give it a request; does not wait."""
+        """Send a request to the engine, which then owns it until it ends; does not wait."""
         self.generations[generation.request_id] = generation
         self._samples += len(generation.output.outputs)
         generation.tries += 1
@@ -166,8 +171,9 @@ class Replica:
         self._channel.send(generation.request)
 
     async def embed(self, request_id: str, ids: list[int], segments: list[int] | None = None) -> bytes:
-        """Return the embedding of a prompt, or its scores, float32; waits. Raises the error that
-        refused it, and EngineDied."""
+        """Return the embedding or the scores of a prompt, float32 as bytes; waits. `segments`:
+        segment ids (None: all 0). Raises InvalidRequest if the engine refuses it, Unanswered if it
+        fails, and EngineDied."""
         request = Embed(request_id, pack_ids(ids), pack_ids(segments or ()))
         answer = await self._answer(request)
         assert isinstance(answer, Embedded)
@@ -176,8 +182,8 @@ class Replica:
         return answer.vector
 
     async def order(self, order: Audit | Pause | Flush) -> Done:
-        """Send an order and return its result; waits at most 20 seconds. Raises EngineDied and
-        NotAnswering."""
+        """Send an order and return its result; waits at most ORDER_SECONDS. Raises EngineDied, and
+        NotAnswering, at once if the replica is silent."""
         who = f"replica {self.number}"
         if self.state == "silent":
             raise NotAnswering(who, f"it has given no sign of life for {self._pulse.silence * BEAT_SECONDS:g} s")
@@ -191,7 +197,7 @@ class Replica:
 
     async def shut_down(self, seconds: float) -> None:
         """Order the process to end, wait for its end, and kill it after `seconds`. A process that
-        is still starting is killed."""
+        is starting or silent is killed at once. Then closes."""
         if self.state in ("ready", "unable"):
             self.state = "draining"
             self._channel.send(Shutdown())
@@ -202,7 +208,8 @@ class Replica:
         await self.close()
 
     async def close(self) -> None:
-        """Kill the process if it lives, wait until it has ended, and stop listening."""
+        """Kill the process if it runs, wait until it has ended, stop listening, and close the
+        channel."""
         if self.state != "dead":
             self.state = "draining"
             self.process.kill()
@@ -214,18 +221,19 @@ class Replica:
         self._channel.close()
 
     def give_up(self, error: Exception) -> None:
-        """Fail calls that wait for an embedding or an order; does not wait."""
+        """Make calls fail that wait for an embedding or an order; does not wait."""
         for future in self._answers.values():
             if not future.done():
                 future.set_exception(error)
 
     def take_generations(self) -> list[Generation]:
-        """Return its requests, and remove them from it."""
+        """Return the requests that have not ended, and remove them from this replica."""
         taken, self.generations = list(self.generations.values()), {}
         return taken
 
     def _end(self, why: str) -> None:
-        """Kill the process; it will end soon, or is given up."""
+        """Kill the process for the reason `why`; `on_death` follows when it has ended or does not
+        end in time."""
         self._error = f"the engine {self.process.name} {why}"
         self._overdue.set()
         self.process.kill()
@@ -248,9 +256,9 @@ class Replica:
             self._answers.pop(request.request_id, None)
 
     async def _listen(self) -> None:
-        """Receive the engine's replies.
+        """Receive the engine's replies until cancelled.
 
-        An unreadable reply loses parts of answers, so the engine is then killed.
+        If a reply cannot be handled, parts of answers are lost, so the engine is then killed.
         """
         try:
             while True:
@@ -269,13 +277,14 @@ class Replica:
             self._hear()
 
     def _hear(self) -> None:
-        """Note a sign of life."""
+        """Note that a message or heartbeat has arrived."""
         self._heard_at = time.monotonic()
         self._pulse.hear()
         self._settle_state()
 
     def _settle_state(self) -> None:
-        """Set the state of a started replica from its heartbeats and its reports."""
+        """Set the state of a replica in STARTED from its heartbeats and its reports, and tell the
+        owner of a change."""
         if self.state not in STARTED or self._overdue.is_set():
             return
         before = self.state
@@ -339,7 +348,8 @@ class Replica:
         self.give_up(EngineDied(reason, self._owner.health.remedy))
 
     async def _end_of_process(self) -> int:
-        """Return the exit code; waits, but only for a time after the process was killed."""
+        """Wait until the process has ended, and return its exit code; UNKILLABLE if it was killed
+        and does not end in UNKILLABLE_SECONDS."""
         ended = asyncio.ensure_future(self.process.wait())
         overdue = asyncio.ensure_future(self._overdue.wait())
         try:

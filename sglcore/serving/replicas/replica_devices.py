@@ -1,5 +1,5 @@
-"""The devices of each replica on this machine: `tp` consecutive ones, one replica after the other.
-On other machines Ray assigns devices."""
+"""The devices of replicas on this machine: each gets `tp` consecutive ones. On other machines Ray
+assigns devices."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ INDEX = "{index}"
 
 
 def devices_of(choice: Choice, config: EngineConfig, server: ServerConfig) -> tuple[str, ...]:
-    """Return the first device of each replica, as a value for its process. Replicas share the
-    processor. They also share one device if a variable of `replica_env` differs between them,
-    because it may select the visible device. Raises ConfigError if there are too few devices."""
+    """Return the first device of each replica, as `ChosenDevice.encode` writes it. All replicas get
+    the same one if it is the processor, or if `replica_env` has a variable that differs between
+    replicas, because it may select the visible devices. Raises ConfigError if there are too few
+    devices."""
     first, count = choice.chosen.index, len(choice.report.devices)
     chooses_itself = any(INDEX in each for each in server.replica_env)
     if choice.package.is_host or chooses_itself or server.replicas == 1:

@@ -1,43 +1,43 @@
-"""Decides from the past starts of one replica whether and when it is restarted. It knows no
+"""Decides from the past starts of one replica whether and when it is restarted. It uses no
 processes and no clock."""
 
 from __future__ import annotations
 
 MOST_FAILED_STARTS = 3
-"""Consecutive failed starts after which a replica is given up."""
+"""Number of consecutive failed starts after which a replica is not started again."""
 CONFIG_ERROR = 2
-"""The exit code of a start that would fail the same way again."""
+"""The exit code of a start that would fail in the same way again."""
 SHORT_LIFE = 30.0
-"""Seconds; an engine that was ready for less is restarted more and more slowly."""
+"""Seconds. An engine that was ready for less time is restarted after increasing waits."""
 LONGEST_WAIT = 30.0
-"""Longest time before a start, in seconds."""
+"""Default maximum seconds before a restart."""
 
 
 class RestartPolicy:
-    """The record of a replica's starts and ends."""
+    """The starts and ends of one replica, and what follows from them."""
 
     def __init__(self, longest_wait: float = LONGEST_WAIT) -> None:
-        """`longest_wait` in seconds."""
+        """`longest_wait`: maximum seconds before a restart."""
         self._longest_wait = longest_wait
         self._failed_starts = 0
         self._short_lives = 0
         self._is_hopeless = False
 
     def end(self, lived: float | None, exit_code: int) -> None:
-        """Note that an engine has ended `lived` seconds after it was ready; None: its start
-        failed."""
+        """Record that the engine has ended `lived` seconds after it was ready (None: it never was),
+        with this exit code."""
         self._failed_starts = self._failed_starts + 1 if lived is None else 0
         self._short_lives = self._short_lives + 1 if lived is None or lived < SHORT_LIFE else 0
         self._is_hopeless = lived is None and exit_code == CONFIG_ERROR
 
     @property
     def may_go_on(self) -> bool:
-        """Whether another start makes sense."""
+        """Whether the replica should be started again."""
         return not self._is_hopeless and self._failed_starts < MOST_FAILED_STARTS
 
     @property
     def wait(self) -> float:
-        """Seconds before the next start: 0 after a first death, then 1, 2, 4; a failed start counts
-        as a death."""
+        """Seconds to wait before the next start: 0 after a first short life, then 1, 2, 4 and so
+        on; a failed start counts as a short life, and waits already the first time."""
         doublings = self._short_lives - (0 if self._failed_starts else 1)
         return min(2.0 ** (doublings - 1), self._longest_wait) if doublings > 0 else 0.0

@@ -1,10 +1,10 @@
-"""Chooses the replica for a prompt: the one with the longest cached prefix of it, unless that
+"""Chooses the replica for a prompt: the one that got the longest prefix of it before, unless that
 replica is too busy.
 
-The frontend knows only what it sent, so it keeps, for each replica, the newest prompt blocks sent
+The router knows only what it sent, so it keeps, for each replica, the newest prompt blocks sent
 there. A block is one page of tokens, identified by a hash of itself and all tokens before it. A
 block counts from the moment its prompt is sent: prompts that arrive together then follow the first,
-and the bound on the load spreads the excess to other replicas.
+and the bound on the load moves the excess to other replicas.
 """
 
 from __future__ import annotations
@@ -15,35 +15,35 @@ from typing import Protocol, TypeVar
 
 TOKEN_BYTES = 4
 MOST_BLOCKS = 1 << 16
-"""Blocks remembered for one replica, at about 100 bytes each; fewer if its device has fewer
-pages."""
+"""Maximum number of blocks remembered for one replica, at about 100 bytes each; fewer if its cache
+has fewer pages."""
 LOAD_RATIO, LOAD_SLACK = 1.5, 4
 """Bound on the load: a replica with more than LOAD_RATIO times the samples of the least busy one
-plus LOAD_SLACK is not chosen for its cache. So no replica is idle for long while another has more
-than the slack."""
+plus LOAD_SLACK is not chosen. So no replica is idle for long while another has more samples than
+the slack."""
 
 
 class Target(Protocol):
-    """The router's view of a replica."""
+    """What the router reads from a replica."""
 
     @property
     def number(self) -> int:
-        """Its number among the replicas."""
+        """The number of the replica."""
         ...
 
     @property
     def load(self) -> int:
-        """Number of its samples that have not ended."""
+        """Number of the replica's samples that have not ended."""
         ...
 
     @property
     def page_size(self) -> int:
-        """Tokens of a page of its prefix cache."""
+        """Tokens of a page of the replica's prefix cache."""
         ...
 
     @property
     def num_pages(self) -> int:
-        """Number of pages that its prefix cache can have."""
+        """Number of pages that the replica's prefix cache can have."""
         ...
 
 
@@ -54,8 +54,8 @@ class Router:
     """Chooses among ready replicas, and remembers its choices. Not thread-safe."""
 
     def __init__(self, *, ratio: float = LOAD_RATIO, slack: int = LOAD_SLACK, most_blocks: int = MOST_BLOCKS) -> None:
-        """`ratio` and `slack` (samples) bound the load; `most_blocks` bounds the memory of one
-        replica."""
+        """`ratio` and `slack` (samples): as LOAD_RATIO and LOAD_SLACK; `most_blocks`: as
+        MOST_BLOCKS."""
         self._ratio, self._slack, self._most_blocks = ratio, slack, most_blocks
         self._sent: dict[int, dict[int, None]] = {}
         """The hashes of each replica's blocks, least recently sent first."""
@@ -63,11 +63,11 @@ class Router:
         self._tick = 0
 
     def choose(self, ready: Sequence[Chosen], prompt: bytes) -> Chosen:
-        """Return the replica for a prompt (int32 bytes; empty: without cached blocks); `ready` is
-        not empty. O(prompt).
+        """Return the replica of `ready`, which is not empty, for a prompt (token ids as int32
+        bytes; empty: ignore the caches), and remember its blocks. O(prompt).
 
-        Among the replicas within `bound`, the one with the longest matching prefix; then the least
-        busy one; then in turn.
+        Among the replicas whose load is within `bound`: the one with the longest matching prefix;
+        then the least busy one; then the one chosen longest ago.
         """
         bound = self.bound([target.load for target in ready])
         hashes = block_hashes(prompt, max(target.page_size for target in ready))
@@ -86,28 +86,29 @@ class Router:
         return chosen
 
     def bound(self, loads: Sequence[int]) -> float:
-        """Return the load above which a replica is not chosen, whatever it has cached."""
+        """Return the load above which no replica is chosen, given the loads of all."""
         return self._ratio * min(loads) + self._slack
 
     def matched(self, target: Target, hashes: Sequence[int]) -> int:
-        """Return how many blocks from the beginning of a prompt were sent to a replica before."""
+        """Return the number of leading blocks of a prompt that were sent to the replica before;
+        `hashes`: from `block_hashes`."""
         known = self._sent.get(target.number)
         if not known:
             return 0
         return next((count for count, block in enumerate(hashes) if block not in known), len(hashes))
 
     def remembered(self, number: int) -> int:
-        """Return how many blocks are remembered for a replica."""
+        """Return the number of blocks that are remembered for replica `number`."""
         return len(self._sent.get(number, ()))
 
     def forget(self, number: int) -> None:
-        """Forget the blocks of a replica that has ended: its cache is gone."""
+        """Forget the blocks of replica `number`, which has ended: its cache is gone."""
         self._sent.pop(number, None)
         self._chosen_at.pop(number, None)
 
     def _remember(self, target: Target, hashes: Sequence[int]) -> None:
-        """Remember the blocks of a prompt. Its end is forgotten before its beginning, in the order
-        in which pages are evicted."""
+        """Remember the blocks of a prompt for a replica. The end of a prompt is forgotten before
+        its beginning, in the order in which pages are evicted."""
         known = self._sent.setdefault(target.number, {})
         for block in reversed(hashes):
             known.pop(block, None)
@@ -117,11 +118,11 @@ class Router:
 
 
 def block_hashes(prompt: bytes, page_size: int) -> list[int]:
-    """Return one hash for each whole page of a prompt; it depends on all tokens up to the page's
-    end.
+    """Return one hash for each whole page of a prompt (token ids as int32 bytes); it depends on all
+    tokens up to the end of the page.
 
-    The hashes differ between processes, so a client cannot make prompts that collide. A collision
-    would cost a cached prefix.
+    The hashes differ between server processes, so a client cannot make prompts that collide. A
+    collision would cost a cached prefix.
     """
     width = page_size * TOKEN_BYTES
     hashes: list[int] = []

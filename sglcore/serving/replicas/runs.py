@@ -1,4 +1,4 @@
-"""Several prompts of one request: started together, read together, ended together."""
+"""The prompts of one request: started together, read together, ended together."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from sglcore.serving.replicas.unenforced_schemas import AnswerCheck, Unenforced,
 
 Item = TextDelta | PromptProgress
 AT_ONCE = 64
-"""Items of several prompts that may wait for a slow client before their readers wait."""
+"""Maximum number of items of several prompts that wait for a slow client; then the reading of the
+prompts waits."""
 
 
 class Runs:
-    """Generations in the order of their prompts; an async context manager that ends all running
-    ones."""
+    """The generations for the prompts of one request, in order; an async context manager that ends
+    all running ones. `start_runs` makes it."""
 
     def __init__(
         self,
@@ -29,8 +30,9 @@ class Runs:
         form: str = "",
         check: AnswerCheck | None = None,
     ) -> None:
-        """`form`: the field to name if an engine refuses the form of the answer. `check`: checks
-        the parts of the form that are not enforced."""
+        """`held`: the context of the generations; `form`: the field of the request that constrains
+        the answer, which errors name if an engine refuses it (empty: none); `check`: checks the
+        parts of the form that are not enforced (None: there are none)."""
         self.generations = tuple(generations)
         self.outputs = [generation.output for generation in generations]
         """The current output of each prompt."""
@@ -38,25 +40,25 @@ class Runs:
 
     @property
     def fingerprint(self) -> str:
-        """The fingerprints of the engines that run them, joined by commas if replicas differ; empty
-        while none runs."""
+        """The fingerprints of the engines that run the prompts, joined by commas if replicas
+        differ; empty while none runs."""
         return ",".join(sorted({each.fingerprint for each in self.generations if each.fingerprint}))
 
     @property
     def unenforced(self) -> Sequence[str]:
-        """Parts of the answer's schemas that are not enforced, with what is known from the samples
-        read so far."""
+        """Parts of the answer's schemas that are not enforced, with findings from the samples that
+        have been checked so far."""
         return () if self.check is None else self.check.names
 
     async def ended(self) -> None:
-        """Wait until every sample has ended, without taking any output: for an answer that is sent
-        as a whole."""
+        """Wait until every sample has ended. Nothing is read, so that prompts can be restarted: for
+        an answer that is sent as a whole."""
         for generation in self.generations:
             await generation.ended()
 
     async def wait(self) -> list[RequestOutput]:
-        """Return all outputs; waits for the last one and for its check. Raises an error that ended
-        one from outside."""
+        """Return all outputs, in the order of the prompts; waits for the last one and for its
+        check. Raises the error that ended one from outside."""
         with blame(self.form):
             outputs = [await generation.wait() for generation in self.generations]
         for sample in (sample for output in outputs for sample in output.outputs):
@@ -64,8 +66,8 @@ class Runs:
         return outputs
 
     def read(self) -> AsyncGenerator[tuple[int, Item], None]:
-        """Yield new items of all prompts, each with its prompt's index. The end of a sample comes
-        after its check."""
+        """Yield new items of all prompts as they arrive, each after its prompt's index. The end of
+        a sample comes after its check. Raises the error that ended a prompt from outside."""
         return self._items() if self.check is None else self._checked()
 
     async def _checked(self) -> AsyncGenerator[tuple[int, Item], None]:
@@ -75,7 +77,7 @@ class Runs:
             yield place, item
 
     async def _items(self) -> AsyncGenerator[tuple[int, Item], None]:
-        """Yield the items as they come."""
+        """Yield new items of all prompts as they arrive, without checks."""
         with blame(self.form):
             if len(self.generations) == 1:
                 async for item in self.generations[0]:
@@ -85,7 +87,7 @@ class Runs:
                 yield found
 
     async def _look(self, sample: Completion) -> None:
-        """Check a sample that has ended."""
+        """Check a sample that has ended, if there is something to check."""
         if self.check is not None:
             await self.check.look(sample, self.form, sample.text)
 
@@ -108,9 +110,11 @@ async def start_runs(
     form: str = "",
     parts: Sequence[Unenforced] | None = None,
 ) -> Runs:
-    """Give all prompts to engines, or none: the first refusal ends those before it. `field`: the
-    request's field with the prompts; `form`: as in `Runs`; `parts`: parts of the text's schemas
-    that are not enforced (None: those of the grammar in `params`)."""
+    """Start all prompts, or none: if one is refused, those before it are ended. `special`,
+    `progress`: as in `Frontend.generate`; `name`: the id of the answer (None: new ids); `field`:
+    the request's field with the prompts, for errors; `form`: as in `Runs`; `parts`: parts of the
+    answer's schemas that are not enforced (None: those of the grammar in `params`). Raises
+    InvalidRequest, and as `Frontend.generate`."""
     if parts is None:
         parts = unenforced(form, params.grammar)
     with blame(form or field):
@@ -131,14 +135,15 @@ async def start_runs(
 
 
 def check_answered(outputs: Sequence[RequestOutput]) -> None:
-    """Raise Unanswered if every sample failed; otherwise each failure is in its own choice."""
+    """Raise Unanswered, with the first failure, if every sample failed; otherwise each failure is
+    in its own choice."""
     found = [failure_of(sample) for output in outputs for sample in output.outputs]
     if found and found[0] is not None and all(found):
         raise Unanswered(found[0])
 
 
 def failure_of(sample: Completion) -> Failure | None:
-    """Return why a sample that has ended failed; None if it did not."""
+    """Return the failure of a sample that has ended by "error" or "abort"; None if it has not."""
     if sample.finish_reason not in ("error", "abort"):
         return None
     return failure(InvalidRequest(sample.error)) if sample.refused else ended_badly(sample.finish_reason, sample.error)

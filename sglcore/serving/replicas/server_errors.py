@@ -1,7 +1,7 @@
-"""Errors of the server, and the answer to the client for every exception: a status, message, type,
-field and code.
+"""Errors of the server, and what the client gets for every exception: status, message, type, field
+and code.
 
-An error of the caller is reported in full. An error of the server is reported with an id, which the
+An error of the caller is reported in full. A defect of the server is reported with an id, which the
 log has too.
 """
 
@@ -27,12 +27,13 @@ RESTARTS = "another engine is started: send the request again when /readyz answe
 ENDS = (
     "this server ends, and does not come back by itself: send the request to another one, or after it was started again"
 )
-"""The server's future, and what a client can do without an answer or with a part of one."""
+"""Remedies for a client that got no answer, or a part of one: the server continues, restarts an
+engine, or ends."""
 NO_HEADERS: Mapping[str, str] = MappingProxyType({})
 
 
 class Overloaded(SglcoreError):
-    """The server accepts no requests for now; `retry_after` is in seconds."""
+    """The server accepts no requests for now (429)."""
 
     def __init__(self, found: str, *, retry_after: float, wanted: str = "") -> None:
         """`retry_after`: seconds after which a retry makes sense."""
@@ -41,69 +42,72 @@ class Overloaded(SglcoreError):
 
 
 class NotReady(SglcoreError):
-    """The model cannot answer yet, or can answer no more."""
+    """The model cannot answer yet, or not any more (503)."""
 
     def __init__(self, found: str, remedy: str = "try again when /readyz answers 200") -> None:
-        """`found`: the state, as in /readyz."""
+        """`found`: the server's state, as in /readyz."""
         super().__init__(found, remedy=remedy)
 
 
 class ShuttingDown(NotReady):
-    """The server is ending: it was told to stop, or has no engine any more."""
+    """The server is ending: a signal told it to stop, or it has no engine any more (503)."""
 
     def __init__(self, found: str) -> None:
-        """`found`: the reason."""
+        """`found`: why it ends."""
         super().__init__(found, ENDS)
 
 
 class EngineDied(SglcoreError):
-    """The process that runs the model ended while it had this request."""
+    """The engine process that had this request has ended (503)."""
 
     def __init__(self, found: str, remedy: str) -> None:
-        """`found` describes the end. `remedy`, from the server's health: what a client can do."""
+        """`found`: how it ended; `remedy`: from `Health.remedy`."""
         super().__init__(found, remedy=remedy)
 
 
 class NotAnswering(SglcoreError):
-    """An engine process did not follow an order in time."""
+    """An engine process did not answer an order in time (503)."""
 
     def __init__(self, who: str, why: str) -> None:
-        """`who`: the replicas; `why`: the reason why no reply is expected."""
+        """`who`: the replica; `why`: why no answer is expected."""
         super().__init__(f"{who} does not answer: {why}", remedy="try again later; one that stays silent is killed")
 
 
 class Unserved(SglcoreError):
-    """A request that was not run because something is missing that may come back."""
+    """A request that was not run because something is missing, such as another engine, that may
+    come back (503)."""
 
     def __init__(self, found: str) -> None:
-        """`found` names what is missing."""
+        """`found`: what is missing."""
         super().__init__(found, remedy="try again; while /readyz does not answer 200, ask another server")
 
 
 class StorageError(SglcoreError):
-    """The server could not write data that it must keep."""
+    """The server could not write data that it must keep (507 if the disk is full, else 500)."""
 
     def __init__(self, found: str, *, is_full: bool) -> None:
-        """`found` names the object and the cause. `is_full`: there was no space."""
+        """`found`: what could not be written, and why; `is_full`: there was no space."""
         super().__init__(found, remedy=f"{'free space' if is_full else 'correct that'} there, and try again")
         self.is_full = is_full
 
 
 class InvalidRequest(SglcoreError, ValueError):
-    """A refused request: the status, and the field and code of OpenAI's schema."""
+    """A request that is refused because of the caller's error."""
 
     def __init__(
         self, found: str, *, wanted: str = "", remedy: str = "", param: str | None = None, code: str | None = None,
         status: int = 400,
     ) -> None:  # fmt: skip
-        """`param`: the request's field; `code`: a word for programs."""
+        """`param`: the name of the request's field at fault; `code`: OpenAI's code, for programs;
+        `status`: the HTTP status."""
         super().__init__(found, wanted=wanted, remedy=remedy)
         self.param, self.code, self.status = param, code, status
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """The report of an error to a client, for any protocol. `headers` are sent with it."""
+    """What a client gets for an error, for any protocol: the HTTP status, and OpenAI's `message`,
+    `type`, `param` and `code`. `headers` are sent with it."""
 
     status: int
     message: str
@@ -114,17 +118,17 @@ class Failure:
 
 
 class Unanswered(SglcoreError):
-    """Every sample of a request failed; `failure` is the answer."""
+    """A request that has no answer; the client gets `failure`."""
 
     def __init__(self, failure: Failure) -> None:
-        """`failure`: that of the first sample."""
+        """`failure`: that of the first sample, if several failed."""
         super().__init__(failure.message)
         self.failure = failure
 
 
 def failure(error: BaseException) -> Failure | None:
-    """Return the answer to an error that clients may see; None for a defect of ours, which only the
-    log may describe."""
+    """Return what a client gets for an error that it may see; None for a defect of ours, which only
+    the log may describe."""
     if isinstance(error, Unanswered):
         return error.failure
     if isinstance(error, InvalidRequest):
@@ -153,8 +157,8 @@ def failure(error: BaseException) -> Failure | None:
 
 
 def told(error: BaseException) -> Failure:
-    """Return the answer to any error. A defect of ours is logged under an id, and the answer has
-    only the id."""
+    """Return what a client gets for any error. A defect of ours is logged under an id, and the
+    client gets only the id."""
     found = failure(error)
     if found is not None:
         return found
@@ -165,8 +169,8 @@ def told(error: BaseException) -> Failure:
 
 
 def ended_badly(reason: str, text: str) -> Failure:
-    """Return the answer for a sample that ended by "error" or "abort"; `text` is the engine's
-    description."""
+    """Return what a client gets for a sample that ended by `reason` "error" or "abort"; `text`: the
+    engine's description (empty: a general one)."""
     if reason == "abort":
         return Failure(503, text or "the request was aborted before it ended", "unavailable_error", code="aborted")
     return Failure(500, text or "the engine ended this request by an error", "server_error", code="engine_error")
@@ -174,10 +178,11 @@ def ended_badly(reason: str, text: str) -> Failure:
 
 @contextmanager
 def blame(param: str, *kinds: type[Exception]) -> Iterator[None]:
-    """Name this field as the cause of errors raised in the block, unless the error names another
-    field.
+    """Raise errors of the block as InvalidRequest about the request's field `param`, unless the
+    error names another field.
 
-    `kinds`: the types of these errors; by default all errors that the caller's values can cause.
+    `kinds`: types of errors; by default all that the caller's values can cause. Others pass
+    unchanged.
     """
     meant = kinds or (InvalidRequest, RequestError, TextError, GrammarError)
     try:
@@ -195,6 +200,7 @@ def _retry_after(seconds: float) -> Mapping[str, str]:
 
 
 def parameter_of(error: SamplingError) -> str | None:
-    """Return the parameter that an error of SamplingParams is about: its message begins with it."""
+    """Return the name of the parameter with which the message of an error begins; None if it begins
+    with no name."""
     name = str(error).partition(":")[0].partition("[")[0].partition(" ")[0]
     return name if name.isidentifier() else None

@@ -1,5 +1,5 @@
-"""The folder of one server's sockets. A killed server cannot remove its folder, so the next server
-does."""
+"""The folder of one server's socket files. A killed server cannot remove its folder, so the next
+server does."""
 
 from __future__ import annotations
 
@@ -18,18 +18,19 @@ from sglcore.serving.replicas.channel import OF_BEATS
 PREFIX = "sglcore-"
 SHORT_FOLDER = "/tmp"
 SOCKET_NAME_BYTES = len(f"/{PREFIX}00000000/0000-00000000{OF_BEATS}") + 1
-"""Bytes of a socket's path after the folder for temporary files, with the terminating byte."""
+"""Bytes of a socket file's path after the folder for temporary files, with the terminating byte."""
 LOCK = "lock"
-"""The file that a server locks as long as it lives; the system releases the lock however the server
-ends."""
+"""The file that a server keeps locked while it lives; the system releases the lock however the
+server ends."""
 
 
 class SocketFolder:
-    """A new folder that only its owner may enter: a temporary one, or one below /tmp if TMPDIR is
-    so long that the system would refuse the path of a socket in it."""
+    """A new folder that only its owner may enter: in the folder for temporary files, or in /tmp if
+    TMPDIR is so long that the system would refuse the path of a socket file there. `name`: its
+    path."""
 
     def __init__(self) -> None:
-        """Remove the folders of servers that have ended, in both places, and make a new one."""
+        """Remove folders of servers that have ended, in both places, and make a new one."""
         temporary = tempfile.gettempdir()
         for place in dict.fromkeys((temporary, SHORT_FOLDER)):
             sweep(Path(place))
@@ -40,7 +41,7 @@ class SocketFolder:
         self._lock = _locked(Path(self.name))
 
     def cleanup(self) -> None:
-        """Remove the folder. Idempotent."""
+        """Remove the folder and release its lock. Idempotent."""
         self._folder.cleanup()
         if self._lock is not None:
             os.close(self._lock)
@@ -56,9 +57,7 @@ class SocketFolder:
 
 
 def sweep(place: Path) -> None:
-    """Remove the folders in `place` of servers that have ended: they belong to this user, and no
-    process has their lock.
-    """
+    """Remove the folders in `place` that servers of this user left: no process has their lock."""
     with suppress(OSError):
         for folder in list(place.glob(f"{PREFIX}*")):
             with suppress(OSError):
@@ -67,8 +66,9 @@ def sweep(place: Path) -> None:
 
 
 def _locked(folder: Path) -> int | None:
-    """Return the held lock of the folder; None if files cannot be locked, so that the folder is
-    never taken for abandoned. The lock file gets its name only once it is held."""
+    """Lock the folder and return the lock file's descriptor; None if files cannot be locked: then
+    the folder gets no lock file, and `sweep` leaves it. The lock file gets its name only once it is
+    locked."""
     descriptor = os.open(folder / f"{LOCK}.new", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -80,7 +80,7 @@ def _locked(folder: Path) -> int | None:
 
 
 def _is_left(folder: Path) -> bool:
-    """Whether no process has the folder's lock. Raises OSError if there is no lock."""
+    """Return whether no process has the folder's lock. Raises OSError if it has no lock file."""
     descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,4 +1,4 @@
-"""The engine processes of one server: starts them, gives them requests, replaces them when they
+"""The engine processes of one server: starts them, sends them requests, replaces them when they
 die, ends them."""
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ from sglcore.serving.replicas.server_errors import EngineDied, NotAnswering, Not
 from sglcore.serving.replicas.socket_folder import SocketFolder
 
 MOST_TRIES = 3
-"""Engines that may end during the same request. The limit keeps a request that kills each engine
-from killing all of them forever."""
+"""Maximum number of engines that may end while they run the same request. The limit keeps a request
+that kills each engine from killing all of them forever."""
 
 log = logging.getLogger("sglcore.serving")
 
 
 class Supervisor:
-    """All replicas of one model. `stopped` is set when it cannot continue; `exit_code` then says
-    how the server ends.
+    """All replicas of one model. `stopped` is set when no replica can run any more; `exit_code` is
+    then the server's.
 
-    A replica that dies is restarted if there are several, or if the server was started with
-    restarts. Requests that have sent nothing to their client are retried on another replica, or
-    wait; the others fail. A replica that cannot start ends the server, so that the user sees it at
-    once, unless it has been ready before.
+    A replica that dies is restarted if there are several, or with the setting `restart`. Requests
+    of which the client has got nothing are retried on another replica, or wait; the others fail. A
+    replica that cannot start ends the server, so that the user sees it at once, unless the server
+    has been ready before.
     """
 
     def __init__(
@@ -61,8 +61,9 @@ class Supervisor:
         router: Router | None = None,
         longest_wait: float = LONGEST_WAIT,
     ) -> None:
-        """`chosen`: each replica's device as a value, for engines on this machine; `longest_wait`:
-        seconds before another start. Raises ConfigError for a launcher that is not installed."""
+        """`health` is kept up to date. `chosen`: the device of each replica, encoded, for engines
+        on this machine; `longest_wait`: maximum seconds before a restart. Needs a running event
+        loop. Raises ConfigError for a launcher that is not installed."""
         self.replicas: dict[int, Replica] = {}
         self.health = health
         self.info: ModelInfo | None = None
@@ -89,7 +90,7 @@ class Supervisor:
 
     @property
     def ready(self) -> list[Replica]:
-        """Return the replicas that accept requests."""
+        """The replicas that accept requests."""
         return [replica for replica in self.replicas.values() if replica.state == "ready"]
 
     @property
@@ -98,8 +99,8 @@ class Supervisor:
         return self._server.restart or self._server.replicas > 1
 
     async def start(self) -> None:
-        """Launch every replica, or only the first if the others wait for its decisions; does not
-        wait for their models."""
+        """Launch all replicas, or only the first if the others wait for its measured decisions;
+        does not wait until they are ready."""
         self._looks = asyncio.create_task(self._look_on())
         numbers = range(self._server.replicas)
         at_once = 1 if is_open(self._config) else len(numbers)
@@ -108,14 +109,14 @@ class Supervisor:
             await self._launch(number)
 
     def tick(self) -> None:
-        """Check all replicas once, each BEAT_SECONDS: which ones are silent, and which must be
-        replaced."""
+        """Check all replicas; called every BEAT_SECONDS. Silent ones get no requests, and those
+        that are silent or in one step for too long are killed."""
         for replica in list(self.replicas.values()):
             replica.tick(self._server.heartbeat_timeout, self._server.step_timeout)
 
     def submit(self, generation: Generation) -> None:
-        """Give a request to a replica, or keep it for one that is being restarted. Does not wait.
-        Raises NotReady."""
+        """Send a request to a replica, or keep it for one that is being restarted or is silent.
+        Does not wait. Raises NotReady."""
         if self.ready:
             cached = self._config.prefix_cache and self.info is not None and self.info.generates
             self._choose(generation.request.prompt if cached else b"").run(generation)
@@ -126,8 +127,8 @@ class Supervisor:
         self._orphans[generation.request_id] = generation
 
     async def embed(self, request_id: str, ids: list[int], segments: list[int] | None = None) -> bytes:
-        """Return float32 of an embedding, or of scores; waits. It is tried again if its engine dies
-        and there may be another."""
+        """Return the embedding or the scores of a prompt, float32 as bytes; waits. If its engine
+        dies, it is retried on another one. Raises as `Replica.embed`, and NotReady."""
         died: EngineDied | None = None
         for _ in range(MOST_TRIES):
             while not self.ready:
@@ -142,18 +143,19 @@ class Supervisor:
         raise died
 
     async def audit(self) -> list[str]:
-        """Return the results of audits of all replicas, and those that did not answer; waits at
-        most 20 seconds."""
+        """Return what the audits of all replicas found, and the replicas that did not answer; waits
+        at most 20 seconds."""
         return await audit_all(self._serving)
 
     async def pause(self, is_paused: bool) -> None:
-        """Pause all engines, later ones included, or let all run again; waits until they do so.
-        Raises NotAnswering if one does not in time; it does so later."""
+        """Pause all engines, later ones included, or let all continue; waits until they do so.
+        Raises NotAnswering if one does not answer in time; it does so later."""
         self.is_paused = is_paused
         await pause_all(self._serving, is_paused)
 
     async def flush(self) -> int:
-        """Drop unused cached prefixes in all engines and return their number of pages.
+        """Drop cached prefixes that no request uses, in all engines, and return their number of
+        pages.
 
         Waits. Raises NotAnswering if an engine does not answer in time.
         """
@@ -165,17 +167,17 @@ class Supervisor:
 
     @property
     def generations(self) -> list[Generation]:
-        """The requests that have not ended."""
+        """The requests that have not ended, those without a replica included."""
         had = [each for replica in self.replicas.values() for each in replica.generations.values()]
         return [*had, *self._orphans.values()]
 
     def stats(self) -> EngineStats:
-        """Return the newest counters of all replicas together, dead ones included."""
+        """Return the sums of the newest counters of all replicas, with the totals of dead ones."""
         return add_stats([self._past, *(replica.stats for replica in self.replicas.values())])
 
     def give_up(self, error: Exception) -> None:
-        """Fail every request, also those that wait for a replica. The replicas continue, and get no
-        further requests."""
+        """Make every request fail, also those that wait for a replica. The replicas continue to
+        run."""
         self._is_given_up = True
         self._fail(self.generations, error)
         for replica in self.replicas.values():
@@ -183,7 +185,8 @@ class Supervisor:
         self._tell_change()
 
     async def stop(self) -> None:
-        """End every process; their requests fail. Waits until they have ended. Idempotent."""
+        """End all processes and release all resources; requests in progress fail. Waits.
+        Idempotent."""
         self.health.drain()
         self._ending.set()
         for task in (self._looks, *self._pauses):
@@ -202,13 +205,14 @@ class Supervisor:
         self._folder.cleanup()
 
     def on_phase(self, replica: Replica, phase: Phase) -> None:
-        """Show the progress of the start, unless a replica already serves."""
+        """Implements `Owner.on_phase`: show the progress of the start, unless a replica is
+        ready."""
         if not self.ready:
             self.health.begin(phase.name, phase.done, phase.total)
 
     def on_ready(self, replica: Replica) -> None:
-        """Note that one more replica accepts requests. At its start the server is ready when all
-        replicas are; later with any."""
+        """Implements `Owner.on_ready`. During its start the server becomes ready when all replicas
+        are; later with any."""
         assert replica.info is not None
         self._config = decided(self._config, replica.info)
         for number in self._held_back:
@@ -231,11 +235,11 @@ class Supervisor:
         self._give_orphans()
 
     def on_change(self, replica: Replica, before: State) -> None:
-        """Handle a started replica's change of state.
+        """Implements `Owner.on_change`.
 
-        A replica that takes no requests keeps its own. New requests go to other replicas, or wait
-        for a silent one. A replica that is no longer silent gets the orders that it may have
-        missed.
+        A replica that accepts no requests keeps those that it has. New requests go to other
+        replicas, or wait for a silent one. A replica that is no longer silent gets the present
+        pause state, which it may have missed.
         """
         said = "gives no sign of life" if replica.state == "silent" else replica.lacks or "takes requests again"
         log.warning("replica %d: %s", replica.number, said)
@@ -249,8 +253,8 @@ class Supervisor:
             self._give_orphans()
 
     def on_death(self, replica: Replica, reason: str, exit_code: int) -> None:
-        """Fail the requests that cannot be repeated and retry the rest if the replica is replaced;
-        otherwise end the server."""
+        """Implements `Owner.on_death`: if the replica is replaced, retry its requests of which the
+        client has got nothing, and make the others fail; if none is left, end the server."""
         self.deaths += 1
         self._router.forget(replica.number)
         self._past = add_stats([self._past, past_only(replica.stats)])
@@ -260,7 +264,7 @@ class Supervisor:
         self._after(replica.number, reason, exit_code, replica.take_generations())
 
     def _after(self, number: int, reason: str, exit_code: int, had: list[Generation]) -> None:
-        """Handle that a replica has no process any more."""
+        """Handle that replica `number` has no process any more; `had`: the requests that it had."""
         goes_on = self.replaces and self._restarts[number].may_go_on
         if (
             goes_on or self.health.started or self._server.log_file is not None
@@ -290,9 +294,8 @@ class Supervisor:
         self.stopped.set()
 
     def _reassign(self, generations: Iterable[Generation], reason: str) -> None:
-        """Retry requests that have sent nothing to their client, and fail the others: a retry would
-        repeat their text.
-        """
+        """Retry requests of which the client has got nothing, at most MOST_TRIES times; make the
+        others fail, because a retry would repeat their text."""
         for generation in generations:
             if generation.is_told:
                 generation.fail(EngineDied(f"{reason}; part of the answer had been given", self.health.remedy))
@@ -313,12 +316,12 @@ class Supervisor:
 
     @property
     def _serving(self) -> list[Replica]:
-        """The replicas that have requests and caches, silent ones included."""
+        """The replicas in STARTED: they have requests and caches."""
         return [replica for replica in self.replicas.values() if replica.state in STARTED]
 
     def _choose(self, prompt: bytes) -> Replica:
-        """Return the replica for a prompt, among the ready ones. A replica that has been in one
-        step for seconds is the last choice."""
+        """Return the ready replica for a prompt (token ids as bytes; empty: ignore the caches). One
+        that has been in one step for seconds is chosen only if all have."""
         moving = [replica for replica in self.ready if not replica.is_still]
         return self._router.choose(moving or self.ready, prompt)
 
@@ -341,13 +344,13 @@ class Supervisor:
 
     @property
     def _goes_on(self) -> bool:
-        """Whether a replica is being restarted while none is ready."""
+        """Whether the server has been ready, and neither ends nor has stopped."""
         return self.health.started and not (self._ending.is_set() or self.stopped.is_set())
 
     @property
     def _may_come(self) -> bool:
-        """Whether a request may wait for a replica: one is being restarted, or is silent. A replica
-        that lacks something does not say when it will have it."""
+        """Whether a request may wait for a replica, because one is being restarted or is silent.
+        Replicas that lack something do not count."""
         unable = sum(replica.state == "unable" for replica in self.replicas.values())
         return self._goes_on and unable < len(self._restarts)
 
@@ -373,7 +376,7 @@ class Supervisor:
         task.add_done_callback(tasks.discard)
 
     async def _settle(self) -> None:
-        """Wait for tasks that deaths have started."""
+        """Wait for the tasks that close and replace replicas."""
         while self._tasks:
             _log_failures(await asyncio.gather(*self._tasks, return_exceptions=True))
 
@@ -411,11 +414,11 @@ class Supervisor:
 
 
 def _log_failures(found: Iterable[object]) -> None:
-    """Log the errors of tasks that ended; nothing waits for them any more."""
+    """Log the errors in the results of tasks; nothing else reads them."""
     for each in found:
         if isinstance(each, Exception):
             log.error("an engine did not end as it should: %s", each, exc_info=each)
 
 
 def _drop(request: object) -> None:
-    """Drop the request: no engine has it."""
+    """Ignore the request: no engine has the generation yet."""

@@ -1,5 +1,5 @@
-"""Parts of an answer's schemas that are not enforced, and the check whether the answer keeps to
-them, made when it has ended."""
+"""Parts of an answer's schemas that are not enforced, and the check of an ended answer for
+violations of them."""
 
 from __future__ import annotations
 
@@ -20,29 +20,30 @@ LATE = "not checked in time"
 
 @dataclass(frozen=True, slots=True)
 class Unenforced:
-    """Parts of one schema of a request that are not enforced."""
+    """The parts of one schema in a request that are not enforced."""
 
     field: str
-    """The field of the request with the schema."""
+    """The field of the request that contains the schema."""
     part: LeftOut
 
     @property
     def names(self) -> list[str]:
-        """Its parts, as they are reported to a client."""
+        """The parts, each as the field followed by a JSON pointer, as clients see them."""
         return [self.field + name for name in self.part.names]
 
 
 def unenforced(field: str, grammar: Grammar | None) -> list[Unenforced]:
-    """Return the parts of a grammar's schemas that do not constrain the text; `field`: the
+    """Return the parts of a grammar's schemas that are not enforced; empty for None. `field`: the
     request's field with the grammar."""
     return [Unenforced(field, part) for part in left_out_of(grammar)]
 
 
 class AnswerCheck:
-    """For one request: the parts that are not enforced, and the results of checking its samples."""
+    """The check of one request's samples: the parts that are not enforced, and what was found."""
 
     def __init__(self, checks: AnswerChecks, parts: Sequence[Unenforced]) -> None:
-        """`parts`: at least one."""
+        """`parts`: at least one. Without the library for checks, samples are not checked, and
+        `names` says so."""
         self._checks, self._parts = checks, parts
         self._remarks = {name: "" for each in parts for name in each.names}
         self._is_over = not checks.has_library
@@ -53,21 +54,22 @@ class AnswerCheck:
 
     @property
     def names(self) -> list[str]:
-        """Return the parts that are not enforced, those with a finding first."""
+        """The parts that are not enforced, those with a finding first."""
         said = [shown(name, remark) for name, remark in self._remarks.items() if remark]
         return said + [name for name, remark in self._remarks.items() if not remark]
 
     async def open(self) -> None:
-        """Start the checking process, so that it is ready when the answer is; does not wait for
-        it."""
+        """Start the checking process, so that it is ready when the answer is; does not wait until
+        it is. Errors are ignored."""
         if not self._is_over:
             with suppress(OSError):  # the check reports it
                 await asyncio.to_thread(self._checks.open)
 
     async def look(self, sample: Completion, field: str, text: str) -> None:
-        """Check whether a sample that has ended keeps to the parts that are not enforced: its
-        `text` against the schema of `field`. Findings go to its warnings. A truncated sample is not
-        checked. Waits as long as a check may take, including those before it; never raises."""
+        """Check a sample that has ended: its `text` against the parts of the schema in `field` that
+        are not enforced. Findings are appended to `sample.warnings`. Only a sample that ended by
+        itself is checked, not one that was cut. Waits for the check, and for checks before it;
+        never raises."""
         if sample.finish_reason != "stop" or isinstance(sample.stop_cause, str):
             return
         for each in self._parts:
@@ -106,7 +108,7 @@ class AnswerCheck:
 
 
 def shown(name: str, remark: str) -> str:
-    """Return a part with a remark."""
+    """Return the text for a part and a remark about it."""
     return f"{name} ({remark})"
 
 

@@ -1,7 +1,8 @@
-"""A model is ready only after tokens came out of the path that will serve.
+"""Generates tokens before an engine counts as ready, by the path that will serve.
 
-Devices whose steps run ahead compile or load kernels when they are first used, which takes seconds,
-and all requests wait for it. There the warm-up uses each way to draw a token once.
+Devices whose steps run ahead of the host compile or load kernels when they are first used, which
+takes seconds, and all requests would wait for it. There the warm-up uses each way to sample a token
+once.
 """
 
 from __future__ import annotations
@@ -18,9 +19,11 @@ from sglcore.schedule.request_errors import RequestError
 
 PROMPT_TOKENS = 4
 BESIDE_TOKENS = (8, 16, 32, 64)
-"""Tokens of prompts that are computed in the steps of another request, one after another."""
+"""Lengths of prompts, in tokens, that are prefilled in steps with another request, one after
+another."""
 BESIDE_STEPS = 16
-"""Tokens of that request: enough that it still runs when they arrive."""
+"""Tokens that the other request generates: enough that it still runs when the last prompt
+arrives."""
 PLAIN = (SamplingParams(temperature=0.0), SamplingParams())
 DRAWS = (
     SamplingParams(top_p=0.9),
@@ -31,18 +34,18 @@ DRAWS = (
     SamplingParams(presence_penalty=0.1, frequency_penalty=0.1, repetition_penalty=1.1, logit_bias={0: 1.0}),
     SamplingParams(logprobs=2, prompt_logprobs=2),
 )
-"""One of each combination for which kernels differ."""
+"""Sampling parameters for each combination for which kernels differ."""
 
 
 class WarmUpError(SglcoreError):
-    """The model started, but does not answer."""
+    """The model was started, but generates nothing."""
 
     exit_code = 1
 
 
 def warm_up(engine: TokenEngine) -> None:
-    """Run short prompts with each way to draw a token, or embed one; waits. Raises WarmUpError if
-    no token comes."""
+    """Generate for short prompts, by each way to sample a token if the worker runs ahead, or embed
+    one prompt; waits. Raises WarmUpError if no token or embedding is made."""
     limits = engine.limits
     if not limits.generates:
         _embed(engine, _prompt(engine, PROMPT_TOKENS))
@@ -63,7 +66,8 @@ def _prompt(engine: TokenEngine, tokens: int) -> list[int]:
 
 
 def _generate(engine: TokenEngine, params: SamplingParams, tokens: int = 2, beside: Sequence[int] = ()) -> None:
-    """Generate `tokens` tokens. `beside`: lengths of prompts that arrive in later steps."""
+    """Generate `tokens` tokens for one prompt. `beside`: lengths of further prompts, one of which
+    is added after each step."""
     params, lengths = replace(params, max_tokens=tokens, ignore_eos=True), iter(beside)
     engine.add("warm-up", _prompt(engine, PROMPT_TOKENS), params, seed=0)
     outputs = []
