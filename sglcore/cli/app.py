@@ -1,5 +1,8 @@
-"""The commands. Each is a function with annotated parameters, in a module that imports heavy
-modules only inside the function."""
+"""The program `sglcore` as a typer application with all its commands.
+
+Each command is a function with annotated parameters. Its module imports heavy modules only inside
+the function, so that help appears quickly.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +25,7 @@ from sglcore.config.server_config import ServerConfig
 
 
 def make_app() -> typer.Typer:
-    """Return the application with one line for each command, in the order in which help lists
-    them."""
+    """Return the application of all commands, in the order in which help lists them."""
     app = typer.Typer(
         help="One LLM inference engine; every accelerator is a package.",
         no_args_is_help=True,

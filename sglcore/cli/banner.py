@@ -1,5 +1,6 @@
-"""The decisions of a start and their reasons, printed on the error stream so that the output holds
-only the text.
+"""The banner of a start: the device, the start-up decisions and their reasons.
+
+It is printed on the error stream, so that standard output holds only the generated text.
 """
 
 from __future__ import annotations
@@ -13,16 +14,15 @@ if TYPE_CHECKING:
     from sglcore.engine.start import Started
 
 LEFT_OPEN = frozenset({"auto", "automatic", "none named", "not asked"})
-"""Values of a decision's request that mean no request by the user."""
+"""Values of `Row.requested` for which the user requested nothing."""
 
 
 SHOWN = ("device", "model", "kv cache")
-"""The decisions that are always shown; the others are counted."""
+"""Topics of the decisions that are always shown. Of the others, only downgrades are."""
 
 
 def show_banner(started: Started, *, verbose: bool = False) -> None:
-    """Print the version, the device with its evidence, and the ledger rows that `show_start`
-    prints."""
+    """Print the banner of an engine in this process; `show_start` says what it shows."""
     chosen = started.choice.chosen
     brought_by = f"{chosen.distribution} {chosen.version}"
     evidence, rows = started.choice.report.hardware.evidence, started.ledger.rows
@@ -38,10 +38,14 @@ def show_start(
     *,
     verbose: bool = False,
 ) -> None:
-    """Print the same from plain values; `seconds` has the time of each bring-up step, and "total".
+    """Print the version, the device with its evidence, the decisions of `rows`, and how long the
+    start took.
 
-    The device, the model and the memory have one line each, and each downgrade has one. `verbose`
-    prints the whole ledger.
+    `brought_by` is the distribution of the device package and its version. `seconds` has the time
+    of each step of the start by name, at least one, and their sum as "total".
+
+    Without `verbose`, the topics of SHOWN and the downgrades have one line each. With it, all
+    decisions are printed as a table.
     """
     from rich.console import Console
     from rich.text import Text
@@ -67,7 +71,7 @@ def show_start(
 
 
 def ledger_table(rows: Sequence[Row], *, remedies: bool = False) -> object:
-    """Return a table of decisions, with downgrades marked.
+    """Return a `rich` table of decisions, with downgrades in another color.
 
     It has a column of requested values if any chosen value differs from its request. `remedies`
     adds to each reason how to change the choice.

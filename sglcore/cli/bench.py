@@ -1,5 +1,9 @@
-"""`sglcore bench`: one load generator for a server or for the engine alone; prints a table, JSON,
-and a plot."""
+"""The commands `sglcore bench serve` and `sglcore bench offline`: one load, for a server or for an
+engine in this process.
+
+They print tables of the results, and can write JSON and a plot. If a request failed, the exit code
+is 1.
+"""
 
 from __future__ import annotations
 
@@ -150,7 +154,7 @@ def offline(
 
 
 def make_bench() -> typer.Typer:
-    """Return the commands below `sglcore bench`."""
+    """Return the application with the commands below `sglcore bench`."""
     app = typer.Typer(
         help="Benchmark a server, the engine alone, or the links between ranks.",
         no_args_is_help=True,
@@ -196,7 +200,11 @@ def _check_concurrency(most: int | None) -> None:
 
 
 def _limits(where: Address) -> tuple[int, int]:
-    """Return vocabulary size and context of the server's model, as the server reports them."""
+    """Return the vocabulary size and the context length, in tokens, of the model of an sglcore
+    server.
+
+    Raises ServerError if it cannot be reached, is not sglcore, or is not ready.
+    """
     from sglcore.bench.address import ServerError, get_json
 
     remedy = "give --vocab-size, if this server is not sglcore"

@@ -1,4 +1,4 @@
-"""`sglcore bench links`: the cost of collectives between ranks on this machine."""
+"""The command `sglcore bench links`: measures collectives between ranks on this machine."""
 
 from __future__ import annotations
 
@@ -51,7 +51,11 @@ def links(
 
 
 def links_json(found: LinkFigures) -> dict[str, Any]:
-    """Return the figures as plain values; fits have the units of a cluster's file."""
+    """Return the measurements and the fits as plain values.
+
+    Measured times are in microseconds. The fits have the units of the cluster file of
+    `sglcore advise`, and `largest_error` is a fraction of the measured time.
+    """
     fits = {
         name: {**_numbers(fit.link.alpha, fit.link.beta), "largest_error": fit.error}
         for name, fit in found.fits.items()
@@ -61,7 +65,11 @@ def links_json(found: LinkFigures) -> dict[str, Any]:
 
 
 def _numbers(alpha: float, beta: float) -> dict[str, float | None]:
-    """Return latency and rate; no rate if no size was large enough to show one."""
+    """Return the latency in microseconds and the bandwidth in 10^9 bytes/s.
+
+    `alpha` is in seconds and `beta` in seconds per byte. If no size was large enough to measure
+    `beta`, it is 0 and the bandwidth is None.
+    """
     return {"alpha_us": alpha * 1e6, "gb_s": 1e-9 / beta if beta else None}
 
 

@@ -1,4 +1,4 @@
-"""The figures of a load as tables for a terminal."""
+"""The results of a benchmark as `rich` tables for a terminal."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from sglcore.bench.long_prompt_effect import Beside
 
 
 def totals_table(found: Figures) -> Table:
-    """Return a table of counts and rates."""
+    """Return a table of totals and rates: requests, tokens, draft tokens, goodput, and the
+    duration."""
     table = Table("", "total", "per second", box=box.SIMPLE_HEAD, pad_edge=False)
     table.columns[1].justify = table.columns[2].justify = "right"
     table.add_row("requests", f"{found.whole} of {found.requests}", f"{found.requests_per_s:.2f}")
@@ -32,7 +33,7 @@ def totals_table(found: Figures) -> Table:
 
 
 def latency_table(found: Figures) -> Table:
-    """Return a table of percentiles, in milliseconds."""
+    """Return a table of latencies in milliseconds: mean, percentiles and maximum."""
     names = ("mean", "p50", "p90", "p99", "max")
     table = Table("ms", *names, box=box.SIMPLE_HEAD, pad_edge=False)
     for column in table.columns[1:]:
@@ -45,9 +46,8 @@ def latency_table(found: Figures) -> Table:
 
 
 def beside_table(found: Beside) -> Table:
-    """Return a table of the gaps between pieces of text, in milliseconds, with a pending long
-    prompt and without.
-    """
+    """Return a table of the gaps between pieces of text, in milliseconds, while a long prompt
+    waited for its first token and while none did."""
     names = ("mean", "p50", "p90", "p99", "max")
     table = Table("ms between pieces", *names, box=box.SIMPLE_HEAD, pad_edge=False)
     for column in table.columns[1:]:

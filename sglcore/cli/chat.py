@@ -1,4 +1,5 @@
-"""`sglcore chat`: a conversation on the terminal, with a model in this process or with a server."""
+"""The command `sglcore chat`: a conversation on the terminal, with a model in this process or on a
+server."""
 
 from __future__ import annotations
 
@@ -108,8 +109,10 @@ def _server(url: str, key: str, name: str | None, fields: dict[str, Any], *, qui
 
 
 def _refuse_local(model: str | None, settings: dict[str, Any]) -> None:
-    """Raise ConfigError for options that only a model in this process has; they must not be ignored
-    silently."""
+    """Raise ConfigError if MODEL or an engine setting is given with --url.
+
+    A server has its own model and settings, and these would have no effect.
+    """
     given = [f"--{name.replace('_', '-')}" for name in settings]
     given = [*(["MODEL"] if model is not None else []), *given]
     if given:
@@ -122,7 +125,12 @@ def _refuse_local(model: str | None, settings: dict[str, Any]) -> None:
 
 @dataclass(slots=True)
 class Conversation:
-    """The messages so far, and the source of the answers."""
+    """The messages so far, and where the answers come from.
+
+    `turns` has the messages of the user and of the model, without the system prompt. An empty
+    `system` is none. `has_failed` says whether any turn ended with an error. `out` prints the
+    answers.
+    """
 
     source: Source
     system: str
@@ -133,13 +141,16 @@ class Conversation:
 
     @property
     def messages(self) -> list[Message]:
-        """The messages in the form that the model gets."""
+        """The messages for the model: the system prompt, if there is one, and the turns."""
         return [*([{"role": "system", "content": self.system}] if self.system else []), *self.turns]
 
 
 class Interrupts:
-    """While entered, the first Ctrl-C stops the answer; a further one leaves the program as
-    usual."""
+    """Within the context, the first Ctrl-C stops the answer, and a further one raises
+    KeyboardInterrupt.
+
+    `is_stopped` says whether the answer was stopped. Must be entered in the main thread.
+    """
 
     def __init__(self, source: Source) -> None:
         self.is_stopped = False
@@ -163,9 +174,10 @@ class Interrupts:
 
 
 def talk(conversation: Conversation) -> None:
-    """Read messages and print answers until the input ends.
+    """Read messages from standard input and print answers until the input ends or /quit.
 
-    If the input is not a terminal, an error also sets the exit code.
+    Errors are printed, and the conversation continues. If the input is not a terminal, an error in
+    any turn raises `typer.Exit` with the error's exit code at the end.
     """
     is_terminal = sys.stdin.isatty()
     if is_terminal:
@@ -184,8 +196,11 @@ def talk(conversation: Conversation) -> None:
 
 
 def _read(is_terminal: bool) -> str | None:
-    """Read the next message; None at the end of the input. At a terminal, Ctrl-C discards the line;
-    a second Ctrl-C leaves."""
+    """Return the next line of input, stripped, or None at the end of the input.
+
+    At a terminal, Ctrl-C discards the line. A second Ctrl-C, or the first without a terminal,
+    raises `typer.Exit`.
+    """
     was_interrupted = False
     while True:
         try:
@@ -216,7 +231,11 @@ def _command(conversation: Conversation, line: str) -> None:
 
 
 def _answer(conversation: Conversation, text: str) -> None:
-    """Run one turn. A message that got no answer at all is removed."""
+    """Send a message, print the answer, and add both to the conversation.
+
+    A message without any text in answer is removed from the conversation. Errors of the source are
+    printed.
+    """
     from sglcore.cli.chat_source import ContextFull
 
     conversation.turns.append({"role": "user", "content": text})
@@ -241,7 +260,10 @@ def _answer(conversation: Conversation, text: str) -> None:
 
 
 def _print_answer(conversation: Conversation, spoken: list[str]) -> str:
-    """Print the answer as it arrives, and keep its text in `spoken`; returns the figures."""
+    """Print the answer as it arrives, and add its text to `spoken`, without the reasoning.
+
+    Returns a line with the number of tokens, the time to the first text, and the rate.
+    """
     begin = time.perf_counter()
     times: list[float] = []
     tokens = pieces = 0

@@ -1,7 +1,4 @@
-"""The sources of a chat's answers: a model in this process, or a server.
-
-Both stream, and both can be stopped.
-"""
+"""The sources of a chat's answers: a model in this process, or a server."""
 
 from __future__ import annotations
 
@@ -24,8 +21,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Some text of an answer; `tokens`: the number of tokens that came with it (0 if only the end
-    reports them)."""
+    """A piece of an answer.
+
+    `tokens` is the number of tokens that came with it. A server reports all tokens with the last
+    part, which has no text, and 0 with the others.
+    """
 
     text: str
     tokens: int = 0
@@ -33,27 +33,27 @@ class Part:
 
 
 class ContextFull(SglcoreError):
-    """A conversation that exceeds the context."""
+    """A conversation does not fit the context length."""
 
 
 class Source(Protocol):
-    """Something that answers conversations."""
+    """A model that answers conversations, one at a time."""
 
     def stream(self, messages: Sequence[Message]) -> Iterator[Part]:
-        """Return the answer, part by part; waits for each part.
+        """Yield the parts of the answer to `messages` as they arrive; blocks while it waits.
 
-        Raises SglcoreError (ContextFull if the messages are too long), and ValueError for input
-        that the model cannot take.
+        Raises SglcoreError if the answer fails, ContextFull if the messages are too long, and
+        ValueError for input that the model does not accept. After `stop`, it ends without an error.
         """
         ...
 
     def stop(self) -> None:
-        """End the answer in progress; may be called from a signal handler."""
+        """End the answer in progress. Can be called from a signal handler."""
         ...
 
 
 class LocalSource:
-    """A model in this process."""
+    """A model in this process; `params` apply to every answer."""
 
     def __init__(self, llm: LLM, params: SamplingParams) -> None:
         self._llm = llm
@@ -61,7 +61,7 @@ class LocalSource:
         self._is_stopped = False
 
     def stream(self, messages: Sequence[Message]) -> Iterator[Part]:
-        """As in Source; the step in progress at a stop is finished first."""
+        """Implements `Source.stream`; a stop takes effect after the step in progress."""
         from sglcore.schedule.request_errors import ContextError
 
         self._is_stopped = False
@@ -77,12 +77,12 @@ class LocalSource:
             raise ContextFull(str(error)) from None
 
     def stop(self) -> None:
-        """As in Source."""
+        """Implements `Source.stop`."""
         self._is_stopped = True
 
 
 class ServerSource:
-    """A server with /v1/chat/completions. `fields` are added to every request."""
+    """A server with /v1/chat/completions. `fields` are added to the body of every request."""
 
     def __init__(self, where: Address, fields: Mapping[str, object]) -> None:
         self._where = where
@@ -91,7 +91,12 @@ class ServerSource:
         self._is_stopped = False
 
     def stream(self, messages: Sequence[Message]) -> Iterator[Part]:
-        """As in Source; stopping closes the connection, and so ends the request at the server."""
+        """Implements `Source.stream`; a stop closes the connection, which ends the request on the
+        server.
+
+        Raises ServerError if the server cannot be reached, answers with an error, or ends the
+        stream early.
+        """
         self._is_stopped = False
         connection = self._where.connect(timeout=600.0)
         try:
@@ -104,7 +109,7 @@ class ServerSource:
             connection.close()
 
     def stop(self) -> None:
-        """As in Source."""
+        """Implements `Source.stop`."""
         self._is_stopped = True
         if self._socket is not None:
             self._socket.shutdown(socket.SHUT_RDWR)
@@ -132,8 +137,10 @@ class ServerSource:
 
 
 def chunk_parts(content: bytes) -> Iterator[Part]:
-    """Yield the parts in one chunk of a streamed chat answer. Raises ServerError for an error
-    event."""
+    """Yield the parts in one event of a streamed chat completion; `content` is its JSON.
+
+    Raises ServerError if the event is an error.
+    """
     chunk = json.loads(content)
     if chunk.get("error"):
         raise ServerError(f"the server failed: {refusal(content)}")

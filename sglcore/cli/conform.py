@@ -1,4 +1,4 @@
-"""`sglcore conform`: run the conformance kit on a device, through pytest."""
+"""The command `sglcore conform`: runs the conformance tests on a device, with pytest."""
 
 from __future__ import annotations
 
@@ -86,8 +86,12 @@ def _show_table(results: Path, into: Path | None) -> None:
 
 
 def _run_pytest(words: list[str], quiet: bool) -> int:
-    """Run the kit's own suite, without the settings of the current folder and without the
-    `conftest.py` of a checkout. `quiet`: print to the error stream."""
+    """Run the conformance tests with `words` as additional arguments, and return pytest's exit
+    code.
+
+    Configuration files and `conftest.py` of the current folder are ignored. `quiet` sends pytest's
+    output to the error stream. Raises SglcoreError if pytest or torch is not installed.
+    """
     try:
         import pytest
     except ModuleNotFoundError:

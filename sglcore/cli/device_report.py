@@ -1,5 +1,5 @@
-"""`sglcore devices`: every installed device package, the report of its probe, and which package
-would run."""
+"""The command `sglcore devices`: the installed device packages, what they detect, and which would
+be used."""
 
 from __future__ import annotations
 
@@ -21,8 +21,11 @@ from sglcore.device.system import host_system
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """Everything that `sglcore devices` shows: the packages, the choice or why there is none, and
-    unclaimed accelerators."""
+    """The installed device packages, the choice among them, and accelerators that no package
+    supports.
+
+    Without a choice, `refusal` is the error that says why.
+    """
 
     devices: tuple[Candidate, ...]
     choice: Choice | None
@@ -30,7 +33,7 @@ class Survey:
     unclaimed: tuple[PciDevice, ...]
 
     def is_chosen(self, item: Candidate) -> bool:
-        """Return whether this package is the one that would run."""
+        """Return whether the package would be used."""
         return self.choice is not None and self.choice.chosen.name == item.name
 
 
@@ -59,8 +62,12 @@ def devices(
 
 
 def bring_up_text(found: tuple[Installed, ...], requested: Requested) -> str:
-    """Return the bring-up order of one device. Raises `DeviceError` if no device was named or if it
-    is not installed."""
+    """Return the start-up steps of the requested device, in order, as text that ends with a
+    newline.
+
+    Raises `DeviceError` if `requested` names no device or one that is not installed, and the error
+    of a package that cannot be loaded.
+    """
     if requested.name is None:
         names = ", ".join(item.name for item in found) or "none"
         raise DeviceError(
@@ -71,9 +78,12 @@ def bring_up_text(found: tuple[Installed, ...], requested: Requested) -> str:
 
 
 def survey(found: tuple[Installed, ...], requested: Requested, shown: Requested = Requested()) -> Survey:
-    """Probe every package once and choose. Errors are kept, so that one broken package hides no
-    other. The package that `shown` names is probed as a named one, which does not change the
-    choice."""
+    """Probe every package of `found`, and choose as a start with `requested` would.
+
+    An error of a package is kept in its Candidate, so that it does not hide the others. The package
+    that `shown` names is probed a second time as if the user had requested it; this does not change
+    the choice.
+    """
     system = host_system()
     bus = system.pci()
     seen = tuple(try_package(item, item.name == requested.name, system) for item in found)

@@ -1,7 +1,7 @@
-"""`sglcore doctor`: finds out why the engine does not run here. Standard library only, so that it
-works on a machine with problems.
+"""The command `sglcore doctor`: finds out why the engine does not run here.
 
-Also `python -m sglcore.cli.doctor`. A check that fails inside is a finding, never a crash.
+It imports only the standard library and modules of sglcore that do the same, so that it works where
+other packages are missing or broken. `python -m sglcore.cli.doctor` runs it without typer.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ NATIVE: Mapping[str, str] = MappingProxyType(
         "pyzmq": "zmq",
     }
 )
-"""Distributions with compiled code that the core needs -> the module, which is imported to see that
-it works."""
+"""Distribution with compiled code that the core needs -> module whose import shows that it
+works."""
 PURE = ("typer", "rich", "jinja2", "fastapi", "uvicorn", "prometheus-client")
 """Other distributions that the core needs."""
 LEAST_PYTHON = (3, 11)
 TORCH_SECONDS = 120.0
 IMPORT_SECONDS = 60.0
 LEAST_MEMORY = 2 << 30
-"""Bytes of memory below which even the embedded model hardly runs."""
+"""Bytes of memory below which even the embedded model may not run."""
 
 _OTHER_VARIABLES = frozenset({"SGLCORE_DOCTOR_TORCH_SECONDS"})
 
@@ -78,7 +78,7 @@ for name in names:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One finding. The verdict is `ok`, `note` (worth knowing) or `bad` (something will not
+    """One finding. The verdict is `ok`, `note` (no problem in itself) or `bad` (something will not
     run)."""
 
     topic: str
@@ -96,7 +96,10 @@ def doctor(as_json: bool = False) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print every check; returns 1 if one is bad, else 0."""
+    """Run all checks and print the findings; returns 1 if any is bad, else 0.
+
+    `arguments` are the command's; None reads `sys.argv`.
+    """
     parser = argparse.ArgumentParser(prog="sglcore doctor", description="Check this machine.")
     parser.add_argument("--json", action="store_true", help="print JSON")
     options = parser.parse_args(arguments)
@@ -110,8 +113,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def examine(examinations: Mapping[str, Examination]) -> tuple[Check, ...]:
-    """Return the findings of every examination; one that raises gives a bad finding with its
-    traceback."""
+    """Return the findings of all examinations, in order. An exception of an examination becomes a
+    bad finding with its traceback."""
     checks: list[Check] = []
     for topic, examination in examinations.items():
         try:
@@ -122,7 +125,7 @@ def examine(examinations: Mapping[str, Examination]) -> tuple[Check, ...]:
 
 
 def check_python() -> Iterable[Check]:
-    """Check the interpreter."""
+    """Check the version of Python."""
     found = f"{platform.python_version()} at {sys.executable} on {platform.system()} {platform.machine()}"
     if sys.version_info < LEAST_PYTHON:
         yield Check("python", "bad", found, f"use Python {'.'.join(map(str, LEAST_PYTHON))} or newer")
@@ -131,8 +134,11 @@ def check_python() -> Iterable[Check]:
 
 
 def check_distributions() -> Iterable[Check]:
-    """Check the distributions that the core needs. Those with compiled code are imported in another
-    process, which may crash."""
+    """Check that the distributions the core needs are installed, and that compiled ones can be
+    imported.
+
+    The imports run in another process, because a broken one may crash it.
+    """
     found: dict[str, str] = {}
     for name in ("sglcore", *NATIVE, *PURE):
         try:
@@ -149,8 +155,11 @@ def check_distributions() -> Iterable[Check]:
 
 
 def import_faults(modules: Sequence[str]) -> dict[str, str]:
-    """Return what is wrong with modules that do not import in another process. A module that kills
-    the process is found because nothing is printed for it."""
+    """Import modules in another process; returns module -> error, for each that failed.
+
+    If a module ends the process or exceeds IMPORT_SECONDS, the remaining ones are imported in a new
+    process.
+    """
     faults: dict[str, str] = {}
     left = list(modules)
     while left:
@@ -171,8 +180,8 @@ def import_faults(modules: Sequence[str]) -> dict[str, str]:
 
 
 def check_devices() -> Iterable[Check]:
-    """Check every device package: the four facts of its probe, the choice, and unclaimed
-    accelerators."""
+    """Check every device package: the facts that its probe found, the choice, and accelerators that
+    no package supports."""
     found, requested = discover(), requested_device(None)
     if not found:
         yield Check("devices", "bad", "no device package is installed", "pip install sglcore-cpu")
@@ -214,7 +223,10 @@ def _check_device(candidate: Candidate) -> Iterable[Check]:
 
 
 def check_memory(system: System | None = None) -> Iterable[Check]:
-    """Check the machine's memory, and the limits of this process's control groups."""
+    """Check the memory of the machine and the limits of this process's control groups.
+
+    `system` replaces the files of this machine in tests.
+    """
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limits = [limit for limit, *_ in memory_limits(system or host_system()) if limit < total]
     usable = min((total, *limits))
@@ -226,7 +238,7 @@ def check_memory(system: System | None = None) -> Iterable[Check]:
 
 
 def check_compiler() -> Iterable[Check]:
-    """Check for a C++ compiler, which compiled graphs need."""
+    """Check for a C++ compiler, which compiled graphs need. Looks at CXX first."""
     names = (os.environ.get("CXX", ""), "c++", "g++", "clang++")
     path = next((found for name in names if name and (found := shutil.which(name))), None)
     if path:
@@ -236,8 +248,10 @@ def check_compiler() -> Iterable[Check]:
 
 
 def check_torch() -> Iterable[Check]:
-    """Check that torch imports, in a process of its own, so that a broken torch cannot harm this
-    one."""
+    """Check that torch can be imported, in another process, because a broken torch may crash it.
+
+    The variable SGLCORE_DOCTOR_TORCH_SECONDS replaces the time limit TORCH_SECONDS.
+    """
     seconds = float(os.environ.get("SGLCORE_DOCTOR_TORCH_SECONDS", TORCH_SECONDS))
     command = (sys.executable, "-c", _IMPORT_TORCH, *sys.path)
     try:
@@ -258,7 +272,8 @@ def check_torch() -> Iterable[Check]:
 
 
 def _absent_torch(found: Sequence[Installed]) -> Check:
-    """Return the finding for a missing torch, by what the installed device packages require."""
+    """Return the finding for a missing torch, which depends on what the installed device packages
+    require."""
     asking = [item.distribution for item in found if item.distribution and _requires_torch(item.distribution)]
     if asking:
         return Check("torch", "note", f"not installed; needed by {', '.join(asking)}", "pip install torch==2.13.0")
@@ -268,7 +283,8 @@ def _absent_torch(found: Sequence[Installed]) -> Check:
 
 
 def _requires_torch(distribution: str) -> bool:
-    """Return whether a distribution requires torch, not only for one of its extras."""
+    """Return whether a distribution requires torch without one of its extras. False if it is not
+    installed."""
     try:
         wanted = requires(distribution) or ()
     except PackageNotFoundError:
@@ -277,7 +293,7 @@ def _requires_torch(distribution: str) -> bool:
 
 
 def check_environment() -> Iterable[Check]:
-    """Check the variables that change what sglcore does."""
+    """Report the variables whose names begin with SGLCORE_, and whether sglcore reads them."""
     from sglcore.config.engine_config import EngineConfig
     from sglcore.config.server_config import ServerConfig
     from sglcore.config.settings import PREFIX, settings_of

@@ -1,4 +1,4 @@
-"""`sglcore explain`: every decision of a start, and how to change it."""
+"""The command `sglcore explain`: the start-up decisions of an engine, and how to change each."""
 
 from __future__ import annotations
 

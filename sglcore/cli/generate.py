@@ -1,4 +1,4 @@
-"""`sglcore generate`: complete one prompt on the terminal."""
+"""The command `sglcore generate`: completes one prompt on the terminal."""
 
 from __future__ import annotations
 
@@ -67,8 +67,11 @@ def generate(
 
 
 def _text(prompt: str | None, model: str | None) -> str:
-    """Return the prompt. Raises ConfigError if there is none and nothing to read, or if it was
-    given in place of the model."""
+    """Return the prompt; "-" reads standard input, and so does None if standard input is not a
+    terminal.
+
+    Raises ConfigError if there is no prompt and no input, or if `model` looks like a prompt.
+    """
     if model is not None and len(model.split()) > 1 and not Path(model).exists():
         raise ConfigError(f"there is no model {model!r}", remedy="give the text to complete with --prompt")
     is_open = prompt is None and not sys.stdin.isatty()

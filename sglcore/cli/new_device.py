@@ -1,4 +1,5 @@
-"""`sglcore new-device`: writes a device package that passes C0, and prints what to fill in next."""
+"""The command `sglcore new-device`: writes a device package that passes the conformance tests of
+level C0, and prints the next steps."""
 
 from __future__ import annotations
 

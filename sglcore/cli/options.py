@@ -1,4 +1,4 @@
-"""Command-line options that several commands share, declared once."""
+"""Annotated parameters for options that several commands have."""
 
 from __future__ import annotations
 

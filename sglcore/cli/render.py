@@ -1,4 +1,5 @@
-"""Output of results on a terminal and as JSON. `rich` is imported when a table is drawn."""
+"""Output of `sglcore devices`, and JSON for several commands. `rich` is imported only for a
+table."""
 
 from __future__ import annotations
 
@@ -17,12 +18,16 @@ if TYPE_CHECKING:
 
 
 def json_text(values: Mapping[str, object]) -> str:
-    """Return readable JSON."""
+    """Return JSON with indentation."""
     return json.dumps(values, indent=2)
 
 
 def show_survey(seen: Survey) -> None:
-    """Print the choice and its obstacles, then a table of the devices with their four facts."""
+    """Print which device is chosen, unclaimed accelerators, and a table of the packages with their
+    facts.
+
+    Tracebacks of packages that raised go to the error stream.
+    """
     from rich import box
     from rich.console import Console
     from rich.table import Table
@@ -74,8 +79,8 @@ def _survey_lines(seen: Survey) -> tuple[str, ...]:
 
 
 def _print_tracebacks(seen: Survey) -> None:
-    """Print the traceback of each package that raised; an error with a self-contained line needs
-    none."""
+    """Print the traceback of each package that raised. An SglcoreError has none: its message is
+    sufficient."""
     for item in seen.devices:
         if item.error is not None and not isinstance(item.error, SglcoreError):
             print(f"\n{item.installed.distribution} raised:", file=sys.stderr)
