@@ -1,1 +1,1 @@
-"""Load generator and statistics of `sglcore bench`: workload, client, figures, plot."""
+"""The load generator of `sglcore bench`: workloads, the client, statistics and plots."""

@@ -1,6 +1,6 @@
 """The address of a server, and short requests to it.
 
-Standard library only; every call waits for its answer.
+Uses only the standard library. Requests block until the answer arrives.
 """
 
 from __future__ import annotations
@@ -17,12 +17,16 @@ NOT_SAID = "the server gave no details"
 
 
 class ServerError(SglcoreError):
-    """A server that cannot be reached, or that refuses."""
+    """A server cannot be reached, or answers with an error."""
 
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """A server's address, and the API key for it ("" for none; never shown)."""
+    """The address of a server, and its API key.
+
+    `folder` is the path before the routes, such as /proxy, or "". `key` is "" without a key, and is
+    not part of the representation.
+    """
 
     host: str
     port: int
@@ -35,21 +39,26 @@ class Address:
 
     @property
     def headers(self) -> dict[str, str]:
-        """The headers of every request."""
+        """The headers that every request to the server needs."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         known = {"Host": f"{host}:{self.port}", "Accept": "application/json, text/event-stream"}
         return {**known, **({"Authorization": f"Bearer {self.key}"} if self.key else {})}
 
     def connect(self, timeout: float | None = 30.0) -> http.client.HTTPConnection:
-        """Return a connection, which is opened by its first request; `timeout` in seconds for each
-        wait."""
+        """Return a connection, which its first request opens.
+
+        `timeout` is the limit in seconds for each wait on the network; None is no limit.
+        """
         kind = http.client.HTTPSConnection if self.is_secure else http.client.HTTPConnection
         return kind(self.host, self.port, timeout=timeout)
 
 
 def address(url: str, key: str = "") -> Address:
-    """Return the address in a URL such as http://127.0.0.1:8000, with or without /v1. Raises
-    ConfigError."""
+    """Return the address in a URL such as http://127.0.0.1:8000.
+
+    The default scheme is http, and a /v1 at the end is dropped. `key` is the API key. Raises
+    ConfigError for an invalid URL, with --url as its name.
+    """
     try:
         parts = urlsplit(url if "://" in url else f"http://{url}")
         port = parts.port
@@ -63,7 +72,8 @@ def address(url: str, key: str = "") -> Address:
 
 
 def get_json(where: Address, path: str) -> Any:
-    """Return the JSON of a GET; raises ServerError."""
+    """Return the JSON answer to a GET of `path`. Raises ServerError if there is none or if its
+    status is not 200."""
     connection = where.connect()
     try:
         connection.request("GET", where.folder + path, headers=where.headers)
@@ -79,13 +89,16 @@ def get_json(where: Address, path: str) -> Any:
 
 
 def unreachable(where: Address, error: Exception) -> ServerError:
-    """Return the error for a server that does not answer."""
+    """Return the error for a server whose connection failed with `error`."""
     reason = error.strerror if isinstance(error, OSError) and error.strerror else error
     return ServerError(f"{where} cannot be reached: {reason}", remedy="start it with `sglcore serve`, or check --url")
 
 
 def refusal(content: bytes) -> str:
-    """Return the message in an error's body, in any of the usual forms."""
+    """Return the message in the body of an error response.
+
+    JSON with "error" or "detail" is understood. Of other text, it is the first 200 bytes.
+    """
     try:
         found = json.loads(content)
     except ValueError:
@@ -95,7 +108,8 @@ def refusal(content: bytes) -> str:
 
 
 def served_model(where: Address) -> str:
-    """Return the name of the first model that the server serves; raises ServerError."""
+    """Return the name of the first model that the server lists. Raises ServerError if it has none
+    or cannot be reached."""
     models = get_json(where, "/v1/models").get("data", [])
     if not models:
         raise ServerError(f"{where} serves no model", remedy="name one with --model-name")

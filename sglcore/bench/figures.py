@@ -1,4 +1,4 @@
-"""The figures of a load: throughput, percentiles of latency, failures by kind, goodput."""
+"""The results of a benchmark: throughput, latency percentiles, goodput, and failures by kind."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ LATENCIES: Mapping[str, str] = MappingProxyType(
         "e2e": "whole request",
     }
 )
-"""Latencies by their short names. "itl" has one value for each piece of text except the first, the
-others one value per request."""
+"""Short name -> description of each latency. "itl" has one value for each piece of text except the
+first; the others have one value for each request."""
 
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Mean and percentiles in milliseconds, over all requests or all pieces of text."""
+    """Mean, percentiles and maximum of a latency, in milliseconds."""
 
     mean: float
     p50: float
@@ -34,7 +34,7 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class Failures:
-    """Failures of one kind: their number, and the message of the first."""
+    """The failures of one kind: their number, and the message of the first one."""
 
     count: int
     first: str
@@ -42,31 +42,31 @@ class Failures:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """The outcome of a load. `figures` makes it.
+    """The results of a benchmark; `figures` computes them.
 
-    Rates count requests that completed, per second between the first arrival and the last end.
-    Latencies exclude long prompts.
+    Rates are those of requests that completed, long prompts included, over `seconds`. Latencies
+    exclude long prompts.
     """
 
     requests: int
-    """Requests of the load."""
+    """Number of requests in the load."""
     whole: int
-    """Requests that completed, with text. Tokens and rates count these."""
+    """Number of requests that completed with some text. Tokens and rates count only these."""
     seconds: float
-    """Seconds between the first arrival and the last end."""
+    """Seconds between the time at which the first request was due and the end of the last one."""
     input_tokens: int
-    """Prompt tokens."""
+    """Number of prompt tokens."""
     output_tokens: int
-    """Output tokens."""
+    """Number of output tokens."""
     cached_tokens: int
-    """Prompt tokens that were in the prefix cache."""
+    """Number of prompt tokens that were found in the prefix cache."""
     proposed_tokens: int
-    """Draft tokens that were verified."""
+    """Number of draft tokens that were verified."""
     accepted_tokens: int
-    """Draft tokens that were accepted."""
+    """Number of draft tokens that were accepted."""
     acceptance_length: float | None
-    """Tokens of a request in a step, on average over all steps. None: there were no draft
-    tokens."""
+    """Mean number of tokens that a request gets in a step after its first token. None if no request
+    had draft tokens."""
     requests_per_s: float
     """Requests per second."""
     input_per_s: float
@@ -74,19 +74,19 @@ class Figures:
     output_per_s: float
     """Output tokens per second."""
     latency: Mapping[str, Spread]
-    """The spread in milliseconds, by the names of LATENCIES."""
+    """The latencies by the names in LATENCIES, without those that have no value."""
     lag: Spread | None
-    """How late requests were sent, because of the client's own delay or of --max-concurrency. None:
-    the load has no arrival times of its own, or no request was late."""
+    """How late requests were sent, because the client was slow or because of --max-concurrency.
+    None if no request was late, and for a load without arrival times."""
     failures: Mapping[str, Failures]
-    """Requests that failed, by kind."""
+    """The failures by kind, the most frequent kind first."""
     goals: Mapping[str, float]
-    """The requested latencies in milliseconds, by name."""
+    """The latency goals in milliseconds, by the names in LATENCIES."""
     goodput: float | None
-    """Requests per second that met every goal. None: there were no goals."""
+    """Requests per second that completed and met every goal. None without goals."""
 
     def as_json(self) -> dict[str, object]:
-        """Return plain values, rounded to the precision of the measurement."""
+        """Return the results as plain values, rounded."""
         return {
             "requests": self.requests,
             "whole": self.whole,
@@ -109,8 +109,10 @@ class Figures:
 
 
 def figures(records: Sequence[Record], goals: Mapping[str, float] | None = None) -> Figures:
-    """Return the figures of a load that has ended; `goals` in milliseconds, by the names of
-    LATENCIES except "itl"."""
+    """Return the results of a load from the records of all its requests.
+
+    `goals` are upper limits in milliseconds, by the names in LATENCIES except "itl".
+    """
     whole = [record for record in records if record.is_whole]
     seconds = max((record.end for record in records), default=0.0) - min(
         (record.due for record in records), default=0.0
@@ -149,7 +151,10 @@ def _acceptance_length(records: Sequence[Record]) -> float | None:
 
 
 def values_of(record: Record, name: str) -> list[float]:
-    """Return one request's latencies of a kind, in seconds."""
+    """Return the values of one latency for a request, in seconds; `name` is a key of LATENCIES.
+
+    The request must have text. The result is empty if the latency does not exist for it.
+    """
     if name == "itl":
         return record.gaps
     value = {"ttft": record.ttft, "tpot": record.tpot, "e2e": record.e2e}[name]
@@ -157,15 +162,19 @@ def values_of(record: Record, name: str) -> list[float]:
 
 
 def spread(seconds: Iterable[float]) -> Spread:
-    """Return mean and percentiles, in milliseconds, of one or more values in seconds."""
+    """Return mean and percentiles, in milliseconds, of values in seconds. There must be at least
+    one."""
     values = sorted(value * 1000 for value in seconds)
     p50, p90, p99 = (percentile(values, share) for share in (0.5, 0.9, 0.99))
     return Spread(sum(values) / len(values), p50, p90, p99, values[-1])
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """Return the value below which a share of the sorted values lies, interpolated between
-    neighbours."""
+    """Return a percentile of sorted values, interpolated between neighbours. There must be at least
+    one value.
+
+    `share` is from 0 to 1; 0.5 is the median.
+    """
     place = share * (len(values) - 1)
     low = int(place)
     high = min(low + 1, len(values) - 1)
@@ -173,7 +182,8 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 
 def goals_of(words: Iterable[str]) -> dict[str, float]:
-    """Return milliseconds by latency, from words such as "ttft:200". Raises ConfigError."""
+    """Return latency goals in milliseconds by name, from words such as "ttft:200". Raises
+    ConfigError for any other word."""
     wanted = "ttft:MS, tpot:MS or e2e:MS, such as ttft:200"
     found: dict[str, float] = {}
     for word in words:

@@ -1,7 +1,8 @@
-"""Offer a load to a server: each request is due at its own time and does not wait for others.
+"""Sends a load to a server: each request at its own time, whether or not others have ended.
 
-Latency counts from the due time, not from the send time: if client or server is late, the user
-would have waited too. A load without due times (an infinite rate) counts from the send time.
+Latency is measured from the time at which a request was due, not from when it was sent, because a
+user would also have waited for a slow client or server. In a load without arrival times, it is
+measured from when the request was sent.
 """
 
 from __future__ import annotations
@@ -24,10 +25,12 @@ Done = Callable[[Record], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offer:
-    """How requests are sent.
+    """The server that gets the load, and how requests are sent.
 
-    `max_concurrency` limits open requests (None: no limit); `timeout` is in seconds; `extra` are
-    fields of every request's body.
+    `is_open` says whether the load has arrival times, from which latency is then measured.
+    `max_concurrency` limits the requests in flight, long prompts excepted; None is no limit.
+    `timeout` is in seconds for each whole request. `extra` is added to the body of each request and
+    overrides its fields.
     """
 
     where: Address
@@ -39,7 +42,7 @@ class Offer:
     extra: dict[str, object] = field(default_factory=dict)
 
     def request(self, job: Job) -> bytes:
-        """Return the whole request, head and body."""
+        """Return the HTTP request for a job, head and body."""
         body = {
             "model": self.model,
             "prompt": list(job.prompt),
@@ -62,8 +65,12 @@ class Offer:
 
 
 def run_load(offer: Offer, jobs: Sequence[Job], done: Done) -> list[Record]:
-    """Send every job when it is due and wait for all; `done` is called with each record when its
-    request ends."""
+    """Send every job when it is due, and return their records, in the order of `jobs`.
+
+    Blocks until all have ended; cannot be called in a running event loop. `jobs` must be in order
+    of arrival. `done` is called with each record when its request ends. A failed request has a
+    `fault` in its record. Raises ServerError if the server cannot be reached at the start.
+    """
     return asyncio.run(_offer(offer, jobs, done))
 
 
@@ -92,8 +99,10 @@ async def _offer(offer: Offer, jobs: Sequence[Job], done: Done) -> list[Record]:
 
 
 async def _reachable(where: Address) -> str:
-    """Return the server's address as a number, so that no request waits for a name to be resolved.
-    Raises ServerError."""
+    """Return the server's IP address, so that requests do not wait for name resolution.
+
+    Raises ServerError if it does not accept a connection.
+    """
     loop = asyncio.get_running_loop()
     try:
         transport, _ = await loop.create_connection(asyncio.Protocol, where.host, where.port)

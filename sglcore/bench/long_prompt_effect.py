@@ -1,5 +1,7 @@
-"""The effect of long prompts on chats: the gaps between pieces of text while a long prompt is
-pending, and while none is.
+"""The effect of long prompts on other requests.
+
+It compares the gaps between pieces of text while a long prompt waits for its first token with those
+while none does. "Chats" are all requests except the long prompts.
 """
 
 from __future__ import annotations
@@ -15,9 +17,13 @@ Interval = tuple[float, float]
 
 @dataclass(frozen=True, slots=True)
 class Beside:
-    """Milliseconds between pieces of text of chats: `quiet`, with no long prompt pending, and
-    `during`, with one; None if there were none. `first`: from the send of a long prompt to its
-    first token. `prompts`: number of long prompts that completed."""
+    """The gaps between pieces of text of chats, in milliseconds, with and without a waiting long
+    prompt.
+
+    `quiet` has the gaps while no long prompt waited, and `during` those while one did. `first` is
+    the time from sending a long prompt to its first token. Each is None without values. `prompts`
+    is the number of long prompts that completed.
+    """
 
     quiet: Spread | None
     during: Spread | None
@@ -25,8 +31,9 @@ class Beside:
     prompts: int
 
     def ratio(self, name: str) -> float | None:
-        """Return a percentile, such as "p50", of gaps during long prompts divided by the same of
-        quiet time.
+        """Return a value of `during` divided by the same of `quiet`, or None if one does not exist.
+
+        `name` is a field of Spread, such as "p50".
         """
         if self.quiet is None or self.during is None:
             return None
@@ -34,7 +41,7 @@ class Beside:
         return during / quiet if quiet > 0 else None
 
     def as_json(self) -> Mapping[str, object]:
-        """Return plain values, rounded to the precision of the measurement."""
+        """Return the results as plain values, rounded."""
         spreads = {"quiet": self.quiet, "during": self.during, "first": self.first}
         plain = {
             f"{name}_ms": None if found is None else {key: round(value, 3) for key, value in asdict(found).items()}
@@ -49,16 +56,16 @@ class Beside:
 
 
 def awaited(records: Sequence[Record]) -> list[Interval]:
-    """Return the interval from the send of each long prompt to its first token, or to its end if it
-    had none. Seconds since the load began.
+    """Return when each long prompt waited for its first token, as pairs of start and end.
+
+    Times are in seconds since the load began. A prompt without any text waited until its end.
     """
     return [(each.sent, each.marks[0] if each.marks else each.end) for each in records if each.is_long]
 
 
 def gaps_beside(records: Sequence[Record]) -> tuple[list[float], list[float]]:
-    """Return the seconds between pieces of text of chats: gaps without a pending long prompt, and
-    gaps during one.
-    """
+    """Return the gaps between pieces of text of completed chats, in seconds: those while no long
+    prompt waited, and those that overlap with a waiting one."""
     intervals = awaited(records)
     quiet, during = list[float](), list[float]()
     for record in records:
@@ -71,7 +78,8 @@ def gaps_beside(records: Sequence[Record]) -> tuple[list[float], list[float]]:
 
 
 def beside(records: Sequence[Record]) -> Beside | None:
-    """Return the figures of a load with long prompts; None if the load has no long prompt."""
+    """Return the effect of the load's long prompts on its chats, or None if it has no long
+    prompt."""
     long = [record for record in records if record.is_long]
     if not long:
         return None

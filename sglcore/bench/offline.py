@@ -1,4 +1,4 @@
-"""The engine under a load without a server or HTTP: all requests at once."""
+"""Runs a load on an engine in this process, without HTTP. All requests are added at once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from sglcore.sampling.params import SamplingParams
 
 @dataclass(slots=True)
 class TimedRequest:
-    """A request in progress, and the arrival times of its text."""
+    """A request in progress, and the times of its tokens in seconds since the load began."""
 
     job: Job
     output: RequestOutput
@@ -26,8 +26,12 @@ class TimedRequest:
 def run_offline(
     llm: LLM, jobs: Sequence[Job], done: Callable[[Record], None], *, temperature: float = 0.0
 ) -> list[Record]:
-    """Queue every job at once and step until all have ended. Waits. Raises what the engine raises
-    for a job that it refuses."""
+    """Add every job to the engine, step it until all have ended, and return their records, in order
+    of their numbers.
+
+    Blocks. The arrival times of jobs are ignored. `done` is called with each record when its
+    request ends. Raises what `engine.add` raises for a job that it refuses.
+    """
     begin = time.perf_counter()
     running: dict[str, TimedRequest] = {}
     for job in jobs:

@@ -1,5 +1,8 @@
-"""A load as a picture: latencies as distributions and over time, throughput, requests in flight.
-matplotlib is optional."""
+"""Plots of a benchmark: latency, throughput, requests in flight, speculation, and the effect of
+long prompts.
+
+matplotlib is imported only inside the functions.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +19,14 @@ from sglcore.device.errors import ConfigError
 INK, ACCENT, SECOND, BAD, LINE = "#24221e", "#0b6e63", "#b3640a", "#a3262c", "#e5e1d8"
 RIGHT: Mapping[str, Any] = MappingProxyType({"xytext": (6, -10), "ha": "left"})
 LEFT: Mapping[str, Any] = MappingProxyType({"xytext": (-6, 5), "ha": "right"})
-"""Positions of the labels of a curve's points: below the first point, above the second."""
+"""Positions of a curve's labels relative to its points: RIGHT for the first curve, LEFT for the
+second."""
 TOGETHER_MS = 0.01
-"""Pieces of text no further apart than this arrived together."""
+"""Smallest gap that the logarithmic axis shows, in milliseconds; shorter ones are drawn at it."""
 
 
 def require_matplotlib() -> None:
-    """Raise ConfigError with the remedy if matplotlib is missing. Call it before the load runs, not
-    after."""
+    """Raise ConfigError if matplotlib is not installed. To be called before the load runs."""
     try:
         import matplotlib.figure  # noqa: F401
     except ModuleNotFoundError:
@@ -31,8 +34,11 @@ def require_matplotlib() -> None:
 
 
 def save_plot(path: Path, records: Sequence[Record], found: Figures, title: str) -> None:
-    """Write a PNG with five panels, two more if there were draft tokens, and one more for the
-    effect of long prompts on other requests."""
+    """Write a PNG file with panels for latency, throughput and requests in flight.
+
+    There are two more panels if there were draft tokens, and one more if there were long prompts.
+    `records` are those of all requests, and `found` is the result of `figures` for them.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -83,8 +89,10 @@ def _distribution(panel: Any, records: Sequence[Record], names: Sequence[str], t
 
 
 def _acceptance(panel: Any, records: Sequence[Record], places: Sequence[float], what: str) -> None:
-    """Plot accepted draft tokens. They should not depend on the x axis: falling acceptance suggests
-    that drafts read wrong data."""
+    """Plot the tokens of each request in a step over `places`, one value per request.
+
+    Acceptance should not depend on them: if it falls, drafts may read wrong data.
+    """
     lengths = [record.acceptance_length or 1.0 for record in records]
     panel.set_title("Tokens of a step")
     panel.set_xlabel(what)
@@ -106,7 +114,7 @@ def _over_time(panel: Any, records: Sequence[Record]) -> None:
 
 
 def _in_steps(output: Any, flight: Any, records: Sequence[Record]) -> None:
-    """Plot output tokens per second, and requests in flight, in sixty steps over the load."""
+    """Plot output tokens per second and requests in flight, in 60 time steps."""
     steps = 60
     width = (max((record.end for record in records), default=0.0) or 1.0) / steps
     rates, flying = [0.0] * steps, [0] * steps
@@ -127,8 +135,8 @@ def _in_steps(output: Any, flight: Any, records: Sequence[Record]) -> None:
 
 
 def _beside(panel: Any, records: Sequence[Record]) -> None:
-    """Plot times between pieces of text by their ends, with shading while a long prompt was
-    pending."""
+    """Plot the gaps between pieces of text over time, shaded while a long prompt waited for its
+    first token."""
     panel.set_title("Between pieces of text, while long prompts are awaited (shaded) and while none is")
     panel.set_xlabel("s")
     panel.set_ylabel("ms")

@@ -1,5 +1,8 @@
-"""One streamed answer as it arrives: HTTP/1.1, chunks, server-sent events. It records when tokens
-arrived and parses as little as possible, so that the measurement is not limited by the client."""
+"""The client side of one streamed answer: HTTP/1.1, chunked bodies and server-sent events.
+
+It records when text arrived and parses as little as possible, so that the client does not limit the
+measurement.
+"""
 
 from __future__ import annotations
 
@@ -16,18 +19,20 @@ NULLS = (b'"usage":null', b'"usage": null')
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """Why a request failed: the kind, by which failures are counted, and the message."""
+    """Why a request failed: `kind`, by which failures are counted, and `said`, the message."""
 
     kind: str
     said: str
 
 
 class Reply(asyncio.Protocol):
-    """Sends one request as soon as it is connected; `ended` is set when the answer is complete or
-    the connection is lost.
-
-    `marks`: times of the clock at which a piece of text arrived; `fault` is None for a complete
+    """An asyncio protocol that sends one request when it is connected, and reads the streamed
     answer.
+
+    `request` is the HTTP request, and `clock` returns the time in seconds. `ended` is done when the
+    answer is complete or the connection is lost. `marks` has the times at which text arrived so
+    far, and `usage` the server's token counts ({} if it sent none). When `ended` is done, `fault`
+    is None for a complete answer. `status` is the HTTP status, or 0 before the response began.
     """
 
     def __init__(self, request: bytes, clock: Callable[[], float], loop: asyncio.AbstractEventLoop) -> None:
@@ -50,7 +55,7 @@ class Reply(asyncio.Protocol):
         transport.write(self._request)
 
     def data_received(self, data: bytes) -> None:
-        """Take received data."""
+        """Process received bytes."""
         now = self._clock()
         if self._body is None:
             self._rest += data
@@ -69,11 +74,11 @@ class Reply(asyncio.Protocol):
             self._end("")
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Handle the end of the connection, which ends a body without a length of its own."""
+        """End the answer. Without a length or chunks, this is the regular end of a body."""
         self._end("" if isinstance(self._body, Plain) and self._body.length is None else "connection lost")
 
     def close(self) -> None:
-        """Close the connection; the server sees a client that left."""
+        """Close the connection at once, so that the server aborts the request."""
         if self._transport is not None:
             self._transport.abort()
 
@@ -106,8 +111,8 @@ class Reply(asyncio.Protocol):
             self.usage = json.loads(payload).get("usage") or {}
 
     def _is_failure(self, payload: bytes) -> bool:
-        """Return whether this is an error event, and keep it. An "error" key elsewhere in a chunk
-        does not count."""
+        """Return whether an event is an error, and record the first one. An "error" elsewhere in
+        the event does not count."""
         is_failure = bool(json.loads(payload).get("error"))
         if is_failure:
             self.fault = self.fault or Fault("error in the stream", refusal(payload))
@@ -125,7 +130,7 @@ class Reply(asyncio.Protocol):
 
 
 class Chunked:
-    """A body in chunks."""
+    """Decoder of a chunked HTTP body. `is_complete` is True after the last chunk."""
 
     __slots__ = ("_left", "_rest", "is_complete")
 
@@ -135,7 +140,8 @@ class Chunked:
         self._left = 0
 
     def push(self, data: bytes) -> bytes:
-        """Return the content of received data, without the chunk sizes."""
+        """Return the content in received bytes, without the chunk headers. Bytes of an incomplete
+        header are kept for the next call."""
         data = self._rest + data
         found: list[bytes] = []
         while not self.is_complete:
@@ -159,7 +165,8 @@ class Chunked:
 
 
 class Plain:
-    """A body of known length, or one that ends with the connection."""
+    """Decoder of an HTTP body that is not chunked. `length` is in bytes; None if the body ends with
+    the connection."""
 
     __slots__ = ("_seen", "length")
 
@@ -169,10 +176,10 @@ class Plain:
 
     @property
     def is_complete(self) -> bool:
-        """Whether all of it has arrived."""
+        """Whether the whole body has arrived. Always False without a length."""
         return self.length is not None and self._seen >= self.length
 
     def push(self, data: bytes) -> bytes:
-        """Return received data unchanged."""
+        """Return the received bytes unchanged, and count them."""
         self._seen += len(data)
         return data

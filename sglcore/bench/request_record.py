@@ -1,4 +1,4 @@
-"""The client's record of one request. Times are seconds since the load began."""
+"""The record of one request of a load, and its latencies."""
 
 from __future__ import annotations
 
@@ -10,61 +10,62 @@ from sglcore.bench.reply import Fault
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """The client's record of one request. Times are seconds since the load began."""
+    """What the client measured for one request. Times are in seconds since the load began."""
 
     number: int
-    """Its number in the load."""
+    """Its number in the load, from 0."""
     due: float
-    """When it was due."""
+    """When it should have been sent. In a load without arrival times, when it was sent."""
     sent: float
     """When it was sent."""
     end: float
-    """When it ended."""
+    """When its answer was complete or failed."""
     marks: tuple[float, ...]
-    """Arrival times of the pieces of text."""
+    """When each piece of text arrived. A piece can have several tokens."""
     input_tokens: int
-    """Prompt tokens."""
+    """Number of prompt tokens."""
     output_tokens: int
-    """Output tokens."""
+    """Number of output tokens. If the server does not report it, the number of pieces of text."""
     cached_tokens: int = 0
-    """Prompt tokens that were in the prefix cache."""
+    """Number of prompt tokens that were found in the prefix cache."""
     fault: Fault | None = None
-    """What went wrong. None: nothing."""
+    """Why it failed; None if the answer was complete."""
     proposed_tokens: int = 0
-    """Draft tokens that its steps verified."""
+    """Number of draft tokens that were verified."""
     accepted_tokens: int = 0
-    """Draft tokens that were accepted."""
+    """Number of draft tokens that were accepted."""
     is_long: bool = False
-    """Whether it is one of the long prompts between the other requests."""
+    """Whether it is one of the load's long prompts."""
 
     @property
     def is_whole(self) -> bool:
-        """Whether it completed, with text."""
+        """Whether the answer was complete and had text."""
         return self.fault is None and bool(self.marks)
 
     @property
     def ttft(self) -> float:
-        """Time from its due time to the first piece of text."""
+        """Seconds from `due` to the first piece of text. Needs text."""
         return self.marks[0] - self.due
 
     @property
     def tpot(self) -> float | None:
-        """Time per token after the first; None if there was one token."""
+        """Seconds per token after the first, or None with at most one token. Needs text."""
         return (self.marks[-1] - self.marks[0]) / (self.output_tokens - 1) if self.output_tokens > 1 else None
 
     @property
     def e2e(self) -> float:
-        """Time from its due time to its end."""
+        """Seconds from `due` to `end`."""
         return self.end - self.due
 
     @property
     def gaps(self) -> list[float]:
-        """Times between pieces of text."""
+        """Seconds between consecutive pieces of text."""
         return [after - before for before, after in pairwise(self.marks)]
 
     @property
     def acceptance_length(self) -> float | None:
-        """Tokens per step after the first token; None without draft tokens."""
+        """Mean number of tokens in a step after the first token. None if there were no draft
+        tokens."""
         steps = self.output_tokens - 1 - self.accepted_tokens
         return (self.output_tokens - 1) / steps if self.proposed_tokens and steps > 0 else None
 

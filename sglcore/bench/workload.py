@@ -1,6 +1,6 @@
 """A load: prompts of random tokens, their lengths, and their arrival times.
 
-The same seed gives the same load.
+The same Workload for a model with the same vocabulary size is always the same load.
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ from random import Random
 from sglcore.device.errors import ConfigError
 
 LONG_OUTPUT = 8
-"""Output tokens that a long prompt requests: a single one may decode to no text."""
+"""Output tokens of a long prompt. A single one could decode to no text, and the request would count
+as failed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Whole numbers from `low` to `high`, both included, all equally likely."""
+    """A range of whole numbers, `low` and `high` included."""
 
     low: int
     high: int
@@ -27,32 +28,34 @@ class Span:
         return str(self.low) if self.low == self.high else f"{self.low}..{self.high}"
 
     def draw(self, source: Random) -> int:
-        """Draw one of them."""
+        """Return a random number of the range, all equally likely."""
         return source.randint(self.low, self.high)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """A load: the number of requests, their lengths, and their arrival times."""
+    """The parameters of a load. Raises ConfigError if one is out of range."""
 
     num_prompts: int
-    """Requests, without the long prompts."""
+    """Number of requests, at least 1, without the long prompts."""
     input_len: Span
-    """Tokens of each prompt after `shared_prefix`."""
+    """Number of tokens in a prompt after the shared prefix."""
     output_len: Span
-    """Tokens of each answer."""
+    """Number of output tokens."""
     shared_prefix: int = 0
-    """Tokens with which every prompt begins."""
+    """Number of tokens with which every prompt begins, except long ones."""
     request_rate: float = math.inf
-    """Requests per second, with random arrival times (Poisson). Infinity: all at once."""
+    """Requests per second on average, with random arrival times (Poisson). Infinity sends all at
+    once."""
     seed: int = 0
-    """The seed of tokens, lengths and times."""
+    """Random seed of the tokens, lengths and arrival times."""
     long_prompts: int = 0
-    """Long prompts in addition. They share nothing and request LONG_OUTPUT tokens."""
+    """Number of additional long prompts. They have no common prefix and LONG_OUTPUT output
+    tokens."""
     long_len: int = 8192
-    """Tokens of a long prompt."""
+    """Number of tokens in a long prompt."""
     long_every: float = 5.0
-    """Seconds between two long prompts."""
+    """Seconds before the first long prompt, and between two of them."""
 
     def __post_init__(self) -> None:
         if self.num_prompts < 1:
@@ -70,16 +73,17 @@ class Workload:
 
     @property
     def is_open(self) -> bool:
-        """Whether requests have arrival times of their own, whatever the server does."""
+        """Whether requests have arrival times, which do not depend on the server."""
         return math.isfinite(self.request_rate)
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest request, prompt and answer."""
+        """Largest possible number of tokens in a request, prompt and answer, without the long
+        prompts."""
         return self.shared_prefix + self.input_len.high + self.output_len.high
 
     def as_json(self) -> dict[str, object]:
-        """Return the load as plain values; an infinite rate is the word "inf"."""
+        """Return the parameters as plain values; an infinite rate is "inf"."""
         return {
             "num_prompts": self.num_prompts,
             "input_len": str(self.input_len),
@@ -95,8 +99,11 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One request: `arrival` in seconds after the start, token ids, and the number of output
-    tokens."""
+    """One request of a load.
+
+    `arrival` is in seconds since the load begins, `prompt` has token ids, and `output_len` is the
+    number of output tokens.
+    """
 
     number: int
     arrival: float
@@ -106,7 +113,11 @@ class Job:
 
 
 def span(name: str, text: str, least: int = 1) -> Span:
-    """Return the span of "128" or "32..256". Raises ConfigError that names the option."""
+    """Return the range in a text such as "128" or "32..256".
+
+    `name` is the option in errors, and `least` the smallest valid number. Raises ConfigError for
+    another text.
+    """
     low, dots, high = text.partition("..")
     try:
         found = Span(int(low), int(high) if dots else int(low))
@@ -118,7 +129,8 @@ def span(name: str, text: str, least: int = 1) -> Span:
 
 
 def rate(text: str) -> float:
-    """Return requests per second of "8", "0.5" or "inf". Raises ConfigError."""
+    """Return the requests per second in a text such as "8", "0.5" or "inf". Raises ConfigError if
+    it is not a number."""
     try:
         return float(text)
     except ValueError:
@@ -126,8 +138,11 @@ def rate(text: str) -> float:
 
 
 def make_jobs(load: Workload, vocab_size: int, max_model_len: int | None = None) -> list[Job]:
-    """Return the requests of a load, in the order of their arrival. Raises ConfigError if one
-    exceeds the context."""
+    """Return the requests of a load, in order of arrival, with token ids below `vocab_size`.
+
+    `max_model_len` is the model's context length in tokens; None is no limit. Raises ConfigError if
+    a request could exceed it.
+    """
     if max_model_len is not None and load.longest > max_model_len:
         raise ConfigError(
             f"the longest request has {load.longest} tokens ({load.shared_prefix} shared, up to {load.input_len.high} "

@@ -1,4 +1,5 @@
-"""`sglcore serve`: a model over HTTP, until Ctrl-C."""
+"""The command `sglcore serve`: serves a model over HTTP, or holds ranks for a server on another
+node."""
 
 from __future__ import annotations
 
@@ -25,13 +26,15 @@ if TYPE_CHECKING:
 TEXT_ENDPOINTS = "/v1/chat/completions /v1/completions /v1/responses /v1/messages /api/chat /metrics"
 VECTOR_ENDPOINTS = "/v1/embeddings /v1/score /v1/rerank /tokenize /metrics"
 LABEL_ENDPOINTS = "/classify /v1/score /v1/rerank /tokenize /metrics"
-"""Endpoints to show for a model that generates text, for one that embeds, and for one with a head
-for labels."""
+"""Endpoints to print for a model that generates text, for one that embeds, and for one with a
+classification head."""
 ID_ENDPOINTS, ID_VECTOR_ENDPOINTS = "/v1/completions /generate /completion /metrics", "/v1/embeddings /metrics"
-"""Endpoints to show without a tokenizer: they take token ids."""
+"""Endpoints to print without a tokenizer, which accept token ids: for a model that generates, and
+for one that embeds."""
 POLL_SECONDS = 0.05
 LAST_WORDS = 10.0
-"""Seconds that a node continues after its leader's drain timeout, if both are told to stop."""
+"""Seconds added to the drain timeout on a node that has no requests of its own: when all nodes are
+told to stop, the leader must finish first."""
 
 
 def serve(
@@ -60,9 +63,11 @@ def serve(
 
 
 def _placed(config: EngineConfig, server: ServerConfig) -> tuple[Placement, EngineConfig, ServerConfig]:
-    """Return this node's placement, with the configurations of a group of nodes. With several
-    nodes, --ray places the nodes, not replicas. Raises ConfigError for settings that do not combine
-    with several nodes."""
+    """Return this node's placement, and the configurations with what it changes.
+
+    With several nodes, --ray places the nodes instead of replicas. Raises ConfigError for server
+    settings that cannot be combined with several nodes.
+    """
     from sglcore.engine.ranks.rank_launch import find_placement
 
     if config.nodes > 1 and server.ray is not None:
@@ -84,7 +89,8 @@ def _placed(config: EngineConfig, server: ServerConfig) -> tuple[Placement, Engi
 
 
 def _follow(placement: Placement, config: EngineConfig, server: ServerConfig, *, quiet: bool) -> int:
-    """Hold ranks for the server of node 0; this node serves no requests."""
+    """Hold ranks of the model for the server on node 0, and return the exit code of this
+    process."""
     import logging
 
     from sglcore.engine.ranks.host_process import Node, Stopping, follow
@@ -104,9 +110,11 @@ def _follow(placement: Placement, config: EngineConfig, server: ServerConfig, *,
 
 
 def _fetched(config: EngineConfig, *, quiet: bool) -> EngineConfig:
-    """Fetch the model, so that a wrong model is an error before the server listens.
+    """Download the model if necessary, and return the configuration with its revision, and with
+    speculation if the checkpoint has a draft model.
 
-    If the checkpoint has a draft folder, a server uses it by default.
+    Done before the server listens, so that a wrong model ends the command. An explicit
+    `speculative` or `draft_model` is kept.
     """
     from sglcore.engine.progress import Progress
     from sglcore.engine.start import fetched, has_draft
@@ -132,8 +140,11 @@ def _run(config: EngineConfig, server: ServerConfig, *, quiet: bool, verbose: bo
 
 
 def _choose(config: EngineConfig, server: ServerConfig) -> tuple[str, ...]:
-    """Return the device of each replica, as a value for its process. A wrong device, or too few, is
-    an error before the server listens."""
+    """Return the device of each replica, encoded for its process.
+
+    Done before the server listens, so that a missing device ends the command. Raises DeviceError,
+    or ConfigError if there are too few devices.
+    """
     from sglcore.device.ledger import DecisionLedger
     from sglcore.engine.start import choose
     from sglcore.serving.replicas.replica_devices import devices_of
@@ -142,9 +153,9 @@ def _choose(config: EngineConfig, server: ServerConfig) -> tuple[str, ...]:
 
 
 async def _show(frontend: ChatFrontend, url: str, *, quiet: bool, verbose: bool = False) -> None:
-    """Show bars while the model loads, then the server's address and the decisions.
+    """Print the progress of loading, then the server's address and the banner.
 
-    The server continues if the output cannot be written.
+    If the output cannot be written, it is logged and the server continues.
     """
     import logging
 

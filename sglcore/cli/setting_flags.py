@@ -1,5 +1,7 @@
-"""Flags made from the configuration records: each field of EngineConfig and ServerConfig is a flag
-with the field's name."""
+"""Flags of commands, made from the fields of EngineConfig and ServerConfig.
+
+Each setting has the flag of its name, with hyphens, and the flags of other engines in `FLAGS`.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ from sglcore.device.errors import ConfigError
 
 OTHERS = "Flags of other engines"
 PARTS: Mapping[type, str] = MappingProxyType({EngineConfig: "Engine", ServerConfig: "Server"})
-"""The heading of a record's flags in help."""
+"""Configuration record -> heading of its flags in help."""
 
 
 def _flag_of(name: str) -> str:
@@ -56,17 +58,21 @@ _OTHERS: Mapping[str, Any] = MappingProxyType(
         ],
     }
 )
-"""Flags of other engines that set several of our settings, or state one of ours in another way."""
+"""Parameter name -> flag of other engines that sets several settings, or that needs a
+conversion."""
 _CONSTANTS: Mapping[str, tuple[str, object, str]] = MappingProxyType(
     {f"{name}_{value}": (name, value, flags[0]) for (name, value), flags in CONSTANTS.items()}
 )
-"""Parameter of such a flag -> the setting, its value, and the flag's first name."""
+"""Parameter name -> setting, value and first name of a flag that stands for that value."""
 
 
 def with_settings(function: Callable[..., None], *records: type[Any]) -> Callable[..., None]:
-    """Return the function with a flag for each field of the records, in addition to its own
-    options. It receives the flags that were given as `settings: dict`; the records' own resolve
-    reads the variables."""
+    """Return a command that has the options of `function` and a flag for each field of `records`.
+
+    `function` must have a parameter `settings`. It receives the flags that the user gave, by name,
+    without conversion: `engine_settings` and `split_settings` convert them. Environment variables
+    are read later, when the configuration is resolved.
+    """
     own = [item for item in inspect.signature(function).parameters.values() if item.name != "settings"]
     known = [
         (item, PARTS[record]) for record in records for item in settings_of(record).values() if item.name != "model"
@@ -92,9 +98,11 @@ def with_settings(function: Callable[..., None], *records: type[Any]) -> Callabl
 
 
 def engine_settings(settings: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the engine's settings, with other engines' names translated.
+    """Return the settings of EngineConfig among the given flags, with flags and values of other
+    engines converted.
 
-    Raises ConfigError for two flags that contradict each other.
+    `settings` is what a command of `with_settings` receives. Raises ConfigError if two flags
+    contradict each other or set the same setting, and for invalid JSON in one.
     """
     given = settings or {}
     found = {**split_settings(given, EngineConfig), **_speculative(given)}
@@ -110,7 +118,7 @@ def engine_settings(settings: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def _agree(said: object, value: object) -> bool:
-    """Return whether two values agree; "on" agrees with any value except "off"."""
+    """Return whether two values of a setting agree; "on" agrees with any value except "off"."""
     return said == value or (value == "on" and said != "off")
 
 
@@ -130,8 +138,10 @@ def _written(name: str, value: object) -> str:
 
 
 def _speculative(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return our speculation settings from all flags that set them. Raises ConfigError for invalid
-    JSON, and for a setting that two flags give."""
+    """Return the settings of speculation from all flags that set them.
+
+    Raises ConfigError for invalid JSON, and for a setting that two flags give.
+    """
     given = [(each, settings[each]) for each in SPECULATIVE_KEYS.values() if each in settings]
     if settings.get("draft_width", 1) > 1 and settings.get(_NODES) is not None:
         # For a tree, other engines count the draft's steps and the nodes.
@@ -164,13 +174,13 @@ def _read_config(text: str) -> list[tuple[str, Any]]:
 
 
 def split_settings(settings: Mapping[str, Any], record: type[Any]) -> dict[str, Any]:
-    """Return the settings of one record, with lists as tuples."""
+    """Return the settings of one configuration record, with lists as tuples."""
     known = settings_of(record)
     return {n: tuple(v) if isinstance(v, list) else v for n, v in settings.items() if n in known}
 
 
 def flag_names(name: str) -> tuple[str, ...]:
-    """Return the flags of a setting, its own name first."""
+    """Return the flags of a setting: that of its name first, then those of other engines."""
     return (_flag_of(name), *FLAGS.get(name, ()))
 
 

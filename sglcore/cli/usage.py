@@ -1,4 +1,4 @@
-"""The layout of help, and the errors for words that no command takes."""
+"""The layout of help, and errors for invalid arguments."""
 
 from __future__ import annotations
 
@@ -14,21 +14,23 @@ from sglcore.device.errors import SglcoreError
 
 OWN = "Options"
 HYPHEN = "\u2011"
-"""Replaces a hyphen while lines are broken, because a flag on two lines cannot be copied."""
+"""A non-breaking hyphen, which replaces a hyphen while lines are broken: a flag on two lines cannot
+be copied."""
 WORDS = re.compile(r"\S+-\S+")
 KINDS: Mapping[str, str] = MappingProxyType({"int": "an integer", "float": "a number"})
-"""A part of a flag's metavariable -> the wanted kind of value."""
+"""Part of a flag's metavariable -> description of a valid value."""
 # Typer does not export it; BadParameter has the same base in all versions of Typer.
 UsageError: Any = typer.BadParameter.__base__
 
 
 class Command(TyperCommand):
-    """A command with help grouped by part: each flag under its own name, its aliases after its
-    help.
+    """A typer command whose help has one section for each panel of flags.
+
+    Each flag stands under its main name, with its other names after its help text.
     """
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        """As `TyperCommand.format_options`."""
+        """Write the sections of arguments and flags; overrides `TyperCommand.format_options`."""
         parts: dict[str, list[tuple[str, str]]] = {}
         params: Any = self.get_params(ctx)
         for param in params:
@@ -59,8 +61,10 @@ def _under_own_name(param: Any, names: str, text: str) -> tuple[str, str]:
 
 
 def run(application: typer.Typer, words: Sequence[str]) -> int:
-    """Run the application; returns its exit code. Raises SglcoreError for words that it does not
-    take."""
+    """Run the program with `words` as its arguments, and return the exit code.
+
+    Raises SglcoreError for arguments that no command accepts, and what the command raises.
+    """
     try:
         code = application(args=list(words), prog_name="sglcore", standalone_mode=False)
     except UsageError as error:
@@ -78,7 +82,7 @@ def run(application: typer.Typer, words: Sequence[str]) -> int:
 
 
 def _found(error: Any, words: Sequence[str]) -> str:
-    """Return the text given after a flag that expects a number; empty for other errors."""
+    """Return an error text with the value given to a numeric flag, or "" for another error."""
     if not isinstance(error, typer.BadParameter) or error.param is None or error.ctx is None:
         return ""
     names = error.param.get_help_record(error.ctx)

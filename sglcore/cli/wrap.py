@@ -1,4 +1,4 @@
-"""Text on a terminal as it arrives, in lines that break between words."""
+"""Streamed text on a terminal, with line breaks between words."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ import sys
 
 
 class Writer:
-    """Writes to the output at once. On a terminal with cursor control, a word that reaches the edge
-    moves to the next line as a whole."""
+    """Prints text on standard output at once.
+
+    On a terminal with cursor control, a word that reaches the right edge is erased and printed
+    again on the next line.
+    """
 
     def __init__(self) -> None:
         self._is_wrapped = sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb"
@@ -17,13 +20,13 @@ class Writer:
         self._word = ""
 
     def write(self, text: str) -> None:
-        """Print a text without a newline at its end."""
+        """Print text as it is, without a newline at its end."""
         width = shutil.get_terminal_size().columns
         sys.stdout.write(wrapped(self, text, width) if self._is_wrapped else text)
         sys.stdout.flush()
 
     def take(self, char: str, width: int) -> str:
-        """Return what to send for this character to a terminal of `width` columns."""
+        """Return what to print for one character on a terminal of `width` columns."""
         from rich.cells import cell_len
 
         cells = cell_len(char)
@@ -43,9 +46,10 @@ class Writer:
 
 
 def wrapped(writer: Writer, text: str, width: int) -> str:
-    """Return what is sent to the terminal for a text.
+    """Return what to print for text on a terminal of `width` columns; updates the column of
+    `writer`.
 
-    At the edge the cursor is on the last character, so going back over a word also erases the space
-    before it, which is not visible.
+    At the right edge the cursor stays on the last character. Erasing a word therefore also erases
+    the space before it, which is not visible there.
     """
     return "".join(writer.take(char, width) for char in text)

@@ -115,7 +115,10 @@ def _with_draft(config: EngineConfig, progress: Progress) -> EngineConfig:
 
 def choose(config: EngineConfig, ledger: DecisionLedger) -> Choice:
     """Find the devices of this machine, select one as the configuration says, and record the
-    decision in the ledger. Raises ConfigError."""
+    decision in the ledger.
+
+    Raises DeviceError if none can be selected.
+    """
     source = config.sources.get("device", "argument")
     source = "--device" if source == "argument" else source
     requested = Requested.parse(config.device, source) if config.device else Requested()
