@@ -44,146 +44,209 @@ class EngineConfig:
 
     model: str | None = setting(
         None,
-        "Checkpoint folder, GGUF file, or Hugging Face model: owner/name, or owner/name:quant for a GGUF file;"
-        " default: the embedded model.",
+        "Checkpoint folder, GGUF file, or Hugging Face model: owner/name, or"
+        " owner/name:quant for a GGUF file; default: the embedded model.",
     )
-    revision: str | None = setting(None, "Branch, tag or commit of a Hugging Face model; default: main.")
+    revision: str | None = setting(
+        None, "Branch, tag or commit of a Hugging Face model; default: main. Does not apply to a local model."
+    )
     hf_token: str | None = setting(
         None, "Hugging Face access token; default: HF_TOKEN, or the one of `hf auth login`.", is_secret=True
     )
     device: str | None = setting(None, "Device to run on, NAME or NAME:INDEX; default: the best one found.")
     tp: int = setting(
-        1, "Tensor parallel size: the number of devices that share every layer, one process per device.", least=1
+        1,
+        "Tensor parallel size: the number of devices that share every layer, one process per device; default: 1.",
+        least=1,
     )
     nodes: int = setting(
         1,
-        "Number of hosts that run one model, each with tp / nodes devices; start this command on each host.",
+        "Number of hosts that run one model, each with tp / nodes devices; start this"
+        " command on each host. Must divide tp; default: 1.",
         least=1,
     )
-    node_rank: int | None = setting(None, "Rank of this host, from 0; host 0 runs the server.", least=0)
+    node_rank: int | None = setting(
+        None,
+        "Rank of this host, from 0, where host 0 runs the server; needs --nodes above 1."
+        " Default: what the launcher says.",
+        least=0,
+    )
     leader: str | None = setting(
         None,
-        "HOST:PORT on which host 0 waits for the others; or ray, or ray:ADDRESS of a cluster,"
-        " and Ray starts the other hosts.",
+        "HOST:PORT on which host 0 waits for the others; or ray, or ray:ADDRESS of a"
+        " cluster, and Ray starts the other hosts. Needs --nodes above 1. Default: what the"
+        " launcher says.",
     )
-    join_timeout: float = setting(300.0, "Seconds that hosts wait for each other at start-up.", least=1)
+    join_timeout: float = setting(
+        300.0, "Seconds that hosts wait for each other at start-up, if there are several; default: 300.", least=1
+    )
     dp: int = setting(
         1,
-        "Data parallel attention size: the devices of tp form this many groups, each with its"
-        " own requests and KV cache.",
+        "Data parallel attention size: the devices of tp form this many groups, each with"
+        " its own requests and KV cache. Must divide tp; default: 1.",
         least=1,
     )
     ep: int = setting(
         1,
-        "Expert parallel size: the number of devices that whole experts are spread over; 1 splits every expert.",
+        "Expert parallel size: the number of devices that whole experts are spread over;"
+        " must divide tp. Default: 1, which splits every expert.",
         least=1,
     )
     expert_dispatch: str = setting(
         "auto",
-        "All-to-all of expert parallelism: ragged, fixed, one that the device offers, or auto"
-        " (the device's, else ragged).",
+        "All-to-all of expert parallelism, with --ep above 1: ragged, fixed, one that the"
+        " device offers, or auto (default: the device's, else ragged).",
     )
     model_impl: str = setting(
         "auto",
-        "Model implementation: native (sglcore), transformers, or auto (native if the architecture has one).",
+        "Model implementation: native (sglcore), transformers, or auto (default: native if the architecture has one).",
         choices=("auto", "native", "transformers"),
     )
     trust_remote_code: bool = setting(
-        False, "Allow Python code from the checkpoint folder to run if no other implementation serves the model."
+        False,
+        "Allow Python code from the checkpoint folder to run if no other implementation"
+        " serves the model. Default: off.",
     )
     skip_tokenizer: bool = setting(
-        False, "Load no tokenizer: prompts and answers are token ids; requests that need text are refused."
+        False,
+        "Load no tokenizer: prompts and answers are token ids; requests that need text are refused. Default: off.",
     )
     task: str = setting(
         "auto",
-        "Task of the model: generate (text), embed (one vector per prompt), or auto (what the checkpoint is made for).",
+        "Task of the model: generate (text), embed (one vector per prompt), or auto"
+        " (default: what the checkpoint is made for).",
         choices=("auto", "generate", "embed"),
     )
     dtype: str = setting(
         "auto",
-        "Data type of weights and activations: auto (the checkpoint's), float32, bfloat16, float16, or float64 if "
-        "the device computes in it.",
+        "Data type of weights and activations: auto (default: the checkpoint's), float32,"
+        " bfloat16, float16, or float64 if the device computes in it.",
         choices=("auto", "float32", "bfloat16", "float16", "float64"),
     )
     max_model_len: int | None = setting(
-        None, "Context length of each request, in tokens; default: the checkpoint's.", least=1
+        None,
+        "Maximum number of tokens of a request, prompt and answer. Default: the"
+        " checkpoint's context length, or less if the KV cache is too small.",
+        least=1,
     )
-    max_requests: int = setting(256, "Maximum number of running requests.", least=1)
+    max_requests: int = setting(
+        256,
+        "Maximum number of running requests, in each group with --dp; default: 256, or less if memory is short.",
+        least=1,
+    )
     max_batch_tokens: int = setting(
-        2048, "Maximum number of tokens in one step; longer prompts are prefilled in chunks.", least=1
+        2048, "Maximum number of tokens in one step; longer prompts are prefilled in chunks. Default: 2048.", least=1
     )
-    page_size: int | None = setting(None, "Tokens per page of the KV cache.", least=1)
+    page_size: int | None = setting(
+        None,
+        "Tokens per page of the KV cache; default: the device's, or a multiple of it that the model needs.",
+        least=1,
+    )
     kv_cache_memory: int | None = setting(
-        None, "Size of the KV cache in bytes, such as 512M or 4G.", least=1, is_memory=True
+        None,
+        "Size of the KV cache per device in bytes, such as 512M or 4G; default: what"
+        " --memory-fraction leaves, or a share of the free memory.",
+        least=1,
+        is_memory=True,
     )
     memory_fraction: float | None = setting(
         None,
-        "Fraction of the device's memory that weights, KV cache and everything else on it may use, such as 0.9;"
-        " kv_cache_memory takes precedence.",
+        "Fraction of the device's memory that weights, KV cache and everything else on it"
+        " may use, such as 0.9. No effect with --kv-cache-memory. Default: a share of the"
+        " free memory for the KV cache.",
         least=0,
         most=1,
     )
     snapshot_memory: int | None = setting(
         None,
-        "Memory for saved states of recurrent layers, which the prefix cache restores, such as 1G.",
+        "Memory per device for saved states of recurrent layers, which the prefix cache"
+        " restores, in bytes, such as 1G. Only for models with such layers; default: up to a"
+        " quarter of the memory that is left.",
         is_memory=True,
     )
     kv_cache_dtype: str = setting(
         "auto",
-        "Data type of the KV cache: auto (the model's), fp8 (latent attention), or one that"
-        " the device offers, such as int8.",
+        "Data type of the KV cache: auto (default: the model's), fp8 (latent attention), or"
+        " one that the device offers, such as int8.",
     )
     hisparse: str | None = setting(
         None,
-        "Offload the KV cache of sparse attention to host memory; the device keeps the entries used last: on,"
-        ' a JSON object such as {"device_buffer_size": 4096}, or a file that contains one.',
+        "Offload the KV cache of sparse attention to host memory; the device keeps the"
+        ' entries used last: on, a JSON object such as {"device_buffer_size": 4096}, or a'
+        " file that contains one. Only for models with sparse attention, without speculation"
+        " and --dp. Default: no offload.",
     )
     attention_backend: str | None = setting(None, "Attention backend; default: the device's first that fits the model.")
     graph: str = setting(
         "auto",
-        "Graph capture: full, breakable, piecewise, native, compiled (each if the device offers it), off, or auto.",
+        "Graph capture: full, breakable, piecewise, native, compiled (each if the device"
+        " offers it), off, or auto (default: the device's choice).",
     )
     graph_buckets: tuple[int, ...] = setting(
         (),
-        "Batch size of a decode graph; may be repeated. Default: the powers of two up to"
-        " max_requests, and max_requests,"
-        " but at most 256 for stream capture and 64 otherwise.",
+        "Batch size, in requests, of a decode graph; may be repeated. Default: the powers"
+        " of two up to max_requests, and max_requests, but at most 256 for stream capture"
+        " and 64 otherwise.",
     )
-    graph_token_buckets: tuple[int, ...] = setting((), "Token count of a prefill graph; may be repeated.")
-    overlap: bool | None = setting(None, "Schedule the next step while the current one runs on the device.")
+    graph_token_buckets: tuple[int, ...] = setting(
+        (),
+        "Number of prompt tokens in a prefill graph, if the graph capture includes prefill;"
+        " may be repeated. Default: powers of two from 16 up to the tokens of a step, and"
+        " values between them.",
+    )
+    overlap: bool | None = setting(
+        None,
+        "Schedule the next step while the current one runs on the device. Default: on if"
+        " the device runs ahead of the host.",
+    )
     prompt_slices: str = setting(
         "off",
         "Layered prefill: run prompts a few layers at a time between decode steps. auto"
-        " chooses slices that decoding hardly"
-        " notices, a number sets tokens x layers per slice, off prefills in chunks.",
+        " chooses slices that decoding hardly notices, a number sets tokens x layers per"
+        " slice, off (default) prefills in chunks. Not with speculation or --hisparse.",
     )
     prompt_lane: str = setting(
         "auto",
-        "How layered prefill shares the device with decoding: partition (its own part of the compute units),"
-        " priority (a stream of lower priority), interleave (between decode steps), or auto.",
+        "How layered prefill shares the device with decoding: partition (its own part of"
+        " the compute units), priority (a stream of lower priority), interleave (between"
+        " decode steps), or auto (default: the first that the device can). Needs"
+        " --prompt-slices.",
         choices=("auto", "partition", "priority", "interleave"),
     )
     two_batch_overlap: str = setting(
         "off",
-        "Run a batch as two micro-batches, so that one computes while the other communicates: on, off,"
-        " or auto (on if it is measured to be faster at start-up).",
+        "Run a batch as two micro-batches, so that one computes while the other"
+        " communicates: on, off (default), or auto (on if it is measured to be faster at"
+        " start-up; needs --tp above 1).",
         choices=("off", "on", "auto"),
     )
-    prefix_cache: bool = setting(True, "Reuse the KV cache of prompts that start alike.")
-    strict: bool = setting(False, "Refuse to start if any choice is a downgrade of what was requested.")
-    threads: int | None = setting(None, "Number of CPU threads for a model that runs on the processor.", least=1)
-    poison: bool = setting(False, "Debugging: overwrite the input buffers before each step to detect stale reads.")
-    eager_input_no_copy: bool = setting(False, "Without graphs, run on inputs that are on the device without copying.")
+    prefix_cache: bool = setting(True, "Reuse the KV cache of prompts that start alike. Default: on.")
+    strict: bool = setting(False, "Refuse to start if any choice is a downgrade of what was requested. Default: off.")
+    threads: int | None = setting(
+        None,
+        "Threads per rank of a model that runs on the processor; default: one per physical core, 1 for a small model.",
+        least=1,
+    )
+    poison: bool = setting(
+        False, "Debugging: overwrite the input buffers before each step to detect stale reads. Default: off."
+    )
+    eager_input_no_copy: bool = setting(
+        False,
+        "Without graphs, run on inputs that are on the device without copying them to the"
+        " static buffers. Default: off.",
+    )
     quantize: str = setting(
         "auto",
-        "Quantize the weights of linear layers at load: int8 or int4; auto keeps the checkpoint's weights;"
-        " none dequantizes them (exact activations, more memory).",
+        "Quantize the weights of linear layers at load: int8 or int4; auto (default) keeps"
+        " the checkpoint's weights; none dequantizes them (exact activations, more memory).",
         choices=("auto", "none", "int8", "int4"),
     )
     speculative: str | None = setting(
         None,
         f"Speculative decoding; the text stays the same. Drafts come from {sources_text()}, off,"
-        " or auto (what the checkpoint brings, if it is measured to be faster at start-up).",
+        " or auto (what the checkpoint brings, if it is measured to be faster at start-up)."
+        " Default: the kind of --draft-model, else off; in sglcore serve, auto for a checkpoint"
+        " with a draft folder.",
         choices=("auto", "off", *DRAFT_KINDS),
     )
     draft_model: str | None = setting(
@@ -193,46 +256,52 @@ class EngineConfig:
     )
     draft_tokens: int | None = setting(
         None,
-        f"Number of draft tokens per step, at most {MOST_DRAFTS}; default: the number measured"
-        " to be fastest, possibly 0.",
+        f"Number of draft tokens per step, at most {MOST_DRAFTS}. Default: 7 for a tree; otherwise"
+        " the number measured to be fastest, possibly 0, or 4 with several ranks or another"
+        " --speculative-verify than coupled.",
         least=1,
         most=MOST_DRAFTS,
     )
     draft_width: int = setting(
         1,
-        "Number of draft tokens per position; more than 1 drafts a tree, whose --draft-tokens"
-        " most likely nodes (default 7)"
-        f" are verified. For {', '.join(IN_TREES[:-1])} and {IN_TREES[-1]}.",
+        f"Number of draft tokens per position, at most {MOST_BEAMS}; default: 1. More than 1 drafts"
+        " a tree, whose --draft-tokens most likely nodes are verified. For"
+        f" {', '.join(IN_TREES[:-1])} and {IN_TREES[-1]}, with --speculative-verify coupled.",
         least=1,
         most=MOST_BEAMS,
     )
     draft_depth: int | None = setting(
         None,
-        "Maximum depth of a draft tree; default: 5, or less if the draft model allows less.",
+        "Maximum depth of a draft tree, in tokens; needs --draft-width above 1. Default: 5,"
+        " or less with few --draft-tokens or a large --draft-width.",
         least=1,
         most=MOST_DRAFTS,
     )
     speculative_verify: str = setting(
         "coupled",
-        "Acceptance rule of draft tokens: coupled (same text as without speculation), or the same probability"
-        " distribution only: rejection (token by token) or block (whole draft at once).",
+        "Acceptance rule of draft tokens: coupled (default: same text as without"
+        " speculation), or the same probability distribution only: rejection (token by"
+        " token) or block (whole draft at once).",
         choices=("coupled", "rejection", "block"),
     )
     kernels: str = setting(
-        "auto", 'Kernel table of the device; "reference" uses the slow reference kernels, to compare results.'
+        "auto",
+        'Kernel table of the device; "reference" uses the slow reference kernels, to'
+        " compare results. Default: auto, the device's choice.",
     )
     generation_config: str = setting(
         "auto",
-        "Default sampling parameters: auto (generation_config.json of the checkpoint) or none.",
+        "Default sampling parameters: auto (default: generation_config.json of the checkpoint) or none.",
         choices=("auto", "none"),
     )
     grammar_backend: str = setting(
         "auto",
-        "Library for structured output: auto, llguidance, xgrammar or off.",
+        "Library for structured output: auto (default: llguidance, or off if it cannot be"
+        " used), llguidance, xgrammar or off.",
         choices=("auto", "llguidance", "xgrammar", "off"),
     )
     shadow: int = setting(
-        0, "Debugging: also run every Nth graph replay eagerly and compare the results; 0 is never.", least=0
+        0, "Debugging: also run every Nth graph replay eagerly and compare the results; 0 (default) is never.", least=0
     )
     system_root: str | None = setting(None, "Directory in which hardware probes look for system files; default: /.")
     sources: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}), compare=False)

@@ -23,100 +23,163 @@ class ServerConfig:
     `NAME=AMOUNT`, such as CPU=4.
     """
 
-    host: str = setting("127.0.0.1", "Address to listen on; 0.0.0.0 listens on all addresses of this machine.")
-    port: int = setting(8000, "Port to listen on; 0 takes a free one.", least=0)
-    served_model_name: tuple[str, ...] = setting((), "Model name that requests use; may be repeated.")
+    host: str = setting(
+        "127.0.0.1", "Address to listen on; default: 127.0.0.1. 0.0.0.0 listens on all addresses of this machine."
+    )
+    port: int = setting(8000, "Port to listen on; default: 8000. 0 takes a free one.", least=0)
+    served_model_name: tuple[str, ...] = setting(
+        (), "Model name that requests use; may be repeated. Default: the model's own name."
+    )
     api_key: tuple[str, ...] = setting(
         (), "Key that a request must send; may be repeated. Without keys, every request is served.", is_secret=True
     )
-    api_key_file: str | None = setting(None, "File with keys, one per line.")
+    api_key_file: str | None = setting(None, "File with keys, one per line, in addition to those of --api-key.")
     ssl_certfile: str | None = setting(None, "File with the server's certificate and its chain; turns TLS on.")
-    ssl_keyfile: str | None = setting(None, "Private key of the certificate, if ssl_certfile does not contain it.")
-    ssl_keyfile_password: str | None = setting(None, "Password of the private key.", is_secret=True)
+    ssl_keyfile: str | None = setting(
+        None, "Private key of the certificate, if ssl_certfile does not contain it; needs --ssl-certfile."
+    )
+    ssl_keyfile_password: str | None = setting(
+        None, "Password of the private key; needs --ssl-certfile.", is_secret=True
+    )
     ssl_ca_certs: str | None = setting(
-        None, "File with CA certificates. Clients must then present a certificate signed by one of them."
+        None,
+        "File with CA certificates. Clients must then present a certificate signed by one"
+        " of them. Needs --ssl-certfile.",
     )
     allowed_hosts: tuple[str, ...] = setting(
-        (), "Additional Host header that a server on loopback accepts; may be repeated."
+        (),
+        "Additional host name, without port, that a request's Host header may have; may be"
+        " repeated, * allows all. Checked on a loopback address, and on any if given.",
     )
     cors_origins: tuple[str, ...] = setting(
-        (), "Origin whose pages may call the server from a browser; may be repeated, * allows all."
+        (), "Origin whose pages may call the server from a browser; may be repeated, * allows all. Default: none."
     )
-    max_request_bytes: int = setting(8 << 20, "Maximum size of a request body, in bytes.", least=1)
-    max_batch_file_bytes: int = setting(200 << 20, "Maximum size of an uploaded batch file, in bytes.", least=1)
-    max_header_bytes: int = setting(32 << 10, "Maximum size of a request's headers, in bytes.", least=1)
-    max_connections: int = setting(4096, "Maximum number of open connections.", least=1)
+    max_request_bytes: int = setting(
+        8 << 20, "Maximum size of a request body, in bytes; default: 8388608 (8 MiB).", least=1
+    )
+    max_batch_file_bytes: int = setting(
+        200 << 20, "Maximum size of an uploaded batch file, in bytes; default: 209715200 (200 MiB).", least=1
+    )
+    max_header_bytes: int = setting(
+        32 << 10, "Maximum size of a request's headers, in bytes; default: 32768 (32 KiB).", least=1
+    )
+    max_connections: int = setting(
+        4096,
+        "Maximum number of open connections; default: 4096, or less if the limit of open files is lower. More get 503.",
+        least=1,
+    )
     max_concurrent_requests: int = setting(
-        1024, "Maximum number of requests in progress; further requests get 429.", least=1
+        1024, "Maximum number of POST requests in progress, at most 1024 by default; more get 429.", least=1
     )
     max_queued_requests: int = setting(
-        2048, "Maximum number of requests that wait for the scheduler; further requests get 429.", least=0
+        2048,
+        "Maximum number of samples that wait for a place in a batch, over all replicas;"
+        " requests beyond it get 429. Default: 2048.",
+        least=0,
     )
-    max_prompts: int = setting(1024, "Maximum number of prompts in one request.", least=1)
-    max_n: int = setting(64, "Maximum number of samples per prompt (n).", least=1)
-    max_logprobs: int = setting(20, "Maximum number of alternatives per token (top_logprobs).", least=0)
+    max_prompts: int = setting(1024, "Maximum number of prompts in one request; default: 1024.", least=1)
+    max_n: int = setting(64, "Maximum number of samples per prompt (n); default: 64.", least=1)
+    max_logprobs: int = setting(20, "Maximum number of alternatives per token (top_logprobs); default: 20.", least=0)
     max_prompt_tokens: int | None = setting(
         None, "Maximum number of tokens in a prompt; default: what the context length allows.", least=1
     )
-    vllm_metrics: bool = setting(False, "Export the metrics under vLLM's names as well.")
-    strict_fields: bool = setting(False, "Reject requests that have unknown fields.")
+    vllm_metrics: bool = setting(False, "Export the metrics under vLLM's names as well. Default: off.")
+    strict_fields: bool = setting(
+        False,
+        "Reject requests that have unknown fields. Default: off, which ignores them and"
+        " names them in a response header.",
+    )
     max_stored_responses: int = setting(
-        256, "Number of /v1/responses answers that are stored for later requests.", least=0
+        256,
+        "Number of /v1/responses answers that are stored for later requests, up to 64 MiB in total; default: 256.",
+        least=0,
     )
     batch_folder: str | None = setting(
         None, "Folder that stores the files and batches of /v1/files and /v1/batches; default: both are off."
     )
-    max_batch_requests: int = setting(16, "Maximum number of batch requests that run at the same time.", least=1)
-    header_timeout: float = setting(10.0, "Seconds that a client may take to send the request headers.")
-    body_timeout: float = setting(30.0, "Seconds that a client may take to send the request body.")
-    write_timeout: float = setting(120.0, "Seconds after which a client that reads nothing is disconnected.")
+    max_batch_requests: int = setting(
+        16, "Maximum number of batch requests that run at the same time; needs --batch-folder. Default: 16.", least=1
+    )
+    header_timeout: float = setting(10.0, "Seconds that a client may take to send the request headers; default: 10.")
+    body_timeout: float = setting(30.0, "Seconds that a client may take to send the request body; default: 30.")
+    write_timeout: float = setting(
+        120.0, "Seconds after which a client that reads nothing is disconnected; default: 120."
+    )
     sse_keep_alive: float = setting(
-        15.0, "Seconds without output after which a stream sends a comment to keep the connection open."
+        15.0, "Seconds without output after which a stream sends a comment to keep the connection open; default: 15."
     )
-    keep_alive: float = setting(75.0, "Seconds that an idle connection stays open.")
-    drain_timeout: float = setting(30.0, "Seconds that running requests may take to finish when the server stops.")
+    keep_alive: float = setting(75.0, "Seconds that an idle connection stays open; default: 75.")
+    drain_timeout: float = setting(
+        30.0, "Seconds that running requests may take to finish when the server stops; default: 30."
+    )
     shutdown_timeout: float = setting(
-        10.0, "Seconds that an engine process may take to release its device at shutdown; then it is killed."
+        10.0,
+        "Seconds that an engine process may take to release its device at shutdown; then it is killed. Default: 10.",
     )
-    restart: bool = setting(False, "Restart an engine process that died.")
-    heartbeat_timeout: float = setting(20.0, "Seconds without a heartbeat after which an engine process is killed.")
-    step_timeout: float = setting(600.0, "Seconds that one step may take before its engine process is killed.")
-    replicas: int = setting(1, "Number of engine processes (data parallel replicas) behind this endpoint.", least=1)
+    restart: bool = setting(
+        False, "Restart an engine process that died. Default: off for one replica; several are always restarted."
+    )
+    heartbeat_timeout: float = setting(
+        20.0,
+        "Seconds without a heartbeat after which an engine process is killed, at least 120"
+        " during its start; default: 20.",
+    )
+    step_timeout: float = setting(
+        600.0, "Seconds that one step may take before its engine process is killed; default: 600."
+    )
+    replicas: int = setting(
+        1,
+        "Number of engine processes (data parallel replicas) behind this endpoint; default: 1. Not with --nodes.",
+        least=1,
+    )
     replica_env: tuple[str, ...] = setting(
-        (), "Environment variable of each replica, NAME=VALUE, where {index} is its number; may be repeated."
+        (), "Environment variable of each replica, NAME=VALUE, where {index} is its number from 0; may be repeated."
     )
     role: str = setting(
         "both",
-        "Role in prefill/decode disaggregation: both (no disaggregation), prompt (prefill, also for other engines),"
-        " or decode (the engines of --peers prefill).",
+        "Role in prefill/decode disaggregation: both (default: no disaggregation), prompt"
+        " (prefill, also for other engines; needs --pages-address), or decode (the engines"
+        " of --peers prefill).",
         choices=("both", "prompt", "decode"),
     )
     peers: tuple[str, ...] = setting(
-        (), "Prefill engines of a decode engine, HOST:PORT; separated by commas, or repeated."
+        (),
+        "Prefill engines of a decode engine, HOST:PORT; separated by commas, or repeated."
+        " Only with --role decode, which needs it.",
     )
     pages_address: str | None = setting(
-        None, "HOST:PORT on which a prefill engine serves KV pages; each further replica takes the next port."
+        None,
+        "HOST:PORT on which a prefill engine serves KV pages; each further replica takes"
+        " the next port. Only with --role prompt, which needs it.",
     )
     pages_secret: str | None = setting(
-        None, "Secret that prefill and decode engines share; connections without it are refused.", is_secret=True
+        None,
+        "Secret that prefill and decode engines share; connections without it are refused."
+        " Needed if --pages-address is not a loopback address.",
+        is_secret=True,
     )
     ray: str | None = setting(
-        None, "Start the replicas, or the nodes of one model, with Ray: address of a cluster, auto, or local."
+        None,
+        "Start the replicas, or the nodes of one model, with Ray: address of a cluster,"
+        " auto, or local. Needs sglcore[ray].",
     )
-    ray_resources: tuple[str, ...] = setting((), "Ray resource of each replica, NAME=AMOUNT; may be repeated.")
+    ray_resources: tuple[str, ...] = setting(
+        (), "Ray resource of each replica, NAME=AMOUNT, such as GPU=1; may be repeated. No effect without --ray."
+    )
     tool_parser: str = setting(
-        "auto", "Parser of tool calls: auto (detected from the chat template), off, or a parser's name."
+        "auto", "Parser of tool calls: auto (default: detected from the chat template), off, or a parser's name."
     )
     reasoning_parser: str = setting(
-        "auto", "Parser of reasoning: auto (detected from the chat template), off, or a parser's name."
+        "auto", "Parser of reasoning: auto (default: detected from the chat template), off, or a parser's name."
     )
     chat_template: str | None = setting(None, "File with a chat template that replaces the checkpoint's.")
     otlp_traces_endpoint: str | None = setting(
-        None, "OTLP/HTTP collector that receives a trace of each request, such as http://127.0.0.1:4318."
+        None,
+        "OTLP/HTTP collector that receives a trace of each request, such as http://127.0.0.1:4318; default: no traces.",
     )
     log_file: str | None = setting(None, "File to log to; default: standard error.")
     log_level: str = setting(
-        "info", "Log level: debug, info, warning or error.", choices=("debug", "info", "warning", "error")
+        "info", "Log level: debug, info (default), warning or error.", choices=("debug", "info", "warning", "error")
     )
     sources: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}), compare=False)
     """Where each value that is no default came from, by the setting's name: "argument" or the
