@@ -32,7 +32,8 @@ from sglcore_cpu.arena import huge_zeros
 from sglcore_cpu.choice import NAMES, NATIVE, TORCH, choose_kernels, engine_of_one
 from sglcore_cpu.kernels.extension import extension_row, find_extension
 from sglcore_cpu.kernels.kv_pool import INT8_POOL
-from sglcore_cpu.kernels.table import SERVED, is_native
+from sglcore_cpu.kernels.operands import SERVED
+from sglcore_cpu.kernels.table import is_native
 from sglcore_cpu.kernels.torch_kernels import torch_kernels
 from sglcore_cpu.ledger_rows import kernel_rows, pages_row
 from sglcore_cpu.memory import available_memory, total_memory, weight_bytes

@@ -12,6 +12,7 @@ import argparse
 import hashlib
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -27,6 +28,9 @@ PROCESSOR = "processor.cpp"
 PLAIN = ("api.cpp", "pool.cpp", PROCESSOR)
 """Sources that are compiled once. Each folder of sources is a topic, compiled once for each
 instruction set."""
+
+KERNELS = re.compile(r"^SGL_KERNELS\((\w+),", re.MULTILINE)
+"""Finds the names of the lists of kernels in a source file."""
 
 HERE, ALL, NONE = "here", "all", "none"
 SETTING = "SGLCORE_CPU_BUILD"
@@ -256,18 +260,31 @@ def cores() -> int:
     return min(usable, 8)
 
 
+def kernel_lists(topic: str, sources: Path = SOURCES) -> tuple[str, ...]:
+    """Return the names of the lists of kernels (`SGL_KERNELS` in kernels.h) in a topic's files.
+    Raises `BuildError` if there is none."""
+    texts = (path.read_text(encoding="utf-8") for path in sorted((sources / topic).glob("*.cpp")))
+    found = tuple(name for text in texts for name in KERNELS.findall(text))
+    if not found:
+        raise BuildError(f"no file of {sources / topic} offers kernels; wanted SGL_KERNELS (see kernels.h) at its end")
+    return found
+
+
 def registry_text(variant: Variant, sources: Path = SOURCES) -> str:
-    """Return the C++ source that lists the instruction sets and topics."""
-    chosen = variant.topics or topics(sources)
+    """Return the C++ source that lists the instruction sets and the lists of kernels. Raises
+    `BuildError` for a topic without kernels, and for two lists of one name."""
+    chosen = [name for topic in variant.topics or topics(sources) for name in kernel_lists(topic, sources)]
+    if twice := sorted({name for name in chosen if chosen.count(name) > 1}):
+        raise BuildError(f"two files of the native sources name their list of kernels {', '.join(twice)}")
     lines = ['#include "library.h"']
     for one in variant.instruction_sets:
-        declared = " ".join(f"extern const KernelList {topic}_kernels;" for topic in chosen)
+        declared = " ".join(f"extern const KernelList {name}_kernels;" for name in chosen)
         lines.append(f"namespace sgl::{one.name} {{ {declared} }}")
     lines.append("namespace sgl {")
     for one in variant.instruction_sets:
-        listed = ", ".join(f"&{one.name}::{topic}_kernels" for topic in chosen)
-        lines.append(f"static const KernelList* const {one.name}_topics[] = {{{listed}}};")
-    sets = ", ".join(f'{{"{s.name}", {s.level}, {s.name}_topics, {len(chosen)}}}' for s in variant.instruction_sets)
+        listed = ", ".join(f"&{one.name}::{name}_kernels" for name in chosen)
+        lines.append(f"static const KernelList* const {one.name}_lists[] = {{{listed}}};")
+    sets = ", ".join(f'{{"{s.name}", {s.level}, {s.name}_lists, {len(chosen)}}}' for s in variant.instruction_sets)
     lines.append(f"const InstructionSet kInstructionSets[] = {{{sets}}};")
     lines.append(f"const int kNumInstructionSets = {len(variant.instruction_sets)};")
     lines.append(f'const char* const kSourceDigest = "{source_digest(sources)}";')

@@ -10,8 +10,9 @@ import torch
 from sglcore.device.ledger import Row
 from sglcore.runtime.bring_up import LoadedModel
 from sglcore_cpu.arena import huge_pages
+from sglcore_cpu.kernels.operands import SERVED
 from sglcore_cpu.kernels.packed import ClosedWeight
-from sglcore_cpu.kernels.table import SERVED, is_native
+from sglcore_cpu.kernels.table import is_native
 
 PLAIN = "plain"
 NATIVE_EXPERTS = Row("experts", "auto", "native", "only the chosen experts are computed", "--kernels torch")

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from sglcore.runtime.kernels import reference_kernels
-from sglcore_cpu.kernels.operands import INDEX_BYTES, same_dtype
+from sglcore_cpu.kernels.implements import implements
+from sglcore_cpu.kernels.operands import INDEX_BYTES, same_dtype, takes
 from sglcore_cpu.native import TYPES, Engine
 
 SUM_EPS = 1e-20
@@ -31,6 +32,7 @@ class Experts:
             engine.kernel(name).bind() for name in ("top_k_routing", "scored_routing", "hash_routing", "moe")
         )
 
+    @implements(takes)
     def top_k_routing(self, logits: Tensor, k: int, normalize: bool) -> tuple[Tensor, Tensor]:
         """Choose the k largest logits; among equal ones the lower expert index first."""
         if not _is_plain(logits):
@@ -39,6 +41,7 @@ class Experts:
         self._top_k(**_routing(logits, weights, ids, normalize))
         return weights, ids
 
+    @implements(takes)
     def sigmoid_routing(
         self, logits: Tensor, bias: Tensor, k: int, groups: int, top_groups: int, normalize: bool, scale: float
     ) -> tuple[Tensor, Tensor]:
@@ -47,12 +50,14 @@ class Experts:
             return reference_kernels.sigmoid_routing(logits, bias, k, groups, top_groups, normalize, scale)
         return self._scored_by(SIGMOID, logits, bias, k, (groups, top_groups), normalize, scale)
 
+    @implements(takes)
     def sqrtsoftplus_routing(self, logits: Tensor, bias: Tensor, k: int, scale: float) -> tuple[Tensor, Tensor]:
         """Choose by sqrt(softplus) scores; among equal ones the lower expert index first."""
         if not (_is_plain(logits) and _is_wide(bias)):
             return reference_kernels.sqrtsoftplus_routing(logits, bias, k, scale)
         return self._scored_by(ROOT_OF_SOFTPLUS, logits, bias, k, (1, 1), True, scale)
 
+    @implements(takes)
     def hash_routing(self, logits: Tensor, input_ids: Tensor, table: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         """Compute the scores of the chosen experts only."""
         ids_bytes = INDEX_BYTES.get(input_ids.dtype)
@@ -75,6 +80,7 @@ class Experts:
         found = self._mixed(GATED, hidden, weights, ids, w13, w2)
         return reference_kernels.moe(hidden, weights, ids, w13, w2) if found is None else found
 
+    @implements(takes)
     def limited_moe(
         self, hidden: Tensor, weights: Tensor, ids: Tensor, w13: Tensor, w2: Tensor, limit: float
     ) -> Tensor:

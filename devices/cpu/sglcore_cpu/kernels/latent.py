@@ -10,9 +10,28 @@ from torch import Tensor
 
 from sglcore.runtime.kernels import reference_sparse
 from sglcore.runtime.kernels.row_codec import RowCodec
+from sglcore_cpu.kernels.implements import implements
 from sglcore_cpu.kernels.operands import INDEX_BYTES
 from sglcore_cpu.kernels.sparse import address, are_indices, form_of, is_known, last_is_plain, refusal
 from sglcore_cpu.native import TYPES, Engine
+
+
+def takes_store(x: Tensor, weight: Tensor, *others: object) -> str:
+    """Return why a store is refused, empty if it is taken: the norm's weight must be float32, the
+    pool's rows float32, bfloat16 or the bytes of a codec."""
+    floats = [each.dtype for each in others if isinstance(each, Tensor) and each.ndim == 2]
+    rows = floats[-1]
+    wide = weight.dtype is torch.float32
+    stores = wide and rows in {*TYPES, torch.uint8}
+    return refusal(x) or ("" if stores else f"it stores rows of float32 and bfloat16, not of {rows}")
+
+
+def takes_one(*call: object) -> str:
+    """Return why a call is refused, empty if it is taken: every floating-point argument must be
+    float32 or have the dtype of the first one."""
+    tensors = [each for each in call if isinstance(each, Tensor) and each.is_floating_point()]
+    others = {each.dtype for each in tensors} - {torch.float32, tensors[0].dtype}
+    return refusal(tensors[0]) or ("" if not others else f"it takes no {others.pop()} together with {tensors[0].dtype}")
 
 
 class Latent:
@@ -25,6 +44,7 @@ class Latent:
             engine.kernel(name).bind() for name in ("rope_tail", "norm_store", "grouped_linear", "hc_pre", "hc_post")
         )
 
+    @implements(takes_one)
     def rope_tail(
         self, x: Tensor, positions: Tensor, cos_sin_cache: Tensor, norm_eps: float | None, is_inverse: bool
     ) -> Tensor:
@@ -50,6 +70,7 @@ class Latent:
         )
         return out
 
+    @implements(takes_store)
     def norm_rope_store(
         self,
         x: Tensor,
@@ -68,6 +89,7 @@ class Latent:
         else:
             self._store(x, weight, None, eps, positions, cos_sin_cache, rows, out_rows, codec)
 
+    @implements(takes_store)
     def index_key_store(
         self,
         x: Tensor,
@@ -117,6 +139,7 @@ class Latent:
             **form_of(rows, codec),
         )
 
+    @implements(takes_one)
     def grouped_linear(self, x: Tensor, weight: Tensor) -> Tensor:
         """Multiply each group by its own weight; threads divide the outputs of a group."""
         group_stride, output_stride, input_stride = weight.stride()
@@ -141,6 +164,7 @@ class Latent:
         )
         return out
 
+    @implements(takes_one)
     def hc_pre(
         self, h: Tensor, fn: Tensor, base: Tensor, scale: Tensor, norm_eps: float, hc_eps: float, iters: int
     ) -> tuple[Tensor, Tensor, Tensor]:
@@ -152,6 +176,7 @@ class Latent:
         comb = self._empty(tokens, streams, streams, dtype=torch.float32)
         return self._mixed(h, fn, base, scale, norm_eps, hc_eps, iters, (post, comb)), post, comb
 
+    @implements(takes_one)
     def hc_head(self, h: Tensor, fn: Tensor, base: Tensor, scale: Tensor, norm_eps: float, hc_eps: float) -> Tensor:
         """Reduce the streams to one, which is the first result of `hc_pre`."""
         if not (_are_streams(h) and fn.is_contiguous()):
@@ -190,6 +215,7 @@ class Latent:
         )
         return x
 
+    @implements(takes_one)
     def hc_post(self, x: Tensor, h: Tensor, post: Tensor, comb: Tensor) -> Tensor:
         """Add x to every mixed stream in one pass."""
         if not (last_is_plain(x) and _are_streams(h) and post.is_contiguous() and comb.is_contiguous()):
@@ -210,24 +236,6 @@ class Latent:
             type=TYPES[h.dtype],
         )
         return out
-
-
-def takes_store(x: Tensor, weight: Tensor, *others: object) -> str:
-    """Return why a store is refused, empty if it is taken: the norm's weight must be float32, the
-    pool's rows float32, bfloat16 or the bytes of a codec."""
-    floats = [each.dtype for each in others if isinstance(each, Tensor) and each.ndim == 2]
-    rows = floats[-1]
-    wide = weight.dtype is torch.float32
-    stores = wide and rows in {*TYPES, torch.uint8}
-    return refusal(x) or ("" if stores else f"it stores rows of float32 and bfloat16, not of {rows}")
-
-
-def takes_one(*call: object) -> str:
-    """Return why a call is refused, empty if it is taken: every floating-point argument must be
-    float32 or have the dtype of the first one."""
-    tensors = [each for each in call if isinstance(each, Tensor) and each.is_floating_point()]
-    others = {each.dtype for each in tensors} - {torch.float32, tensors[0].dtype}
-    return refusal(tensors[0]) or ("" if not others else f"it takes no {others.pop()} together with {tensors[0].dtype}")
 
 
 def _are_streams(h: Tensor) -> bool:

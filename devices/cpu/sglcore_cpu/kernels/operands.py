@@ -13,9 +13,19 @@ from sglcore_cpu.native import TYPES
 
 INDEX_BYTES: Mapping[torch.dtype, int] = MappingProxyType({torch.int32: 4, torch.int64: 8})
 
+SERVED = (torch.float32, torch.bfloat16)
+"""Element types that the native kernels compute in."""
+
 Rows = tuple[int, int, int, int, int]
 """(number of rows, outer stride, inner rows per outer row, inner stride, row width); strides and
 width in elements."""
+
+
+def takes(*call: object) -> str:
+    """Return why a kernel refuses the call: the first floating-point argument must be float32 or
+    bfloat16; empty if it is."""
+    dtype = next(arg.dtype for arg in call if isinstance(arg, Tensor) and arg.is_floating_point())
+    return "" if dtype in SERVED else f"it computes in float32 and bfloat16, not in {str(dtype).removeprefix('torch.')}"
 
 
 def same_dtype(first: Tensor, *others: Tensor) -> bool:

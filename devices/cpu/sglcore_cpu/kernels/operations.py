@@ -13,7 +13,8 @@ from torch import Tensor
 from sglcore.runtime.kernels.reference_kernels import norm_rotary_and_store as reference_norm_rotary_and_store
 from sglcore.runtime.kernels.reference_kernels import rotary_and_store as reference_rotary_and_store
 from sglcore.runtime.kernels.table import KernelTable
-from sglcore_cpu.kernels.operands import INDEX_BYTES, can_rotate, can_store, rows_of, type_of_norm
+from sglcore_cpu.kernels.implements import implements
+from sglcore_cpu.kernels.operands import INDEX_BYTES, can_rotate, can_store, rows_of, takes, type_of_norm
 from sglcore_cpu.native import TYPES, Engine
 
 
@@ -52,6 +53,7 @@ class Operations:
         )
         return out
 
+    @implements(takes)
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Normalise the last dimension of x, which may have any number of dimensions."""
         element, rows = TYPES.get(x.dtype), rows_of(x)
@@ -75,6 +77,7 @@ class Operations:
         )
         return out
 
+    @implements(takes)
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """Add and normalise in place: the norm is written to x, the sum to `residual`."""
         element, x_stride, residual_stride = TYPES.get(x.dtype), x.stride(), residual.stride()
@@ -98,6 +101,7 @@ class Operations:
         )
         return x, residual
 
+    @implements(takes)
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
         """Normalise rows; mean and variance take two passes, so a large mean loses no precision."""
         element, strides = TYPES.get(x.dtype), x.stride()
@@ -120,6 +124,7 @@ class Operations:
         )
         return out
 
+    @implements(takes)
     def silu_and_mul(self, x: Tensor) -> Tensor:
         """Return silu(gate) * up for rows [gate, up]."""
         element, strides = TYPES.get(x.dtype), x.stride()
@@ -132,6 +137,7 @@ class Operations:
         )
         return out
 
+    @implements(takes)
     def limited_silu_and_mul(self, x: Tensor, limit: float) -> Tensor:
         """Return silu(min(gate, limit)) * clamp(up, -limit, limit) for rows [gate, up]."""
         element, strides = TYPES.get(x.dtype), x.stride()
@@ -150,6 +156,7 @@ class Operations:
         )
         return out
 
+    @implements(takes)
     def gelu_tanh_and_mul(self, x: Tensor) -> Tensor:
         """Return gelu_tanh(gate) * up for rows [gate, up]."""
         element, strides = TYPES.get(x.dtype), x.stride()
@@ -162,6 +169,7 @@ class Operations:
         )
         return out
 
+    @implements(takes)
     def gelu(self, x: Tensor) -> Tensor:
         """Apply GELU, with an error function that is accurate to 3e-7."""
         element, strides = TYPES.get(x.dtype), x.stride()
@@ -172,6 +180,7 @@ class Operations:
         self._gelu(x=x.data_ptr(), x_stride=strides[0], out=out.data_ptr(), rows=rows, width=width, type=element)
         return out
 
+    @implements(takes)
     def rotary(
         self, q: Tensor, k: Tensor, positions: Tensor, cos_sin_cache: Tensor, head_dim: int
     ) -> tuple[Tensor, Tensor]:
@@ -181,6 +190,7 @@ class Operations:
         out = self._empty(*k.shape, dtype=k.dtype)
         return self._rotated(q, k, None, positions, cos_sin_cache, head_dim, (out, None, None), (None, None, 0.0)), out
 
+    @implements(takes)
     def rotary_and_store(
         self,
         q: Tensor,
@@ -199,6 +209,7 @@ class Operations:
             return reference_rotary_and_store(q, k, v, positions, cos_sin_cache, head_dim, *cells)
         return self._rotated(q, k, v, positions, cos_sin_cache, head_dim, cells, (None, None, 0.0))
 
+    @implements(takes)
     def norm_rotary_and_store(
         self,
         q: Tensor,
@@ -273,6 +284,7 @@ class Operations:
         )
         return out
 
+    @implements(takes)
     def store_kv(self, key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, out_cache_loc: Tensor) -> None:
         """Store keys and values in one pass."""
         if value.stride()[1:] != key.stride()[1:] or not can_store(key, value, k_cache, v_cache, out_cache_loc):
@@ -319,6 +331,7 @@ class Operations:
         )
         return out
 
+    @implements()
     def cache_locations(
         self, page_table: Tensor, slots: Tensor, positions: Tensor, page_size: int, out: Tensor
     ) -> None:

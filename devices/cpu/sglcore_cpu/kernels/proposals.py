@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from sglcore.runtime.kernels.table import KernelTable
+from sglcore_cpu.kernels.implements import implements
 from sglcore_cpu.native import Engine
 
 
@@ -18,6 +19,7 @@ class Proposals:
         self._reference = KernelTable()
         self._place, self._accept = (engine.kernel(name).bind() for name in ("place_proposals", "accept_proposals"))
 
+    @implements()
     def place_proposals(
         self,
         last: Tensor,
@@ -66,6 +68,7 @@ class Proposals:
             width=ids.shape[0] // max(requests, 1),
         )
 
+    @implements()
     def accept_proposals(
         self,
         drawn: Tensor,

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from sglcore.runtime.kernels.reference_recurrent import L2_EPS
+from sglcore_cpu.kernels.implements import implements
+from sglcore_cpu.kernels.operands import takes
 from sglcore_cpu.native import TYPES, Engine
 
 
@@ -24,6 +26,7 @@ class Recurrent:
             for name in ("causal_conv", "gated_delta_rule", "selective_scan", "gated_rms_norm")
         )
 
+    @implements(takes)
     def causal_conv(
         self,
         x: Tensor,
@@ -54,6 +57,7 @@ class Recurrent:
         )
         return out
 
+    @implements(takes)
     def gated_delta_rule(
         self,
         qkv: Tensor,
@@ -91,6 +95,7 @@ class Recurrent:
         )
         return out
 
+    @implements(takes)
     def selective_scan(
         self,
         xbc: Tensor,
@@ -130,6 +135,7 @@ class Recurrent:
         )
         return out
 
+    @implements(takes)
     def gated_rms_norm(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float, gate_first: bool) -> Tensor:
         """Apply gate and RMS norm in one pass over each group."""
         (rows, width), (groups, size) = x.shape, weight.shape

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from sglcore.runtime.kernels import reference_sparse
 from sglcore.runtime.kernels.row_codec import RowCodec
+from sglcore_cpu.kernels.implements import implements
 from sglcore_cpu.kernels.operands import INDEX_BYTES
 from sglcore_cpu.native import TYPES, Engine
 
@@ -23,6 +24,24 @@ ROW_TYPES: Mapping[torch.dtype, int] = MappingProxyType({**TYPES, torch.float16:
 """The kernels' numbers for the element types of cache rows; uint8 means bytes of a codec."""
 GROUP_UNIT = 16
 """The kernels read codecs with a group size that is a multiple of this."""
+
+
+def takes_rows(q: Tensor, rows: Tensor, chosen: Tensor, more_rows: Tensor | None, *others: object) -> str:
+    """Return why `sparse_mqa` or `paged_mqa` is refused, empty if it is taken. The fourth argument
+    of `paged_mqa` is no pool of rows but int32."""
+    more = [more_rows] if isinstance(more_rows, Tensor) and more_rows.dtype is not torch.int32 else []
+    return refusal(q, rows, *more)
+
+
+def takes_keys(q: Tensor, weights: Tensor, keys: Tensor, *others: object) -> str:
+    """Return why `index_logits` is refused; empty if it is taken."""
+    return refusal(q, keys) or refusal(weights)
+
+
+def takes_state(kv_gate: Tensor, state: Tensor, ape: Tensor, *others: object) -> str:
+    """Return why `compress` is refused; empty if it is taken."""
+    wide = {state.dtype, ape.dtype} == {torch.float32}
+    return refusal(kv_gate) or ("" if wide else f"the state is {state.dtype}, the positional weights {ape.dtype}")
 
 
 class SparseAttention:
@@ -38,6 +57,7 @@ class SparseAttention:
             engine.kernel(name).bind() for name in ("compress", "compress_plan", "list_rows")
         )
 
+    @implements(takes_rows)
     def sparse_mqa(
         self,
         q: Tensor,
@@ -74,6 +94,7 @@ class SparseAttention:
         )
         return out
 
+    @implements(takes_rows)
     def paged_mqa(
         self,
         q: Tensor,
@@ -101,6 +122,7 @@ class SparseAttention:
         )
         return out
 
+    @implements(takes_keys)
     def index_logits(
         self,
         q: Tensor,
@@ -135,6 +157,7 @@ class SparseAttention:
         )
         return out
 
+    @implements()
     def index_top_k(
         self, logits: Tensor, lens: Tensor, table: Tensor, token_slots: Tensor, rows_per_page: int, k: int
     ) -> Tensor:
@@ -154,6 +177,7 @@ class SparseAttention:
         )
         return out
 
+    @implements()
     def window_rows(
         self, table: Tensor, token_slots: Tensor, positions: Tensor, window: int, page_size: int, out: Tensor
     ) -> None:
@@ -163,6 +187,7 @@ class SparseAttention:
         else:
             self._list(table, token_slots, positions, 0, page_size, out)
 
+    @implements()
     def block_rows(
         self, table: Tensor, token_slots: Tensor, positions: Tensor, ratio: int, page_size: int, out: Tensor
     ) -> None:
@@ -187,6 +212,7 @@ class SparseAttention:
             ratio=ratio,
         )
 
+    @implements()
     def compress_plan(
         self,
         slots: Tensor,
@@ -240,6 +266,7 @@ class SparseAttention:
         )
         return None
 
+    @implements(takes_state)
     def compress(self, kv_gate: Tensor, state: Tensor, ape: Tensor, reads: Tensor, writes: Tensor) -> Tensor:
         """Compress completed blocks to rows, then update the state; threads divide the channels of
         each event, then the tokens."""
@@ -266,24 +293,6 @@ class SparseAttention:
             type=TYPES[kv_gate.dtype],
         )
         return out
-
-
-def takes_rows(q: Tensor, rows: Tensor, chosen: Tensor, more_rows: Tensor | None, *others: object) -> str:
-    """Return why `sparse_mqa` or `paged_mqa` is refused, empty if it is taken. The fourth argument
-    of `paged_mqa` is no pool of rows but int32."""
-    more = [more_rows] if isinstance(more_rows, Tensor) and more_rows.dtype is not torch.int32 else []
-    return refusal(q, rows, *more)
-
-
-def takes_keys(q: Tensor, weights: Tensor, keys: Tensor, *others: object) -> str:
-    """Return why `index_logits` is refused; empty if it is taken."""
-    return refusal(q, keys) or refusal(weights)
-
-
-def takes_state(kv_gate: Tensor, state: Tensor, ape: Tensor, *others: object) -> str:
-    """Return why `compress` is refused; empty if it is taken."""
-    wide = {state.dtype, ape.dtype} == {torch.float32}
-    return refusal(kv_gate) or ("" if wide else f"the state is {state.dtype}, the positional weights {ape.dtype}")
 
 
 def refusal(x: Tensor, *rows: Tensor) -> str:

@@ -15,14 +15,16 @@ from sglcore.runtime.kernels.reference_kernels import QuantizedCodes
 from sglcore.runtime.kernels.table import KernelTable, Limited
 from sglcore_cpu.kernels.draw import NativeDraw
 from sglcore_cpu.kernels.experts import Experts
-from sglcore_cpu.kernels.latent import Latent, takes_one, takes_store
+from sglcore_cpu.kernels.implements import entries, implements
+from sglcore_cpu.kernels.latent import Latent
+from sglcore_cpu.kernels.operands import SERVED, takes
 from sglcore_cpu.kernels.operations import Operations
 from sglcore_cpu.kernels.packed import PackedWeight
 from sglcore_cpu.kernels.panels import pack, pack_parts
 from sglcore_cpu.kernels.proposals import Proposals
 from sglcore_cpu.kernels.quantized_form import pack_quantized, quantize
 from sglcore_cpu.kernels.recurrent import Recurrent
-from sglcore_cpu.kernels.sparse import SparseAttention, takes_keys, takes_rows, takes_state
+from sglcore_cpu.kernels.sparse import SparseAttention
 from sglcore_cpu.kernels.torch_kernels import clamped_moe as torch_clamped_moe
 from sglcore_cpu.kernels.torch_kernels import linear as torch_linear
 from sglcore_cpu.kernels.torch_kernels import moe as torch_moe
@@ -38,8 +40,6 @@ MANY_ROWS = 16
 FEW_ROWS = 8
 """Up to this many tokens, a product with an unpacked weight is bound by reading the weight."""
 BITS: Mapping[str, int] = MappingProxyType({"int8": 8, "int4": 4})
-SERVED = (torch.float32, torch.bfloat16)
-"""Element types that the native kernels compute in."""
 
 
 class NativeLinear:
@@ -52,6 +52,7 @@ class NativeLinear:
         self._embedding = operations.embedding
         self._silu_and_mul = operations.silu_and_mul
 
+    @implements()
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Run the table's entry `linear`."""
         if isinstance(weight, PackedWeight):
@@ -60,32 +61,40 @@ class NativeLinear:
             return self._grouped(x.unsqueeze(1), weight.unsqueeze(0)).squeeze(1)
         return torch_linear(x, weight, bias)
 
+    @implements(takes)
     def gated_linear(self, x: Tensor, weight: Tensor) -> Tensor:
         """Run the table's entry `gated_linear`; in two passes if the weight's format has no fused
         kernel."""
         gated = weight.form.multiply_gated(x) if isinstance(weight, PackedWeight) else None
         return self._silu_and_mul(self.linear(x, weight, None)) if gated is None else gated
 
+    @implements()
     def head(self, hidden: Tensor, weight: Tensor) -> Tensor:
         """Run the table's entry `head`: float32 logits."""
         if isinstance(weight, PackedWeight):
             return weight.form.multiply(hidden, None, wide=True)
         return torch_linear(hidden, weight, None).float()
 
+    @implements()
     def embedding(self, ids: Tensor, weight: Tensor) -> Tensor:
         """Run the table's entry `embedding` on a plain or packed weight."""
         if isinstance(weight, PackedWeight):
             return weight.form.rows(ids, weight.dtype)
         return self._embedding(ids, weight)
 
-    def pack(self, weight: Tensor) -> Tensor:
+    @implements()
+    def pack_linear(self, weight: Tensor) -> Tensor:
         """Pack the weight in panels; a dtype outside `SERVED` stays plain."""
         return pack(self.engine, weight) if weight.dtype in SERVED else weight
 
+    pack_head = pack_linear
+
+    @implements()
     def pack_parts(self, parts: Sequence[Tensor], done: Callable[[int], None]) -> Tensor | None:
         """Run the table's entry `pack_parts`."""
         return pack_parts(self.engine, parts, done)
 
+    @implements()
     def pack_quantized(self, quantized: QuantizedCodes) -> Tensor:
         """Run the table's entry `pack_quantized`. Raises ConfigError for a dtype outside
         `SERVED`."""
@@ -93,18 +102,12 @@ class NativeLinear:
         codes, scales, zeros = quantized.codes, quantized.scales, quantized.zeros
         return pack_quantized(self.engine, codes, scales, zeros, quantized.bits, quantized.group, quantized.dtype)
 
-    def quantize(self, weight: Tensor, kind: str) -> Tensor:
+    @implements()
+    def quantize_linear(self, weight: Tensor, kind: str) -> Tensor:
         """Run the table's entry `quantize_linear`. Raises ConfigError for a dtype outside
         `SERVED`."""
         check_served(weight.dtype)
         return quantize(self.engine, weight, BITS[kind])
-
-
-def takes(*call: object) -> str:
-    """Return why a kernel refuses the call: the first floating-point argument must be float32 or
-    bfloat16; empty if it is."""
-    dtype = next(arg.dtype for arg in call if isinstance(arg, Tensor) and arg.is_floating_point())
-    return "" if dtype in SERVED else f"it computes in float32 and bfloat16, not in {str(dtype).removeprefix('torch.')}"
 
 
 def takes_plain(x: Tensor, weight: Tensor) -> bool:
@@ -147,82 +150,19 @@ group: the sums within a group are exact integers."""
 
 def native_table(engine: Engine) -> KernelTable:
     """Make the table: every entry that the engine serves; the others are torch's."""
-    operations, proposals = Operations(engine), Proposals(engine)
-    latent, experts = Latent(engine), Experts(engine)
-    linear, draw, recurrent = NativeLinear(engine, operations, latent), NativeDraw(engine), Recurrent(engine)
+    operations, latent, experts = Operations(engine), Latent(engine), Experts(engine)
+    linear, draw = NativeLinear(engine, operations, latent), NativeDraw(engine)
+    small = (operations, Proposals(engine), Trees(engine), Recurrent(engine))
     return (
         torch_kernels()
         .replace(
-            linear=linear.linear,
-            gated_linear=Limited(linear.gated_linear, takes),
-            pack_linear=linear.pack,
-            pack_head=linear.pack,
-            pack_parts=linear.pack_parts,
-            pack_quantized=linear.pack_quantized,
-            quantize_linear=linear.quantize,
-            head=linear.head,
-            embedding=linear.embedding,
-            rms_norm=Limited(operations.rms_norm, takes),
-            add_rms_norm=Limited(operations.add_rms_norm, takes),
-            layer_norm=Limited(operations.layer_norm, takes),
-            silu_and_mul=Limited(operations.silu_and_mul, takes),
-            limited_silu_and_mul=Limited(operations.limited_silu_and_mul, takes),
-            gelu_tanh_and_mul=Limited(operations.gelu_tanh_and_mul, takes),
-            gelu=Limited(operations.gelu, takes),
-            rotary=Limited(operations.rotary, takes),
-            rotary_and_store=Limited(operations.rotary_and_store, takes),
-            norm_rotary_and_store=Limited(operations.norm_rotary_and_store, takes),
-            store_kv=Limited(operations.store_kv, takes),
-            cache_locations=operations.cache_locations,
-            place_proposals=proposals.place_proposals,
-            accept_proposals=proposals.accept_proposals,
-            **_trees(Trees(engine)),
-            causal_conv=Limited(recurrent.causal_conv, takes),
-            gated_delta_rule=Limited(recurrent.gated_delta_rule, takes),
-            selective_scan=Limited(recurrent.selective_scan, takes),
-            gated_rms_norm=Limited(recurrent.gated_rms_norm, takes),
-            top_k_routing=Limited(experts.top_k_routing, takes),
-            sigmoid_routing=Limited(experts.sigmoid_routing, takes),
-            sqrtsoftplus_routing=Limited(experts.sqrtsoftplus_routing, takes),
-            hash_routing=Limited(experts.hash_routing, takes),
-            rope_tail=Limited(latent.rope_tail, takes_one),
-            norm_rope_store=Limited(latent.norm_rope_store, takes_store),
-            index_key_store=Limited(latent.index_key_store, takes_store),
-            **_sparse(SparseAttention(engine)),
-            grouped_linear=Limited(latent.grouped_linear, takes_one),
-            hc_pre=Limited(latent.hc_pre, takes_one),
-            hc_post=Limited(latent.hc_post, takes_one),
-            hc_head=Limited(latent.hc_head, takes_one),
+            **entries(linear, latent, experts, SparseAttention(engine), *small),
+            **_mixtures(experts, engine.instruction_set in TILED),
             draw=draw,
             greedy=draw.greedy,
-            **_mixtures(experts, engine.instruction_set in TILED),
         )
         .rounding(ACTIVATION_BITS)
     )
-
-
-def _sparse(sparse: SparseAttention) -> Mapping[str, Any]:
-    """Return the entries for attention over listed rows, and for the lists."""
-    return {
-        "window_rows": sparse.window_rows,
-        "block_rows": sparse.block_rows,
-        "compress_plan": sparse.compress_plan,
-        "compress": Limited(sparse.compress, takes_state),
-        "index_logits": Limited(sparse.index_logits, takes_keys),
-        "index_top_k": sparse.index_top_k,
-        "sparse_mqa": Limited(sparse.sparse_mqa, takes_rows),
-        "paged_mqa": Limited(sparse.paged_mqa, takes_rows),
-    }
-
-
-def _trees(trees: Trees) -> Mapping[str, Any]:
-    """Return the entries for draft trees."""
-    return {
-        "tree_expand": trees.tree_expand,
-        "tree_build": trees.tree_build,
-        "tree_place": trees.tree_place,
-        "tree_walk": trees.tree_walk,
-    }
 
 
 def _mixtures(experts: Experts, has_tiles: bool) -> Mapping[str, Limited]:
@@ -236,7 +176,6 @@ def _mixtures(experts: Experts, has_tiles: bool) -> Mapping[str, Limited]:
         "moe": Limited(moe, takes),
         "clamped_moe": Limited(clamped_moe, takes),
         "relu2_moe": Limited(relu2_moe, takes),
-        "limited_moe": Limited(experts.limited_moe, takes),
     }
 
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from sglcore.runtime.kernels.table import KernelTable
+from sglcore_cpu.kernels.implements import implements
 from sglcore_cpu.native import Engine
 
 
@@ -18,6 +19,7 @@ class Trees:
         names = "tree_expand", "tree_build", "tree_place", "tree_walk"
         self._expand, self._build, self._place, self._walk = (engine.kernel(name).bind() for name in names)
 
+    @implements()
     def tree_expand(
         self,
         tokens: Tensor,
@@ -54,6 +56,7 @@ class Trees:
             most=sums.shape[1],
         )
 
+    @implements()
     def tree_build(self, records: Tensor, sums: Tensor, depths: Tensor, tree: Tensor) -> None:
         """Run the table's entry of that name."""
         if not _is_whole(records, sums, depths, tree):
@@ -70,6 +73,7 @@ class Trees:
             nodes=tree.shape[2],
         )
 
+    @implements()
     def tree_place(
         self, tokens: Tensor, parents: Tensor, depths: Tensor, slots: Tensor, trees: Tensor, proposals: Tensor
     ) -> None:
@@ -92,6 +96,7 @@ class Trees:
             nodes=trees.shape[2],
         )
 
+    @implements()
     def tree_walk(
         self,
         drawn: Tensor,

@@ -17,9 +17,8 @@ struct Engine {
     std::atomic<bool> busy{false};
 
     Engine(const InstructionSet& set, int threads, const int* cores, int num_cores) : pool(threads, cores, num_cores) {
-        for (int topic = 0; topic < set.num_topics; ++topic)
-            {
-            const KernelList& list = *set.topics[topic];
+        for (int i = 0; i < set.num_lists; ++i) {
+            const KernelList& list = *set.lists[i];
             kernels.insert(kernels.end(), list.kernels, list.kernels + list.count);
         }
     }

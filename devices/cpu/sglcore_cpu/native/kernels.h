@@ -22,7 +22,7 @@ struct Kernel {
     const char* layout;  // "P:x I:count D:factor "
 };
 
-// The kernels of one topic for one instruction set.
+// The kernels of one source file for one instruction set.
 struct KernelList {
     const Kernel* kernels;
     int count;
@@ -48,9 +48,19 @@ enum Type : int64_t { kF32 = 0, kBF16 = 1, kI8 = 2, kF16 = 3, kCodes = 4 };
     };                                                                                  \
     }
 
-// An entry of a topic's list: void function(const Record&, Pool&) under the name that Python asks for.
+// An entry of a list: void function(const Record&, Pool&) under the name that Python calls.
 #define SGL_KERNEL(name, function, Record)                                                       \
     ::sgl::Kernel {                                                                              \
         name, [](const void* args, ::sgl::Pool& pool) { function(*static_cast<const Record*>(args), pool); }, \
             sizeof(Record), Record::layout                                                       \
     }
+
+// The kernels that a source file offers, at the end of the file and within its namespace:
+//
+//     SGL_KERNELS(scale, SGL_KERNEL("scale", scale, ScaleArgs))
+//
+// The build finds lists by this macro; their names differ from each other.
+#define SGL_KERNELS(list, ...)                            \
+    extern const ::sgl::KernelList list##_kernels;        \
+    static const ::sgl::Kernel list##_rows[] = {__VA_ARGS__}; \
+    const ::sgl::KernelList list##_kernels = {list##_rows, sizeof(list##_rows) / sizeof(list##_rows[0])};

@@ -8,8 +8,8 @@ namespace sgl {
 struct InstructionSet {
     const char* name;
     int level;
-    const KernelList* const* topics;
-    int num_topics;
+    const KernelList* const* lists;
+    int num_lists;
 };
 
 extern const InstructionSet kInstructionSets[];  // ascending

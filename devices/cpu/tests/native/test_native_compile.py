@@ -85,10 +85,10 @@ def test_a_broken_source_says_where_and_what(sources: Path, tmp_path: Path) -> N
     assert not (tmp_path / "library.so").exists()
 
 
-def test_a_topic_without_its_list_does_not_link(sources: Path, tmp_path: Path) -> None:
+def test_a_topic_without_kernels_is_an_error(sources: Path, tmp_path: Path) -> None:
     (sources / "empty").mkdir()
     (sources / "empty" / "empty.cpp").write_text("int unused;\n")
-    with pytest.raises(BuildError, match="empty_kernels"):
+    with pytest.raises(BuildError, match="no file of .*empty offers kernels; wanted SGL_KERNELS"):
         build(tmp_path / "library.so", Variant(topics=("probe", "empty"), names=ALONE.names), OBJECTS, sources)
 
 
@@ -160,11 +160,18 @@ def test_a_changed_file_changes_the_digest(sources: Path) -> None:
     assert source_digest(sources) != before
 
 
-def test_the_registry_lists_each_instruction_set_with_its_topics() -> None:
-    text = registry_text(Variant(machine="x86_64", topics=("a", "b")))
+def test_the_registry_lists_each_instruction_set_with_its_kernels(sources: Path) -> None:
+    text = registry_text(Variant(machine="x86_64", topics=("probe",)), sources)
     for one in X86:
-        assert f'{{"{one.name}", {one.level}, {one.name}_topics, 2}}' in text
-        assert f"{one.name}_topics[] = {{&{one.name}::a_kernels, &{one.name}::b_kernels}};" in text
+        assert f'{{"{one.name}", {one.level}, {one.name}_lists, 2}}' in text
+        assert f"{one.name}_lists[] = {{&{one.name}::probe_lanes_kernels, &{one.name}::probe_pool_kernels}};" in text
+
+
+def test_two_files_with_lists_of_one_name_are_an_error(sources: Path) -> None:
+    (sources / "twin").mkdir()
+    (sources / "twin" / "twin.cpp").write_text((sources / "probe" / "lanes.cpp").read_text())
+    with pytest.raises(BuildError, match="two files .* name their list of kernels probe_lanes"):
+        registry_text(Variant(topics=("probe", "twin")), sources)
 
 
 def test_levels_ascend_and_every_set_has_its_header() -> None:

@@ -5,7 +5,6 @@
 #include <atomic>
 #include <new>
 
-#include "kernel_list.h"
 #include "softmax.h"
 
 namespace sgl::SGL_ISA {
@@ -323,12 +322,15 @@ class Decoder {
     int64_t group_, width_;
 };
 
-}  // namespace
-
 void paged_decode(const DecodeArgs& args, Pool& pool) {
     if (args.kv_type == kF32) return Decoder<kF32>(args, pool).run();
     if (args.kv_type == kBF16) return Decoder<kBF16>(args, pool).run();
     Decoder<kI8>(args, pool).run();
 }
+
+}  // namespace
+
+SGL_KERNELS(attention_decode,
+    SGL_KERNEL("paged_decode", paged_decode, DecodeArgs))
 
 }  // namespace sgl::SGL_ISA

@@ -3,7 +3,6 @@
 #include <new>
 
 #include "blocks.h"
-#include "kernel_list.h"
 #include "softmax.h"
 
 namespace sgl::SGL_ISA {
@@ -229,8 +228,6 @@ class Prefill {
     const int32_t* starts_;
 };
 
-}  // namespace
-
 void paged_prefill(const PrefillArgs& args, Pool& pool) {
 #if SGL_LEVEL >= 5
     bool are_pairs = args.q_type == kBF16 && args.kv_type != kF32;
@@ -241,5 +238,10 @@ void paged_prefill(const PrefillArgs& args, Pool& pool) {
 #endif
     Prefill<Floats>(args, pool).run();
 }
+
+}  // namespace
+
+SGL_KERNELS(attention_prefill,
+    SGL_KERNEL("paged_prefill", paged_prefill, PrefillArgs))
 
 }  // namespace sgl::SGL_ISA

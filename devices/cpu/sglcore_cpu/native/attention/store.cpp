@@ -1,6 +1,5 @@
 // Keys and values into cells of codes and scales.
 #include "cells.h"
-#include "kernel_list.h"
 
 namespace sgl::SGL_ISA {
 namespace {
@@ -30,8 +29,6 @@ void quantize(const void* x, int64_t type, int64_t at, int64_t dim, char* cell) 
     std::memcpy(cell + dim, &scale, 4);
 }
 
-}  // namespace
-
 void store_kv_int8(const StoreInt8Args& args, Pool& pool) {
     int64_t head_bytes = args.dim + 4, cell_bytes = args.kv_heads * head_bytes;
     pool.run(args.tokens, 16, [&](int64_t first, int64_t last, int) {
@@ -47,5 +44,10 @@ void store_kv_int8(const StoreInt8Args& args, Pool& pool) {
         }
     });
 }
+
+}  // namespace
+
+SGL_KERNELS(attention_store,
+    SGL_KERNEL("store_kv_int8", store_kv_int8, StoreInt8Args))
 
 }  // namespace sgl::SGL_ISA

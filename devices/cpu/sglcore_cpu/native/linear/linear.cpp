@@ -53,16 +53,10 @@ void linear_gated(const GatedArgs& args, Pool& pool) {
     multiply(product_of(args, 2, finish), pool);
 }
 
-const Kernel kList[] = {
-    SGL_KERNEL("linear", linear, LinearArgs),
-    SGL_KERNEL("linear_gated", linear_gated, GatedArgs),
-    SGL_KERNEL("pack_panels", pack_panels, PackArgs),
-    SGL_KERNEL("panel_rows", panel_rows, RowsArgs),
-};
-
 }  // namespace
 
-extern const KernelList linear_kernels;
-const KernelList linear_kernels = {kList, sizeof(kList) / sizeof(kList[0])};
+SGL_KERNELS(linear,
+    SGL_KERNEL("linear", linear, LinearArgs),
+    SGL_KERNEL("linear_gated", linear_gated, GatedArgs))
 
 }  // namespace sgl::SGL_ISA

@@ -86,8 +86,6 @@ void copy_rows(const RowsArgs& args, int64_t first, int64_t last) {
     }
 }
 
-}  // namespace
-
 void pack_panels(const PackArgs& args, Pool& pool) {
     bool is_from_f32 = args.source_type == kF32, is_to_f32 = args.type == kF32;
     auto pack = is_from_f32 ? (is_to_f32 ? pack_panel<float, float> : pack_panel<float, bf16>)
@@ -105,5 +103,11 @@ void panel_rows(const RowsArgs& args, Pool& pool) {
                             : (is_to_f32 ? copy_rows<bf16, float> : copy_rows<bf16, bf16>);
     pool.run(args.tokens, 8, [&](int64_t first, int64_t last, int) { copy(args, first, last); });
 }
+
+}  // namespace
+
+SGL_KERNELS(linear_pack,
+    SGL_KERNEL("pack_panels", pack_panels, PackArgs),
+    SGL_KERNEL("panel_rows", panel_rows, RowsArgs))
 
 }  // namespace sgl::SGL_ISA

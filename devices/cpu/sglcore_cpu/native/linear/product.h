@@ -71,7 +71,4 @@ void multiply_blocks(const Product& product, Pool& pool);
 void multiply_tiles(const Product& product, Pool& pool);
 #endif
 
-void pack_panels(const PackArgs& args, Pool& pool);
-void panel_rows(const RowsArgs& args, Pool& pool);
-
 }  // namespace sgl::SGL_ISA

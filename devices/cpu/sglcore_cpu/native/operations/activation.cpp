@@ -1,4 +1,12 @@
-#include "operations.h"
+#include "elements.h"
+
+// out [rows, width]; x [rows, 2 * width] for those that multiply, [rows, width] for gelu.
+#define SGL_ACTIVATION_ARGS(P, I, D) P(x) I(x_stride) P(out) I(rows) I(width) I(type)
+SGL_ARGS(ActivationArgs, SGL_ACTIVATION_ARGS)
+
+// A gate of at most `limit`, and what it opens within it.
+#define SGL_LIMITED_ACTIVATION_ARGS(P, I, D) SGL_ACTIVATION_ARGS(P, I, D) D(limit)
+SGL_ARGS(LimitedActivationArgs, SGL_LIMITED_ACTIVATION_ARGS)
 
 namespace sgl::SGL_ISA {
 
@@ -46,8 +54,6 @@ void activate_and_mul(const Args& args, Pool& pool, double limit, Activation&& a
     });
 }
 
-}  // namespace
-
 void silu_and_mul(const ActivationArgs& args, Pool& pool) {
     activate_and_mul(args, pool, INFINITY, [](f32x16 x) { return silu(x); });
 }
@@ -71,5 +77,13 @@ void gelu(const ActivationArgs& args, Pool& pool) {
         });
     });
 }
+
+}  // namespace
+
+SGL_KERNELS(operations_activation,
+    SGL_KERNEL("silu_and_mul", silu_and_mul, ActivationArgs),
+    SGL_KERNEL("limited_silu_and_mul", limited_silu_and_mul, LimitedActivationArgs),
+    SGL_KERNEL("gelu_tanh_and_mul", gelu_tanh_and_mul, ActivationArgs),
+    SGL_KERNEL("gelu", gelu, ActivationArgs))
 
 }  // namespace sgl::SGL_ISA

@@ -1,4 +1,7 @@
 // Rows of float32 or bf16 as sixteen lanes of float32, and when several threads are worth their waking.
+//
+// In the arguments of kernels `type` is the element type, f32 or bf16; strides are elements from row to row; indices are i32
+// or i64 (`.._bytes`). Where the reference casts to the element type between two operations, so do the kernels.
 #pragma once
 
 #include "isa.h"

@@ -1,6 +1,11 @@
-#include "elementwise.h"
-
+// What a model's own lines compute between kernels.
 #include "elements.h"
+
+// out [rows, width], contiguous, = x plus (operation 0) or times (1) y, or the sigmoid of x (2). y is `scalar` where it is null,
+// one element a row where y_width is 1, else [rows, width]; a stride of 0 is one row for all. out may be x.
+#define SGL_ELEMENTWISE_ARGS(P, I, D) \
+    P(x) I(x_stride) P(y) I(y_stride) I(y_width) D(scalar) P(out) I(rows) I(width) I(operation) I(type)
+SGL_ARGS(ElementwiseArgs, SGL_ELEMENTWISE_ARGS)
 
 namespace sgl::SGL_ISA {
 
@@ -27,12 +32,15 @@ void compute_row(const ElementwiseArgs& args, int64_t row) {
     }
 }
 
-}  // namespace
-
 void elementwise(const ElementwiseArgs& args, Pool& pool) {
     with_type(args.type, [&](auto element) {
         each_row(pool, args.rows, args.width, [&](int64_t row, int) { compute_row<decltype(element)>(args, row); });
     });
 }
+
+}  // namespace
+
+SGL_KERNELS(operations_elementwise,
+    SGL_KERNEL("elementwise", elementwise, ElementwiseArgs))
 
 }  // namespace sgl::SGL_ISA

@@ -3,7 +3,17 @@
 
 #include <algorithm>
 
-#include "operations.h"
+#include "elements.h"
+
+// out[t] = the sum over k of weights[t, k] * (w2[e] activation(w13[e] hidden[t] + b13[e]) + b2[e]), e = ids[t, k], none where
+// that is -1. Form 0: silu_and_mul, gates at most `limit`, and what they open within it. Form 1: gates and what they open
+// take turns, and are held and bent as the table's `clamped_moe` says. Form 2: max(x, 0)^2. Biases may be null but for form 1.
+// w13 [experts, 2 * inner (form 2: inner), hidden_size], w2 [experts, hidden_size, inner], weights and ids [tokens, choices],
+// contiguous.
+#define SGL_MOE_ARGS(P, I, D)                                                                                   \
+    P(hidden) I(hidden_stride) P(weights) P(ids) I(ids_bytes) P(w13) P(b13) P(w2) P(b2) P(out) I(tokens) I(choices) \
+    I(experts) I(hidden_size) I(inner) I(type) I(form) D(alpha) D(limit)
+SGL_ARGS(MoeArgs, SGL_MOE_ARGS)
 
 namespace sgl::SGL_ISA {
 

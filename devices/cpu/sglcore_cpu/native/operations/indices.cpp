@@ -1,8 +1,19 @@
 #include <algorithm>
 
-#include "operations.h"
+#include "elements.h"
+
+// out[r] = weight[ids[r]]: rows of row_bytes.
+#define SGL_EMBEDDING_ARGS(P, I, D) P(ids) I(ids_bytes) P(weight) I(weight_stride) P(out) I(rows) I(row_bytes)
+SGL_ARGS(EmbeddingArgs, SGL_EMBEDDING_ARGS)
+
+// out[t] = page_table[slots[t], positions[t] / page_size] * page_size + positions[t] % page_size.
+#define SGL_CACHE_LOCATIONS_ARGS(P, I, D) \
+    P(page_table) I(table_stride) P(slots) P(positions) I(page_size) P(out) I(out_bytes) I(tokens)
+SGL_ARGS(CacheLocationsArgs, SGL_CACHE_LOCATIONS_ARGS)
 
 namespace sgl::SGL_ISA {
+
+namespace {
 
 void embedding(const EmbeddingArgs& args, Pool& pool) {
     auto bytes = static_cast<size_t>(args.row_bytes);
@@ -25,5 +36,11 @@ void cache_locations(const CacheLocationsArgs& args, Pool& pool) {
             static_cast<int64_t*>(args.out)[token] = cell;
     });
 }
+
+}  // namespace
+
+SGL_KERNELS(operations_indices,
+    SGL_KERNEL("embedding", embedding, EmbeddingArgs),
+    SGL_KERNEL("cache_locations", cache_locations, CacheLocationsArgs))
 
 }  // namespace sgl::SGL_ISA

@@ -133,10 +133,13 @@ class Experts {
     T* parts_;
 };
 
-}  // namespace
-
 void moe(const MoeArgs& args, Pool& pool) {
     with_type(args.type, [&](auto element) { Experts<decltype(element)>(args, pool).run(); });
 }
+
+}  // namespace
+
+SGL_KERNELS(operations_moe,
+    SGL_KERNEL("moe", moe, MoeArgs))
 
 }  // namespace sgl::SGL_ISA

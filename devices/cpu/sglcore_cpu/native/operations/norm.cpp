@@ -1,5 +1,19 @@
 #include "normed.h"
-#include "operations.h"
+#include "elements.h"
+
+// out[r] = x[r] / sqrt(mean(x[r]^2) + eps) * weight, the product of `weight_type`. A row is [inner] rows of an outer one: row
+// r begins at (r / inner) * outer_stride + (r % inner) * inner_stride.
+#define SGL_RMS_NORM_ARGS(P, I, D) \
+    P(x) I(outer_stride) I(inner) I(inner_stride) P(weight) P(out) I(rows) I(width) I(type) I(weight_type) D(eps)
+SGL_ARGS(RmsNormArgs, SGL_RMS_NORM_ARGS)
+
+// residual += x, x = the norm of that.
+#define SGL_ADD_RMS_NORM_ARGS(P, I, D) \
+    P(x) I(x_stride) P(residual) I(residual_stride) P(weight) I(rows) I(width) I(type) I(weight_type) D(eps)
+SGL_ARGS(AddRmsNormArgs, SGL_ADD_RMS_NORM_ARGS)
+
+#define SGL_LAYER_NORM_ARGS(P, I, D) P(x) I(x_stride) P(weight) P(bias) P(out) I(rows) I(width) I(type) D(eps)
+SGL_ARGS(LayerNormArgs, SGL_LAYER_NORM_ARGS)
 
 namespace sgl::SGL_ISA {
 
@@ -66,8 +80,6 @@ void with_types(const Args& args, Call&& call) {
     });
 }
 
-}  // namespace
-
 void rms_norm(const RmsNormArgs& args, Pool& pool) {
     with_types(args, [&](auto element, auto weight) {
         using T = decltype(element);
@@ -97,5 +109,12 @@ void layer_norm(const LayerNormArgs& args, Pool& pool) {
         each_row(pool, args.rows, args.width, [&](int64_t row, int) { layer_norm_row<T>(args, row); });
     });
 }
+
+}  // namespace
+
+SGL_KERNELS(operations_norm,
+    SGL_KERNEL("rms_norm", rms_norm, RmsNormArgs),
+    SGL_KERNEL("add_rms_norm", add_rms_norm, AddRmsNormArgs),
+    SGL_KERNEL("layer_norm", layer_norm, LayerNormArgs))
 
 }  // namespace sgl::SGL_ISA

@@ -1,8 +1,19 @@
 #include <algorithm>
 
-#include "operations.h"
+#include "elements.h"
+
+// As the table's entries of these names say; all arrays are int32, a row of proposals has proposals_stride of them.
+#define SGL_PLACE_PROPOSALS_ARGS(P, I, D)                                                                               \
+    P(last) P(lengths) P(proposals) I(proposals_stride) P(slots) P(limits) P(nodes) P(ids) P(positions) P(seq_lens) P(owners) \
+    I(requests) I(width)
+SGL_ARGS(PlaceProposalsArgs, SGL_PLACE_PROPOSALS_ARGS)
+#define SGL_ACCEPT_PROPOSALS_ARGS(P, I, D)                                                                        \
+    P(drawn) P(owners) P(slots) P(limits) P(last) P(lengths) P(proposals) I(proposals_stride) P(runs) I(requests) I(width)
+SGL_ARGS(AcceptProposalsArgs, SGL_ACCEPT_PROPOSALS_ARGS)
 
 namespace sgl::SGL_ISA {
+
+namespace {
 
 void place_proposals(const PlaceProposalsArgs& args, Pool& pool) {
     const auto *last = static_cast<const int32_t*>(args.last), *lengths = static_cast<const int32_t*>(args.lengths);
@@ -47,5 +58,11 @@ void accept_proposals(const AcceptProposalsArgs& args, Pool& pool) {
         last[slot] = drawn[first + right];
     });
 }
+
+}  // namespace
+
+SGL_KERNELS(operations_proposals,
+    SGL_KERNEL("place_proposals", place_proposals, PlaceProposalsArgs),
+    SGL_KERNEL("accept_proposals", accept_proposals, AcceptProposalsArgs))
 
 }  // namespace sgl::SGL_ISA

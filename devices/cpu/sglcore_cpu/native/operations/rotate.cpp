@@ -2,7 +2,23 @@
 #include <algorithm>
 
 #include "normed.h"
-#include "operations.h"
+#include "elements.h"
+
+// q and k rotated to q_out and k_out, v copied to v_out (none if v is null). k_out and v_out have `store_type` and are
+// rows of a cache where `cells` is not null; else k_out's rows are those of k. Norms of each head before, where q_norm is
+// not null, with weights of `norm_type`. cos_sin [.., rotary_dim] f32: cosines, then sines.
+#define SGL_ROTATE_ARGS(P, I, D)                                                                               \
+    P(q) I(q_stride) P(k) I(k_stride) P(v) I(v_stride) P(q_out) P(k_out) P(v_out) I(out_stride) P(cells)       \
+    I(cells_bytes) P(positions) I(positions_bytes) P(cos_sin) I(cos_sin_stride) P(q_norm) P(k_norm) D(eps)     \
+    I(tokens) I(q_heads) I(kv_heads) I(head_dim) I(rotary_dim) I(type) I(store_type) I(norm_type)
+SGL_ARGS(RotateArgs, SGL_ROTATE_ARGS)
+
+// Rows of x cast into rows of out, and of y into second, which may be null; row r goes to row cells[r] where cells is not
+// null.
+#define SGL_COPY_ROWS_ARGS(P, I, D)                                                                         \
+    P(x) I(x_stride) P(y) I(y_stride) P(out) P(second) I(out_stride) P(cells) I(cells_bytes) I(rows) I(width) \
+    I(type) I(out_type)
+SGL_ARGS(CopyRowsArgs, SGL_COPY_ROWS_ARGS)
 
 namespace sgl::SGL_ISA {
 
@@ -73,8 +89,6 @@ void rotate_token(const RotateArgs& args, int64_t token, float* memory) {
     copy_cast(v, row_of<S>(args.v_out, cell, args.out_stride), args.kv_heads * args.head_dim);
 }
 
-}  // namespace
-
 void rotate(const RotateArgs& args, Pool& pool) {
     int64_t width = (args.q_heads + 2 * args.kv_heads) * args.head_dim;
     auto bytes = static_cast<size_t>(args.rotary_dim + args.head_dim) * sizeof(float);
@@ -102,5 +116,11 @@ void copy_rows(const CopyRowsArgs& args, Pool& pool) {
         });
     });
 }
+
+}  // namespace
+
+SGL_KERNELS(operations_rotate,
+    SGL_KERNEL("rotate", rotate, RotateArgs),
+    SGL_KERNEL("copy_rows", copy_rows, CopyRowsArgs))
 
 }  // namespace sgl::SGL_ISA

@@ -1,7 +1,23 @@
 // Which experts a token goes to, and with which weights.
 #include <algorithm>
 
-#include "operations.h"
+#include "elements.h"
+
+// The k largest of softmax(logits), largest first, of equal ones the first; weights of `type`, ids i64.
+#define SGL_ROUTING_ARGS(P, I, D) P(logits) I(stride) P(weights) P(ids) I(tokens) I(experts) I(k) I(normalize) I(type)
+SGL_ARGS(RoutingArgs, SGL_ROUTING_ARGS)
+
+// The same of scores + bias f32, scores being sigmoid(logits) for kind 0 and sqrt(softplus(logits)) for 1, in the top_groups of
+// `groups` of neighbours whose two largest have the largest sums. Weights are scores, over their sum + eps if `normalize`,
+// times scale.
+#define SGL_SCORED_ROUTING_ARGS(P, I, D) \
+    SGL_ROUTING_ARGS(P, I, D) P(bias) I(kind) I(groups) I(top_groups) D(eps) D(scale)
+SGL_ARGS(ScoredRoutingArgs, SGL_SCORED_ROUTING_ARGS)
+
+// The same weights of the experts chosen[ids[t]] [k] i32.
+#define SGL_HASH_ROUTING_ARGS(P, I, D) \
+    SGL_ROUTING_ARGS(P, I, D) P(input_ids) I(input_bytes) P(chosen) D(eps) D(scale)
+SGL_ARGS(HashRoutingArgs, SGL_HASH_ROUTING_ARGS)
 
 namespace sgl::SGL_ISA {
 
@@ -110,8 +126,6 @@ void weigh(const Args& args, int64_t token, const Choice* best) {
     }
 }
 
-}  // namespace
-
 void top_k_routing(const RoutingArgs& args, Pool& pool) {
     with_type(args.type, [&](auto element) {
         each_row(pool, args.tokens, 8 * args.experts, [&](int64_t token, int thread) {
@@ -155,5 +169,12 @@ void hash_routing(const HashRoutingArgs& args, Pool& pool) {
         });
     });
 }
+
+}  // namespace
+
+SGL_KERNELS(operations_routing,
+    SGL_KERNEL("top_k_routing", top_k_routing, RoutingArgs),
+    SGL_KERNEL("scored_routing", scored_routing, ScoredRoutingArgs),
+    SGL_KERNEL("hash_routing", hash_routing, HashRoutingArgs))
 
 }  // namespace sgl::SGL_ISA

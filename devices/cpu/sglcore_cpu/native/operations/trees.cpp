@@ -2,7 +2,24 @@
 #include <limits>
 #include <vector>
 
-#include "operations.h"
+#include "elements.h"
+
+// As the entries of these names in the table say. Scores, chances, sums and reached are f32, all else i32; a row of tokens and scores has `stride` of them, where
+// `parents` and `chances` may be null. `leaders` are those of all beams of a request, `most` its records.
+#define SGL_TREE_EXPAND_ARGS(P, I, D)                                                                                    \
+    P(tokens) I(tokens_stride) P(scores) I(scores_stride) P(parents) P(chances) I(first) P(records) P(sums) P(beams) P(reached) \
+    I(requests) I(leaders) I(width) I(most)
+SGL_ARGS(TreeExpandArgs, SGL_TREE_EXPAND_ARGS)
+#define SGL_TREE_BUILD_ARGS(P, I, D) P(records) P(sums) P(depths) P(tree) I(requests) I(most) I(nodes)
+SGL_ARGS(TreeBuildArgs, SGL_TREE_BUILD_ARGS)
+#define SGL_TREE_PLACE_ARGS(P, I, D)                                                                        \
+    P(tokens) I(tokens_stride) P(parents) I(parents_stride) P(depths) I(depths_stride) P(slots) P(trees) I(table) \
+    P(proposals) I(requests) I(nodes)
+SGL_ARGS(TreePlaceArgs, SGL_TREE_PLACE_ARGS)
+#define SGL_TREE_WALK_ARGS(P, I, D)                                                                           \
+    P(drawn) P(owners) P(slots) P(limits) P(trees) I(table) I(most) P(last) P(lengths) P(proposals) I(proposals_stride) \
+    P(path) P(runs) I(requests) I(width) I(steps)
+SGL_ARGS(TreeWalkArgs, SGL_TREE_WALK_ARGS)
 
 namespace sgl::SGL_ISA {
 
@@ -17,8 +34,6 @@ void first_of(const float* sums, int64_t size, int64_t count, std::vector<int32_
     auto is_before = [sums](int32_t a, int32_t b) { return sums[a] > sums[b] || (sums[a] == sums[b] && a < b); };
     std::partial_sort(chosen.begin(), chosen.begin() + count, chosen.end(), is_before);
 }
-
-}  // namespace
 
 void tree_expand(const TreeExpandArgs& args, Pool& pool) {
     const auto *parents = static_cast<const int32_t*>(args.parents), first = static_cast<int32_t>(args.first);
@@ -122,5 +137,13 @@ void tree_walk(const TreeWalkArgs& args, Pool& pool) {
         last[slot] = token[path[accepted]];
     });
 }
+
+}  // namespace
+
+SGL_KERNELS(operations_trees,
+    SGL_KERNEL("tree_expand", tree_expand, TreeExpandArgs),
+    SGL_KERNEL("tree_build", tree_build, TreeBuildArgs),
+    SGL_KERNEL("tree_place", tree_place, TreePlaceArgs),
+    SGL_KERNEL("tree_walk", tree_walk, TreeWalkArgs))
 
 }  // namespace sgl::SGL_ISA

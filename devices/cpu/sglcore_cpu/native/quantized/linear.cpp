@@ -1,5 +1,5 @@
-#include "linear.h"
-
+// Products of activations with a quantised weight.
+#include "args.h"
 #include "product.h"
 
 namespace sgl::SGL_ISA::quantized {
@@ -54,8 +54,7 @@ struct Work {
     f32x16 cast(f32x16 value) const { return args.x_type == kBF16 ? rounded(value) : value; }
 };
 
-}  // namespace
-
+// x times the weight's transpose, plus the bias.
 void linear(const LinearQuantizedArgs& args, Pool& pool) {
     if (args.tokens == 0) return;
     Work work(args, pool);
@@ -73,6 +72,8 @@ void linear(const LinearQuantizedArgs& args, Pool& pool) {
     });
 }
 
+// silu(x gate) * (x up) [tokens, rows / 2] of a weight that is gate over up, rows a multiple of 32. The gate, its silu
+// and up are rounded to the type of x.
 void linear_gated(const LinearQuantizedArgs& args, Pool& pool) {
     if (args.tokens == 0) return;
     Work work(args, pool);
@@ -93,4 +94,14 @@ void linear_gated(const LinearQuantizedArgs& args, Pool& pool) {
     });
 }
 
+}  // namespace
+
 }  // namespace sgl::SGL_ISA::quantized
+
+namespace sgl::SGL_ISA {
+
+SGL_KERNELS(quantized_linear,
+    SGL_KERNEL("linear_quantized", quantized::linear, LinearQuantizedArgs),
+    SGL_KERNEL("linear_quantized_gated", quantized::linear_gated, LinearQuantizedArgs))
+
+}  // namespace sgl::SGL_ISA

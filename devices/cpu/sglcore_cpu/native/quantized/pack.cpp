@@ -48,8 +48,6 @@ struct CodePacker {
     }
 };
 
-}  // namespace
-
 void pack_codes(const PackCodesArgs& args, Pool& pool) {
     CodePacker packer{args, Weight(args)};
     pool.run(packer.weight.panels(), 1, [&](int64_t first, int64_t last, int) {
@@ -57,4 +55,13 @@ void pack_codes(const PackCodesArgs& args, Pool& pool) {
     });
 }
 
+}  // namespace
+
 }  // namespace sgl::SGL_ISA::quantized
+
+namespace sgl::SGL_ISA {
+
+SGL_KERNELS(quantized_pack,
+    SGL_KERNEL("pack_codes", quantized::pack_codes, PackCodesArgs))
+
+}  // namespace sgl::SGL_ISA

@@ -6,9 +6,6 @@
 
 namespace sgl::SGL_ISA::quantized {
 
-void pack_codes(const PackCodesArgs& args, Pool& pool);
-void quantize_rows(const QuantizeRowsArgs& args, Pool& pool);
-
 // The nearest float16, ties to even; beyond its range, infinity.
 SGL_INLINE uint16_t to_f16(float value) {
     uint32_t bits;

@@ -94,8 +94,6 @@ struct Quantizer {
     }
 };
 
-}  // namespace
-
 void quantize_rows(const QuantizeRowsArgs& args, Pool& pool) {
     double multiplier = multiplier_of(magnitude(args, pool));
     *static_cast<double*>(args.chosen) = multiplier;
@@ -106,4 +104,13 @@ void quantize_rows(const QuantizeRowsArgs& args, Pool& pool) {
     });
 }
 
+}  // namespace
+
 }  // namespace sgl::SGL_ISA::quantized
+
+namespace sgl::SGL_ISA {
+
+SGL_KERNELS(quantized_quantize,
+    SGL_KERNEL("quantize_rows", quantized::quantize_rows, QuantizeRowsArgs))
+
+}  // namespace sgl::SGL_ISA

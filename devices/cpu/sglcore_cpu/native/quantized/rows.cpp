@@ -1,6 +1,8 @@
-#include "rows.h"
-
+// A quantised weight as plain numbers.
 #include <limits>
+
+#include "args.h"
+#include "weight.h"
 
 namespace sgl::SGL_ISA::quantized {
 
@@ -65,8 +67,6 @@ int64_t id_at(const QuantizedRowsArgs& args, int64_t place) {
     return static_cast<const int32_t*>(args.ids)[place];
 }
 
-}  // namespace
-
 void quantized_rows(const QuantizedRowsArgs& args, Pool& pool) {
     RowReader reader(args);
     pool.run(args.count, 4, [&](int64_t first, int64_t last, int) {
@@ -85,4 +85,14 @@ void dequantize(const DequantizeArgs& args, Pool& pool) {
     });
 }
 
+}  // namespace
+
 }  // namespace sgl::SGL_ISA::quantized
+
+namespace sgl::SGL_ISA {
+
+SGL_KERNELS(quantized_rows,
+    SGL_KERNEL("quantized_rows", quantized::quantized_rows, QuantizedRowsArgs),
+    SGL_KERNEL("dequantize", quantized::dequantize, DequantizeArgs))
+
+}  // namespace sgl::SGL_ISA

@@ -111,14 +111,10 @@ void sum_ranks(const SumRanksArgs& args, Pool&) {
     sum(meeting, static_cast<float*>(args.x), args.count);
 }
 
-const Kernel kernels[] = {
-    SGL_KERNEL("exchange_ranks", exchange_ranks, ExchangeRanksArgs),
-    SGL_KERNEL("sum_ranks", sum_ranks, SumRanksArgs),
-};
-
 }  // namespace
 
-extern const KernelList ranks_kernels;
-const KernelList ranks_kernels = {kernels, sizeof(kernels) / sizeof(kernels[0])};
+SGL_KERNELS(ranks,
+    SGL_KERNEL("exchange_ranks", exchange_ranks, ExchangeRanksArgs),
+    SGL_KERNEL("sum_ranks", sum_ranks, SumRanksArgs))
 
 }  // namespace sgl::SGL_ISA

@@ -1,5 +1,11 @@
 #include "recurrent.h"
 
+// out [tokens, size] = the sum over j of weight[j] * x[t - taps + 1 + j], plus bias if that is not null, and its silu if
+// wanted; weight [taps, size], tails [.., taps - 1, size] of `type`.
+#define SGL_CAUSAL_CONV_ARGS(P, I, D) \
+    P(x) I(x_stride) P(weight) P(bias) I(silu) P(tails) P(out) I(size) I(taps) SGL_ROWS_ARGS(P, I)
+SGL_ARGS(CausalConvArgs, SGL_CAUSAL_CONV_ARGS)
+
 namespace sgl::SGL_ISA {
 
 namespace {
@@ -31,8 +37,6 @@ void convolve(const CausalConvArgs& args, const Row& row, int64_t channel, int64
     for (int64_t place = 0; place < past; ++place) put(to + place * args.size, at(length + place), count);
 }
 
-}  // namespace
-
 void causal_conv(const CausalConvArgs& args, Pool& pool) {
     with_type(args.type, [&](auto element) {
         using T = decltype(element);
@@ -43,5 +47,10 @@ void causal_conv(const CausalConvArgs& args, Pool& pool) {
         });
     });
 }
+
+}  // namespace
+
+SGL_KERNELS(recurrent_convolution,
+    SGL_KERNEL("causal_conv", causal_conv, CausalConvArgs))
 
 }  // namespace sgl::SGL_ISA

@@ -1,5 +1,12 @@
 #include "recurrent.h"
 
+// S = exp(-exp(a_log) softplus(a + dt_bias)) S; S += k (sigmoid(b) (v - S^T k))^T; out = S^T q / sqrt(key). qkv has
+// key_heads queries, as many keys, then heads values; states [.., heads, key, size], a_log and dt_bias [heads] f32.
+#define SGL_DELTA_RULE_ARGS(P, I, D)                                                                             \
+    P(qkv) I(qkv_stride) P(a) I(a_stride) P(b) I(b_stride) P(a_log) P(dt_bias) P(states) P(out) I(key_heads)     \
+    I(heads) I(key) I(size) D(eps) SGL_ROWS_ARGS(P, I)
+SGL_ARGS(DeltaRuleArgs, SGL_DELTA_RULE_ARGS)
+
 namespace sgl::SGL_ISA {
 
 namespace {
@@ -87,8 +94,6 @@ SGL_INLINE void step(const Head<T>& head, const T* values, float* state, int64_t
     }
 }
 
-}  // namespace
-
 // Floor of a step: each state read and written once, 8 * heads * key * size bytes a row.
 void gated_delta_rule(const DeltaRuleArgs& args, Pool& pool) {
     with_type(args.type, [&](auto element) {
@@ -117,5 +122,10 @@ void gated_delta_rule(const DeltaRuleArgs& args, Pool& pool) {
         });
     });
 }
+
+}  // namespace
+
+SGL_KERNELS(recurrent_delta_rule,
+    SGL_KERNEL("gated_delta_rule", gated_delta_rule, DeltaRuleArgs))
 
 }  // namespace sgl::SGL_ISA

@@ -1,5 +1,12 @@
 #include "recurrent.h"
 
+// out [rows, inner * size] = the norm of each `size` elements, times silu(gate) before it or after it; row g of the weight
+// [groups, size] for the groups g, g + groups, ... of a row.
+#define SGL_GATED_RMS_NORM_ARGS(P, I, D)                                                                        \
+    P(x) I(x_stride) P(gate) I(gate_stride) P(weight) P(out) I(rows) I(inner) I(groups) I(size) I(gate_first) I(type) \
+    D(eps)
+SGL_ARGS(GatedRmsNormArgs, SGL_GATED_RMS_NORM_ARGS)
+
 namespace sgl::SGL_ISA {
 
 namespace {
@@ -23,8 +30,6 @@ void norm_group(const GatedRmsNormArgs& args, const T* x, const T* gate, const T
     }
 }
 
-}  // namespace
-
 void gated_rms_norm(const GatedRmsNormArgs& args, Pool& pool) {
     with_type(args.type, [&](auto element) {
         using T = decltype(element);
@@ -37,5 +42,10 @@ void gated_rms_norm(const GatedRmsNormArgs& args, Pool& pool) {
         });
     });
 }
+
+}  // namespace
+
+SGL_KERNELS(recurrent_gated_norm,
+    SGL_KERNEL("gated_rms_norm", gated_rms_norm, GatedRmsNormArgs))
 
 }  // namespace sgl::SGL_ISA

@@ -7,39 +7,7 @@
 
 #define SGL_ROWS_ARGS(P, I) P(slots) P(starts) P(lengths) P(targets) I(rows) I(tokens) I(type)
 
-// out [tokens, size] = the sum over j of weight[j] * x[t - taps + 1 + j], plus bias if that is not null, and its silu if
-// wanted; weight [taps, size], tails [.., taps - 1, size] of `type`.
-#define SGL_CAUSAL_CONV_ARGS(P, I, D) \
-    P(x) I(x_stride) P(weight) P(bias) I(silu) P(tails) P(out) I(size) I(taps) SGL_ROWS_ARGS(P, I)
-SGL_ARGS(CausalConvArgs, SGL_CAUSAL_CONV_ARGS)
-
-// S = exp(-exp(a_log) softplus(a + dt_bias)) S; S += k (sigmoid(b) (v - S^T k))^T; out = S^T q / sqrt(key). qkv has
-// key_heads queries, as many keys, then heads values; states [.., heads, key, size], a_log and dt_bias [heads] f32.
-#define SGL_DELTA_RULE_ARGS(P, I, D)                                                                             \
-    P(qkv) I(qkv_stride) P(a) I(a_stride) P(b) I(b_stride) P(a_log) P(dt_bias) P(states) P(out) I(key_heads)     \
-    I(heads) I(key) I(size) D(eps) SGL_ROWS_ARGS(P, I)
-SGL_ARGS(DeltaRuleArgs, SGL_DELTA_RULE_ARGS)
-
-// dt = softplus(dt + dt_bias) in [dt_min, dt_max]; S = exp(-exp(a_log) dt) S + dt x B^T; out = S C + d x. xbc has heads
-// of x, then groups of B, then groups of C; states [.., heads, size, width], a_log, d and dt_bias [heads] f32.
-#define SGL_SELECTIVE_SCAN_ARGS(P, I, D)                                                                     \
-    P(xbc) I(xbc_stride) P(dt) I(dt_stride) P(a_log) P(d) P(dt_bias) D(dt_min) D(dt_max) P(states) P(out)    \
-    I(groups) I(heads) I(size) I(width) SGL_ROWS_ARGS(P, I)
-SGL_ARGS(SelectiveScanArgs, SGL_SELECTIVE_SCAN_ARGS)
-
-// out [rows, inner * size] = the norm of each `size` elements, times silu(gate) before it or after it; row g of the weight
-// [groups, size] for the groups g, g + groups, ... of a row.
-#define SGL_GATED_RMS_NORM_ARGS(P, I, D)                                                                        \
-    P(x) I(x_stride) P(gate) I(gate_stride) P(weight) P(out) I(rows) I(inner) I(groups) I(size) I(gate_first) I(type) \
-    D(eps)
-SGL_ARGS(GatedRmsNormArgs, SGL_GATED_RMS_NORM_ARGS)
-
 namespace sgl::SGL_ISA {
-
-void causal_conv(const CausalConvArgs& args, Pool& pool);
-void gated_delta_rule(const DeltaRuleArgs& args, Pool& pool);
-void selective_scan(const SelectiveScanArgs& args, Pool& pool);
-void gated_rms_norm(const GatedRmsNormArgs& args, Pool& pool);
 
 // The tokens of one row: none for padding.
 struct Row {

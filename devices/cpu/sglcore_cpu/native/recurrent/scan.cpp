@@ -1,5 +1,12 @@
 #include "recurrent.h"
 
+// dt = softplus(dt + dt_bias) in [dt_min, dt_max]; S = exp(-exp(a_log) dt) S + dt x B^T; out = S C + d x. xbc has heads
+// of x, then groups of B, then groups of C; states [.., heads, size, width], a_log, d and dt_bias [heads] f32.
+#define SGL_SELECTIVE_SCAN_ARGS(P, I, D)                                                                     \
+    P(xbc) I(xbc_stride) P(dt) I(dt_stride) P(a_log) P(d) P(dt_bias) D(dt_min) D(dt_max) P(states) P(out)    \
+    I(groups) I(heads) I(size) I(width) SGL_ROWS_ARGS(P, I)
+SGL_ARGS(SelectiveScanArgs, SGL_SELECTIVE_SCAN_ARGS)
+
 namespace sgl::SGL_ISA {
 
 namespace {
@@ -30,8 +37,6 @@ template <class T>
 void widen(const T* from, float* to, int64_t count) {
     for (int64_t i = 0; i < count; i += 16) put(to + i, get(from + i, count - i), count - i);
 }
-
-}  // namespace
 
 // Floor of a step: each state read and written once, 8 * heads * size * width bytes a row.
 void selective_scan(const SelectiveScanArgs& args, Pool& pool) {
@@ -68,5 +73,10 @@ void selective_scan(const SelectiveScanArgs& args, Pool& pool) {
         });
     });
 }
+
+}  // namespace
+
+SGL_KERNELS(recurrent_scan,
+    SGL_KERNEL("selective_scan", selective_scan, SelectiveScanArgs))
 
 }  // namespace sgl::SGL_ISA

@@ -45,11 +45,9 @@ void draw(const DrawArgs& args, Pool& pool) {
     draw_rows<float>(args, pool);
 }
 
-const Kernel kernels[] = {SGL_KERNEL("draw", draw, DrawArgs)};
-
 }  // namespace
 
-extern const KernelList sampling_kernels;
-const KernelList sampling_kernels = {kernels, sizeof(kernels) / sizeof(kernels[0])};
+SGL_KERNELS(sampling_draw,
+    SGL_KERNEL("draw", draw, DrawArgs))
 
 }  // namespace sgl::SGL_ISA

@@ -4,6 +4,14 @@
 #include "../attention/softmax.h"
 #include "sparse.h"
 
+// Values and gates side by side, [.., 2 * width]: kv_gate [tokens] of `type`, state f32. Event n reads `span` tokens: token
+// i >= 0, row -2 - i of the state for i < -1, nothing for -1; out [events, width * ratio / span]. Then token t goes to row
+// writes[t] (of `index_bytes`) of the state.
+#define SGL_COMPRESS_ARGS(P, I, D)                                                                                \
+    P(kv_gate) I(kv_gate_stride) P(state) I(state_stride) P(ape) P(reads) P(writes) I(index_bytes) P(out)          \
+    I(tokens) I(events) I(span) I(ratio) I(width) I(type)
+SGL_ARGS(CompressArgs, SGL_COMPRESS_ARGS)
+
 namespace sgl::SGL_ISA {
 namespace {
 
@@ -64,8 +72,6 @@ class Compressor {
     const int32_t* reads_;
 };
 
-}  // namespace
-
 void compress(const CompressArgs& args, Pool& pool) {
     with_type(args.type, [&](auto element) {
         Compressor<decltype(element)> compressor(args);
@@ -76,5 +82,10 @@ void compress(const CompressArgs& args, Pool& pool) {
         each_row(pool, args.tokens, 2 * args.width, [&](int64_t token, int) { compressor.keep(token); });
     });
 }
+
+}  // namespace
+
+SGL_KERNELS(sparse_compress,
+    SGL_KERNEL("compress", compress, CompressArgs))
 
 }  // namespace sgl::SGL_ISA

@@ -4,6 +4,13 @@
 #include "../operations/dots.h"
 #include "rows.h"
 
+// out [tokens, groups, outputs] = weight[g] x[t, g]; weight elements at g * group_stride + output * output_stride + input *
+// input_stride, one of the latter two being 1.
+#define SGL_GROUPED_ARGS(P, I, D)                                                                                 \
+    P(x) I(x_stride) I(x_group_stride) P(weight) I(group_stride) I(output_stride) I(input_stride) P(out)          \
+    I(tokens) I(groups) I(outputs) I(inputs) I(type)
+SGL_ARGS(GroupedArgs, SGL_GROUPED_ARGS)
+
 namespace sgl::SGL_ISA {
 namespace {
 
@@ -151,8 +158,6 @@ void by_dots(const GroupedArgs& args, Pool& pool) {
     });
 }
 
-}  // namespace
-
 void grouped_linear(const GroupedArgs& args, Pool& pool) {
     with_type(args.type, [&](auto element) {
         using T = decltype(element);
@@ -164,5 +169,10 @@ void grouped_linear(const GroupedArgs& args, Pool& pool) {
         });
     });
 }
+
+}  // namespace
+
+SGL_KERNELS(sparse_grouped,
+    SGL_KERNEL("grouped_linear", grouped_linear, GroupedArgs))
 
 }  // namespace sgl::SGL_ISA

@@ -5,6 +5,17 @@
 #include "../attention/sums.h"
 #include "sparse.h"
 
+// h [tokens, streams, size]; fn [mixes, streams * size], base [mixes], scale, post [tokens, streams] and comb [tokens, streams,
+// streams] f32; x [tokens, size]. `mixes` is (2 + streams) * streams, or `streams` where post and comb are null.
+#define SGL_HC_PRE_ARGS(P, I, D)                                                                                  \
+    P(h) I(h_stride) P(fn) P(base) P(scale) P(x) P(post) P(comb) I(tokens) I(streams) I(size) D(norm_eps) D(hc_eps) I(iters) I(type)
+SGL_ARGS(HcPreArgs, SGL_HC_PRE_ARGS)
+
+// out[t, k] = post[t, k] * x[t] + the sum over j of comb[t, j, k] * h[t, j].
+#define SGL_HC_POST_ARGS(P, I, D) \
+    P(x) I(x_stride) P(h) I(h_stride) P(post) P(comb) P(out) I(tokens) I(streams) I(size) I(type)
+SGL_ARGS(HcPostArgs, SGL_HC_POST_ARGS)
+
 namespace sgl::SGL_ISA {
 namespace {
 
@@ -201,8 +212,6 @@ void widen_strip(const HcPostArgs& args, int64_t token, int64_t first, int64_t l
     }
 }
 
-}  // namespace
-
 // Floor: fn and h read once.
 void hc_pre(const HcPreArgs& args, Pool& pool) {
     with_type(args.type, [&](auto element) { Mixer<decltype(element)>(args, pool).run(); });
@@ -222,5 +231,11 @@ void hc_post(const HcPostArgs& args, Pool& pool) {
         });
     });
 }
+
+}  // namespace
+
+SGL_KERNELS(sparse_hyper,
+    SGL_KERNEL("hc_pre", hc_pre, HcPreArgs),
+    SGL_KERNEL("hc_post", hc_post, HcPostArgs))
 
 }  // namespace sgl::SGL_ISA

@@ -4,6 +4,13 @@
 #include "../attention/sums.h"
 #include "rows.h"
 
+// out f32 [tokens, width]: scale * sum over h of weights[t, h] * max(q[t, h] . key, 0) for the first lens[t] keys; -inf after them. Weights
+// have `weight_type`.
+#define SGL_INDEX_LOGITS_ARGS(P, I, D)                                                                            \
+    P(q) I(q_stride) I(q_head_stride) P(weights) I(weight_stride) I(weight_type) P(keys) I(key_stride) P(out)      \
+    I(tokens) I(heads) I(size) I(width) I(type) I(row_type) I(exact) I(group) D(scale) SGL_PAGED_ARGS(P, I)
+SGL_ARGS(IndexLogitsArgs, SGL_INDEX_LOGITS_ARGS)
+
 namespace sgl::SGL_ISA {
 namespace {
 
@@ -104,10 +111,13 @@ class Indexer {
     int64_t panels_, depth_;
 };
 
-}  // namespace
-
 void index_logits(const IndexLogitsArgs& args, Pool& pool) {
     with_words(args.type, args.row_type, [&](auto words) { Indexer<decltype(words)>(args, pool).run(); });
 }
+
+}  // namespace
+
+SGL_KERNELS(sparse_index_logits,
+    SGL_KERNEL("index_logits", index_logits, IndexLogitsArgs))
 
 }  // namespace sgl::SGL_ISA

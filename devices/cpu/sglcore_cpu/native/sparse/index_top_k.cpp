@@ -5,6 +5,11 @@
 
 #include "sparse.h"
 
+// out [tokens, k]: the rows of the k largest of logits f32 [tokens, width] among the first lens[t], of equal ones the
+// first, ascending by place; -1 behind them. NaN is the largest.
+#define SGL_INDEX_TOP_K_ARGS(P, I, D) P(logits) I(logits_stride) P(out) I(tokens) I(width) I(k) SGL_PAGED_ARGS(P, I)
+SGL_ARGS(IndexTopKArgs, SGL_INDEX_TOP_K_ARGS)
+
 namespace sgl::SGL_ISA {
 namespace {
 
@@ -58,8 +63,6 @@ void places(const float* scores, int64_t count, Least least, int32_t* to) {
     }
 }
 
-}  // namespace
-
 void index_top_k(const IndexTopKArgs& args, Pool& pool) {
     auto bytes = static_cast<size_t>(args.width + args.k + 1) * 4;
     each_row(pool, args.tokens, 4 * args.width, [&](int64_t token, int thread) {
@@ -78,5 +81,10 @@ void index_top_k(const IndexTopKArgs& args, Pool& pool) {
         std::fill(out + std::max<int64_t>(taken, 0), out + args.k, -1);
     });
 }
+
+}  // namespace
+
+SGL_KERNELS(sparse_index_top_k,
+    SGL_KERNEL("index_top_k", index_top_k, IndexTopKArgs))
 
 }  // namespace sgl::SGL_ISA

@@ -6,6 +6,21 @@
 #include "../attention/softmax.h"
 #include "rows.h"
 
+// out [tokens, heads, value_size] = softmax(scale * q . row) times the first value_size elements of those rows, over rows of
+// `size` elements: chosen [tokens, width] of `rows` and more_chosen [tokens, more_width] of `more_rows`, up to the first -1
+// of each. Rows of a list lie `chosen_stride` apart. `sinks` [heads] f32 are scores of one more key without a value; null means none.
+#define SGL_MQA_ARGS(P, I, D)                                                                                     \
+    P(q) I(q_stride) I(q_head_stride) P(out) P(sinks) I(tokens) I(heads) I(size) I(value_size) I(type) I(row_type) \
+    I(exact) I(group) D(scale)
+#define SGL_SPARSE_MQA_ARGS(P, I, D)                                                                              \
+    SGL_MQA_ARGS(P, I, D) P(rows) I(row_stride) P(chosen) I(chosen_stride) I(width)                               \
+    P(more_rows) I(more_row_stride) P(more_chosen) I(more_chosen_stride) I(more_width)
+SGL_ARGS(SparseMqaArgs, SGL_SPARSE_MQA_ARGS)
+
+// The same over the first lens[t] rows of the request of token t.
+#define SGL_PAGED_MQA_ARGS(P, I, D) SGL_MQA_ARGS(P, I, D) P(rows) I(row_stride) SGL_PAGED_ARGS(P, I)
+SGL_ARGS(PagedMqaArgs, SGL_PAGED_MQA_ARGS)
+
 namespace sgl::SGL_ISA {
 namespace {
 
@@ -291,8 +306,6 @@ class Mqa {
     int64_t panels_, depth_, values_, panel_floats_;  // depth: words of a query; values: elements of a result
 };
 
-}  // namespace
-
 void sparse_mqa(const SparseMqaArgs& args, Pool& pool) {
     with_words(args.type, args.row_type, [&](auto words) { Mqa<decltype(words), Lists, SparseMqaArgs>(args, pool).run(); });
 }
@@ -300,5 +313,11 @@ void sparse_mqa(const SparseMqaArgs& args, Pool& pool) {
 void paged_mqa(const PagedMqaArgs& args, Pool& pool) {
     with_words(args.type, args.row_type, [&](auto words) { Mqa<decltype(words), Paged, PagedMqaArgs>(args, pool).run(); });
 }
+
+}  // namespace
+
+SGL_KERNELS(sparse_mqa,
+    SGL_KERNEL("sparse_mqa", sparse_mqa, SparseMqaArgs),
+    SGL_KERNEL("paged_mqa", paged_mqa, PagedMqaArgs))
 
 }  // namespace sgl::SGL_ISA

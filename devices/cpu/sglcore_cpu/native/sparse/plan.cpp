@@ -3,6 +3,19 @@
 
 #include "sparse.h"
 
+// The plan of `compress`, as the kernel table says; out_rows and writes have `index_bytes`. Null: starts (row b is token b), state_table,
+// state_offsets (0).
+#define SGL_COMPRESS_PLAN_ARGS(P, I, D)                                                                           \
+    P(slots) P(seq_lens) P(lengths) P(starts) P(positions) P(table) I(table_stride) P(state_table)                 \
+    I(state_table_stride) I(state_pages) P(state_offsets) I(page_size) I(ratio) I(ring) P(reads)                  \
+    P(block_positions) P(out_rows) I(out_bytes) P(writes) I(write_bytes) I(rows) I(tokens) I(events) I(span)
+SGL_ARGS(CompressPlanArgs, SGL_COMPRESS_PLAN_ARGS)
+
+// out [tokens, width]: of the last `width` tokens up to each, or of its complete blocks of `ratio` where that is not 0.
+#define SGL_LIST_ARGS(P, I, D)                                                                                    \
+    P(table) I(table_stride) P(token_slots) P(positions) P(out) I(tokens) I(width) I(page_size) I(ratio)
+SGL_ARGS(ListArgs, SGL_LIST_ARGS)
+
 namespace sgl::SGL_ISA {
 namespace {
 
@@ -63,8 +76,6 @@ class Plan {
     int64_t event_ = 0;
 };
 
-}  // namespace
-
 void compress_plan(const CompressPlanArgs& args, Pool&) { Plan(args).run(); }
 
 void list_rows(const ListArgs& args, Pool& pool) {
@@ -84,5 +95,11 @@ void list_rows(const ListArgs& args, Pool& pool) {
         std::fill(out + count, out + args.width, -1);
     });
 }
+
+}  // namespace
+
+SGL_KERNELS(sparse_plan,
+    SGL_KERNEL("compress_plan", compress_plan, CompressPlanArgs),
+    SGL_KERNEL("list_rows", list_rows, ListArgs))
 
 }  // namespace sgl::SGL_ISA

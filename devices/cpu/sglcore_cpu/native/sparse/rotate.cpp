@@ -5,6 +5,21 @@
 #include "../operations/normed.h"
 #include "rows.h"
 
+// cos_sin f32 [.., rotary]: cosines, then sines. out [tokens, heads, size], each head of root mean square 1 if `norms`,
+// its last `rotary` elements turned in pairs of neighbours.
+#define SGL_ROPE_TAIL_ARGS(P, I, D)                                                                               \
+    P(x) I(x_stride) I(x_head_stride) P(out) P(positions) P(cos_sin) I(cos_sin_stride) I(tokens) I(heads) I(size) \
+    I(rotary) I(norms) D(eps) I(inverse) I(type)
+SGL_ARGS(RopeTailArgs, SGL_ROPE_TAIL_ARGS)
+
+// Row out_rows[t] = the norm of x[t], turned. Without a bias: the root mean square norm of the first `normed` elements, the
+// last ones turned in pairs of neighbours; with one: the layer norm of all, the first ones turned in pairs half of
+// `rotary` apart. weight and bias f32.
+#define SGL_NORM_STORE_ARGS(P, I, D)                                                                              \
+    P(x) I(x_stride) P(weight) P(bias) I(normed) D(eps) P(positions) P(cos_sin) I(cos_sin_stride) I(rotary)       \
+    P(rows) I(row_stride) P(out_rows) I(index_bytes) I(tokens) I(size) I(type) I(row_type) I(exact) I(group)
+SGL_ARGS(NormStoreArgs, SGL_NORM_STORE_ARGS)
+
 namespace sgl::SGL_ISA {
 namespace {
 
@@ -101,8 +116,6 @@ void norm_layer(const NormStoreArgs& args, float* x) {
     }
 }
 
-}  // namespace
-
 // Floor: x read and out written once.
 void rope_tail(const RopeTailArgs& args, Pool& pool) {
     with_type(args.type, [&](auto element) {
@@ -144,5 +157,11 @@ void norm_store(const NormStoreArgs& args, Pool& pool) {
         });
     });
 }
+
+}  // namespace
+
+SGL_KERNELS(sparse_rotate,
+    SGL_KERNEL("rope_tail", rope_tail, RopeTailArgs),
+    SGL_KERNEL("norm_store", norm_store, NormStoreArgs))
 
 }  // namespace sgl::SGL_ISA

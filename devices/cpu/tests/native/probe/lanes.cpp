@@ -65,11 +65,13 @@ const Function kFunctions[] = {
     [](const Operands& o) { store_line(o.out, high_nibbles(load_line(o.x))); },
 };
 
-}  // namespace
-
 void probe_lanes(const ProbeLanesArgs& args, Pool&) {
     kFunctions[args.function]({static_cast<const float*>(args.x), static_cast<const float*>(args.y),
                                static_cast<const float*>(args.z), static_cast<float*>(args.out), args.count});
 }
+
+}  // namespace
+
+SGL_KERNELS(probe_lanes, SGL_KERNEL("probe_lanes", probe_lanes, ProbeLanesArgs))
 
 }  // namespace sgl::SGL_ISA

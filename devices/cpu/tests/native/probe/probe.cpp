@@ -21,8 +21,6 @@ struct Parts {
     }
 };
 
-}  // namespace
-
 void probe_pool(const ProbePoolArgs& args, Pool& pool) {
     auto* hits = static_cast<int32_t*>(args.hits);
     auto* threads = static_cast<int32_t*>(args.threads);
@@ -50,14 +48,10 @@ void probe_defect(const ProbeDefectArgs& args, Pool&) {
     std::free(own);
 }
 
-extern const KernelList probe_kernels;
-namespace {
-const Kernel kernels[] = {
-    SGL_KERNEL("probe_lanes", probe_lanes, ProbeLanesArgs),
-    SGL_KERNEL("probe_pool", probe_pool, ProbePoolArgs),
-    SGL_KERNEL("probe_defect", probe_defect, ProbeDefectArgs),
-};
 }  // namespace
-const KernelList probe_kernels = {kernels, 3};
+
+SGL_KERNELS(probe_pool,
+    SGL_KERNEL("probe_pool", probe_pool, ProbePoolArgs),
+    SGL_KERNEL("probe_defect", probe_defect, ProbeDefectArgs))
 
 }  // namespace sgl::SGL_ISA

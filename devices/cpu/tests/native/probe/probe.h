@@ -21,8 +21,4 @@ namespace sgl::SGL_ISA {
 
 constexpr int64_t kTogether = -2;
 
-void probe_lanes(const ProbeLanesArgs& args, Pool& pool);
-void probe_pool(const ProbePoolArgs& args, Pool& pool);
-void probe_defect(const ProbeDefectArgs& args, Pool& pool);
-
 }  // namespace sgl::SGL_ISA
