@@ -166,7 +166,8 @@ class BatchResult:
     """float32[B, hidden], the vectors or scores of prompts to embed. None: the step was not one of
     EMBED."""
     path: str = "eager"
-    """What ran: "eager", or the graph's kind and bucket."""
+    """What ran: the graph's kind and bucket; or "eager", after a colon perhaps the inputs that kept
+    the step from a graph."""
     proposed: NDArray[np.int32] | None = None
     """int32[B] (optional): how many draft tokens the step verified of each row. None: it verified
     none."""

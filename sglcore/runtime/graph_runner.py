@@ -85,6 +85,11 @@ class GraphRunner:
         policy = self._policy(batch)
         return policy is not None and policy.can_run(batch)
 
+    def unread(self, batch: ForwardBatch) -> tuple[str, ...]:
+        """Return the inputs of the batch that keep it from the graphs for its kind of step."""
+        policy = self._policy(batch)
+        return () if policy is None else policy.unread(batch)
+
     def path(self, batch: ForwardBatch) -> str:
         """Return the name of a batch's replay, mechanism and bucket, such as "full:8"; "eager" if
         no graph is for its kind of step. Call only if `can_run` is true.

@@ -182,14 +182,16 @@ class ModelRunner:
         return staged
 
     def forward(self, batch: ForwardBatch) -> tuple[Tensor, str]:
-        """Return hidden states [T, hidden] and the path that ran.
-
-        The path is "eager", "eager:halves", or kind and bucket of the graph.
+        """Return hidden states [T, hidden] and the path that ran: kind and bucket of the graph;
+        "eager"; "eager:halves" if two micro-batches were interleaved; or "eager:" with the names of
+        the batch's inputs that the graphs do not read.
         """
         if self.graphs is not None and self.graphs.can_run(batch):
             return self.graphs.run(batch), self.graphs.path(batch)
         is_whole = self.halves is None or self.halves.cut_of(batch) is None
-        return self.run_eager(batch), "eager" if is_whole else "eager:halves"
+        unread = () if self.graphs is None else self.graphs.unread(batch)
+        how = (*(() if is_whole else ("halves",)), *unread)
+        return self.run_eager(batch), ":".join(("eager", *how))
 
     def run_eager(self, batch: ForwardBatch) -> Tensor:
         """Run one forward of the batch eagerly, in the runner's own context, never in an outer one.

@@ -299,14 +299,14 @@ def test_a_batch_with_an_input_that_the_graphs_do_not_read_runs_eagerly(name: st
     assert graphs_of(site).can_run(batch)
     setattr(batch, name, OTHERS[name]())
     assert not graphs_of(site).can_run(batch)
-    assert site.runner.forward(batch)[1] == "eager"
+    assert site.runner.forward(batch)[1] == f"eager:{name}"
 
 
 def test_a_decode_with_three_axes_of_positions_is_not_replayed_without_them() -> None:
     site, desk = make_site(buckets=(1,)), Desk()
     site.runner.run_eager(site.runner.init_batch(desk.extend({1: [3, 4]})))
     batch = site.runner.init_batch(desk.decode(1, mrope_positions=np.full((3, 1), 2, dtype=np.int32)))
-    assert site.runner.forward(batch)[1] == "eager"
+    assert site.runner.forward(batch)[1] == "eager:mrope_positions"
 
 
 def test_a_batch_that_lies_elsewhere_is_copied_into_the_buffers_and_replayed() -> None:

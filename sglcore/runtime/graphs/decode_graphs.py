@@ -65,14 +65,10 @@ class DecodeGraphs(SizedGraphs[CapturedBucket]):
         """The captured sizes with graphs of two micro-batches."""
         return tuple(size for size in self.sizes if self._captured[size].halves is not None)
 
-    def can_run(self, batch: ForwardBatch) -> bool:
-        """Return whether there is a bucket and the graph reads all inputs.
-
-        Host lengths must be there if needed.
-        """
-        if self.bucket_for(batch.batch_size) is None or (self._needs_host_lengths and batch.seq_lens_cpu is None):
-            return False
-        return self._reads_all(batch)
+    def _fits(self, batch: ForwardBatch) -> bool:
+        """Return whether there is a bucket for the batch, and its lengths on the host if needed."""
+        has_lengths = batch.seq_lens_cpu is not None or not self._needs_host_lengths
+        return has_lengths and self.bucket_for(batch.batch_size) is not None
 
     def path(self, batch: ForwardBatch) -> str:
         """Return mechanism and bucket, such as "full:8", of a batch for which `can_run` is true."""

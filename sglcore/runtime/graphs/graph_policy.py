@@ -112,6 +112,18 @@ class SizedGraphs(ABC, Generic[Captured]):
         self._absent = absent_inputs(batch)
         return batch
 
-    def _reads_all(self, batch: ForwardBatch) -> bool:
-        """Return whether the batch has no input that the graphs do not read."""
-        return all(getattr(batch, name) is None for name in self._absent)
+    def can_run(self, batch: ForwardBatch) -> bool:
+        """Return whether a graph can run the batch: it fits one, and the graph reads all its
+        inputs."""
+        return self._fits(batch) and not self._unread(batch)
+
+    def unread(self, batch: ForwardBatch) -> tuple[str, ...]:
+        """Return the inputs that keep the batch from a graph that it fits otherwise."""
+        return self._unread(batch) if self._fits(batch) else ()
+
+    @abstractmethod
+    def _fits(self, batch: ForwardBatch) -> bool:
+        """Return whether there is a graph for the batch's kind of step and size."""
+
+    def _unread(self, batch: ForwardBatch) -> tuple[str, ...]:
+        return tuple(name for name in self._absent if getattr(batch, name) is not None)

@@ -65,17 +65,11 @@ class PromptGraphs(SizedGraphs[CapturedTokens]):
         found = super().bucket_for(size)
         return None if found is None or found > MOST_PADDING * size else found
 
-    def can_run(self, batch: ForwardBatch) -> bool:
-        """Return whether a graph can run this batch.
-
-        It must be a prefill or mixed step with a bucket, without inputs that the graphs do not
-        read.
-        """
+    def _fits(self, batch: ForwardBatch) -> bool:
+        """Return whether the batch is a prefill or mixed step for which there is a bucket."""
         if batch.forward_mode not in (ForwardMode.EXTEND, ForwardMode.MIXED):
             return False
-        if self.bucket_for(batch.num_tokens) is None or batch.batch_size > self.registry.max_bs:
-            return False
-        return self._reads_all(batch)
+        return batch.batch_size <= self.registry.max_bs and self.bucket_for(batch.num_tokens) is not None
 
     def path(self, batch: ForwardBatch) -> str:
         """Return mechanism and bucket, such as "breakable:64", of a batch for which `can_run` is
