@@ -13,29 +13,21 @@ from torch import Tensor
 from sglcore.checkpoint.compressed_config import CompressedConfig, Compression
 from sglcore.checkpoint.frozen_draft_config import FrozenCells
 from sglcore.checkpoint.latent_config import LatentConfig
-from sglcore.checkpoint.model_config import EXPERT_PARTS, MoeConfig, RopeConfig
-from sglcore.checkpoint.quantization_config import has_mxfp4_experts
+from sglcore.checkpoint.model_config import MoeConfig, RopeConfig
+from sglcore.checkpoint.moe_spec import ExpertSpec, RoutingSpec
 from sglcore.checkpoint.recurrent_config import DeltaNetConfig, Mamba2Config
 from sglcore.checkpoint.rope_config import halves_first, rotary_dim
 from sglcore.device.errors import ConfigError
 from sglcore.layers.attention import AttentionLayer
 from sglcore.layers.build_scope import Scope
-from sglcore.layers.clamped_mlp import LimitedMlp, LimitedMoe
+from sglcore.layers.clamped_mlp import LimitedMlp
 from sglcore.layers.compressed_attention import CompressedAttention, OfAttention
 from sglcore.layers.frozen_draft import ChosenHead, FrozenAttention, Scale
 from sglcore.layers.hyper_connections import HyperConnection, HyperHead
 from sglcore.layers.latent_attention import LatentAttention, Projections
 from sglcore.layers.linear import Embedding, GroupedLinear, Head, Linear, MappedHead, OrderedLinear, Softcap
 from sglcore.layers.mlp import GatedMlp
-from sglcore.layers.moe import (
-    ClampedMoe,
-    GroupLimitedRouting,
-    Mxfp4Moe,
-    Relu2Moe,
-    SigmoidRouting,
-    SoftmaxRouting,
-    SparseMoe,
-)
+from sglcore.layers.moe import Moe, make_experts
 from sglcore.layers.norm import LayerNorm, RMSNorm
 from sglcore.layers.recurrent_layers import GatedDeltaNet, Mamba2, Rows, ShortConv
 from sglcore.layers.rotary import cos_sin_cache
@@ -186,41 +178,15 @@ class Build(Scope):
         return GatedMlp(self.at(name), size, bias, fused)
 
     def experts(
-        self,
-        name: str,
-        moe: MoeConfig,
-        *,
-        gate: str = "gate",
-        parts: Sequence[str] = EXPERT_PARTS,
-        is_sigmoid: bool = False,
-    ) -> SparseMoe:
-        """Return routed experts; see `layer_kinds.Build.experts`."""
-        return SparseMoe(self.at(name), moe, gate, parts, SigmoidRouting if is_sigmoid else SoftmaxRouting)
-
-    def group_limited_experts(self, name: str, moe: MoeConfig) -> SparseMoe:
-        """Return routed experts with group-limited routing; see
-        `layer_kinds.Build.group_limited_experts`."""
-        return SparseMoe(self.at(name), moe, "gate", EXPERT_PARTS, GroupLimitedRouting)
-
-    def clamped_experts(self, name: str, moe: MoeConfig, alpha: float, limit: float) -> ClampedMoe | Mxfp4Moe:
-        """Return routed experts with biases and a clamped activation, as MXFP4 codes if the
-        checkpoint has these and the kernels read them. `alpha` and `limit` are those of
-        `KernelTable.clamped_moe`."""
-        reads = self.kernels.mxfp4_moe is not None and has_mxfp4_experts(self.config.raw)
-        return (Mxfp4Moe if reads else ClampedMoe)(self.at(name), moe, alpha, limit)
-
-    def relu2_experts(self, name: str, moe: MoeConfig, latent: int = 0) -> Relu2Moe:
-        """Return routed experts down(max(up(x), 0)^2); see `layer_kinds.Build.relu2_experts`."""
-        return Relu2Moe(self.at(name), moe, latent)
+        self, name: str, moe: MoeConfig, spec: ExpertSpec = ExpertSpec(), routing: RoutingSpec = RoutingSpec()
+    ) -> Moe:
+        """Implements `Build.experts`."""
+        return make_experts(self.at(name), moe, spec, routing)
 
     def limited_mlp(self, name: str, size: int, limit: float) -> LimitedMlp:
         """Return the gated feed-forward block with clamped factors; see
         `layer_kinds.Build.limited_mlp`."""
         return LimitedMlp(self.at(name), size, limit)
-
-    def limited_experts(self, name: str, moe: MoeConfig, limit: float, is_hashed: bool) -> LimitedMoe:
-        """Return routed experts with clamped factors; see `layer_kinds.Build.limited_experts`."""
-        return LimitedMoe(self.at(name), moe, limit, is_hashed)
 
     def hyper_connection(self, name: str, streams: int, iters: int, eps: float) -> HyperConnection:
         """Return a hyper-connection for a block; `iters` and `eps` are those of

@@ -13,7 +13,8 @@ from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias
 
 from sglcore.checkpoint.compressed_config import CompressedConfig, Compression
 from sglcore.checkpoint.latent_config import LatentConfig
-from sglcore.checkpoint.model_config import EXPERT_PARTS, ModelConfig, MoeConfig, RopeConfig
+from sglcore.checkpoint.model_config import ModelConfig, MoeConfig, RopeConfig
+from sglcore.checkpoint.moe_spec import ExpertSpec, RoutingSpec
 from sglcore.checkpoint.recurrent_config import DeltaNetConfig, Mamba2Config
 from sglcore.device.errors import ConfigError
 
@@ -142,10 +143,10 @@ class CompressedProjections(NamedTuple):
 
 
 class RoutedLayer(Protocol):
-    """Routed experts that may also depend on the token ids."""
+    """Routed experts, which may also depend on the token ids."""
 
-    def __call__(self, x: Array, input_ids: Array, /) -> Array:
-        """[T, H] and token ids, integers [T], to [T, H]."""
+    def __call__(self, x: Array, input_ids: Array | None = None, /) -> Array:
+        """[T, H] to [T, H]. Routing by a table also needs the token ids, integers [T]."""
         ...
 
 
@@ -348,52 +349,16 @@ class Build(Protocol):
         ...
 
     def experts(
-        self,
-        name: str,
-        moe: MoeConfig,
-        *,
-        gate: str = "gate",
-        parts: Sequence[str] = EXPERT_PARTS,
-        is_sigmoid: bool = False,
-    ) -> Layer:
-        """Return routed experts: the weighted sum of the experts that `gate` chooses for each
-        token, by softmax or, if `is_sigmoid`, by sigmoid with the bias `e_score_correction_bias`.
-
-        `parts`: the projections of each of `experts`; or two names, each of one weight for all
-        experts: gate over up, and down.
-        """
-        ...
-
-    def group_limited_experts(self, name: str, moe: MoeConfig) -> Layer:
-        """Return `experts` chosen by softmax of float32 logits, only among the groups with the
-        largest probabilities."""
-        ...
-
-    def clamped_experts(self, name: str, moe: MoeConfig, alpha: float, limit: float) -> Layer:
-        """Return `experts` with biases of `router` and of `experts`, and the activation (up + 1) *
-        gate * sigmoid(alpha * gate), with gate at most `limit` and up from -`limit` to `limit`."""
-        ...
-
-    def relu2_experts(self, name: str, moe: MoeConfig, latent: int = 0) -> Layer:
-        """Return `experts` selected by sigmoids, each down(max(up(x), 0)^2).
-
-        With a `latent` size, `fc1_latent_proj` comes before the experts and `fc2_latent_proj` after
-        their sum.
-        """
+        self, name: str, moe: MoeConfig, spec: ExpertSpec = ExpertSpec(), routing: RoutingSpec = RoutingSpec()
+    ) -> RoutedLayer:
+        """Return routed experts: the weighted sum of the experts that the router chooses for each
+        token. Raises `ConfigError` for a form or a router that the library does not have."""
         ...
 
     def limited_mlp(self, name: str, size: int, limit: float) -> Layer:
         """Return down(silu(gate(x)) * up(x)), `size` wide inside.
 
         gate is at most `limit`, up is from -`limit` to `limit`.
-        """
-        ...
-
-    def limited_experts(self, name: str, moe: MoeConfig, limit: float, is_hashed: bool) -> RoutedLayer:
-        """Return `experts`, each a `limited_mlp`, weighted by sqrt(softplus) of `gate`.
-
-        The same score plus a bias, `e_score_correction_bias`, selects the experts. `is_hashed`: the
-        table `tid2eid` [vocab, K] has the experts of each token instead.
         """
         ...
 

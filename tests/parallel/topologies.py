@@ -93,8 +93,10 @@ class SeesRouting:
         self._route = route
         self.chosen: list[torch.Tensor] = []
 
-    def __call__(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        weights, chosen = self._route(hidden)
+    def __call__(
+        self, hidden: torch.Tensor, input_ids: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        weights, chosen = self._route(hidden, input_ids)
         self.chosen.append(chosen.clone())
         return weights, chosen
 

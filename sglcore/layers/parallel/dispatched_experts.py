@@ -4,15 +4,16 @@ experts, and the results come back."""
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from sglcore.checkpoint.model_config import MoeConfig
+from sglcore.checkpoint.moe_spec import ExpertSpec, RoutingSpec
 from sglcore.layers.build_scope import Scope
-from sglcore.layers.moe import Routing
 from sglcore.layers.rank_part import Cut, Range
+from sglcore.layers.routing import make_routing
 from sglcore.runtime.kernels.table import KernelTable
 from sglcore.runtime.parallel.expert_dispatch import Dispatcher
 from sglcore.runtime.parallel.expert_placement import Placement, in_order
@@ -29,19 +30,18 @@ class DispatchedMoe:
         self,
         build: Scope,
         moe: MoeConfig,
-        gate: str,
-        parts: Sequence[str],
-        routing: Callable[[Scope, str, MoeConfig], Routing],
+        spec: ExpertSpec,
+        routing: RoutingSpec,
         placement: Placement,
         groups: Groups,
         dispatcher: Dispatcher,
     ) -> None:
-        """The first five arguments are those of `SparseMoe`; ranks in `placement` are those of the
-        group `ep`."""
+        """The first four arguments are those of `make_experts`; ranks in `placement` are those of
+        the group `ep`."""
         group = groups.ep
         self._groups, self._dispatcher = groups, dispatcher
-        self._route = routing(build, gate, moe)
-        self.w13, self.w2 = held_weights(build, moe, parts, placement.of_rank(group.rank).tolist())
+        self._route = make_routing(build, routing, moe)
+        self.w13, self.w2 = held_weights(build, moe, spec.parts, placement.of_rank(group.rank).tolist())
         self._places = torch.from_numpy(placement.places_for(group.rank)).to(build.weights.device)
         one = build.rows(1), build.indices(1)
         self._moe = build.kernel(KernelTable.moe, build.rows(build.config.hidden_size), *one, self.w13, self.w2)
@@ -73,15 +73,15 @@ class DispatchedMoe:
 def dispatched(
     build: Scope,
     moe: MoeConfig,
-    gate: str,
-    parts: Sequence[str],
-    routing: Callable[[Scope, str, MoeConfig], Routing],
+    spec: ExpertSpec,
+    routing: RoutingSpec,
     groups: Groups,
 ) -> DispatchedMoe:
     """Return a `DispatchedMoe` with consecutive experts on each rank, and a dispatcher of
-    `groups`. The first five arguments are those of `SparseMoe`."""
+    `groups`. The first four arguments are those of `make_experts`;
+    the experts are gated."""
     placement = in_order(moe.num_experts, groups.ep.size)
-    return DispatchedMoe(build, moe, gate, parts, routing, placement, groups, groups.make_dispatcher(placement.each))
+    return DispatchedMoe(build, moe, spec, routing, placement, groups, groups.make_dispatcher(placement.each))
 
 
 def held_weights(build: Scope, moe: MoeConfig, parts: Sequence[str], held: Sequence[int]) -> tuple[Tensor, Tensor]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from sglcore.checkpoint.model_config import EXPERT_PARTS
+from sglcore.checkpoint.model_config import EXPERT_PARTS, MoeConfig
+from sglcore.checkpoint.moe_spec import ExpertSpec
 from sglcore.layers.rank_part import Range
 from sglcore.runtime.kernels.mxfp4 import GROUP
 
@@ -18,6 +19,18 @@ def both(part: Range, size: int) -> tuple[Range, Range]:
     """Return the ranges of `part`, a range of the intermediate size, in the rows of gate over up,
     with `size` rows each."""
     return part, (part[0] + size, part[1] + size)
+
+
+def cut_form(cut: CutTensor, moe: MoeConfig, spec: ExpertSpec, part: Range) -> None:
+    """Record, with `cut`, that this rank has the range `part` of the intermediate size of each
+    expert."""
+    experts, size = moe.num_experts, moe.intermediate_size
+    if spec.form == "relu2":
+        cut_ungated(cut, experts, size, part)
+    elif spec.form == "clamped":
+        cut_clamped(cut, size, part)
+    else:
+        cut_experts(cut, experts, size, part, spec.parts)
 
 
 def cut_experts(cut: CutTensor, experts: int, size: int, part: Range, parts: Sequence[str] = EXPERT_PARTS) -> None:

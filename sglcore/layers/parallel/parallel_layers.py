@@ -18,8 +18,8 @@ from torch import Tensor
 
 from sglcore.checkpoint.compressed_config import CompressedConfig, Compression
 from sglcore.checkpoint.latent_config import LatentConfig
-from sglcore.checkpoint.model_config import EXPERT_PARTS, ModelConfig, MoeConfig
-from sglcore.checkpoint.quantization_config import has_mxfp4_experts
+from sglcore.checkpoint.model_config import ModelConfig, MoeConfig
+from sglcore.checkpoint.moe_spec import ExpertSpec, Form, RoutingSpec
 from sglcore.checkpoint.recurrent_config import DeltaNetConfig, Mamba2Config
 from sglcore.checkpoint.tensor_parallel import Shard, legal_widths
 from sglcore.device.errors import ConfigError
@@ -29,10 +29,10 @@ from sglcore.layers.compressed_attention import CompressedAttention, OfAttention
 from sglcore.layers.latent_attention import LatentAttention, Projections
 from sglcore.layers.linear import Embedding, GroupedLinear, Head, Linear, OrderedLinear
 from sglcore.layers.mlp import GATE_AND_UP
-from sglcore.layers.moe import ClampedMoe, GroupLimitedRouting, SigmoidRouting, SoftmaxRouting
+from sglcore.layers.moe import reads_mxfp4
 from sglcore.layers.parallel.block_reduction import Block, ended
 from sglcore.layers.parallel.dispatched_experts import dispatched
-from sglcore.layers.parallel.expert_parts import both, cut_clamped, cut_experts, cut_ungated
+from sglcore.layers.parallel.expert_parts import both, cut_form
 from sglcore.layers.parallel.parallel_linear import Summed, bias_once
 from sglcore.layers.parallel.parallel_norms import SharedGroupNorm, SharedNorm
 from sglcore.layers.parallel.parallel_roles import (
@@ -54,6 +54,10 @@ from sglcore.runtime.parallel.process_group import AnyGroup
 from sglcore.runtime.parallel.rank_groups import Groups
 
 REMEDY = "--tp 1"
+NOT_WHOLE: Mapping[Form, str] = MappingProxyType(
+    {"limited": "experts within a limit", "relu2": "experts without gates", "clamped": "experts with biases"}
+)
+"""Forms of experts for which there is no expert parallelism, as an error names them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,58 +316,25 @@ class ShardedBuild(Scope):
         return part, replace(moe, intermediate_size=part[1] - part[0])
 
     def experts(
-        self,
-        name: str,
-        moe: MoeConfig,
-        *,
-        gate: str = "gate",
-        parts: Sequence[str] = EXPERT_PARTS,
-        is_sigmoid: bool = False,
+        self, name: str, moe: MoeConfig, spec: ExpertSpec = ExpertSpec(), routing: RoutingSpec = RoutingSpec()
     ) -> Block:
-        """Return routed experts: whole experts on each rank (expert parallel), or this rank's part
-        of every expert's intermediate size (tensor parallel). Arguments as in
-        `layer_kinds.Build.experts`."""
+        """Return routed experts: whole experts on each rank (expert parallel, gated experts only),
+        or this rank's part of every expert's intermediate size (tensor parallel). Raises
+        `ConfigError` for other experts with expert parallel, and if a group of codes would be
+        split."""
         if self._every.has_experts_whole:
-            routing = SigmoidRouting if is_sigmoid else SoftmaxRouting
-            return dispatched(self.own().at(name), moe, gate, parts, routing, self._every)
+            self._refuse_whole(spec)
+            return dispatched(self.own().at(name), moe, spec, routing, self._every)
         part, local = self._inside(moe)
-        cut_experts(self.at(name).cut, moe.num_experts, moe.intermediate_size, part, parts)
-        return ended(self.own().experts(name, local, gate=gate, parts=parts, is_sigmoid=is_sigmoid), self._every)
-
-    def group_limited_experts(self, name: str, moe: MoeConfig) -> Block:
-        """Return `experts` with the routing of `layer_kinds.Build.group_limited_experts`."""
-        if self._every.has_experts_whole:
-            return dispatched(self.own().at(name), moe, "gate", EXPERT_PARTS, GroupLimitedRouting, self._every)
-        part, local = self._inside(moe)
-        cut_experts(self.at(name).cut, moe.num_experts, moe.intermediate_size, part)
-        return ended(self.own().group_limited_experts(name, local), self._every)
-
-    def limited_experts(self, name: str, moe: MoeConfig, limit: float, is_hashed: bool) -> Block:
-        """Return this rank's part of `layer_kinds.Build.limited_experts`. Raises `ConfigError` with
-        expert parallel."""
-        self._refuse_whole("experts within a limit")
-        part, local = self._inside(moe)
-        cut_experts(self.at(name).cut, moe.num_experts, moe.intermediate_size, part)
-        return ended(self.own().limited_experts(name, local, limit, is_hashed), self._every)
-
-    def relu2_experts(self, name: str, moe: MoeConfig, latent: int = 0) -> Block:
-        """Return this rank's part of `layer_kinds.Build.relu2_experts`. Raises `ConfigError` with
-        expert parallel."""
-        self._refuse_whole("experts without gates")
-        part, local = self._inside(moe)
-        cut_ungated(self.at(name).cut, moe.num_experts, moe.intermediate_size, part)
-        own = self.own().relu2_experts(name, local, latent)
-        bias_once(self, None if own.fc2 is None else own.fc2.bias, self._every.tp)
+        self._check_groups(moe, local, spec)
+        cut_form(self.at(name).cut, moe, spec, part)
+        own = self.own().experts(name, local, spec, routing)
+        bias_once(self, own.bias, self._every.tp)
         return ended(own, self._every)
 
-    def clamped_experts(self, name: str, moe: MoeConfig, alpha: float, limit: float) -> Block:
-        """Return this rank's part of `layer_kinds.Build.clamped_experts`, as MXFP4 codes if the
-        checkpoint has them and the kernels read them. Raises `ConfigError` with expert parallel,
-        and if a group of codes would be split between ranks."""
-        self._refuse_whole("experts with biases")
-        part, local = self._inside(moe)
-        reads = self.kernels.mxfp4_moe is not None and has_mxfp4_experts(self.config.raw)
-        if reads and local.intermediate_size % GROUP:
+    def _check_groups(self, moe: MoeConfig, local: MoeConfig, spec: ExpertSpec) -> None:
+        """Raise ConfigError if this rank's part of MXFP4 experts, `local`, splits a group."""
+        if spec.form == "clamped" and reads_mxfp4(self) and local.intermediate_size % GROUP:
             fits = [width for width in legal_widths(self.config) if moe.intermediate_size % (width * GROUP) == 0]
             raise ConfigError(
                 f"tp is {self.inside.size}, and {moe.intermediate_size} intermediate features of an expert have "
@@ -371,10 +342,6 @@ class ShardedBuild(Scope):
                 wanted=f"one of {', '.join(map(str, fits))}",
                 remedy="set --tp to one of them",
             )
-        cut_clamped(self.at(name).cut, moe.intermediate_size, part)
-        own = self.own().clamped_experts(name, local, alpha, limit)
-        bias_once(self, own.b2 if isinstance(own, ClampedMoe) else own.weights[-1], self._every.tp)
-        return ended(own, self._every)
 
     def embedding(self, name: str, rows: int, size: int, scale: float | None = None) -> SharedEmbedding | Embedding:
         """Return an embedding with this rank's part of the vocabulary, or the layer in `given`;
@@ -398,10 +365,11 @@ class ShardedBuild(Scope):
         own = Head(scope, part[1] - part[0], size, None if tied is None else tied.own)
         return SharedHead(own, rows, self._ranks)
 
-    def _refuse_whole(self, what: str) -> None:
-        if self._every.has_experts_whole:
+    def _refuse_whole(self, spec: ExpertSpec) -> None:
+        if spec.form in NOT_WHOLE:
             raise ConfigError(
-                f"{self.config.architecture} has {what}, which expert parallelism does not support", remedy="--ep 1"
+                f"{self.config.architecture} has {NOT_WHOLE[spec.form]}, which expert parallelism does not support",
+                remedy="--ep 1",
             )
 
     def _refusal(self, what: str) -> ConfigError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+from sglcore.checkpoint.moe_spec import ExpertSpec, RoutingSpec
 from sglcore.models.decoder import CausalLM, DecoderLayer, SelfAttention
 from sglcore.models.layer_kinds import Build
 
@@ -19,5 +20,6 @@ class GptOssForCausalLM(CausalLM):
         attention = SelfAttention(
             build.at("self_attn"), layer_id, self.rotary, qkv_bias=bias, output_bias=bias, sinks=True
         )
-        experts = build.clamped_experts("mlp", self.moe, words["swiglu_alpha"], words["swiglu_limit"])
+        spec = ExpertSpec("clamped", alpha=words["swiglu_alpha"], limit=words["swiglu_limit"])
+        experts = build.experts("mlp", self.moe, spec, RoutingSpec(gate="router", bias=True))
         return DecoderLayer(build, attention, experts, self.norm_offset)

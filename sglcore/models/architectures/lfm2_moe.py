@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+from sglcore.checkpoint.moe_spec import RoutingSpec
 from sglcore.models.architectures.lfm2 import Lfm2ForCausalLM
 from sglcore.models.layer_kinds import Build, Layer
 
@@ -17,4 +18,4 @@ class Lfm2MoeForCausalLM(Lfm2ForCausalLM):
         """Return the feed-forward block of one layer: dense, or experts."""
         if not self.moe.layers[layer_id]:
             return super().make_mlp(build, layer_id)
-        return build.experts("mlp", self.moe, is_sigmoid=True)
+        return build.experts("mlp", self.moe, routing=RoutingSpec("sigmoid"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+from sglcore.checkpoint.moe_spec import ExpertSpec, RoutingSpec
 from sglcore.checkpoint.recurrent_config import FULL, LINEAR, MLP, MOE, layer_kinds
 from sglcore.models.decoder import CausalLM, Mixer, SelfAttention, SharedExpert, make_mamba2
 from sglcore.models.layer_kinds import Array, Batch, Build, Layer
@@ -92,5 +93,6 @@ class NemotronHForCausalLM(CausalLM):
         return NemotronHLayer(build, made, self.norm_offset)
 
     def _make_experts(self, build: Build) -> Layer:
-        experts = build.relu2_experts("mixer", self.moe, build.config.words.get("moe_latent_size", 0))
+        spec = ExpertSpec("relu2", latent=build.config.words.get("moe_latent_size", 0))
+        experts = build.experts("mixer", self.moe, spec, RoutingSpec("sigmoid"))
         return SharedExpert(build, experts, Relu2Mlp(build.at("mixer", "shared_experts"), self.moe.shared_size))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, NoReturn, Self
 
 import mlx.core as mx
 
-from sglcore.checkpoint.model_config import EXPERT_PARTS, MoeConfig, RopeConfig
+from sglcore.checkpoint.model_config import MoeConfig, RopeConfig
+from sglcore.checkpoint.moe_spec import ExpertSpec, RoutingSpec
 from sglcore.checkpoint.recurrent_config import DeltaNetConfig, Mamba2Config
 from sglcore.device.errors import ConfigError
 from sglcore_mlx.layers.attention import AttentionLayer
@@ -19,6 +20,7 @@ from sglcore_mlx.layers.moe import (
     GatedExperts,
     LatentMoe,
     Relu2Experts,
+    Routing,
     SigmoidRouting,
     SoftmaxRouting,
     SparseMoe,
@@ -93,31 +95,29 @@ class Build(Scope):
         return GatedMlp(self.at(name), size, bias, fused)
 
     def experts(
-        self,
-        name: str,
-        moe: MoeConfig,
-        *,
-        gate: str = "gate",
-        parts: Sequence[str] = EXPERT_PARTS,
-        is_sigmoid: bool = False,
-    ) -> SparseMoe:
-        """Implements `layer_kinds.Build.experts`: make an MoE block with gated experts."""
-        scope, routing = self.at(name), SigmoidRouting if is_sigmoid else SoftmaxRouting
-        return SparseMoe(routing(scope, gate, moe), GatedExperts(scope, moe, parts))
+        self, name: str, moe: MoeConfig, spec: ExpertSpec = ExpertSpec(), routing: RoutingSpec = RoutingSpec()
+    ) -> SparseMoe | LatentMoe:
+        """Implements `Build.experts`. Raises `ConfigError` for limited experts, and for routers
+        other than softmax and sigmoid."""
+        scope, route = self.at(name), self._routing(self.at(name), moe, routing)
+        if spec.form == "limited":
+            raise self._refusal("limited experts")
+        if spec.form == "clamped":
+            return SparseMoe(route, ClampedExperts(scope, moe, spec.alpha, spec.limit))
+        if spec.form == "gated":
+            return SparseMoe(route, GatedExperts(scope, moe, spec.parts))
+        return (
+            LatentMoe(scope, moe, spec.latent, route)
+            if spec.latent
+            else SparseMoe(route, Relu2Experts(scope, moe, self.config.hidden_size))
+        )
 
-    def clamped_experts(self, name: str, moe: MoeConfig, alpha: float, limit: float) -> SparseMoe:
-        """Implements `layer_kinds.Build.clamped_experts`: make an MoE block with biases and a
-        clamped gate (gpt-oss)."""
-        scope = self.at(name)
-        return SparseMoe(SoftmaxRouting(scope, "router", moe, bias=True), ClampedExperts(scope, moe, alpha, limit))
-
-    def relu2_experts(self, name: str, moe: MoeConfig, latent: int = 0) -> SparseMoe | LatentMoe:
-        """Implements `layer_kinds.Build.relu2_experts`: make an MoE block with relu^2 experts.
-        `latent`: width of the experts' inputs and outputs; 0: the hidden size."""
-        scope = self.at(name)
-        if latent:
-            return LatentMoe(scope, moe, latent)
-        return SparseMoe(SigmoidRouting(scope, "gate", moe), Relu2Experts(scope, moe, self.config.hidden_size))
+    def _routing(self, scope: Self, moe: MoeConfig, routing: RoutingSpec) -> Routing:
+        if routing.score == "softmax":
+            return SoftmaxRouting(scope, routing.gate, moe, routing.bias)
+        if routing.score == "sigmoid":
+            return SigmoidRouting(scope, routing.gate, moe)
+        raise self._refusal(f"{routing.score} routing")
 
     def activation(self, name: str) -> Callable[[mx.array], mx.array]:
         """Return the elementwise function of this name: gelu, relu2, sigmoid or tanh. Raises
@@ -127,12 +127,15 @@ class Build(Scope):
             raise ConfigError(f"MLX's layers have no activation {name!r}", wanted=", ".join(activations))
         return activations[name]
 
+    def _refusal(self, what: str) -> ConfigError:
+        return ConfigError(
+            f"{self.config.architecture} needs {what}, which MLX's layers do not have",
+            remedy="choose another --device, or another model",
+        )
+
     if not TYPE_CHECKING:
 
         def __getattr__(self, kind: str) -> NoReturn:
             if kind.startswith("_"):
                 raise AttributeError(kind)
-            raise ConfigError(
-                f"{self.config.architecture} needs a layer of kind {kind!r}, which MLX's layers do not have",
-                remedy="choose another --device, or another model",
-            )
+            raise self._refusal(f"a layer of kind {kind!r}")

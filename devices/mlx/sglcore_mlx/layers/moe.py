@@ -216,11 +216,11 @@ class LatentMoe:
 
     __slots__ = ("_experts", "_fc1", "_fc2", "_route")
 
-    def __init__(self, build: Scope, moe: MoeConfig, latent: int) -> None:
+    def __init__(self, build: Scope, moe: MoeConfig, latent: int, route: Routing) -> None:
         hidden, bias = build.config.hidden_size, build.config.mlp_bias
         self._fc1 = build.linear("fc1_latent_proj", hidden, latent, bias)
         self._fc2 = build.linear("fc2_latent_proj", latent, hidden, bias)
-        self._route = SigmoidRouting(build, "gate", moe)
+        self._route = route
         self._experts = SparseMoe(self._route, Relu2Experts(build, moe, latent))
 
     def __call__(self, hidden: mx.array) -> mx.array:

@@ -7,6 +7,7 @@ from types import MappingProxyType
 from typing import Any, ClassVar
 
 from sglcore.checkpoint.latent_config import INNER_EPS, LatentConfig, latent_config
+from sglcore.checkpoint.moe_spec import RoutingSpec
 from sglcore.device.errors import ConfigError
 from sglcore.models.decoder import CausalLM, DecoderLayer, SharedExpert
 from sglcore.models.layer_kinds import Array, Attention, Batch, Build, Layer
@@ -95,4 +96,4 @@ class DeepseekV2ForCausalLM(CausalLM):
                 f"{build.config.file} has topk_method = {method!r}",
                 wanted="'greedy' or 'group_limited_greedy'",
             )
-        return build.group_limited_experts("mlp", self.moe)
+        return build.experts("mlp", self.moe, routing=RoutingSpec("group_limited"))

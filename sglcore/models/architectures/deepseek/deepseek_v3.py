@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import Any, ClassVar
 
 from sglcore.checkpoint.latent_config import LatentConfig, with_indexer
+from sglcore.checkpoint.moe_spec import RoutingSpec
 from sglcore.models.architectures.deepseek.deepseek_v2 import DeepseekV2ForCausalLM
 from sglcore.models.layer_kinds import Build, Layer
 
@@ -21,7 +22,7 @@ class DeepseekV3ForCausalLM(DeepseekV2ForCausalLM):
     wanted: ClassVar[Mapping[str, Any]] = MappingProxyType({"scoring_func": "sigmoid", "topk_method": "noaux_tc"})
 
     def make_experts(self, build: Build) -> Layer:
-        return build.experts("mlp", self.moe, is_sigmoid=True)
+        return build.experts("mlp", self.moe, routing=RoutingSpec("sigmoid"))
 
 
 class DeepseekV32ForCausalLM(DeepseekV3ForCausalLM):

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 from sglcore.checkpoint.compressed_config import CompressedConfig, Compression, compressed_config
 from sglcore.checkpoint.model_config import ModelConfig, MoeConfig
+from sglcore.checkpoint.moe_spec import ExpertSpec, RoutingSpec
 from sglcore.models.decoder import CausalLM, LayerState
 from sglcore.models.layer_kinds import Array, Attention, Batch, Build, CompressedProjections, IndexProjections, Layer
 
@@ -117,7 +118,8 @@ class LimitedExperts:
     __slots__ = ("experts", "shared")
 
     def __init__(self, build: Build, net: CompressedConfig, moe: MoeConfig, is_hashed: bool) -> None:
-        self.experts = build.limited_experts("mlp", moe, net.limit, is_hashed)
+        routing = RoutingSpec("table" if is_hashed else "sqrtsoftplus")
+        self.experts = build.experts("mlp", moe, ExpertSpec("limited", limit=net.limit), routing)
         self.shared = build.at("mlp").limited_mlp("shared_experts", moe.intermediate_size, net.limit)
 
     def __call__(self, hidden: Array, batch: Batch) -> Array:

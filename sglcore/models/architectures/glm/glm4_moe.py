@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+from sglcore.checkpoint.moe_spec import RoutingSpec
 from sglcore.models.decoder import CausalLM, DecoderLayer, SelfAttention, SharedExpert
 from sglcore.models.layer_kinds import Build, Layer
 
@@ -30,5 +31,5 @@ class Glm4MoeForCausalLM(CausalLM):
     def _make_mlp(self, build: Build, layer_id: int) -> Layer:
         if not self.moe.layers[layer_id]:
             return build.mlp("mlp", build.config.intermediate_size)
-        block, experts = build.at("mlp"), build.experts("mlp", self.moe, is_sigmoid=True)
+        block, experts = build.at("mlp"), build.experts("mlp", self.moe, routing=RoutingSpec("sigmoid"))
         return SharedExpert(block, experts, block.mlp("shared_experts", self.moe.shared_size))

@@ -5,6 +5,7 @@ The feed-forward is a shared expert, with or without routed experts.
 
 from __future__ import annotations
 
+from sglcore.checkpoint.moe_spec import ExpertSpec, RoutingSpec
 from sglcore.checkpoint.recurrent_config import FULL, layer_kinds
 from sglcore.models.architectures.granite.granite import GraniteForCausalLM, GraniteLayer
 from sglcore.models.decoder import Mixer, SelfAttention, SharedExpert, make_mamba2
@@ -37,6 +38,6 @@ class GraniteMoeHybridForCausalLM(GraniteForCausalLM):
         shared = build.mlp("shared_mlp", build.config.words.get("shared_intermediate_size", 1024), fused="input_linear")
         if build.config.moe is None:
             return shared
-        parts = ("input_linear", "output_linear")
-        experts = build.experts("block_sparse_moe", self.moe, gate="router.layer", parts=parts)
+        spec, routing = ExpertSpec(parts=("input_linear", "output_linear")), RoutingSpec(gate="router.layer")
+        experts = build.experts("block_sparse_moe", self.moe, spec, routing)
         return SharedExpert(build, experts, shared)

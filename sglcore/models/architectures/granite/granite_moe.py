@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from sglcore.checkpoint.moe_spec import ExpertSpec, RoutingSpec
 from sglcore.models.architectures.granite.granite import GraniteForCausalLM
 from sglcore.models.layer_kinds import Build, Layer
 
@@ -11,4 +12,5 @@ class GraniteMoeForCausalLM(GraniteForCausalLM):
     has down."""
 
     def make_mlp(self, build: Build) -> Layer:
-        return build.experts("block_sparse_moe", self.moe, gate="router.layer", parts=("input_linear", "output_linear"))
+        spec, routing = ExpertSpec(parts=("input_linear", "output_linear")), RoutingSpec(gate="router.layer")
+        return build.experts("block_sparse_moe", self.moe, spec, routing)
