@@ -72,8 +72,8 @@ def address(url: str, key: str = "") -> Address:
 
 
 def get_json(where: Address, path: str) -> Any:
-    """Return the JSON answer to a GET of `path`. Raises ServerError if there is none or if its
-    status is not 200."""
+    """Return the JSON answer to a GET of `path`. Raises ServerError if there is none, if its status
+    is not 200, or if it is not JSON."""
     connection = where.connect()
     try:
         connection.request("GET", where.folder + path, headers=where.headers)
@@ -85,7 +85,12 @@ def get_json(where: Address, path: str) -> Any:
         connection.close()
     if status != 200:
         raise ServerError(f"{where}{path} answered {status}: {refusal(content)}")
-    return json.loads(content)
+    try:
+        return json.loads(content)
+    except ValueError:
+        raise ServerError(
+            f"{where}{path} answered with something else than JSON: {refusal(content)}", remedy="check --url"
+        ) from None
 
 
 def unreachable(where: Address, error: Exception) -> ServerError:
@@ -108,9 +113,11 @@ def refusal(content: bytes) -> str:
 
 
 def served_model(where: Address) -> str:
-    """Return the name of the first model that the server lists. Raises ServerError if it has none
+    """Return the name of the first model that the server lists. Raises ServerError if it lists none
     or cannot be reached."""
-    models = get_json(where, "/v1/models").get("data", [])
-    if not models:
+    listed = get_json(where, "/v1/models")
+    models = listed.get("data") if isinstance(listed, dict) else None
+    names = [each["id"] for each in models or () if isinstance(each, dict) and "id" in each]
+    if not names:
         raise ServerError(f"{where} serves no model", remedy="name one with --model-name")
-    return str(models[0]["id"])
+    return str(names[0])

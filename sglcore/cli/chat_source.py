@@ -119,6 +119,8 @@ class ServerSource:
         body = json.dumps({**self._fields, "messages": list(messages), **options})
         connection.connect()
         self._socket = connection.sock
+        if self._is_stopped:  # while the connection was opened
+            return
         path = f"{self._where.folder}/v1/chat/completions"
         connection.request("POST", path, body, {**self._where.headers, "Content-Type": "application/json"})
         response = connection.getresponse()

@@ -164,7 +164,7 @@ class ServerConfig:
         " auto, or local. Needs sglcore[ray].",
     )
     ray_resources: tuple[str, ...] = setting(
-        (), "Ray resource of each replica, NAME=AMOUNT, such as GPU=1; may be repeated. No effect without --ray."
+        (), "Ray resource of each replica, NAME=AMOUNT, such as GPU=1; may be repeated. Needs --ray."
     )
     tool_parser: str = setting(
         "auto", "Parser of tool calls: auto (default: detected from the chat template), off, or a parser's name."
@@ -201,6 +201,8 @@ class ServerConfig:
             _check_variable(each)
         for each in self.ray_resources:
             _resource(each)
+        if self.ray_resources and self.ray is None:
+            raise ConfigError("found ray_resources without ray", wanted="both or neither", remedy="give ray")
 
     def variables_of(self, replica: int) -> dict[str, str]:
         """Return the environment variables by name that `replica_env` sets for replica number

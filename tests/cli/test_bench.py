@@ -16,7 +16,7 @@ import pytest
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 
-from sglcore.bench.address import address
+from sglcore.bench.address import ServerError, address, served_model
 from sglcore.bench.figures import figures, goals_of, percentile
 from sglcore.bench.load import Offer, run_load
 from sglcore.bench.plot import save_plot
@@ -41,6 +41,14 @@ def answering() -> FastAPI:
     @app.get("/v1/models")
     async def models() -> Response:
         return JSONResponse({"data": [{"id": "small"}]})
+
+    @app.get("/page/v1/models")
+    async def page() -> Response:
+        return Response("<html>Welcome</html>", media_type="text/html")
+
+    @app.get("/list/v1/models")
+    async def names() -> Response:
+        return JSONResponse([{"name": "small"}])
 
     @app.get("/phases/{phase}/v1/models")
     async def early(phase: str) -> Response:
@@ -94,6 +102,13 @@ def send(url: str, jobs: list[Job], **settings: Any) -> list[Record]:
     found = run_load(offer, jobs, seen.append)
     assert sorted(record.number for record in seen) == [record.number for record in found]
     return found
+
+
+@pytest.mark.parametrize(("folder", "said"), [("page", "something else than JSON: <html>"), ("list", "no model")])
+def test_a_server_of_another_kind_is_an_error_with_its_answer(url: str, folder: str, said: str) -> None:
+    assert served_model(address(url)) == "small"
+    with pytest.raises(ServerError, match=said):
+        served_model(address(f"{url}/{folder}"))
 
 
 def test_a_seed_repeats_the_load_and_another_changes_it() -> None:

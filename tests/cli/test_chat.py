@@ -10,6 +10,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import repeat
+from typing import Any, cast
 
 import pytest
 import typer
@@ -138,6 +139,29 @@ def test_a_conversation_that_is_too_long_names_the_way_out(
     with pytest.raises(typer.Exit):
         talk(conversation)
     assert "too long; /clear forgets" in capsys.readouterr().err
+
+
+class Opening:
+    """An address whose connection is stopped while it opens; `sock` is then its socket."""
+
+    sock = None
+
+    def __init__(self) -> None:
+        self.source = ServerSource(cast("Any", self), {})
+
+    def connect(self, timeout: float | None = None) -> Opening:
+        self.source.stop()
+        return self
+
+    def request(self, *parts: object) -> None:
+        raise AssertionError("a stopped request is not sent")
+
+    def close(self) -> None:
+        pass
+
+
+def test_a_stop_while_the_connection_opens_sends_nothing() -> None:
+    assert list(Opening().source.stream([{"role": "user", "content": "a"}])) == []
 
 
 @pytest.mark.parametrize(("is_cut", "said"), [(True, "before the answer was whole"), (False, "the engine died")])

@@ -549,6 +549,12 @@ def test_an_amount_of_a_cluster_that_is_none_is_refused(text: str) -> None:
         ServerConfig(ray_resources=(text,))
 
 
+def test_resources_of_a_cluster_need_the_cluster() -> None:
+    assert ServerConfig(ray="auto", ray_resources=("GPU=1",)).resources == {"GPU": 1.0}
+    with pytest.raises(ConfigError, match="found ray_resources without ray"):
+        ServerConfig(ray_resources=("GPU=1",))
+
+
 @pytest.mark.parametrize(
     ("address", "message"), [("auto", "pip install ray"), ("ray://head:10001", "does not include this machine")]
 )

@@ -51,3 +51,9 @@ def test_messages_are_the_prompt_that_a_chat_has(server: Server) -> None:
 )
 def test_what_can_not_be_read_is_refused_by_its_name(server: Server, path: str, body: Any, param: str) -> None:
     assert server.refusal(path, body)["param"] == param
+
+
+@pytest.mark.parametrize("name", ["prompt", "content"])
+def test_a_setting_of_messages_is_refused_with_the_field_that_has_the_text(server: Server, name: str) -> None:
+    found = server.refusal("/tokenize", {name: "a", "add_generation_prompt": True})
+    assert found["message"].startswith(f"found add_generation_prompt with {name}; wanted messages")

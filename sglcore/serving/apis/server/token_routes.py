@@ -149,8 +149,8 @@ async def _ids(frontend: ChatFrontend, body: TokenizeBody) -> list[int]:
         found = " and ".join(given) or "neither prompt nor messages"
         raise InvalidRequest(f"found {found}", wanted="one of them", param="prompt")
     if body.messages is None:
-        _check_alone(body)
         name, text = next(iter(given.items()))
+        _check_alone(body, name)
         special = bool(body.add_special) if name == "content" else body.add_special_tokens is not False
         with blame(name):
             return await frontend.tokenize(text, special=special)
@@ -160,9 +160,9 @@ async def _ids(frontend: ChatFrontend, body: TokenizeBody) -> list[int]:
         return await frontend.tokenize(rendered.text, special=bool(body.add_special_tokens))
 
 
-def _check_alone(body: TokenizeBody) -> None:
-    """Raise InvalidRequest if a request with a text sets one of `TemplateFields`, which are only
-    for messages. Called for requests without messages."""
+def _check_alone(body: TokenizeBody, text: str) -> None:
+    """Raise InvalidRequest if a request whose text is in the field `text` sets one of
+    `TemplateFields`, which are only for messages."""
     given = next(iter(body.given(*TemplateFields.model_fields)), None)
     if given is not None:
-        raise InvalidRequest(f"found {given} with prompt", wanted="messages", param=given)
+        raise InvalidRequest(f"found {given} with {text}", wanted="messages", param=given)
