@@ -237,8 +237,9 @@ class EngineConfig:
     )
     quantize: str = setting(
         "auto",
-        "Quantize the weights of linear layers at load: int8 or int4; auto (default) keeps"
-        " the checkpoint's weights; none dequantizes them (exact activations, more memory).",
+        "Weights of linear layers at load: auto (default) keeps the checkpoint's form; int8 or int4"
+        " quantizes those that are not quantized, but no experts; none dequantizes. With quantized"
+        " weights some devices also round activations; with none they do not.",
         choices=("auto", "none", "int8", "int4"),
     )
     speculative: str | None = setting(

@@ -1,4 +1,7 @@
-"""How the prefill of a prompt is divided into steps."""
+"""The token budget of a prefill step, and which layers it runs (layered prefill).
+
+`RunningRequests.plan_chunks` picks the chunks of chunked prefill.
+"""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ import torch
 
 from sglcore.checkpoint.tensor_parallel import Shard
 from sglcore.device import bring_up
-from sglcore.layers.parallel import parallel_layers, parallel_norms, parallel_roles, parallel_vocab
+from sglcore.layers.parallel import parallel_norms, parallel_roles, parallel_vocab, tensor_parallel_layers
 from sglcore.runtime import tp_worker
 from sglcore.runtime.kernels import reference_kernels, reference_recurrent
 from sglcore.runtime.parallel import pending_collective, process_group, rank_decided_sampling, rank_groups
@@ -64,7 +64,7 @@ def heads_in_turn(rank: int) -> None:
 
 def bias_on_every_rank(rank: int) -> None:
     """A bias after an all-reduce is added once per rank."""
-    parallel_layers.bias_once = lambda scope, linear, ranks: None
+    tensor_parallel_layers.bias_once = lambda scope, linear, ranks: None
 
 
 def padding_columns(rank: int) -> None:
@@ -211,13 +211,13 @@ def first_heads(rank: int) -> None:
 
 def one_run(rank: int) -> None:
     """A rank takes one contiguous run over all sections instead of a run of each."""
-    own = parallel_layers.kept
+    own = tensor_parallel_layers.kept
 
     def kept(divided: Any, shard: Shard) -> Any:
         sizes = [last - first for first, last in own(divided, shard)]
         return ((shard.rank * sum(sizes), (shard.rank + 1) * sum(sizes)),)
 
-    parallel_layers.kept = kept
+    tensor_parallel_layers.kept = kept
 
 
 def own_norms(rank: int) -> None:
@@ -229,13 +229,13 @@ def own_norms(rank: int) -> None:
 
 def neighbours_in_halves(rank: int) -> None:
     """Interleaved gate and up columns are cut as if the gates came first."""
-    own = parallel_layers.cut_clamped
+    own = tensor_parallel_layers.cut_clamped
 
     def cut_clamped(cut: Any, size: int, part: Any) -> None:
         own(cut, size, part)
         cut("experts.gate_up_proj", 2 * size, part, (part[0] + size, part[1] + size), dim=2)
 
-    parallel_layers.cut_clamped = cut_clamped
+    tensor_parallel_layers.cut_clamped = cut_clamped
 
 
 def own_memory(rank: int) -> None:
@@ -252,7 +252,7 @@ def wrong_shard(rank: int) -> None:
 
 def sums_of_all(rank: int) -> None:
     """Attention outputs of a shard are summed over the ranks of all shards."""
-    changed: Any = parallel_layers.ShardedBuild
+    changed: Any = tensor_parallel_layers.ShardedBuild
     changed._ranks = property(lambda self: Widened(self._every))
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from sglcore.layers.parallel.parallel_linear import Summed
+from sglcore.layers.parallel.row_parallel_sum import Summed
 from sglcore.runtime.parallel.rank_groups import Groups
 from sglcore.runtime.parallel.row_distribution import Rows, moves_of_step
 

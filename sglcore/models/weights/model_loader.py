@@ -18,7 +18,7 @@ from sglcore.checkpoint.quantization_config import NONE, read_quantization
 from sglcore.device.errors import ConfigError
 from sglcore.device.ledger import DecisionLedger, Row
 from sglcore.layers.build_scope import Weights
-from sglcore.layers.parallel.parallel_layers import ShardedBuild
+from sglcore.layers.parallel.tensor_parallel_layers import ShardedBuild
 from sglcore.layers.torch_layers import Build
 from sglcore.models.architecture_registry import model_class
 from sglcore.models.layer_kinds import Architecture

@@ -33,7 +33,6 @@ from sglcore.layers.moe import reads_mxfp4
 from sglcore.layers.parallel.block_reduction import Block, ended
 from sglcore.layers.parallel.dispatched_experts import dispatched
 from sglcore.layers.parallel.expert_parts import both, cut_form
-from sglcore.layers.parallel.parallel_linear import Summed, bias_once
 from sglcore.layers.parallel.parallel_norms import SharedGroupNorm, SharedNorm
 from sglcore.layers.parallel.parallel_roles import (
     WHOLE,
@@ -46,6 +45,7 @@ from sglcore.layers.parallel.parallel_roles import (
     sections,
 )
 from sglcore.layers.parallel.parallel_vocab import SharedEmbedding, SharedHead
+from sglcore.layers.parallel.row_parallel_sum import Summed, bias_once
 from sglcore.layers.rank_part import Cut, Range, clipped
 from sglcore.layers.recurrent_layers import GatedDeltaNet, Mamba2, Rows, ShortConv
 from sglcore.layers.torch_layers import Build

@@ -1,4 +1,7 @@
-"""Tensor parallel linear layers, and the all-reduce at the end of a block of them."""
+"""The all-reduce after a linear layer that is divided by its inputs (row parallel), and its bias.
+
+`tensor_parallel_layers.py` divides the layers.
+"""
 
 from __future__ import annotations
 
