@@ -15,7 +15,7 @@ class Facts:
     """What the runtime must know about a device, as plain host data."""
 
     tensor_device: str
-    """The device on which its tensor library allocates, such as "cuda:0"; with its index if there
+    """The device on which its tensor library allocates, such as "acme:0"; with its index if there
     may be several.
     """
     index_dtype: str = "int64"

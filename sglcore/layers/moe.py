@@ -13,8 +13,8 @@ from sglcore.checkpoint.moe_spec import ExpertSpec, RoutingSpec
 from sglcore.checkpoint.quantization_config import has_mxfp4_experts
 from sglcore.device.errors import ConfigError
 from sglcore.layers.build_scope import Scope
+from sglcore.layers.expert_routing import Routing, make_routing
 from sglcore.layers.linear import Linear
-from sglcore.layers.routing import Routing, make_routing
 from sglcore.runtime.kernels.mxfp4 import GROUP
 from sglcore.runtime.kernels.table import KernelTable
 

@@ -64,7 +64,14 @@ def test_architectures_import_only_what_they_share_the_checkpoint_and_errors() -
     found = {module for source in sources(ROOT, *paths) for _, module in core_modules(source)}
     checkpoint = {
         f"sglcore.checkpoint.{name}"
-        for name in ("compressed_config", "encoder_config", "latent_config", "model_config", "recurrent_config")
+        for name in (
+            "compressed_config",
+            "encoder_config",
+            "latent_config",
+            "model_config",
+            "moe_spec",
+            "recurrent_config",
+        )
     }
     assert found <= architecture_modules() | checkpoint | {"sglcore.device.errors"}
 

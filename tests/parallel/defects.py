@@ -13,7 +13,7 @@ import torch
 
 from sglcore.checkpoint.tensor_parallel import Shard
 from sglcore.device import bring_up
-from sglcore.layers.parallel import parallel_norms, parallel_roles, parallel_vocab, tensor_parallel_layers
+from sglcore.layers.parallel import expert_parts, parallel_norms, parallel_roles, parallel_vocab, tensor_parallel_layers
 from sglcore.runtime import tp_worker
 from sglcore.runtime.kernels import reference_kernels, reference_recurrent
 from sglcore.runtime.parallel import pending_collective, process_group, rank_decided_sampling, rank_groups
@@ -229,13 +229,13 @@ def own_norms(rank: int) -> None:
 
 def neighbours_in_halves(rank: int) -> None:
     """Interleaved gate and up columns are cut as if the gates came first."""
-    own = tensor_parallel_layers.cut_clamped
+    own = expert_parts.cut_clamped
 
     def cut_clamped(cut: Any, size: int, part: Any) -> None:
         own(cut, size, part)
         cut("experts.gate_up_proj", 2 * size, part, (part[0] + size, part[1] + size), dim=2)
 
-    tensor_parallel_layers.cut_clamped = cut_clamped
+    expert_parts.cut_clamped = cut_clamped
 
 
 def own_memory(rank: int) -> None:

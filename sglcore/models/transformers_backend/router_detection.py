@@ -17,7 +17,7 @@ from torch.nn.functional import linear
 from transformers import PreTrainedConfig
 
 from sglcore.checkpoint.model_config import MoeConfig
-from sglcore.layers.routing import Routing, SigmoidRouting, SoftmaxRouting
+from sglcore.layers.expert_routing import Routing, SigmoidRouting, SoftmaxRouting
 from sglcore.layers.torch_layers import Build
 from sglcore.models.transformers_backend.deferred_sums import Addend
 from sglcore.models.transformers_backend.module_probes import twin_of
