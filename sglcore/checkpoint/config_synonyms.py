@@ -1,4 +1,5 @@
-"""Translates key names that are particular to some architectures to the names that most use."""
+"""Rewrites the `config.json` of architectures with keys of their own into the common keys: renames
+keys (`WORDS`), and computes values that the file has in another form, such as `layer_types`."""
 
 from __future__ import annotations
 
@@ -43,8 +44,9 @@ WORDS: Mapping[str, Mapping[str, str]] = MappingProxyType(
 
 
 def renamed(architecture: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of an architecture's own keys, under the common names. They take precedence
-    over values that the file has under those names."""
+    """Return the values of an architecture's own keys under the common names (`WORDS`), and common
+    values that are computed for some architectures. Both take precedence over values that the file
+    has under those names."""
     found = {ours: values[own] for own, ours in WORDS.get(architecture, {}).items() if own in values}
     if architecture == "Lfm2ForCausalLM":
         found |= _lfm2_layers(values)

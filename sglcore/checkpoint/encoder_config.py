@@ -28,7 +28,8 @@ files."""
 
 
 def language_model(architecture: str) -> str:
-    """Return the name of the same decoder with its output layer."""
+    """Return the name of the same decoder with its output layer (`...ForCausalLM`), for one saved
+    without it or with a classification head; any other name, also an encoder's, unchanged."""
     for end in (CLASSIFIER, "Model"):
         if architecture.endswith(end) and architecture not in ENCODERS:
             return architecture.removesuffix(end) + "ForCausalLM"

@@ -34,8 +34,8 @@ _PLAIN = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}.get
 
 
 def checkpoint_name(header: GgufHeader, name: str) -> str | None:
-    """Return a tensor's name in a checkpoint, with "{}" for the expert if the tensor has several;
-    None if the checkpoint has no such tensor."""
+    """Return the name in a checkpoint of the GGUF tensor `name`; None if the checkpoint has no such
+    tensor. A tensor with all experts of a layer gives a name with "{}" for the expert's number."""
     block = _BLOCK.fullmatch(name)
     parts = {**COMMON, **ARCHITECTURES[architecture_name(header)].parts}
     if block is not None and block[2] in parts:

@@ -149,8 +149,8 @@ class ModelConfig:
 
     @property
     def is_encoder(self) -> bool:
-        """Whether the model runs whole prompts, keeps no KV cache and returns vectors, with causal
-        or bidirectional attention."""
+        """Whether the model runs whole prompts, keeps no KV cache and returns vectors or scores,
+        with causal or bidirectional attention."""
         return self.pooling is not None
 
 

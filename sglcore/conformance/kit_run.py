@@ -117,9 +117,9 @@ class Kit:
     def open(
         self, model: str, head_dim: int | None = None, pool_kind: PoolKind | None = None, **settings: Any
     ) -> Harness:
-        """Start the device on a model; the caller closes the harness. `head_dim` None: that of
-        `Target.geometry`; `pool_kind` None: the device's own kind. `settings`: fields of
-        EngineConfig."""
+        """Start the device on a model; the caller closes the harness. Unless it runs in float32, a
+        model in `SMOOTH` is replaced by the one there. `head_dim` None: that of `Target.geometry`;
+        `pool_kind` None: the device's own kind. `settings`: fields of EngineConfig."""
         geometry = self.target.geometry(settings.get("attention_backend"))
         given = {
             "page_size": geometry.page_size,

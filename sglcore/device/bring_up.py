@@ -29,8 +29,9 @@ class Closeable(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A function of the order. `optional` are its parameters with defaults: their values may be
-    absent, but no later step may provide them.
+    """A function of a bring-up order. `provides`: the name of its result. `needs`: its parameters
+    without defaults; each must be given, or be the result of an earlier step. `optional`: those
+    with defaults; their values may be absent, but no later step may provide them.
     """
 
     provides: str

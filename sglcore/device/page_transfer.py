@@ -147,8 +147,9 @@ class PageTransfer(Protocol):
     """Moves pages between the registered memory of two engines.
 
     One thread uses it, the one that runs the worker's steps; only `connect` may run concurrently.
-    An implementation may use further threads internally. Leases and peers are numbers above 0; a
-    lease has the number that the receiving engine gave it.
+    An implementation may use further threads internally. A lease (one request's pages on the
+    receiving engine) is drained when no write to it can arrive any more. Leases and peers are
+    numbers above 0; a lease has the number that the receiving engine gave it.
     """
 
     @property

@@ -50,7 +50,7 @@ class Topology:
     pp: int = 1
 
     def __post_init__(self) -> None:
-        """Raise ConfigError for sizes that do not divide."""
+        """Raise ConfigError for a size below 1, and for a dp or ep that does not divide tp."""
         for name, value in asdict(self).items():
             if value < 1:
                 raise ConfigError(f"{name} is {value}", wanted="1 or more")

@@ -180,7 +180,7 @@ class Build(Scope):
     def experts(
         self, name: str, moe: MoeConfig, spec: ExpertSpec = ExpertSpec(), routing: RoutingSpec = RoutingSpec()
     ) -> Moe:
-        """Implements `Build.experts`."""
+        """Return a router and experts, all on this device; see `layer_kinds.Build.experts`."""
         return make_experts(self.at(name), moe, spec, routing)
 
     def limited_mlp(self, name: str, size: int, limit: float) -> LimitedMlp:

@@ -40,8 +40,9 @@ def code_modules(raw: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def code_files(folder: Path, raw: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the files of `code_modules` and the files in the folder that they import. Raises
-    `ConfigError` for a missing file. Needs transformers."""
+    """Return the files of `code_modules` and the files in the folder that they import, as paths
+    relative to `folder`. Raises `ConfigError` for a missing file, and the errors of `code_modules`.
+    Needs transformers."""
     from transformers.dynamic_module_utils import get_relative_import_files
 
     try:

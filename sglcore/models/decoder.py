@@ -49,10 +49,12 @@ class SelfAttention:
         is_interleaved: bool = False,
         inputs: int | None = None,
     ) -> None:
-        """`fused` names a weight with the rows of queries, keys and values.
+        """`qkv_bias`, `output_bias`: the input projections, or `o_proj`, have biases.
 
-        `is_interleaved`: rotated pairs are neighbours in the checkpoint. `inputs` is the width of
-        the input; None: the hidden size. The others are those of `Build.attention`.
+        `fused` names one weight with the rows of queries, keys and values; empty: there are three,
+        `q_proj`, `k_proj` and `v_proj`. `is_interleaved`: rotated pairs are neighbours in the
+        checkpoint. `inputs` is the width of the input; None: the hidden size. The others are those
+        of `Build.attention`.
         """
         config = build.config
         size, heads, kv_heads = config.head_dim, config.num_attention_heads, config.num_key_value_heads

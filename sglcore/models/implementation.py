@@ -31,14 +31,15 @@ def choose_implementation(
     trusts_code: bool = False,
 ) -> tuple[ModelConfig, Mapping[str, str]]:
     """Return the configuration of a checkpoint for `task` (EngineConfig's), and the entries to add
-    to the registry: none for an architecture with a file of sglcore, or for a device without torch.
-    `asked` is EngineConfig's `model_impl`: "auto", "native" or "transformers".
+    to the registry: empty if sglcore's own file runs the model, one entry if transformers does.
+    `asked` is EngineConfig's `model_impl`: "auto" (transformers only without a file of sglcore),
+    "native" or "transformers". `has_torch`: the device has torch; without, only sglcore's files.
     Records the choice, and the pooling of a model that has one, in the ledger. `trusts_code`: code
     in the checkpoint's folder may run if nothing else supports the architecture.
 
-    Raises `ConfigError` for an implementation that is unknown or not available for this device or
-    file, for an architecture that neither supports, and for a class of transformers that gives
-    other results here than by itself; also raises the errors of reading the configuration.
+    Raises `ConfigError` for an implementation that is not available for this device or file, for an
+    architecture that neither supports, and for a class of transformers that gives other results
+    here than by itself; also raises the errors of reading the configuration.
     """
     _check_asked(asked, path, has_torch)
     if asked == "native" or not has_torch or (asked == "auto" and _architecture(path) in {*ARCHITECTURES, ""}):
@@ -80,8 +81,8 @@ def _by_transformers(asked: str, path: Path, ledger: DecisionLedger, task: str, 
 
 
 def _needs_code(raw: Mapping[str, Any], name: str, kind: str) -> bool:
-    """Return whether only the checkpoint's code has the architecture. For types in `PROVEN`, a
-    class of transformers itself is used if it has the architecture."""
+    """Return whether the checkpoint's own code runs: `config.json` names some, unless the type is
+    in `PROVEN` and its class in transformers has this architecture's name."""
     if kind not in PROVEN or not brings_code(raw):
         return brings_code(raw)
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -90,8 +91,10 @@ def _needs_code(raw: Mapping[str, Any], name: str, kind: str) -> bool:
 
 
 def _proof(config: ModelConfig, kind: str, is_proven: bool) -> tuple[str, bool]:
-    """Return the evidence that a model gives the results of its class's own forward, and whether
-    that is weaker than the comparison of all types. Raises `ConfigError` if the results differ."""
+    """Return, for the ledger, why a model gives the results of its class's own forward, and whether
+    that counts as a downgrade: the type was compared only now, at load, with a tiny model, or with
+    another version of transformers than the installed one. Raises `ConfigError` if the results
+    differ."""
     from transformers import __version__ as found
 
     if not is_proven:
@@ -105,7 +108,8 @@ def _proof(config: ModelConfig, kind: str, is_proven: bool) -> tuple[str, bool]:
 
 
 def _check_asked(asked: str, path: Path, has_torch: bool) -> None:
-    """Raise `ConfigError` for an implementation that is not available for this device or file."""
+    """Raise `ConfigError` for "native" without a file of sglcore for the architecture, and for
+    "transformers" on a device without torch or for a GGUF file."""
     if asked == "native" and (name := _architecture(path)) not in {*ARCHITECTURES, ""}:
         raise ConfigError(
             f"sglcore does not implement the architecture {name!r}",
@@ -132,8 +136,8 @@ def _architecture(path: Path) -> str:
 
 
 def _check_transformers(raw: Mapping[str, Any], name: str, kind: str, asked: str) -> None:
-    """Raise `ConfigError` for a type that was not compared, unless transformers is requested, and
-    if transformers is not installed."""
+    """Raise `ConfigError` for a type that is not in `PROVEN`, unless the checkpoint has code of its
+    own or transformers is requested; and if transformers is not installed."""
     if kind not in PROVEN and not brings_code(raw) and asked != "transformers":
         raise ConfigError(
             f"the architecture {name!r} is not supported: sglcore does not implement it, and transformers' type "

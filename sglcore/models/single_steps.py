@@ -32,8 +32,9 @@ FACTS = Facts(tensor_device="cpu", shares_host_memory=True)
 
 
 class Steps:
-    """A model on a device with its runner; steps run on the current stream. Request slots 1 to 3
-    hold one sequence each; pages are taken from the highest number down, interleaved."""
+    """A model on a device with its runner; steps run on the current stream. Request slots 1 to
+    `SLOTS` hold one sequence each, of at most `CONTEXT` tokens; each step appends to it. Pages are
+    taken from the highest number down, interleaved."""
 
     def __init__(self, model: Architecture, snapshots: int = 0, device: str = "cpu") -> None:
         facts = FACTS if device == "cpu" else Facts(tensor_device=device)
@@ -52,13 +53,14 @@ class Steps:
         self._lens = dict.fromkeys(range(1, SLOTS + 1), 0)
 
     def hidden(self, tokens: Mapping[int, Sequence[int]], mode: ForwardMode = ForwardMode.EXTEND) -> Tensor:
-        """Run one step in which slot s gets tokens[s]; return the hidden states of all tokens, slot
-        by slot."""
+        """Run one step that appends tokens[s] to the sequence of slot s; return the hidden states
+        [T, H] of these tokens, slot by slot."""
         with torch.inference_mode():
             return self.runner.run_eager(self.staged(tokens, mode))
 
     def staged(self, tokens: Mapping[int, Sequence[int]], mode: ForwardMode = ForwardMode.EXTEND) -> ForwardBatch:
-        """Return the step's batch on the device, without running it."""
+        """Return the step's batch on the device, without running it. The tokens count as appended:
+        the next call continues after them."""
         return self.runner.init_batch(self._batch(tokens, mode))
 
     def logprobs(self, tokens: Mapping[int, Sequence[int]]) -> Tensor:

@@ -240,7 +240,9 @@ class Request:
         self.cached_tokens, self.cached_share = cells, -(-4 * cells // len(self.prompt_ids))
 
     def tokens(self, start: int, end: int) -> Ints:
-        """Return the known tokens start..end-1, int32."""
+        """Return the known tokens start..end-1, int32, perhaps as a view; fewer if not all are
+        known.
+        """
         prompt = len(self.prompt_ids)
         if end <= prompt:
             return self.prompt_ids[start:end]
@@ -248,8 +250,8 @@ class Request:
         return np.concatenate([self.prompt_ids[start:], outputs]) if start < prompt else outputs
 
     def output(self, token_ids: list[int]) -> EngineOutput:
-        """Return the output for the newly emitted `token_ids`. The first one also carries the
-        results of the prompt.
+        """Return the output for the newly emitted `token_ids`, which must already be the last of
+        `output_ids`. The request's first output also has the results of the prompt.
         """
         output = EngineOutput(self.request_id, self.sample_index, token_ids)
         if len(self.output_ids) == len(token_ids):

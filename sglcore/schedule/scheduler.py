@@ -99,8 +99,9 @@ class Scheduler:
         return any(record.is_masked for record in self.in_flight)
 
     def add(self, request: Request) -> None:
-        """Queue a request. Raises RequestError if it can never run here, if it or its `rid` was
-        added before, or if its `leader` was not added.
+        """Queue a request. Raises RequestError if it can never run here, if its `rid` belongs to a
+        request that has not ended, if this object was added before, or if its `leader` (the sibling
+        with the same prompt) was not added.
         """
         check_request(request, self.limits)
         if request.rid in self.requests or request.arrival >= 0:

@@ -11,8 +11,8 @@ from sglcore.schedule.request import Request
 
 
 def by_turn(request: Request) -> tuple[int, int]:
-    """Return the sort key of a request. The order is total and never changes, so the first request
-    always finishes.
+    """Return the sort key of a request: its priority, lower values first, then its arrival. The
+    order is total and never changes, so the first request always finishes.
     """
     return request.params.priority, request.arrival
 
@@ -46,5 +46,5 @@ class WaitingQueue:
         return found
 
     def remove(self, request: Request) -> None:
-        """Remove a request from any position."""
+        """Remove a request, which must be in the queue: that is not checked."""
         del self._requests[bisect_left(self._requests, by_turn(request), key=by_turn)]

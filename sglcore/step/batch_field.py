@@ -1,5 +1,6 @@
-"""The declaration of a batch field. Staging, buffers, views, split batches, retention and poison
-all follow from it.
+"""One declaration per batch field. From it follow the staging copy to the device, static buffers,
+padded views, cutting into micro-batches, which tensors are kept alive while the device reads them,
+and which are overwritten for debugging (`--poison`).
 
 This module knows no particular batch and no tensor library.
 """
@@ -79,7 +80,7 @@ class Split(Enum):
 
 
 class Fill(Enum):
-    """What padding rows of a padded view hold."""
+    """What padding rows of a padded view hold; `Padding` defines the members."""
 
     VALUE = "value"
     KEEP = "keep"

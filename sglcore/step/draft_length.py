@@ -17,7 +17,7 @@ from sglcore.device.worker import BatchResult
 LENGTHS = (0, 1, 3, 5, 7)
 """Draft lengths among which the controller chooses, in addition to the largest allowed one."""
 MEMORY = 0.96
-"""Decay of older evidence per step: the last 25 steps dominate."""
+"""Factor of the older counts of accepted draft tokens in each step: the last 25 steps dominate."""
 MARGIN = 1.05
 """Factor by which another length must be better before it is chosen."""
 DWELL = 8
@@ -47,7 +47,7 @@ def lengths_of(tokens: int | None, most: int) -> tuple[int, ...]:
 
 @dataclass(slots=True)
 class _Evidence:
-    """Evidence from steps with a similar number of requests.
+    """Acceptance counts and times of the steps with a similar number of requests.
 
     For each draft position: `reached` counts requests with all draft tokens before it accepted, and
     `right` those with the draft token there accepted too. For each length: `seconds` of its recent

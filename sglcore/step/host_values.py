@@ -72,7 +72,7 @@ def host_reader(batch_type: type, is_decode: bool) -> HostReader:
 
 def make_batch(batch_type: type[T], fields: dict[str, Any]) -> T:
     """Make a batch from values by (dotted) field name. A nested record is made if any of its fields
-    is present.
+    is present, and replaces these entries in `fields`.
     """
     for name, record, inner in _records(batch_type):
         if not fields.keys().isdisjoint(inner):

@@ -14,8 +14,8 @@ Entries = tuple[Ints, Ints, Ints]
 
 
 def new_pages(batch: ScheduleBatch) -> Entries | None:
-    """Return the new pages of a batch, placed after the pages that their slot has; None if there
-    are none.
+    """Return the page-table entries for the new pages of a batch, one per page, in the columns
+    after those that the row's slot has; None if there are none.
     """
     if not len(batch.new_pages):
         return None
@@ -25,8 +25,8 @@ def new_pages(batch: ScheduleBatch) -> Entries | None:
 
 
 def new_window_pages(batch: ScheduleBatch) -> Entries | None:
-    """Return the window pages of each row with a changed list, from the slot's first column on;
-    None if no list changed.
+    """Return the table entries for sliding-window pages: for each row with a changed list, its
+    whole new list, in columns 0.. of the row's slot. One entry per page. None if no list changed.
     """
     if batch.window_pages is None or batch.window_offsets is None or not len(batch.window_pages):
         return None
@@ -34,8 +34,8 @@ def new_window_pages(batch: ScheduleBatch) -> Entries | None:
 
 
 def new_history(batch: ScheduleBatch) -> Entries | None:
-    """Return the known tokens of rows that entered a request slot and need their history, from the
-    first on; None if the batch has no history.
+    """Return the token-table entries for rows that entered a request slot and need their history:
+    all known tokens of each, in columns 0.. of its slot. None if the batch has no history.
     """
     if batch.history_ids is None or batch.history_offsets is None:
         return None

@@ -128,7 +128,8 @@ def dflash_words(config: ModelConfig, shapes: Shapes, target: Architecture) -> d
 
 
 def default_layers(count: int, layers: int) -> list[int]:
-    """Return the default layers: a draft that names no layers reads the output of these."""
+    """Return the numbers, from 0, of the target's layers that a draft reads if its configuration
+    names none: `count` of `layers`, evenly spaced."""
     if count == 1:
         return [layers // 2]
     return [round(1 + each * (layers - 4) / (count - 1)) for each in range(count)]

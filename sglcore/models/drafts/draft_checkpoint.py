@@ -23,7 +23,7 @@ OTHER = "use a draft that was made for this model"
 EMBEDDING, HEAD = "embedding", "output layer"
 """The target's parts that a draft may use."""
 SHARED: Mapping[str, str] = MappingProxyType({"model.embed_tokens": EMBEDDING, "lm_head": HEAD})
-"""The draft's names of both."""
+"""Both parts, by the draft's module names for them."""
 
 
 def shares_both(shapes: Shapes) -> Mapping[str, str]:

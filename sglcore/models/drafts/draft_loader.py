@@ -106,7 +106,8 @@ def draft_classes() -> dict[str, Ref]:
 
 
 def kind_of(folder: Path) -> str:
-    """Return the kind of draft in a folder, from the names of its tensors.
+    """Return the kind of draft in a folder, from the names of its tensors: one of `BY_TENSORS`, MTP
+    if there are MTP layers, else STANDALONE.
 
     The name of the architecture does not decide: in many drafts it is the target's.
     """
@@ -133,10 +134,11 @@ def load_draft(
 ) -> Draft:
     """Load the draft for a target, in the target's dtype and for its positions.
 
-    `folder` may be the target's own. `kind` is in `BY_TENSORS`, or MTP or STANDALONE. With
-    `groups`, loads this rank's part. Records the draft in the ledger. Raises ConfigError before it
-    reads weights if the draft has another kind or does not fit the target; also raises the errors
-    of `load_checkpoint`. Waits.
+    `folder` may be the target's own; a draft other than MTP layers is then in its folder `draft`.
+    `kind` is in `BY_TENSORS`, or MTP or STANDALONE. With `groups`, loads this rank's part. Records
+    the draft in the ledger. Raises ConfigError before it reads weights if the draft has another
+    kind (not checked for STANDALONE) or does not fit the target; also raises the errors of
+    `load_checkpoint`. Waits.
     """
     if folder == target.config.path and kind != MTP:
         folder = folder / DRAFT_FOLDER

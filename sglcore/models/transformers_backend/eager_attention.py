@@ -153,8 +153,8 @@ class Own:
         buffers have their values. Raises `ConfigError` if the class computes something other than
         the engine's attention.
 
-        Evidence: the attention of a twin to random queries, keys and values, some of them `LARGE`,
-        with the tokens of the last walk; and its bias for these tokens and for `FAR_TOKENS`.
+        Compares the attention of a twin to random queries, keys and values, some of them `LARGE`,
+        for the tokens of the last walk; and its bias for these tokens with that for `FAR_TOKENS`.
         """
         for name in self._buffers:
             window = _window(self.module.get_buffer(name))
@@ -188,8 +188,8 @@ class Own:
         return self._added.get(memory(given))
 
     def _slopes(self, heads: int) -> tuple[float, ...] | None:
-        """Return the slopes of the bias; None without a bias that has contents. Raises
-        `ConfigError` if they differ for `FAR_TOKENS`."""
+        """Return the slopes of the bias; None without a bias that has contents, or if it is not
+        linear in the position. Raises `ConfigError` if the slopes differ for `FAR_TOKENS`."""
         if self._bias is None:
             return None
         times, bias = self._times(self.bias), self.bias
@@ -288,14 +288,16 @@ def _is_padding(given: Tensor) -> bool:
 
 
 def _window(mask: Tensor) -> int | None:
-    """Return the window of a mask [..., P, P] of ones and zeros."""
+    """Return the window in tokens of a mask [..., P, P] of ones and zeros, from its last row; None
+    for a causal mask. Raises `ConfigError` for any other row."""
     last = mask.flatten(0, -3)[0, -1].cpu() != 0
     return seen_by(lambda batch, head, query, key: last[key.clamp(max=query)] & (key <= query), len(last) - 1)
 
 
 def find_own(modules: Sequence[nn.Module]) -> list[Own]:
-    """Return an `Own` for every module with code that may compute attention itself. After the walk
-    on the meta device, `Own.settle` says which modules do."""
+    """Return an `Own` for every module with code that may compute attention itself, and mix
+    `OwnAttention` into the module's class. After the walk on the meta device, `Own.settle` says
+    which modules do."""
     names = names_by_kind(modules)
     return [Own(module) for module in modules if _may_attend(names[type(module)])]
 

@@ -135,9 +135,9 @@ def _cached(model: PreTrainedModel, tokens: Tensor) -> Tensor:
 
 
 def _by_steps(steps: Steps, tokens: list[list[int]], generator: torch.Generator) -> list[Tensor]:
-    """Run the first half of each prompt in random chunks, then single tokens of both. The request
-    that finishes its half first waits; otherwise there would be few or no steps with single tokens
-    of both."""
+    """Run the first half of each prompt in random chunks, then single tokens of both; return the
+    log-probabilities [T, vocab] of each prompt. The prompt that finishes its half first waits;
+    otherwise there would be few or no steps with single tokens of both."""
     found: list[list[Tensor]] = [[], []]
     done = [0, 0]
     while any(left := [len(own) // 2 - at for at, own in zip(done, tokens, strict=True)]):

@@ -114,9 +114,10 @@ class Trace(TorchDispatchMode):
         return found
 
     def addends(self) -> set[Giver]:
-        """Return the layers that only produce addends of a residual sum that feeds a norm, so that
-        the addition can be fused with the norm. Nothing else reads the two operands of such a sum
-        after it, because the fused kernel overwrites them."""
+        """Return the layers with results that, in every call, are an operand of a residual sum that
+        feeds a norm of rows, so that one kernel can add and norm. A layer does not count if another
+        operation reads its result, or reads either operand after the sum: the kernel overwrites
+        both."""
         fused: Counter[Giver] = Counter()
         for norm, x in self._normed:
             addition = self._additions.get(id(x))
@@ -127,9 +128,9 @@ class Trace(TorchDispatchMode):
         return {module for module, count in fused.items() if count == calls[module]}
 
     def giver_of(self, heads: Tensor) -> Giver | None:
-        """Return the linear layer or the norm of heads that made these heads [1, heads, T, D], if
-        they are its whole result, it was called once, and nothing has read the result since; else
-        None."""
+        """Return the layer, such as a linear layer or a norm of heads, with a whole result that is
+        `heads` [1, heads, T, D], perhaps transposed. None if no layer made `heads`, if it was
+        called more than once, or if an operation has read the result since (views do not count)."""
         _, count, tokens, size = heads.shape
         out = self._results.get(_memory(heads))
         if out is None:
@@ -143,8 +144,8 @@ class Trace(TorchDispatchMode):
         return module if is_whole and is_once and not self.is_read(heads, step) else None
 
     def _giver(self, operand: Tensor, step: int) -> list[Giver]:
-        """Return [the layer that made an operand] if this addition is the only operation that reads
-        it, else []."""
+        """Return [layer] for the layer that made `operand`, if the addition at `step` is the only
+        operation that has read the operand since; else []."""
         if id(operand) not in self._given:
             return []
         module, given = self._given[id(operand)]
@@ -165,8 +166,9 @@ class Trace(TorchDispatchMode):
 
 
 def _heads(x: Tensor) -> tuple[int | None, bool]:
-    """Return the number of heads, and whether they come before the tokens. In memory the heads of a
-    token follow each other; a single head is the dimension with one element."""
+    """Return the number of heads in `x`, and whether they come before the tokens, as [1, heads, T,
+    size]; (None, False) if `x` does not have four dimensions. In memory the heads of a token follow
+    each other; a single head is the dimension with one element."""
     if x.dim() != 4:
         return None, False
     first, second = zip(x.stride()[1:3], x.shape[1:3], strict=True)
@@ -183,8 +185,9 @@ def _sum(first: Tensor, second: Tensor) -> Tensor:
 
 
 def shared_inputs(calls: Iterable[tuple[PackedLinear, Tensor]]) -> list[Sequence[PackedLinear]]:
-    """Return the groups of linear layers that always take the same tensor and have the same input
-    size and bias option, in the order of their calls."""
+    """Return the groups of two or more linear layers that always take the same tensor and have the
+    same input size and bias option. The layers of a group are in the order of their calls; the
+    groups have no order."""
     by_input: dict[int, list[PackedLinear]] = {}
     for module, x in calls:
         by_input.setdefault(id(x), []).append(module)

@@ -25,8 +25,8 @@ def check_angles(own: nn.Module, call: tuple[Any, Any], count: int) -> None:
     positions: a step has the positions of several requests. `call` has the positional and the named
     arguments of a recorded call.
 
-    Evidence: its angles for positions up to `count`: all in order, all in reverse order, the lower
-    half alone, and the last one alone.
+    Compares the module's angles for some positions below `count`: all in order, all in reverse
+    order, the lower half alone, and the last one alone.
     """
     places = torch.tensor(sorted({*(each for each in _PROBED if each < count), count // 2, count - 1}))
     asked_of, near = copied(own).cpu(), len(places) // 2
@@ -51,7 +51,8 @@ def angles_of(own: nn.Module, call: tuple[Any, Any], positions: Tensor) -> list[
 
 
 def halves_of(angles: Tensor, doubling: Doubling) -> tuple[Tensor, Tensor]:
-    """Split angles [T, R] into the two [T, R / 2] that are equal if they are doubled this way."""
+    """Split angles [T, R] into the two [T, R / 2] that are equal if they are doubled this way; for
+    "none", both are `angles`."""
     if doubling == "none":
         return angles, angles
     if doubling == "neighbours":
@@ -68,11 +69,12 @@ def copied(own: nn.Module, replaced: Mapping[int, Any] = MappingProxyType({})) -
 
 
 def doubling_of(own: nn.Module, call: tuple[Any, Any]) -> Doubling:
-    """Return how a module on the meta device doubles its angles, from random frequencies.
+    """Return how a module on the meta device doubles its angles: the first of `WAYS` that fits its
+    angles for five positions, with random frequencies; "halves" if the module does not run.
 
-    Evidence: five positions. Several ways fit if all these angles are equal, and "none" fits
-    always; `halves` and `neighbours` are checked again for every position when the table is made
-    from the true frequencies.
+    Several ways fit if all these angles are equal, and "none" fits always; `halves` and
+    `neighbours` are checked again for every position when the table is made from the true
+    frequencies.
     """
     generator = torch.Generator().manual_seed(0)
     with_values: dict[int, Any] = {id(each): torch.rand(each.shape, generator=generator) for each in own.buffers()}

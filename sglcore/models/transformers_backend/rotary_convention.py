@@ -47,8 +47,8 @@ def turns(
     elements of each head as the kernel does. `pairs`: an element forms a pair with the same one of
     the other half ("halves"), or with its neighbour ("neighbours").
 
-    Evidence: random heads and angles for `lengths` tokens with the scales `SIZES`. With more than
-    two rotated elements, no two forms agree.
+    Compares the results for random heads and angles of `lengths` tokens with the scales `SIZES`.
+    With more than two rotated elements, no two forms agree.
     """
     return all(_turns(function, head_dim, size, doubling, pairs, tokens) for tokens in lengths)
 

@@ -75,7 +75,8 @@ class Router(nn.Module):
             self._route = SoftmaxRouting(scope, name, form.rules, form.has_bias)
 
     def forward(self, hidden: Tensor) -> tuple[Tensor | None, Tensor, Tensor]:
-        """[..., H] to None, weights [T, K] and experts [T, K]."""
+        """[..., H] to None, weights [T, K] and experts [T, K]; before `place`, empty logits [T, E]
+        instead of None."""
         rows = hidden.reshape(-1, hidden.shape[-1])
         if self._route is not None:
             return None, *self._route(rows)
@@ -119,9 +120,9 @@ def routing_of(module: nn.Module, dtype: torch.dtype) -> RoutingForm | None:
     """Return the form in which a module that `may_route` chooses experts; None if no form fits, or
     if several do.
 
-    Evidence: the candidates for groups are the integers in the module and its configuration. The
-    trials include `telling_logits`, for which any other number of groups or of chosen groups
-    chooses other experts.
+    The candidates for groups are the integers in the module and its configuration. The trials
+    include `telling_logits`, for which any other number of groups or of chosen groups chooses other
+    experts.
     """
     names, numbers = _names(module), _numbers(module)
     groups = sorted(numbers & set(_divisors(_Trial.experts_of(module))))

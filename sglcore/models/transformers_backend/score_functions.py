@@ -32,8 +32,9 @@ Attend = Callable[["Product", Tensor], Tensor]
 @dataclass(slots=True)
 class Product:
     """The product of queries [1, heads, T, dim] and keys [1, kv_heads, T, dim], and the operations
-    on it: the scale so far, masks made by transformers, and other tensors in `memory`: by their
-    memory, the scale at the time they took part."""
+    on it: `scaling`, the factor of the scores so far; `masks` made by transformers; and `memory`,
+    for every other tensor that was combined with the scores, by the identity of its storage
+    (`memory` below), the factor at that time."""
 
     query: Tensor
     key: Tensor

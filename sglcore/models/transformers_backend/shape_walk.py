@@ -147,9 +147,10 @@ def walk(
     tokens (None: `lengths_of`), which must give the same calls.
 
     `attended` receives the queries, keys and values of each module's calls, `windows` the windows
-    of masks that it lacks. Without `is_padded` the model gets no attention mask. Raises
-    `ConfigError` for a model that computes attention in its own way, or that never calls attention
-    unless `has_states`.
+    of masks that it lacks. Without `is_padded` the model gets no attention mask. Leaves the model's
+    attention set to the recording function; `use_attention` sets another. Raises `ConfigError` for
+    a model that computes attention in its own way, or that never calls attention unless
+    `has_states`; DoesNotRun if it does not run on the meta device, or the calls differ.
     """
     AttentionInterface.register(WALK, write_down)
     AttentionMaskInterface.register(WALK, make_mask)

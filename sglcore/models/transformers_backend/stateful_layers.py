@@ -252,7 +252,7 @@ def check_mixers(mixers: tuple[Mixer, ...]) -> None:
     """Set `forgets` of each mixer, once buffers have their values. Raises `ConfigError` for a mixer
     with states that do not represent the tokens before.
 
-    Evidence: a twin with random weights for each kind (class, attributes and shapes, in whatever
+    Tests a twin with random weights for each kind (class, attributes and shapes, in whatever
     layer). Run on `LONG` tokens, more than one chunk, without a state, it must give the same as
     from zero states in `PARTS`, or, if it forgets, with the last tokens one by one. For the first
     `FEW` tokens it must give the same one by one, and with two requests in one call. Some tokens

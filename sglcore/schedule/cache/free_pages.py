@@ -29,7 +29,7 @@ class PagePool:
         return taken
 
     def give(self, pages: list[int]) -> None:
-        """Free pages."""
+        """Free pages, which must be allocated; that is not checked."""
         self._free.extend(pages)
 
     def free_pages(self) -> frozenset[int]:

@@ -77,8 +77,8 @@ class PrefixCache:
         return tokens[start : start + self.page_size + self.lookahead].tobytes()
 
     def match(self, tokens: Ints) -> list[Node]:
-        """Return the nodes of the longest cached prefix of whole pages that leaves at least one
-        token to compute. Locks nothing.
+        """Return the nodes, first page first, of the longest cached prefix of whole pages that
+        leaves at least one token to compute (`lookahead` tokens, if that is more). Locks nothing.
         """
         path: list[Node] = []
         node = self.root
@@ -97,7 +97,9 @@ class PrefixCache:
             node.users += 1
 
     def insert(self, parent: Node, key: bytes, page: int) -> Node:
-        """Publish a page below `parent`. The request that wrote it is its first user."""
+        """Publish a page below `parent`, which must not have a child with this key; returns its
+        node. The request that wrote the page is its first user.
+        """
         node = Node(parent, key, page)
         node.users = 1
         parent.children[key] = node
@@ -124,7 +126,9 @@ class PrefixCache:
         return before
 
     def evict(self, count: int) -> list[Node]:
-        """Evict up to `count` unused pages, least recently used first. Returns their nodes."""
+        """Evict up to `count` unused pages, least recently used first. Returns their nodes; the
+        caller frees the pages.
+        """
         nodes: list[Node] = []
         while len(nodes) < count and self._leaves:
             tick, _, node = heapq.heappop(self._leaves)

@@ -79,8 +79,8 @@ class Snapshots:
             self._give_back(request, end)
 
     def publish(self, request: Request, end: int, node: Node) -> None:
-        """Move the request's snapshot of `end` tokens to the node. A collected step must have
-        written it.
+        """Move the request's snapshot of `end` tokens to the node, or free it if the node has one
+        already. A collected step must have written it.
         """
         place = request.snapshots.pop(end)
         if node.snapshot:

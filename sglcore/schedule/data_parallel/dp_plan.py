@@ -137,11 +137,12 @@ def reduced(votes: Sequence[StepVote]) -> StepVote:
 def agree(votes: Sequence[StepVote], terms: Terms = Terms(), proposals: Proposals = Proposals()) -> StepPlan:
     """Return the plan that every shard runs. Idle shards have no influence; they follow.
 
-    All shards replay a graph or none does: in the smallest bucket that holds the largest shard, if
-    that bucket is at most twice the size of that shard. Rows are padded if the transport or the
-    graph needs it. Without graphs, decode steps are also padded if gathering padded rows moves no
-    more data than summing all rows; steps with prompts never are, because their sizes differ most.
-    All shards run two micro-batches or none does; an idle shard runs two empty ones.
+    All shards replay a graph or none does: if every shard with rows decodes, in the smallest bucket
+    that holds the largest shard, if that bucket is at most twice the size of that shard. Rows are
+    padded if the transport or the graph needs it. Without graphs, decode steps are also padded if
+    gathering padded rows moves no more data than summing all rows; steps with prompts never are,
+    because their sizes differ most. All shards run two micro-batches or none does; an idle shard
+    runs two empty ones.
     """
     total = reduced(votes)
     shards, rounded = len(total.rows), [-(-count // terms.width) * terms.width for count in total.rows]

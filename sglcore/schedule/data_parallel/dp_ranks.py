@@ -67,8 +67,8 @@ class Shards:
 
     def add(self, request: Request) -> None:
         """Queue a request in the shard with most of its prompt cached, unless that shard is far
-        busier. Samples of one prompt stay together. Raises RequestError if a request with its `rid`
-        has not ended, or as `Scheduler.add` does.
+        busier. A request with a `leader` goes to its leader's shard. Raises RequestError if a
+        request with its `rid` has not ended, or as `Scheduler.add` does.
         """
         known = self._placed.get(request.rid)
         if known is not None and known[0].state is not State.FINISHED:

@@ -30,7 +30,10 @@ class RemotePrompts:
 
     def arrive(self, request: Request, token: int, logprobs: TokenLogprobs | None) -> EngineOutput:
         """Take a prompt after another engine has written its pages and sampled its first token.
-        `logprobs` has one entry.
+
+        Returns the output with `token`; the request then waits for a request slot, or has ended.
+        `logprobs` has one entry; None: not requested. Raises ValueError for a request that
+        `reserve` has not returned, or that has ended.
         """
         self.arrivals.take_written(request)
         request.final_seq_len = self._running.final_len(request)

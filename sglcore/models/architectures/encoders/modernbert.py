@@ -72,7 +72,7 @@ class ModernBertModel(Architecture):
         return self.final_norm(hidden)
 
     def classify(self, pooled: Array) -> Array:
-        """[B, H] to [B, labels]."""
+        """[B, H] to [B, labels]. Only for a configuration with labels."""
         return self.classifier(self.head_norm(self.gelu(self.dense(pooled))))
 
 

@@ -36,9 +36,10 @@ class GatedAttention:
 
 
 def _halves_apart(heads: int, size: int, keys: int) -> Iterator[int]:
-    """Yield the order of outputs that gives queries, keys, values, gates.
+    """Yield, for each output of queries, keys, values, gates, the checkpoint's output.
 
-    In the checkpoint's query projection, each head's query comes before its gate.
+    In the checkpoint's query projection, each head's query comes before its gate. `size`: elements
+    of a head; `keys`: outputs of `k_proj`, and as many of `v_proj`.
     """
     for offset in (0, size):
         for head in range(heads):
@@ -48,7 +49,7 @@ def _halves_apart(heads: int, size: int, keys: int) -> Iterator[int]:
 
 
 def _parts_apart(net: DeltaNetConfig) -> Iterator[int]:
-    """Yield the order of outputs that gives queries, keys, values, gates, b, a.
+    """Yield, for each output of queries, keys, values, gates, b, a, the checkpoint's output.
 
     The outputs of each projection in the checkpoint are grouped by key head.
     """
