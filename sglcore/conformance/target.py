@@ -163,8 +163,9 @@ class Target:
 
     def geometry(self, backend: str | None = None) -> Geometry:
         """Return sizes that a backend takes, in a dtype that the device computes in. Without a
-        named backend: the preferred importable one, in float32 if a backend computes in it with
-        these sizes, because laws are strict in float32."""
+        named backend: the preferred usable one, in float32 if a backend computes in it with these
+        sizes, because laws are strict in float32. Raises KeyError for a backend that is not in
+        `usable_attention`."""
         classes, own = self.usable_attention(), self.facts()
         if not classes:
             return Geometry(HEAD_DIMS[0], own.page_size, _first(DTYPES, [own.dtypes]))

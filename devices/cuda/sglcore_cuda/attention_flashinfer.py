@@ -132,8 +132,8 @@ class FlashInferAttention(AttentionBackend[FlashInferPlan]):
         return plan
 
     def refresh(self, plan: FlashInferPlan, batch: ForwardBatch) -> None:
-        """Write the captured buffers on the device, then plan the wrappers that the step before the
-        previous one used; the captured kernels read the new plan."""
+        """Write the captured buffers on the device, then plan the wrappers in `plan.twins` that the
+        previous refresh did not plan; the captured kernels read the new plan."""
         assert self._graph_memory is not None
         size, memory, page_size = plan.num_tokens, self._graph_memory, self.token_to_kv_pool.page_size
         plan.turn += 1

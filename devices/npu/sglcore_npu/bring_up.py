@@ -35,7 +35,7 @@ def extension(ledger: DecisionLedger) -> str:
 
 
 def kernel_choices(model: LoadedModel, ledger: DecisionLedger) -> tuple[Row, ...]:
-    """Record in the ledger which implementations depend on the model: weight layouts, experts."""
+    """Record and return the choices that depend on the model: weight layouts, experts."""
     layers = model.weights.linears
     packed = sum(takes_nz(layer.weight) for layer in layers) if offers("npu_format_cast") else 0
     what = f"{packed} of {len(layers)} weights in blocks"

@@ -18,7 +18,7 @@ from sglcore.runtime.forward_batch import ForwardBatch
 
 
 def shortened(batch: ForwardBatch) -> ForwardBatch:
-    """Return the batch with every row one token shorter, except rows of one token."""
+    """Return the batch with `seq_lens`, the KV slots each row sees, one lower but at least 1."""
     assert batch.seq_lens_cpu is not None
     return replace(batch, seq_lens=(batch.seq_lens - 1).clamp(min=1), seq_lens_cpu=(batch.seq_lens_cpu - 1).clip(min=1))
 
