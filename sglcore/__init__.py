@@ -25,7 +25,8 @@ _HOMES = (
 
 
 def __getattr__(name: str) -> object:
-    """Import a public class where it lives, on first use."""
+    """Return the public class `name`, imported when it is first used. Raises AttributeError for
+    other names."""
     for public, home in _HOMES:
         if public == name:
             return getattr(import_module(home), name)

@@ -1,4 +1,5 @@
-"""`python -m sglcore` is the command `sglcore`: launchers take a module."""
+"""`python -m sglcore` is the command `sglcore`, for launchers such as torchrun that start a
+module."""
 
 from __future__ import annotations
 

@@ -111,7 +111,7 @@ def _follow(placement: Placement, config: EngineConfig, server: ServerConfig, *,
 
 def _fetched(config: EngineConfig, *, quiet: bool) -> EngineConfig:
     """Download the model if necessary, and return the configuration with its revision, and with
-    speculation if the checkpoint has a draft model.
+    `speculative` "auto" if the checkpoint has a draft model.
 
     Done before the server listens, so that a wrong model ends the command. An explicit
     `speculative` or `draft_model` is kept.

@@ -61,7 +61,8 @@ def _under_own_name(param: Any, names: str, text: str) -> tuple[str, str]:
 
 
 def run(application: typer.Typer, words: Sequence[str]) -> int:
-    """Run the program with `words` as its arguments, and return the exit code.
+    """Run the program with `words` as its arguments, and return the exit code: the command's; 2,
+    after the help, if the command is missing; 1 if the user aborted it.
 
     Raises SglcoreError for arguments that no command accepts, and what the command raises.
     """

@@ -74,8 +74,9 @@ class EngineConfig:
     leader: str | None = setting(
         None,
         "HOST:PORT on which host 0 waits for the others; or ray, or ray:ADDRESS of a"
-        " cluster, and Ray starts the other hosts. Needs --nodes above 1. Default: what the"
-        " launcher says.",
+        " cluster, and Ray starts the other hosts. Needs --nodes above 1, unless a launcher such"
+        " as torchrun starts the hosts. Default: what the launcher says; without one, Ray if it"
+        " is installed.",
     )
     join_timeout: float = setting(
         300.0, "Seconds that hosts wait for each other at start-up, if there are several; default: 300.", least=1
@@ -135,7 +136,10 @@ class EngineConfig:
         least=1,
     )
     max_batch_tokens: int = setting(
-        2048, "Maximum number of tokens in one step; longer prompts are prefilled in chunks. Default: 2048.", least=1
+        2048,
+        "Maximum number of tokens in one step, draft tokens not counted. Longer prompts are"
+        " prefilled in chunks; longer texts to embed are refused. Default: 2048.",
+        least=1,
     )
     page_size: int | None = setting(
         None,
@@ -144,7 +148,7 @@ class EngineConfig:
     )
     kv_cache_memory: int | None = setting(
         None,
-        "Size of the KV cache per device in bytes, such as 512M or 4G; default: what"
+        "Maximum size of the KV cache per device in bytes, such as 512M or 4G; default: what"
         " --memory-fraction leaves, or a share of the free memory.",
         least=1,
         is_memory=True,
@@ -203,7 +207,7 @@ class EngineConfig:
         "off",
         "Layered prefill: run prompts a few layers at a time between decode steps. auto"
         " chooses slices that decoding hardly notices, a number sets tokens x layers per"
-        " slice, off (default) prefills in chunks. Not with speculation or --hisparse.",
+        " slice, off (default) prefills in chunks. Not with speculation, --hisparse or --dp.",
     )
     prompt_lane: str = setting(
         "auto",
@@ -244,8 +248,9 @@ class EngineConfig:
     )
     speculative: str | None = setting(
         None,
-        f"Speculative decoding; the text stays the same. Drafts come from {sources_text()}, off,"
-        " or auto (what the checkpoint brings, if it is measured to be faster at start-up)."
+        "Speculative decoding; the text stays the same if --speculative-verify is coupled. Drafts"
+        f" come from {sources_text()}, off, or auto (what the checkpoint brings, if it is measured"
+        " to be faster at start-up; off with --tp above 1)."
         " Default: the kind of --draft-model, else off; in sglcore serve, auto for a checkpoint"
         " with a draft folder.",
         choices=("auto", "off", *DRAFT_KINDS),
@@ -258,8 +263,8 @@ class EngineConfig:
     draft_tokens: int | None = setting(
         None,
         f"Number of draft tokens per step, at most {MOST_DRAFTS}. Default: 7 for a tree; otherwise"
-        " the number measured to be fastest, possibly 0, or 4 with several ranks or another"
-        " --speculative-verify than coupled.",
+        " the number measured to be fastest, possibly 0; but 4 with --tp above 1 without --dp, or"
+        " with another --speculative-verify than coupled.",
         least=1,
         most=MOST_DRAFTS,
     )

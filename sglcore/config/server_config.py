@@ -101,14 +101,23 @@ class ServerConfig:
         16, "Maximum number of batch requests that run at the same time; needs --batch-folder. Default: 16.", least=1
     )
     header_timeout: float = setting(10.0, "Seconds that a client may take to send the request headers; default: 10.")
-    body_timeout: float = setting(30.0, "Seconds that a client may take to send the request body; default: 30.")
+    body_timeout: float = setting(
+        30.0,
+        "Seconds that a client may take to send the request body, or each --max-request-bytes"
+        " of an uploaded batch file; default: 30.",
+    )
     write_timeout: float = setting(
-        120.0, "Seconds after which a client that reads nothing is disconnected; default: 120."
+        120.0,
+        "Seconds that a client may take to read what fills the send buffer of its connection;"
+        " then it is disconnected. Default: 120.",
     )
     sse_keep_alive: float = setting(
         15.0, "Seconds without output after which a stream sends a comment to keep the connection open; default: 15."
     )
-    keep_alive: float = setting(75.0, "Seconds that an idle connection stays open; default: 75.")
+    keep_alive: float = setting(
+        75.0,
+        "Seconds that a connection stays open after an answer, for a next request; default: 75.",
+    )
     drain_timeout: float = setting(
         30.0, "Seconds that running requests may take to finish when the server stops; default: 30."
     )

@@ -72,8 +72,8 @@ class LLM:
         for all prompts, or one for each; None: `default_params`. Returns one output per prompt, in
         order.
 
-        A prompt that cannot run ends with finish_reason "error" and its text in `error`; other
-        prompts are not affected.
+        The output of a prompt that cannot run has one completion, with finish_reason "error" and
+        the reason in `error`; other prompts are not affected.
         """
         all_prompts = _as_list(prompts)
         all_params = _as_params(self.default_params if params is None else params, len(all_prompts))
@@ -116,7 +116,8 @@ class LLM:
 
     def chat_prompt(self, messages: Sequence[Message]) -> list[int]:
         """Return the token ids of a conversation, in the checkpoint's own chat format, for
-        `generate` or `stream`. Raises ContextError for one that surely exceeds the context."""
+        `generate` or `stream`. Raises TextError as `ChatTemplate.render`, and ContextError for a
+        conversation that surely exceeds the context."""
         return self.prompt(self.engine.codec.render_chat(messages), special=False)
 
     def prompt(self, text: str, *, special: bool = True) -> list[int]:

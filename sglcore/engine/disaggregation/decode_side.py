@@ -33,9 +33,9 @@ kills each engine from killing all of them."""
 
 @dataclass(slots=True)
 class Claim:
-    """The lease of a request's pages to a prompt engine, `peer`, that prefills the request.
-    `tries`: the number of prompt engines that got the request so far, this one included.
-    `is_cancelled`: the peer was told to stop writing."""
+    """A request that the prompt engine `peer` prefills. The peer has a lease: it may write to the
+    request's pages here until the lease ends. `tries`: the number of prompt engines that got the
+    request so far, this one included. `is_cancelled`: the peer was told to stop writing."""
 
     peer: int
     request: Request

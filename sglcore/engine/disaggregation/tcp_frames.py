@@ -46,7 +46,8 @@ class Kind(IntEnum):
 @dataclass(frozen=True, slots=True)
 class Frame:
     """A frame that arrived from peer number `peer`. `region`: index in `PageMemory.regions`;
-    `lease`: the receiver's lease number; both 0 where the kind has none."""
+    `lease`: the number of the lease, as the engine that owns the pages counts; both 0 where the
+    kind has none."""
 
     peer: int
     kind: Kind
@@ -102,8 +103,9 @@ class _Outgoing:
 
 class Connection:
     """The stream of one peer, after both sides have greeted. After `start`, its threads call `post`
-    with each frame that arrives, and at the end once with `Lost`. The transfers of queued frames
-    that could not be sent become FAILED."""
+    with each frame that arrives except heartbeats, with a BEAT frame when a transfer has ended (it
+    only wakes the reader), and at the end once with `Lost`. The transfers of queued frames that
+    could not be sent become FAILED."""
 
     def __init__(
         self, number: int, stream: socket.socket, name: str, silence: float, post: Callable[[Frame | Lost], None]

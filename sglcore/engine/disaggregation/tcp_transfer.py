@@ -82,7 +82,8 @@ class TcpPages:
 
     @property
     def has_news(self) -> bool:
-        """Whether `receive` has something to return or pages to write."""
+        """Whether something has arrived, or a transfer has ended, since the last `receive`, which
+        may have events to return or pages to write."""
         return bool(self._inbox) or is_readable(self._awake)
 
     @property

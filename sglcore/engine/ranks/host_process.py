@@ -258,11 +258,12 @@ class Following:
         try:
             self._channel.send(kind, msgspec.msgpack.encode(values))
         except Gone:
-            pass  # the next read of the channel reports it
+            pass  # a channel that the leader has closed is reported by the next read
 
 
 def end_ranks(ranks: dict[int, RankProcess]) -> None:
-    """Kill the ranks that still run, and wait up to 10 s for the end of each."""
+    """Kill the ranks that still run, and wait up to 10 s for the end of each. Raises the exception
+    of `RankProcess.wait` for one that has not ended then."""
     for process in ranks.values():
         if process.poll() is None:
             process.kill()

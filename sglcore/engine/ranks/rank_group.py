@@ -160,8 +160,8 @@ class RankGroup:
 
 
 def end_all(watch: Watch, steps: Sequence[Channel]) -> None:
-    """Hang up the channels, kill processes that still run, and wait until all have ended: no
-    process outlives the start that made it."""
+    """Hang up the channels, kill processes that still run, and wait up to `patience.closing`
+    seconds for the end of each, so that no process outlives the start that made it."""
     for channel in steps:
         channel.hang_up()
     for member in watch.members:

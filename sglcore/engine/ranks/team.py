@@ -243,9 +243,9 @@ def _begin(remote: RemoteHost, order: Order) -> dict[int, RankProcess]:
 
 
 def bindable(host: str) -> str:
-    """Return the address at which to listen for a host name: the only address of the name, if it is
-    one of this machine; empty (all addresses) if it is not, or if it is loopback and the name is
-    not."""
+    """Return the address at which to listen for a host name: its address, if it is one of this
+    machine. Empty (all addresses) if it is not, if the name has several addresses or none, or if
+    the address is loopback and the name is not."""
     found = {str(each[4][0]) for each in _resolve(host)}
     if len(found) != 1:
         return ""

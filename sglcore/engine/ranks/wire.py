@@ -55,7 +55,8 @@ class Frame:
 
 
 class Gone(SglcoreError):
-    """The other end of a channel has closed it, most often because its process ended."""
+    """A channel cannot be used any more: the peer has closed it (most often because its process
+    ended), has sent data that is no frame, or did not read what was sent in time."""
 
     exit_code = 1
 
@@ -84,7 +85,7 @@ class Channel:
         return self._stream.getpeername()[0], self._stream.getsockname()[0]
 
     def send(self, kind: Kind, body: bytes | bytearray = b"") -> None:
-        """Send a frame; waits if the other end reads too slowly. Raises Gone."""
+        """Send a frame. Waits and raises as `send_packed`."""
         self.send_packed(self.packed(kind, body))
 
     def packed(self, kind: Kind, body: bytes | bytearray = b"") -> bytes:
@@ -92,8 +93,10 @@ class Channel:
         return _HEAD.pack(MAGIC, kind, self._epoch, len(body)) + body
 
     def send_packed(self, frame: bytes) -> None:
-        """Send a frame that `packed` returned; waits if the other end reads too slowly. Raises
-        Gone."""
+        """Send a frame that `packed` made on a channel of the same epoch; blocks while the peer's
+        buffer is full. Raises Gone if the peer has closed, or if sending takes longer than
+        `wait_at_most` allows; a part of the frame may have been sent then, so the channel cannot be
+        used any more."""
         try:
             self._stream.sendall(frame)
         except OSError as error:
@@ -114,9 +117,8 @@ class Channel:
             self.dropped += 1
 
     def wait_at_most(self, seconds: float | None) -> None:
-        """Set the seconds that `receive` waits for a whole frame before it raises TimeoutError;
-        None: no limit.
-        """
+        """Set the seconds that `receive` waits for a whole frame before it raises TimeoutError, and
+        that sending a frame may take before it raises Gone; None: no limit."""
         self._limit = seconds
         self._stream.settimeout(seconds)
 

@@ -193,8 +193,8 @@ class Grammars:
         return Compiling(future, self._seconds)
 
     def close(self) -> None:
-        """Stop the threads and the checking process after their current grammars. Idempotent; does
-        not wait."""
+        """Kill the checking process, and end the threads after the queued grammars. Idempotent;
+        does not wait."""
         if self._checks is not None:
             self._checks.close()
         self._quick.close()
@@ -284,7 +284,7 @@ class Lane:
             self._threads.append(thread)
 
     def close(self) -> None:
-        """End the threads after their current job. Idempotent; does not wait."""
+        """End the threads after the queued jobs. Idempotent; does not wait."""
         with self._lock:
             for _ in self._threads:
                 self._jobs.put(None)

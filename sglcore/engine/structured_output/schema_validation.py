@@ -61,9 +61,9 @@ class Watch:
         return check
 
     def broken(self, errors: Sequence[ValidationError]) -> set[str]:
-        """Return the names of the left-out parts that caused `errors`, the result of the whole
-        validation, or errors inside them. Failures in one alternative of a choice do not count if
-        another alternative is valid."""
+        """Return the names of the left-out parts that caused one of `errors`, or an error nested in
+        one. `errors`: all errors of the validation. Failures in one alternative of a choice do not
+        count if another alternative is valid."""
         final = {id(error) for error in _all(errors)}
         return {name for error, name in self._found if id(error) in final}
 

@@ -47,9 +47,10 @@ class IncrementalDetokenizer:
 
     `push` returns text that is final: no half characters, and no beginning of a possible stop
     string or match. `stopped_by` is the stop string or pattern that ended the text; `taken` is the
-    number of tokens of the last `push` up to the one that completed it. `prompt` ends with the
-    tokens before the first one, which decide whether the text begins with a space. A stop string or
-    match that is complete within the first `min_tokens` tokens does not count.
+    number of tokens of the last `push` that were used: all, or those up to and with the one that
+    completed the stop. `prompt` ends with the tokens before the first one, which decide whether the
+    text begins with a space. A stop string or match that is complete within the first `min_tokens`
+    tokens does not count.
     """
 
     def __init__(

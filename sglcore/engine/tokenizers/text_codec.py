@@ -165,8 +165,9 @@ class TextCodec:
 
 
 def _read(folder: Path) -> tuple[Tokenizer, dict[str, Any]]:
-    """Return the tokenizer, and the content of tokenizer_config.json or what stands for it. Raises
-    ConfigError and CheckpointError."""
+    """Return the tokenizer, and settings as in a tokenizer_config.json: those of that file, added
+    to what a conversion without tokenizer.json found; or those of a GGUF file. Raises ConfigError
+    and CheckpointError."""
     if is_gguf(folder):
         return read_gguf_tokenizer(folder)
     file = folder / "tokenizer.json"

@@ -42,7 +42,8 @@ class Block:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """A call's arguments as an object; of incomplete JSON, the complete part.
+        """A call's arguments as an object; of incomplete JSON, the part so far, unfinished strings
+        included.
 
         Text that is no JSON object is the value of the key `UNREADABLE`.
         """

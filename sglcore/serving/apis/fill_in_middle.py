@@ -16,7 +16,8 @@ which models are trained to fill in (Bavarian et al. 2022)."""
 
 
 def fill_marks(frontend: Frontend) -> tuple[str, str, str] | None:
-    """Return the three tokens of FILL that this model's tokenizer has; None if it has none."""
+    """Return the first set in FILL whose three tokens this model's tokenizer has; None if there is
+    no such set."""
     tokenizer = frontend.codec.tokenizer
     return next((each for each in FILL if all(tokenizer.token_to_id(mark) is not None for mark in each)), None)
 

@@ -12,8 +12,8 @@ from sglcore.engine.tokenizers.text_codec import TextCodec
 
 
 class TokenTexts:
-    """The text and bytes of each token of a tokenizer, cached. Special tokens are their names; an
-    id that the tokenizer lacks is empty."""
+    """The text and bytes of each token of a tokenizer, cached. The text of an added token, such as
+    a special one, is its name; that of an id that the tokenizer lacks is empty."""
 
     def __init__(self, codec: TextCodec) -> None:
         tokenizer = codec.tokenizer

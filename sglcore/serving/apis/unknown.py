@@ -37,15 +37,16 @@ class UnknownFields:
                 self.found.setdefault((model, str(name)), (value, known))
 
     def places(self, body: Any) -> list[str]:
-        """Return the paths of the recorded fields in `body`, the raw object that was validated,
-        such as `messages[0].mood`."""
+        """Return the paths of the recorded fields in `body`, such as `messages[0].mood`. `body`:
+        the object that was validated, not a copy: its parts are recognised by identity."""
         owners = {id(value): where for where, value in _objects(body, "")} if self.found else {}
         shown = ((owners.get(id(value), ""), name[:LONGEST_NAME]) for (_, name), (value, _) in self.found.items())
         return [f"{where}.{name}".removeprefix(".") for where, name in shown]
 
     def refuse(self, body: Any) -> None:
         """Raise InvalidRequest about the first recorded field, if there is one, with a suggestion
-        for its name. `body`: the raw object."""
+        for its name. `body`: the object that was validated, not a copy; otherwise the error lacks
+        the path before the name."""
         if not self.found:
             return
         (_, name), (_, known) = next(iter(self.found.items()))

@@ -21,7 +21,7 @@ from sglcore.serving.replicas.server_errors import INVALID, Failure
 @dataclass(frozen=True, slots=True)
 class Bounds:
     """Limits: number of open connections of the server, bytes of a request's head, seconds for a
-    head to arrive, and seconds without progress while an answer is sent."""
+    head to arrive, and seconds that a full send buffer may take to drain."""
 
     connections: int
     head_bytes: int

@@ -78,7 +78,8 @@ async def on_validation(request: Request, error: Exception) -> Response:
 
 
 async def on_http(request: Request, error: Exception) -> Response:
-    """Answer a request for an unknown path or method; an exception handler of FastAPI."""
+    """Answer a request for which an HTTPException was raised, such as an unknown path or method, or
+    a body that is not JSON; an exception handler of FastAPI."""
     assert isinstance(error, HTTPException)
     path, detail, headers = request.url.path, str(error.detail), dict(error.headers or {})
     if detail == HTTPStatus(error.status_code).phrase:
@@ -93,7 +94,8 @@ async def on_http(request: Request, error: Exception) -> Response:
 
 
 def refused(error: RequestValidationError) -> InvalidRequest:
-    """Return the error of a wrong body or parameter, about the first wrong field."""
+    """Return the error about the first wrong parameter of path or query; if there is none, about
+    the most deeply nested error in the first wrong field of the body."""
     elsewhere = next((item for item in error.errors() if item["loc"][0] != "body"), None)
     if elsewhere is not None:
         return _refused_parameter(elsewhere)
@@ -130,14 +132,15 @@ def _wanted(item: Any) -> str:
 
 
 def _as_json(value: Any) -> str:
-    """Return a bound, or pydantic's text for a choice of literals, as JSON."""
+    """Format a limit from the `ctx` of a pydantic error for a message: floats short, literals in
+    double quotes, such as `"a", "b" or "c"`."""
     text = f"{value:g}" if isinstance(value, float) else str(value)
     return text.replace("'", '"').replace("False", "false")
 
 
 def _real_names(item: Any, body: Any) -> tuple[Any, ...]:
-    """Return the names and indices in an error's location that exist in the body; pydantic adds
-    others for the members of unions."""
+    """Return the names and indices in an error's location that exist in the body, and the name of a
+    missing field; pydantic adds others for the members of unions."""
     names: list[Any] = []
     loc = item["loc"][1:]
     for place, name in enumerate(loc, 1):

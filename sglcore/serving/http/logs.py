@@ -47,7 +47,8 @@ class Logs:
         return self._handler.dropped + self._unwritten
 
     def close(self) -> None:
-        """Write the remaining lines, for at most 2 seconds, and restore the loggers. Idempotent."""
+        """Write the remaining lines, and restore the loggers. Waits at most 2 s for a place in the
+        queue, and 2 s for the thread. Idempotent."""
         for logger in map(logging.getLogger, NAMES):
             logger.handlers = [handler for handler in logger.handlers if handler is not self._handler]
             logger.propagate = True

@@ -38,8 +38,8 @@ class Application(FastAPI):
         return self.openapi_schema
 
     def methods(self, path: str) -> tuple[str, ...]:
-        """Return the HTTP methods of all endpoints whose path matches `path`, sorted; empty if none
-        does."""
+        """Return the HTTP methods of all documented endpoints whose path matches `path`, sorted;
+        empty if none does. Endpoints outside the OpenAPI document, such as `/`, are not found."""
         documented = self.openapi()["paths"].items()
         found = (operations for template, operations in documented if compile_path(template)[0].match(path))
         return tuple(sorted(method.upper() for operations in found for method in operations))

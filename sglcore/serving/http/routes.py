@@ -89,8 +89,10 @@ class JsonRoute(APIRoute):
     """A route whose body must be JSON, and is parsed strictly."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """Return the handler of a request, which parses the body first; a body with another content
-        type is refused (415). Overrides FastAPI's method."""
+        """Return the handler of a request. If the endpoint has a body model, the handler parses
+        the body first, and refuses (415) a content type other than JSON (on Ollama's paths also
+        that of forms); without a content type, the body is read as JSON. Overrides FastAPI's
+        method."""
         handle = super().get_route_handler()
         model: Any = self.body_field.field_info.annotation if self.body_field is not None else None
         takes_forms = self.path.startswith(OLLAMA) and model is not None

@@ -27,7 +27,7 @@ MOST_WAITING, MOST_AT_ONCE = 4096, 512
 """Maximum number of spans that wait for the collector, and of spans in one message."""
 SEND_SECONDS, COLLECT_SECONDS, LAST_SECONDS = 5.0, 1.0, 2.0
 """Seconds that the collector may take for a message, seconds for which spans are collected for one
-message, and seconds that `close` waits."""
+message, and seconds of each of the two waits of `close`."""
 _PARENT = re.compile(rb"(?!ff)[0-9a-f]{2}-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(?:-.*)?")
 _SERVER, _ERROR = 2, 2
 
@@ -98,7 +98,8 @@ class Traces:
             self.lost += 1
 
     def close(self) -> None:
-        """Send the remaining spans, and wait at most LAST_SECONDS for that."""
+        """Send the remaining spans. Waits at most LAST_SECONDS for a place in the queue, and as
+        long again for the thread."""
         with suppress(queue.Full):
             self._queue.put(None, timeout=LAST_SECONDS)
             self._thread.join(LAST_SECONDS)

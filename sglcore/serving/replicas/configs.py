@@ -21,14 +21,15 @@ def with_whole_path(config: EngineConfig) -> EngineConfig:
 
 
 def is_open(config: EngineConfig) -> bool:
-    """Return whether a measurement at the start of the first engine decides a setting; the other
-    engines are started after it."""
+    """Return whether `speculative` is "auto": the first engine decides it by a measurement at its
+    start, and the other engines are started after it."""
     return config.speculative == "auto"
 
 
 def decided(config: EngineConfig, info: ModelInfo) -> EngineConfig:
-    """Return the configuration with the measured decisions that are in the ledger of the engine
-    `info`."""
+    """Return the configuration with `speculative` set to the kind, or "off", that the engine `info`
+    chose by its measurement, as its ledger says. Unchanged if `is_open` is false for the
+    configuration, or if the ledger has no such row."""
     found = next((row["effective"] for row in reversed(info.ledger) if row["topic"] == "speculative"), None)
     if not is_open(config) or found is None:
         return config

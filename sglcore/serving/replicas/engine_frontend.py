@@ -108,7 +108,8 @@ class Frontend:
         self._on_drain.append(told)
 
     async def drain(self) -> None:
-        """Accept no more requests, and wait until none is in progress."""
+        """Accept no more requests, end a pause, and wait until no request is in progress, without a
+        time limit."""
         self.health.drain()
         for told in self._on_drain:
             told()
@@ -126,7 +127,7 @@ class Frontend:
     async def pause(self, mode: PauseMode) -> None:
         """Make new requests wait, and wait until nothing runs. Running requests are ended
         ("abort"), completed first ("wait"), or keep their place between two steps ("keep"). Raises
-        NotReady."""
+        NotReady, and NotAnswering if an engine does not answer in time."""
         self._check_ready()
         self._may_start.clear()
         if mode == "abort":
@@ -157,7 +158,7 @@ class Frontend:
 
     async def flush_prefix_cache(self) -> int:
         """Drop cached prefixes that no request uses, in all engines, and return their number of
-        pages. Waits. Raises NotReady."""
+        pages. Waits. Raises NotReady, and NotAnswering if an engine does not answer in time."""
         self._check_ready()
         return await self.supervisor.flush()
 
@@ -201,7 +202,7 @@ class Frontend:
 
     async def pooled(self, texts: Sequence[EncodedPair]) -> list[Pooled]:
         """Return the embedding or scores of texts, given as token ids and segment ids, in order;
-        waits for all. Raises as `generate`."""
+        waits for all. Raises as `generate` and as `Supervisor.embed`."""
         info = self._known_info()
         self._refuse_overload(info, len(texts))
         for ids, _ in texts:

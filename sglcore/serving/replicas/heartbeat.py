@@ -63,7 +63,7 @@ class Pulse:
         self.silence = 0
         """Checks since the last sign of life."""
         self.standstill = 0
-        """Checks since the loop's last round, among those with a sign of life."""
+        """Checks since the loop's last round; checks while the engine is silent are not counted."""
         self._rounds = -1
         self._has_begun = False
 
@@ -95,6 +95,6 @@ class Pulse:
 
     @property
     def is_still(self) -> bool:
-        """Whether heartbeats arrive but the loop did no round in QUIET_TICKS checks: a step takes
-        long, or hangs."""
+        """Whether the loop did no round in QUIET_TICKS checks, not counting those while the engine
+        is silent: a step takes long, or hangs."""
         return self.standstill >= QUIET_TICKS

@@ -61,8 +61,9 @@ class Generation:
     def bind(
         self, send: Callable[[EngineRequest], None], on_close: Callable[[Generation], None], fingerprint: str = ""
     ) -> None:
-        """Set the engine that runs it: the function that sends requests to it, the function to call
-        at the end, and the engine's fingerprint."""
+        """Set the engine that runs this generation. `send` sends requests to that engine;
+        `on_close` is called with the generation when it has ended; `fingerprint`: that of the
+        engine."""
         self._send, self._on_close, self.fingerprint = send, on_close, fingerprint
 
     def when_closed(self, told: Callable[[], None]) -> None:

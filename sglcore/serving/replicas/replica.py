@@ -115,8 +115,8 @@ class Replica:
 
     @property
     def load(self) -> int:
-        """Number of samples that have not ended, and of prompts to embed and orders without an
-        answer."""
+        """Number of samples of requests that have not ended (all samples of a request count until
+        its last one ends), and of prompts to embed and orders without an answer."""
         return self._samples + len(self._answers)
 
     @property
@@ -208,8 +208,8 @@ class Replica:
         await self.close()
 
     async def close(self) -> None:
-        """Kill the process if it runs, wait until it has ended, stop listening, and close the
-        channel."""
+        """Kill the process if it runs, wait up to UNKILLABLE_SECONDS for its end, stop listening,
+        and close the channel."""
         if self.state != "dead":
             self.state = "draining"
             self.process.kill()

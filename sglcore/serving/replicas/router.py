@@ -33,7 +33,8 @@ class Target(Protocol):
 
     @property
     def load(self) -> int:
-        """Number of the replica's samples that have not ended."""
+        """Number of samples of the replica's requests that have not ended, and of its prompts to
+        embed and orders, as `Replica.load`."""
         ...
 
     @property

@@ -46,8 +46,9 @@ class Supervisor:
 
     A replica that dies is restarted if there are several, or with the setting `restart`. Requests
     of which the client has got nothing are retried on another replica, or wait; the others fail. A
-    replica that cannot start ends the server, so that the user sees it at once, unless the server
-    has been ready before.
+    replica is given up if it is not to be restarted, if its start fails with CONFIG_ERROR, or after
+    MOST_FAILED_STARTS failed starts in a row. That ends the server if no replica is left, or, so
+    that the user sees it at once, if the server has never been ready.
     """
 
     def __init__(
@@ -128,7 +129,8 @@ class Supervisor:
 
     async def embed(self, request_id: str, ids: list[int], segments: list[int] | None = None) -> bytes:
         """Return the embedding or the scores of a prompt, float32 as bytes; waits. If its engine
-        dies, it is retried on another one. Raises as `Replica.embed`, and NotReady."""
+        dies, it is retried on another one, on MOST_TRIES engines at most. Raises as
+        `Replica.embed`, and NotReady."""
         died: EngineDied | None = None
         for _ in range(MOST_TRIES):
             while not self.ready:
@@ -253,8 +255,9 @@ class Supervisor:
             self._give_orphans()
 
     def on_death(self, replica: Replica, reason: str, exit_code: int) -> None:
-        """Implements `Owner.on_death`: if the replica is replaced, retry its requests of which the
-        client has got nothing, and make the others fail; if none is left, end the server."""
+        """Implements `Owner.on_death`. If the replica is restarted, its requests of which the
+        client has got nothing are retried, and the others fail. If it is given up, the same happens
+        on the other replicas, or the server ends."""
         self.deaths += 1
         self._router.forget(replica.number)
         self._past = add_stats([self._past, past_only(replica.stats)])

@@ -66,7 +66,8 @@ class BatchStore:
     def close(self) -> None:
         """Write failed batches that are not written yet, if possible, and close the database.
 
-        Waits for a query of another thread, which a closed database would end with the process.
+        Waits for the end of other threads' queries: closing the database during one would crash the
+        process.
         """
         self.settle()
         with self._lock:

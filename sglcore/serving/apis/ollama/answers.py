@@ -129,13 +129,14 @@ class ListedRun(Listed):
 
 
 class ModelsThere(Answer):
-    """The served model, once for each of its names."""
+    """The answer of /api/tags: the served model, once for each of its names."""
 
     models: list[ListedFile]
 
 
 class ModelsLoaded(Answer):
-    """The served model, once for each of its names; empty before it is loaded."""
+    """The answer of /api/ps: the served model, once for each of its names; empty before it is
+    loaded."""
 
     models: list[ListedRun]
 

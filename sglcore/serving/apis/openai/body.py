@@ -79,8 +79,9 @@ class Message(Body):
         return self
 
     def plain(self) -> dict[str, Any]:
-        """Return the message in the form that chat templates read: without empty fields, role
-        "developer" as "system", reasoning as `reasoning_content`."""
+        """Return the message in the form that chat templates read: without null fields, role
+        "developer" as "system", reasoning as `reasoning_content`, and a refusal as content if there
+        is no other content."""
         found = self.model_dump(exclude_none=True, exclude={"annotations"})
         if isinstance(self.content, list):
             found["content"] = [part.plain() for part in self.content]

@@ -40,8 +40,9 @@ class ResponseStore:
         return len(self._kept)
 
     def put(self, stored: Stored) -> None:
-        """Store a response whose id is new; one that is larger than the limits is dropped at
-        once."""
+        """Store a response whose id is new, and evict the oldest ones above the limits. A response
+        that is larger than the limit of bytes by itself evicts all others, and is not kept
+        either."""
         data = self._kept[stored.response["id"]] = msgspec.json.encode(stored)
         self._size += len(data)
         while len(self._kept) > self._most or self._size > self._most_bytes:

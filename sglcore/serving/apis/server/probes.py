@@ -17,8 +17,8 @@ from sglcore.serving.replicas.metrics.health import Health
 
 class PhaseAnswer(Answer):
     """The state of the server: its phase, `done` of `total` units of the phase, `elapsed_s`, the
-    seconds since the process began or the duration of the start, and `reason` if there is a
-    problem."""
+    seconds since the server began, or the duration of the start once the server has been ready, and
+    `reason` if there is a problem."""
 
     model_config = ConfigDict(extra="allow")
 

@@ -61,8 +61,8 @@ class Scanner:
         return out
 
     def attempt(self, step: Scan[T]) -> Scan[T | None]:
-        """Run a step and return its result. If the step raises Malformed, go back to where it began
-        and return None."""
+        """Run a step and return its result. If the step raises Malformed, go back to the position
+        where it began and return None; deltas that the step has added stay."""
         start = self._at
         self._pins += 1
         try:
@@ -197,7 +197,8 @@ class Scanner:
             self._out.append(Delta(kind, text))
 
     def border(self, joint: str = "") -> None:
-        """Note that a call or a block of reasoning begins or ends here.
+        """Note that a call or a block of reasoning begins or ends here: white space on both sides
+        is dropped.
 
         `joint` is put before the next text, if more follows.
         """

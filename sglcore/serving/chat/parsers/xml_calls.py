@@ -156,8 +156,9 @@ def is_string(schema: Any) -> bool:
 
 def as_json(text: str, schema: Any) -> str:
     """Return a parameter's value, as the model wrote it, as JSON text: true, false, null and
-    Python's names for them if the schema allows the type; text that is JSON unchanged; else a
-    string."""
+    Python's names for them if the schema allows the type; a string if the schema allows only
+    strings and null, or if the text is not JSON; else the text itself, without white space around
+    it."""
     kinds = _kinds(schema)
     word = text.strip()
     constant = {"true": "true", "false": "false", "none": "null", "null": "null"}.get(word.lower())

@@ -17,12 +17,12 @@ MODEL = ("/v1/", OLLAMA)
 
 class Admission:
     """Limits the POST requests in progress, operators' requests (PATHS) excepted, and refuses POST
-    requests to endpoints of the model while too many prompts wait."""
+    requests to endpoints of the model while too many samples wait."""
 
     def __init__(
         self, app: ASGIApp, max_concurrent: int, max_queued: int, waiting: Callable[[], int], metrics: Metrics
     ) -> None:  # fmt: skip
-        """`max_concurrent`: maximum POST requests in progress; `max_queued`: maximum prompts that
+        """`max_concurrent`: maximum POST requests in progress; `max_queued`: maximum samples that
         may wait in the engines' queues, as `waiting()` returns them."""
         self._app, self._metrics, self._waiting = app, metrics, waiting
         self._max_concurrent, self._max_queued = max_concurrent, max_queued

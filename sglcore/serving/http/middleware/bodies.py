@@ -14,8 +14,9 @@ from starlette.types import Message as AsgiEvent
 from sglcore.serving.http.middleware.refusal import TurnedAway, body_length, has_body, header
 
 ARRIVING, ARRIVING_FILES = 32, 2
-"""Number of bodies, or of uploaded files, of maximum size whose bytes may be in memory at once;
-above that, requests are refused for now."""
+"""All bodies that are arriving have together at most the bytes of ARRIVING bodies of maximum size;
+above that, requests are refused for now (429). ARRIVING_FILES is the same for uploaded files, which
+count until they are answered."""
 FILES = "/v1/files"
 FORM_BYTES = 64 << 10
 """Bytes that an upload's form may have in addition to its file."""

@@ -37,9 +37,8 @@ class Keys:
         return scope["method"] in ("GET", "HEAD") and scope["path"] in OPEN
 
     def _matches(self, offered: bytes) -> int:
-        """Return the number of keys that equal `offered`: 0 or 1. Digests of equal length are
-        compared with every key, so that the time reveals neither which key matches nor how much of
-        it."""
+        """Return the number of keys that equal `offered`. Digests of equal length are compared with
+        every key, so that the time reveals neither which key matches nor how much of it."""
         digest = sha256(offered).digest()
         return sum(hmac.compare_digest(digest, each) for each in self._digests)
 

@@ -181,7 +181,7 @@ class Metrics:
 
     def retry_after(self, waiting: int) -> int:
         """Return the seconds after which `waiting` requests will have ended, at the rate of the
-        last 128; from 1 to 60."""
+        last 128; from 1 to 60. 1 if fewer than two have ended."""
         ends = self._ends
         if len(ends) < 2:
             return 1
