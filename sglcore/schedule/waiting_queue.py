@@ -46,5 +46,8 @@ class WaitingQueue:
         return found
 
     def remove(self, request: Request) -> None:
-        """Remove a request, which must be in the queue: that is not checked."""
-        del self._requests[bisect_left(self._requests, by_turn(request), key=by_turn)]
+        """Remove a request. Raises ValueError if it is not in the queue."""
+        place = bisect_left(self._requests, by_turn(request), key=by_turn)
+        if place == len(self._requests) or self._requests[place] is not request:
+            raise ValueError(f"request {request.rid!r} does not wait")
+        del self._requests[place]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import random
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ import transformers
 
 from sglcore.device.batch import ForwardMode
 from sglcore.device.errors import ConfigError
-from tests.checkpoints import bert, save
+from tests.checkpoints import bert, modernbert, save
 from tests.models.steps import Steps, load
 
 
@@ -61,3 +63,10 @@ def test_an_encoder_has_no_logits(tmp_path) -> None:
     model = load(save(bert(), tmp_path))
     with pytest.raises(ConfigError, match="encoder and has no logits"):
         model.logits(torch.zeros(1, 48))
+
+
+@pytest.mark.parametrize("make", [bert, modernbert])
+def test_an_encoder_without_labels_has_no_classes(make: Callable[[], Any], tmp_path: Path) -> None:
+    model = load(save(make(), tmp_path))
+    with pytest.raises(ConfigError, match="has no classification head"):
+        model.classify(torch.zeros(1, model.config.hidden_size))

@@ -5,8 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 
+from sglcore.sampling.params import SamplingParams
 from sglcore.schedule.request import Request
 from sglcore.schedule.running_requests import RunningRequests
 from sglcore.schedule.scheduler import Scheduler
@@ -49,6 +51,20 @@ def test_the_oldest_goes_on_while_the_pool_is_far_too_small() -> None:
     drive = Drive(max_model_len=32, page_size=4, num_pages=8, max_requests=4)
     watched = drive.add("old", 10, 20)
     assert finish_under_a_stream(drive, watched, prompt=9, max_tokens=20, most=ENDLESS) < 60
+
+
+def test_only_a_waiting_request_leaves_the_queue() -> None:
+    queue, requests = WaitingQueue(), [Request(f"r{n}", np.array([1], np.int32), SamplingParams()) for n in range(4)]
+    for arrival, request in enumerate(requests):
+        request.arrival = arrival
+    for request in requests[:3]:
+        queue.add(request)
+    queue.remove(requests[1])
+    assert list(queue) == [requests[0], requests[2]]
+    for absent in (requests[1], requests[3]):
+        with pytest.raises(ValueError, match=f"request '{absent.rid}' does not wait"):
+            queue.remove(absent)
+    assert list(queue) == [requests[0], requests[2]]
 
 
 class YoungestFirst(WaitingQueue):

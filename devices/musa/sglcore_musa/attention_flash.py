@@ -65,7 +65,7 @@ class FlashAttention(PageRowsAttention):
     def unavailable(cls) -> str:
         """Return why the current GPU cannot run it; empty for capability 3.1 and newer."""
         found = musa().get_device_capability()
-        return f"it needs a GPU of capability 3.1, this one has {found}" if found < CAPABILITY else ""
+        return f"it needs a GPU of capability 3.1 or newer, this one has {found}" if found < CAPABILITY else ""
 
     def attend_pages(self, q: Tensor, k_pages: Tensor, v_pages: Tensor, plan: RowsPlan, layer: Attention) -> Tensor:
         """Implements `PageRowsAttention.attend_pages` with one call of the library."""

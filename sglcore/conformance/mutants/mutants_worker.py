@@ -230,7 +230,7 @@ class LeavesMasksOut(Changed):
 
 
 class LeavesChangesOut(Changed):
-    """Additions to logits in one step are made in the next one too."""
+    """A step adds the last step's values to the logits, in place of its own."""
 
     def __init__(self, worker: ModelWorker) -> None:
         super().__init__(worker)

@@ -186,12 +186,11 @@ def _sum(first: Tensor, second: Tensor) -> Tensor:
 
 def shared_inputs(calls: Iterable[tuple[PackedLinear, Tensor]]) -> list[Sequence[PackedLinear]]:
     """Return the groups of two or more linear layers that always take the same tensor and have the
-    same input size and bias option. The layers of a group are in the order of their calls; the
-    groups have no order."""
+    same input size and bias option. Layers and groups are in the order of their calls."""
     by_input: dict[int, list[PackedLinear]] = {}
     for module, x in calls:
         by_input.setdefault(id(x), []).append(module)
-    groups = {tuple(group) for group in by_input.values()}
+    groups = dict.fromkeys(tuple(group) for group in by_input.values())
     times = Counter(module for group in groups for module in group)
     return [
         group for group in groups if len(group) > 1 and _is_one_kind(group) and all(times[each] == 1 for each in group)

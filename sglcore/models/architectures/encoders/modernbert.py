@@ -52,6 +52,7 @@ class ModernBertModel(Architecture):
         )
         self.final_norm = _norm(build, "final_norm")
         self.attention_layers = tuple(layer.attention.layer for layer in self.layers)
+        self.has_head = config.pooling is not None and config.pooling.labels > 0
         if config.pooling is not None and config.pooling.labels:
             head, size = build.at("head"), config.hidden_size
             self.dense = head.linear("dense", size, size, raw.get("classifier_bias", False))
@@ -72,7 +73,9 @@ class ModernBertModel(Architecture):
         return self.final_norm(hidden)
 
     def classify(self, pooled: Array) -> Array:
-        """[B, H] to [B, labels]. Only for a configuration with labels."""
+        """[B, H] to [B, labels]; raises `ConfigError` for a configuration without labels."""
+        if not self.has_head:
+            return super().classify(pooled)
         return self.classifier(self.head_norm(self.gelu(self.dense(pooled))))
 
 
