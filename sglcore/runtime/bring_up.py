@@ -83,7 +83,7 @@ REFERENCE = "sglcore.runtime.kernels.reference_kernels"
 
 
 def device(facts: Facts) -> torch.device:
-    """Return the device of the facts and make it current for this thread.
+    """Return the device of the facts; if it has an index, make it current for this thread.
 
     Tensors that torch, a compiler or a vendor's library creates without naming a device are then on
     it too.
@@ -97,7 +97,7 @@ def device(facts: Facts) -> torch.device:
 def streams(facts: Facts, device: torch.device, lane: Lane | None = None) -> Streams:
     """Return the current stream and the stream for steps; no streams on a device without them.
 
-    With `lane`, also the stream for prefill slices.
+    Also the stream for prefill slices if `lane` runs them beside decode steps (`Lane.is_beside`).
     """
     return make_streams(facts) if lane is None else make_streams(facts, has_lane=lane.is_beside, parts=lane.parts)
 
@@ -138,7 +138,8 @@ def _whose(origins: Mapping[str, str]) -> str:
     """Describe where the entries that are not the reference's come from; `origins` has the module
     of each, by entry.
 
-    Names modules, or packages if the names of the entries exceed 80 characters.
+    If the names of the entries exceed 80 characters, gives their number instead, and packages
+    instead of modules.
     """
     if not origins:
         return "every entry is the reference"
@@ -178,7 +179,9 @@ def attention(
 ) -> AttentionBackend:
     """Return the attention backend of this model, built over the pools.
 
-    If sliding-window layers have pools of their own, there is one backend for each kind of layer.
+    If sliding-window layers have pools of their own, it is a `WindowedAttention` with a backend for
+    each kind of layer, except over pools of KV rows (`ROWS`), which one backend serves. Candidates
+    of kernel entries that refuse this model's calls are recorded in the ledger.
     """
     layers, windows = model.attention_layers, pools.windows
     logits, refusals = torch.empty(1, model.config.vocab_size, device="meta"), Refusals()
@@ -223,7 +226,9 @@ def runner(
     groups: Groups | None = None,
     halves: Halves | None = None,
 ) -> ModelRunner:
-    """Return the runner with its registries, and with graphs if configured or preferred."""
+    """Return the runner with its registries; if `make_backend` returns a graph mechanism, capture
+    the graphs and wait for them.
+    """
     backend = make_backend(config, package, facts, streams, attention, ledger, groups)
     cells = kernels.cache_locations if model.config.is_encoder else _cache_locations(kernels, pools, facts, ledger)
     pool = None if model.config.is_encoder else pools.req_to_token
@@ -301,7 +306,8 @@ def _prompt_sizes(config: EngineConfig, sizes: MemorySizes, captured: bool) -> t
     """Return the number of requests and of tokens for which the prefill registry is made.
 
     `captured`: prefill graphs are captured. They hold addresses, so the sizes are those of the
-    largest step; otherwise at most 16 requests and one prompt, because the registry can grow.
+    largest step; otherwise at most 16 requests and the tokens of one prompt, because the registry
+    can grow.
     """
     if captured:
         return sizes.max_requests, config.max_batch_tokens

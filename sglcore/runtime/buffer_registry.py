@@ -174,7 +174,8 @@ class BufferRegistry:
     # ----------------------------------------------------------------------------------------------
 
     def register(self, buffer: InputBuffer) -> None:
-        """Add an input buffer. Raises ValueError for a second buffer of the same name.
+        """Add an input buffer. Raises ValueError for a second buffer of the same name, and after
+        `make_buffers`.
 
         A device package may add its own buffers; if no batch field has the name,
         `input_buffer(name)` finds them.
@@ -246,9 +247,11 @@ class BufferRegistry:
         return (*buffer.spec.lead, buffer.length(self.max_bs, self.max_num_tokens), *buffer.trail)
 
     def ensure(self, bs: int, num_tokens: int) -> None:
-        """Grow by powers of two until a batch of these sizes fits.
+        """Make room for a batch of these sizes: each size that is too small grows to the next power
+        of two.
 
-        Raises ValueError if a graph holds the addresses.
+        Growing allocates all buffers anew: contents and earlier views are lost. Raises ValueError
+        if it would have to grow after `freeze`.
         """
         if bs <= self.max_bs and num_tokens <= self.max_num_tokens:
             return
@@ -285,7 +288,7 @@ class BufferRegistry:
         """Stage every value of a host batch, growing the buffers first if needed.
 
         Returns the fields of the device batch by (dotted) name; tensors are the heads of their
-        buffers. One-shot values are taken from `batch`, unless growing fails.
+        buffers. One-shot values (`device/batch.py`) are removed from `batch`, unless growing fails.
         """
         is_decode, bs, num_tokens = batch.forward_mode.is_decode, batch.batch_size, batch.num_tokens
         self.ensure(bs, num_tokens)
@@ -310,7 +313,9 @@ class BufferRegistry:
         return found
 
     def commit(self) -> None:
-        """Copy staged values to the device: one asynchronous copy, none with shared memory."""
+        """Copy staged values to the device as `HostBlock.commit` does: one copy, none with shared
+        memory.
+        """
         self.block.commit()
 
     def fill_from(self, batch: ForwardBatch, ctx: FillContext, skip: Collection[str] = ()) -> None:
@@ -341,7 +346,9 @@ class BufferRegistry:
         return head
 
     def owns(self, batch: ForwardBatch) -> bool:
-        """Return whether the batch is a view of these buffers, as `init_new` makes it."""
+        """Return whether the batch's `input_ids` are at the address of this registry's buffer, as
+        in a batch of `init_new`; False for a batch without tokens.
+        """
         if batch.input_ids is None or "input_ids" not in self._buffers or not batch.num_tokens:
             return False
         return self._buffers["input_ids"].tensor.data_ptr() == batch.input_ids.data_ptr()
@@ -355,7 +362,9 @@ class BufferRegistry:
             head.copy_(value, non_blocking=True)
 
     def poison(self) -> None:
-        """Overwrite every buffer with invalid values, so that a read of stale data shows."""
+        """Overwrite every buffer, except those with `Fill.ONCE`, with NaN or the largest integer of
+        its dtype (bool: False), so that a read of stale data shows.
+        """
         for buffer in self._buffers.values():
             if buffer.spec.padding.fill is not Fill.ONCE:
                 buffer.fill(_poison_value(buffer.tensor.dtype))

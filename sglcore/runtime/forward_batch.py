@@ -87,7 +87,9 @@ class PlanRecord:
     generation: int
     """Generation of the KV pool."""
     replan_equivalent: bool
-    """If sizes change, plan again. False: changed sizes are an error."""
+    """If the batch no longer fits the plan (`ForwardBatch.plan_drift`: other backend, sizes, KV
+    pool or lengths), plan again. False: StalePlanError.
+    """
     epoch: int | None = None
     """Epoch of the lengths for which the plan is valid. None: it is valid for this batch only."""
     steps: int = 1
@@ -107,8 +109,9 @@ class ForwardBatch(ForwardInputs[Tensor]):
     def init_new(batch: ScheduleBatch, registry: StagingBuffers) -> ForwardBatch:
         """Stage a host batch in the registry's buffers and return the unpadded view of them.
 
-        Does not wait. One-shot values are taken from `batch`, so a second call does not see them.
-        `resolve_future` fills in negative input ids, `fill_from` the cache locations.
+        Queues the copy (`HostBlock.commit`). One-shot values are removed from `batch`, so a second
+        call does not see them. `resolve_future` fills in negative input ids, `fill_from` the cache
+        locations.
         """
         fields = registry.stage_all(batch)
         registry.commit()
@@ -117,8 +120,9 @@ class ForwardBatch(ForwardInputs[Tensor]):
     def mark_forward_metadata_ready(self, plan: Plan, replan_equivalent: bool = False, steps: int = 1) -> None:
         """Record that attention was planned for this batch with its present sizes.
 
-        `replan_equivalent`: if sizes change, plan again; otherwise such a change is an error.
-        `steps`: number of forwards over the lengths of the batch's epoch that may use this plan.
+        `replan_equivalent`: if the batch no longer fits the plan (`plan_drift`), plan again;
+        otherwise that is a StalePlanError. `steps`: number of forwards over the lengths of the
+        batch's epoch that may use this plan.
         """
         sizes, epoch = (self.batch_size, self.num_tokens), None if self.turn is None else self.turn.epoch
         self.plan_record = PlanRecord(plan, plan.planner, *sizes, plan.generation, replan_equivalent, epoch, steps)

@@ -90,17 +90,17 @@ def get_forward_context() -> ForwardContext:
 
 
 def get_attn_backend() -> AttentionBackend:
-    """Return the active attention backend."""
+    """Return the active attention backend; raises as `get_forward_context` does."""
     return get_forward_context().attn_backend
 
 
 def get_token_to_kv_pool() -> TokenToKVPool:
-    """Return the KV pool of the active backend."""
+    """Return the KV pool of the active backend; raises as `get_forward_context` does."""
     return get_forward_context().attn_backend.token_to_kv_pool
 
 
 def get_req_to_token_pool() -> ReqToTokenPool:
-    """Return the page table of the active backend."""
+    """Return the page table of the active backend; raises as `get_forward_context` does."""
     return get_forward_context().attn_backend.req_to_token_pool
 
 

@@ -187,9 +187,10 @@ def _owned(batch: ForwardBatch, hidden: Tensor, beside: Tensor) -> Tensor:
 
 
 def _free_memory(streams: Streams) -> int | None:
-    """Return the free bytes on the forward stream's device, once it is idle.
+    """Return the free bytes on the forward stream's device: wait until it is idle, empty the cache
+    of torch's allocator, then measure.
 
-    None if they are unknown.
+    None without streams, or without an accelerator.
     """
     if streams.forward is None or not torch.accelerator.is_available():
         return None

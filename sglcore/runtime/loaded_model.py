@@ -33,7 +33,8 @@ class Weights(Protocol):
 
 
 class LoadedModel(Model, Protocol):
-    """A model with its weights on the device, as bring-up uses it.
+    """A model with its weights on the device, as bring-up uses it. Called with a batch, it returns
+    hidden states [T, H] (`Model.__call__`).
 
     `dtype` is the dtype that it computes in, `kernels` the table of the functions that it calls.
     """

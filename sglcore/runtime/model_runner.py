@@ -219,9 +219,10 @@ class ModelRunner:
         return ForwardContext(backend, batch, self._layers, state_pool=self.state_pool, history=self.history)
 
     def prepared(self, batch: ForwardBatch) -> ForwardBatch:
-        """Return the batch as an eager forward reads it, computed inputs included.
+        """Return the batch as an eager forward reads it, computed inputs included. Does not wait.
 
-        Does not wait.
+        A batch that is not in the registry's buffers is copied into them; with
+        `eager_input_no_copy` it is returned as it is, in a new object, without computing inputs.
         """
         ctx = FillContext(batch.batch_size, batch.batch_size, batch.num_tokens, batch.num_tokens)
         registry = self.registry_for(batch)

@@ -55,7 +55,7 @@ class PinnedBuffer:
 
 
 class Lease:
-    """A pinned buffer that belongs to the holder of this object."""
+    """The right to use a pinned buffer: the buffer is free again when this object is garbage."""
 
     __slots__ = ("__weakref__", "buffer")
 
@@ -76,7 +76,8 @@ class PinnedRing:
         self.waits = 0
 
     def lease(self, size: int) -> Lease:
-        """Return a buffer of at least `size` words: the free one that was lent first.
+        """Return a buffer of at least `size` words: the free one that was lent first. Waits until
+        its last copy is done.
 
         Makes a new buffer if there are fewer than RING or if all are held.
         """
@@ -125,7 +126,7 @@ class HostBlock:
         return device.view(getattr(torch, dtype)), host.view(dtype)
 
     def carry(self, size: int) -> tuple[Tensor, NDArray[np.int32]]:
-        """Return device and host views of the first `size` spare words.
+        """Return device and host views of the first `size` spare words; `size` is at most `spare`.
 
         The next commit copies them too.
         """
@@ -134,7 +135,11 @@ class HostBlock:
         return self._device[self._size : end], self._host[self._size : end]
 
     def commit(self) -> None:
-        """Start the copy of the host side to the device; does not wait."""
+        """Start the copy of the host side to the device; nothing to do with shared memory.
+
+        Waits only if the copy of the commit RING commits earlier is still in progress, or without
+        pinned memory.
+        """
         if self.shares_memory:
             return
         end, self._carries = self._size + self._carries, 0

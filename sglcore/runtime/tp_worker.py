@@ -200,8 +200,8 @@ class TpModelWorker:
     def page_memory(self) -> PageMemory | None:
         """Return the KV pages, for transfer to another engine.
 
-        None if requests also have recurrent state or sliding-window pages, or if the pool has
-        another form.
+        None if requests also have recurrent state or sliding-window pages, or if the pool is not an
+        `MHATokenToKVPool`.
         """
         pool = self.runner.attn_backend.token_to_kv_pool
         has_more = self.limits.keeps_state or self.limits.num_window_pages

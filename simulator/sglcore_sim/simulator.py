@@ -189,7 +189,8 @@ def install(kind: Any, devices: int = 1, memory: int = 8 << 30, arch: str | None
     second call raises RuntimeError.
 
     `kind`: the name of an installed kind (`kinds.known`), with an optional chip after a colon, or a
-    Kind record of a made-up device. `memory`: bytes per device, any size.
+    Kind record of a made-up device. `arch`: the chip, in place of one after the colon; without
+    either, the kind's first. `memory`: bytes per device, any size.
     """
     if _installed:
         raise RuntimeError(

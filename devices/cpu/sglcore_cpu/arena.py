@@ -43,7 +43,8 @@ def huge_empty(num_bytes: int) -> Tensor:
 
 
 def huge_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Return a tensor of zeros that takes memory only where it is written."""
+    """Return a tensor of zeros in the memory of `huge_empty`: on Linux, from 2 MiB on, a page takes
+    memory only once it is accessed."""
     return huge_empty(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
 
 

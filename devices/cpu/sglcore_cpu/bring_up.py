@@ -92,8 +92,9 @@ def sums_of_ranks(
 
 
 def threads(config: EngineConfig, model_path: Path, ledger: DecisionLedger, place: Place | None = None) -> Placement:
-    """Plan where threads run and bind this process to those cores, before any memory is touched.
-    Each rank of a machine gets its own cores."""
+    """Plan where threads run, bind this process to those cores where `bind_process` does, and set
+    torch's number of threads, before any memory is touched. Each rank of a machine gets its own
+    cores."""
     size = weight_bytes(model_path, config)
     asked, reason = config.threads, ""
     if asked is None and size < SMALL_WEIGHTS:
@@ -162,8 +163,8 @@ def kernel_choices(config: EngineConfig, facts: Facts, model: LoadedModel, ledge
 
 def pool_kind(config: EngineConfig, model: LoadedModel, kernels: KernelTable, ledger: DecisionLedger) -> PoolKind:
     """Choose the kind of KV pool: KV slots of the model's dtype, or 8-bit codes, which only the
-    native kernels read. The pool takes memory only where it is written. Raises ConfigError for a
-    `kv_cache_dtype` that can not serve here."""
+    native kernels read. On Linux the pool takes memory only where it is written (`huge_zeros`).
+    Raises ConfigError for a `kv_cache_dtype` that can not serve here."""
     if config.kv_cache_dtype == "auto" or any(layer.rows for layer in model.attention_layers):
         return PoolKind(partial(MHATokenToKVPool, zeros=huge_zeros), cell_bytes)
     if config.kv_cache_dtype != INT8_POOL.kv_cache_dtype:
@@ -180,9 +181,9 @@ def pool_kind(config: EngineConfig, model: LoadedModel, kernels: KernelTable, le
 
 
 def library_threads(model: LoadedModel, kernels: KernelTable, threads: Placement, ledger: DecisionLedger) -> int:
-    """Return the number of threads for torch's operations. It is 1 if the model runs them between
-    native kernels: the native threads spin while they wait for the next kernel, and the two thread
-    pools would compete for the cores."""
+    """Set and return the number of threads for torch's operations. It is 1 if the model runs them
+    between native kernels: the native threads spin while they wait for the next kernel, and the two
+    thread pools would compete for the cores."""
     if not model.calls_library or not is_native(kernels) or threads.threads == 1:
         return threads.threads
     torch.set_num_threads(1)

@@ -32,8 +32,8 @@ def load_library() -> Library:
 
 
 def engine_of_one(load: Callable[[], Library] = load_library) -> Engine:
-    """Make an engine with one thread, for the highest usable instruction set. Raises
-    NativeUnavailable."""
+    """Make an engine with one thread, for the highest instruction set that library and processor
+    have. Raises NativeUnavailable."""
     library = load()
     return library.engine(_instruction_set("auto", library), 1)
 

@@ -136,7 +136,8 @@ def source_digest(sources: Path = SOURCES) -> str:
 
 def build(target: Path, variant: Variant = Variant(), cache: Path | None = None, sources: Path = SOURCES) -> Path:
     """Compile and link to `target`. `cache` keeps object files by a hash of their preprocessed
-    source and flags, and libraries by a hash of all inputs. Waits for minutes. Raises
+    source and flags, and libraries by a hash of all inputs; waits for minutes if it has none.
+    Instruction sets that the compiler does not know are left out (`understood`). Raises
     `BuildError`."""
     variant = understood(variant)
     try:
@@ -169,7 +170,8 @@ def as_asked(variant: Variant, asked: str, sources: Path = SOURCES) -> Variant:
 def for_this_processor(variant: Variant, sources: Path = SOURCES) -> Variant:
     """Select the lowest and the highest instruction set that this processor announces and the
     compiler knows: the highest serves here, the lowest on most machines that the installation may
-    be moved to. When `variant` is for another architecture, select all that the compiler knows."""
+    be moved to. When `variant` is for another architecture, select all that the compiler knows.
+    Raises `BuildError` as `understood` does, and if the processor announces none."""
     variant = understood(variant)
     if variant.machine != platform.machine():
         return variant

@@ -43,7 +43,8 @@ def find_library(
     """Return the library next to the package, else the one in `cache` (None: the user's folder).
 
     If the cache has none, compile it: this waits minutes, and one printed line says so. Raises
-    `NativeUnavailable` with a text of one line if there is no library and none can be compiled.
+    `NativeUnavailable` with a text of one line if the library that was found is damaged or built
+    from other sources, or if there is none and none can be compiled.
     """
     if beside.exists():
         return Library(beside, sources)

@@ -40,7 +40,8 @@ def _config(folder: Path) -> dict[str, Any]:
 
 def total_memory(root: Path = Path("/")) -> tuple[int, str]:
     """Return the total bytes that this process may use, and where the figure comes from: the limit
-    of the control group with the least memory left, or the machine's memory if that is not more."""
+    of the control group with the least memory left, or the machine's memory if the limit is not
+    lower."""
     physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limit, _, where = _cgroup(root)
     return (limit, where) if limit < physical else (physical, "physical memory")

@@ -37,15 +37,16 @@ class Meeting:
         return self.ranks * LINE + (rank * 2 + half) * self.most
 
     def exchange(self, x: Tensor) -> int:
-        """Share a contiguous tensor of at most `most` bytes with all ranks. Returns which of the
-        two buffers of each rank, 0 or 1, holds its tensor (`place`); the tensor stays valid until
-        the call after the next."""
+        """Share a contiguous tensor of at most `most` bytes (not checked; the same size on every
+        rank) with all ranks. Returns which of the two buffers of each rank, 0 or 1, holds its
+        tensor (`place`). Other ranks may overwrite theirs as soon as this rank makes its next call,
+        `sum` included: copy before."""
         self._exchange(**self._own, x=_flat(x), bytes=x.nbytes)
         return self._round.value % 2
 
     def sum(self, x: Tensor) -> None:
-        """Replace `x`, of a dtype in TYPES, by its sum over all ranks; the result is bitwise equal
-        on every rank."""
+        """Replace `x`, contiguous, of a dtype in TYPES and any size, by its sum over all ranks; the
+        result is bitwise equal on every rank."""
         self._sum(**self._own, x=_flat(x), count=x.numel(), type=TYPES[x.dtype])
 
     def record_sum(self, recording: Recorder, x: Tensor) -> bool:

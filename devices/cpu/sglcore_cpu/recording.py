@@ -186,7 +186,7 @@ class Recording:
         self._program.add(kernel, arguments)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Return memory from the arena for a kernel's result."""
+        """Implements `Recorder.empty`: return zeros in memory from the arena."""
         return self._arena.empty(shape, dtype)
 
     def kernel(self, name: str) -> BoundKernel | None:

@@ -138,9 +138,10 @@ class SharedSums(Group):
         return SharedSums(*parts, path=path, make_engine=make, checks=self._checks, in_graphs=self._in_graphs)
 
     def _exchanged(self, x: Tensor) -> list[Tensor]:
-        """Exchange x and return the flat tensors of all ranks, by rank, valid until the call after
-        the next. Before it waits for the ranks, it lets the other micro-batch run, if there is
-        one."""
+        """Share contiguous x (at most MOST bytes, the same size on every rank) and return the x of
+        all ranks, flattened, by rank. They are views of the shared memory: copy them before the
+        next collective of this group. Runs the other micro-batch, if there is one, before it waits
+        for the ranks."""
         pause()
         half = self._meeting.exchange(x)
         return [place[: x.nbytes].view(x.dtype) for place in self._places[half]]
@@ -156,7 +157,7 @@ def is_recorded(function: Callable[..., object], *arguments: object) -> bool:
 
 def sums_for(place: Place, make_engine: Callable[[], Engine]) -> Callable[..., Group] | None:
     """Return the constructor of a group at this place; None if its ranks are not all on one
-    machine."""
+    machine, or do not meet at a file."""
     if place.neighbours != place.topology.world or not place.meeting.startswith(FILE):
         return None
 

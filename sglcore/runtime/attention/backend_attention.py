@@ -19,8 +19,10 @@ class BackendAttention(Attention):
         """Return where the caller may store keys and values before it calls with k and v None.
 
         The result is the key and value caches [cells, kv_heads, head_dim] and the KV slots int[T]
-        of this forward's tokens. None while a compiler traces, if the backend needs k and v, or if
-        the pool has another layout. Raises ReadOnlyPoolError for KV slots of another model.
+        of this forward's tokens. None if the layer keeps nothing (`cached=False`), while a compiler
+        traces, without a batch in the context, or if the backend needs k and v
+        (`AttentionBackend.takes_stored` is False). Raises ReadOnlyPoolError for KV slots of another
+        model.
         """
         if torch.compiler.is_compiling() or not self.cached:
             return None

@@ -132,7 +132,9 @@ def choose_attention(
 ) -> type[AttentionBackend]:
     """Return the first backend that serves a shape over these KV slots.
 
-    It must also support capture if graphs are configured.
+    If stream graphs are configured for a model that decodes, it must also support capture; with
+    `config.graph` "auto", one without capture is taken if no other serves. Raises as
+    `select_attention` does.
     """
     captured = facts.has_streams and facts.graph_kind(config.graph) != "off" and not shape.is_encoder
     needs = AttentionNeeds(

@@ -26,8 +26,8 @@ from sglcore.runtime.kernels.triton.softmax import LOG2_E, begin, merge_parts, t
 from sglcore.runtime.kernels.triton.tuning import Tuning, power_of_two
 
 CHUNK_SHARE = 8
-"""The smallest chunk has one tile for each time that (request, KV head) pairs fill an eighth of the
-device, rounded down to a power of two.
+"""The smallest chunk has ceil(CHUNK_SHARE * requests * KV heads / `Tuning.programs`) tiles, at most
+MOST_TILES, rounded down to a power of two.
 """
 MOST_TILES = 32
 """Maximum number of tiles of the smallest chunk (`Chunks.least`)."""
@@ -88,8 +88,11 @@ def bounds_of(seq_len, chunk, least, most, TOKENS: tl.constexpr, WINDOW: tl.cons
 
 @triton.jit
 def store_part(parts, weights, part, best, total, mean, member, GROUP: tl.constexpr, DIM: tl.constexpr, column):
-    """Store the results `mean` [QUERIES, BLOCK_D] of a chunk at `part` of `parts`, and their log2
-    weights; members at or past GROUP are not stored.
+    """Store the results `mean` [QUERIES, BLOCK_D] of a chunk, divided by `total` already, in
+    `parts`, and their log2 weights in `weights`, for the members below GROUP.
+
+    `part` int [QUERIES] is the index of (row, head, chunk), `best` and `total` are the running
+    maximum (base 2) and sum.
     """
     # Without a token and a sink `best` is still -inf, and so is the weight.
     tl.store(weights + part, best + tl.log2(total), mask=member < GROUP)

@@ -46,7 +46,7 @@ class WindowedAttention(AttentionBackend[WindowedPlan]):
     """The backend of models with a pool of window pages: it calls one backend for sliding-window
     layers and another for the rest.
 
-    It serves only what both serve: its facts are the intersection of theirs.
+    It has only the features that both have.
     """
 
     def __init__(
@@ -152,6 +152,9 @@ def window_view(batch: ForwardBatch) -> ForwardBatch:
 
 
 def _common(facts: list[AttentionFacts], layout: str) -> AttentionFacts:
-    """Return the facts that all backends share, for pools of one layout."""
+    """Return facts for pools of one layout, with the features that all backends have;
+    `takes_stored` if all have it. Other fields do not restrict: each backend was selected for its
+    own layers.
+    """
     features = frozenset.intersection(*(each.features for each in facts))
     return AttentionFacts(features=features, takes_stored=all(each.takes_stored for each in facts), layouts=(layout,))

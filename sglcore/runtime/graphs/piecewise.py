@@ -110,7 +110,8 @@ def _between(attention: Callable[..., Tensor], inputs: tuple[Any, ...]) -> Tenso
 
 
 def trace(step: Callable[[], Tensor], compiler: PieceCompiler = as_traced) -> SplitForward:
-    """Return one call of `step` as a split graph, without running it.
+    """Return one call of `step`, a plain Python function without arguments, as a split graph,
+    without running it.
 
     Raises if it cannot be traced whole.
     """

@@ -1,4 +1,6 @@
-"""Shadow mode: every Nth replay also runs eagerly on the same inputs, and both must agree."""
+"""Shadow mode: every Nth replay also runs eagerly on the same inputs, and the hidden states must be
+equal within TOLERANCE; else ShadowMismatch is raised.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ from sglcore.runtime.graphs.graph_backend import Step
 from sglcore.runtime.memory.states import StatePool
 
 TOLERANCE = MappingProxyType({torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 8e-2})
-"""Allowed error of a row, relative to its largest value: padding changes only the order of sums."""
+"""Allowed error of a row, relative to its largest magnitude, which counts as at least 1e-3: padding
+changes only the order of sums.
+"""
 
 
 class ShadowMismatch(RuntimeError):
@@ -37,7 +41,8 @@ class Shadow:
         return self.replays % self.every == 0
 
     def compare(self, path: str, replayed: Tensor, eager: Tensor) -> None:
-        """Compare hidden states [T, H]; raise ShadowMismatch if they differ.
+        """Compare hidden states [T, H]; raise ShadowMismatch if a row differs by more than
+        TOLERANCE allows.
 
         Waits for the device.
         """

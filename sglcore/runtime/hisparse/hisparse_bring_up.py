@@ -50,9 +50,9 @@ def check_swapped(asked: str | None, architecture: str, layers: Sequence[Attenti
 
 
 def hisparse_config(config: EngineConfig, facts: Facts, kernels: KernelTable) -> HiSparseConfig | None:
-    """Return the parsed setting before anything is loaded.
+    """Return the parsed setting before anything is loaded; None without HiSparse.
 
-    Raises ConfigError if the device cannot serve it.
+    Raises ConfigError if the device cannot serve it, or if speculative decoding is requested too.
     """
     asked = parse_hisparse_config(config.hisparse)
     if asked is None:

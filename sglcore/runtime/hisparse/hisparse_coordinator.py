@@ -50,7 +50,8 @@ class Swapped:
         return rows
 
     def read(self, layer_id: int) -> Iterator[tuple[slice, Tensor]]:
-        """Yield all tokens and the device rows chosen for them, valid until the next choice.
+        """Yield all tokens once, with the layer's device buffer of all slots, in which the rows
+        that `choose` returned are numbered; valid until the next choice.
 
         Call once per layer and step, after the step's rows are stored. Runs inside graphs.
         """

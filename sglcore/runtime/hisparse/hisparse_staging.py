@@ -169,7 +169,9 @@ class StagingRooms:
         return sum(room.nbytes for room in self._rooms)
 
     def begin(self, staged: Staged) -> None:
-        """Start the first copies of a step, after the work queued on the current stream."""
+        """Start the first copies of a step, after the work queued on the current stream. Does
+        nothing without streams.
+        """
         if self._stream is not None:
             self._start(self._stream, staged, 0)
 

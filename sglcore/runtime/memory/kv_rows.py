@@ -205,14 +205,18 @@ class RowPool:
         return self._poison and any(kept.place is Place.SLOTS for layer in self.layers for kept in layer.values())
 
     def enter(self, slots: Tensor) -> None:
-        """Set the rows of slots int [N] to NaN: they belonged to other requests. Does not wait."""
+        """Set the rows of slots int [N] to NaN: they belonged to other requests. Called only if
+        `poisons_slots`. Does not wait.
+        """
         for layer, rows in zip(self.layers, self._rows, strict=True):
             for name, kept in layer.items():
                 if kept.place is Place.SLOTS:
                     rows[name].view(-1, kept.ring, rows[name].shape[1])[slots] = torch.nan
 
     def replace_storage(self) -> None:
-        """Move to new memory. Addresses change, so older plans and graphs are refused."""
+        """Allocate new memory; the contents are lost. Addresses change, so older plans and graphs
+        are refused.
+        """
         self._rows = self._allocate()
         self.generation += 1
 

@@ -203,7 +203,9 @@ class MHATokenToKVPool:
         reference_kernels.store_kv(keys, values, *self._kv[layer_id], cells)
 
     def replace_storage(self) -> None:
-        """Move to new, zeroed memory. Addresses change, so older plans and graphs are refused."""
+        """Allocate new, zeroed memory; the contents are lost. Addresses change, so older plans and
+        graphs are refused.
+        """
         self._kv = self._allocate()
         self.generation += 1
 

@@ -14,7 +14,9 @@ class ReadOnlyPoolError(RuntimeError):
 
 
 class ReadOnlyPool:
-    """A pool without a way to write to it. It has no memory of its own."""
+    """Another pool as one to read: `store` and `write_cells` raise ReadOnlyPoolError. It has no
+    memory of its own; `kv` returns the other pool's own tensors.
+    """
 
     __slots__ = ("_pool",)
 

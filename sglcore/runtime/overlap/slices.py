@@ -196,10 +196,11 @@ class SliceSteps:
         self.slices = slices
 
     def start(self, worker: TpModelWorker, batch: ScheduleBatch) -> Ticket | None:
-        """Run some layers of the open prefill on the current stream; the last slice samples.
+        """Run some layers of the open prefill, on the stream of `Slices`; the last slice samples on
+        the current stream. Does not wait.
 
-        The batch that runs the first layers opens the prefill. Any other batch with prefill rows
-        drops the open one, and None is returned. Does not wait.
+        The batch that runs the first layers opens the prefill. None for a batch without `layers`;
+        if it is not a decode, it also drops the open prefill.
         """
         if batch.layers is None:
             if not batch.forward_mode.is_decode:

@@ -136,7 +136,9 @@ class Group:
         return Group(group, rank, size, host, checks=self._checks, in_graphs=self._in_graphs)
 
     def close(self) -> None:
-        """Leave the group. Ranks that still wait for this one fail. Idempotent."""
+        """Destroy all process groups of this process. Ranks that still wait for this one fail.
+        Idempotent.
+        """
         if dist.is_initialized():
             with suppress(RuntimeError, ValueError):
                 dist.destroy_process_group()

@@ -18,8 +18,8 @@ from sglcore.sampling.state import SampledTokens
 class SampledByOne(Sampler):
     """A sampler that returns the tokens drawn by rank 0 of the group.
 
-    The other ranks draw nothing, read no logits and return no log-probabilities, which are not
-    needed there.
+    The other ranks draw nothing, read no logits, and return no log-probabilities and no bad rows,
+    which are not needed there.
     """
 
     def __init__(self, *sizes: Any, group: AnyGroup, **own: Any) -> None:
@@ -28,7 +28,9 @@ class SampledByOne(Sampler):
         self._group = group
 
     def sample(self, logits: Tensor, state: SamplingState) -> SampledTokens[Tensor]:
-        """Sample as `Sampler.sample`; the result is the same on every rank."""
+        """Sample as `Sampler.sample`. The token ids are those of rank 0 on every rank; bad rows and
+        log-probabilities are reported on rank 0 only.
+        """
         if self._group.rank == 0:
             found = super().sample(logits, state)
             self._group.broadcast(found.token_ids)

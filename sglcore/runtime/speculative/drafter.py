@@ -48,7 +48,9 @@ class DraftRows:
     features: Tensor | None
     """[T, F]: the target's features for the drafter. None: it reads none."""
     select: Tensor
-    """int[R]: index in `ids` of each request's new root, which has no KV slot of the target yet."""
+    """int[R]: index in `ids` of each request's new root: the token just sampled, which has no KV
+    slot of the target yet.
+    """
     slots: Tensor
     """int32[R]: request slots."""
     lengths: Tensor
@@ -103,7 +105,8 @@ class Drafter(Protocol):
     reads_history: bool
 
     def advance(self, rows: DraftRows) -> Tensor:
-        """Take in the target's outputs and return draft tokens after each root.
+        """Take in the target's outputs and return draft tokens after each root (a request's last
+        sampled token).
 
         int32[R, rows.wanted], NONE where there is nothing to propose. Does not wait. With a plan of
         several data-parallel shards (`rows.batch.step_plan`), run the forwards of the plan even

@@ -168,8 +168,9 @@ def choose_speculation(
 
     `is_divided`: on several ranks, which must verify the same number of tokens in each step.
     `in_shards`: these ranks are data-parallel shards with separate requests. `no_trees`: why trees
-    become chains. Raises ConfigError for a model that cannot undo a token, and the exceptions of
-    loading the draft.
+    become chains. Raises ConfigError for a kind that this model, these ranks or another setting
+    refuse (`refused_combinations.py`), for an impossible tree, and the exceptions of loading the
+    draft.
     """
     asked, rule = config.speculative or "not asked", config.speculative_verify
     kind, why, is_tried = _kind(config, model, folder)

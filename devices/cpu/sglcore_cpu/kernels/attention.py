@@ -67,7 +67,8 @@ class PagedAttention(AttentionBackend[PagedPlan]):
         self._prefill = self._engine.kernel("paged_prefill").bind()
 
     def plan(self, batch: ForwardBatch) -> PagedPlan:
-        """Find the leading requests with one token, and where the others start. Does not wait."""
+        """Implements `AttentionBackend.plan`: find the leading requests with one token, and where
+        the others start. Does not wait."""
         plan = PagedPlan(self, self.token_to_kv_pool.generation)
         assert batch.seq_lens_cpu is not None
         lengths = batch.extend_seq_lens_cpu
@@ -82,18 +83,19 @@ class PagedAttention(AttentionBackend[PagedPlan]):
         return plan
 
     def capture_plan(self, bucket: Bucket) -> PagedPlan:
-        """Plan a decode step: one token for each row; the kernel reads everything else from the
-        buffers. Raises ValueError if the bucket's token count is not its batch size."""
+        """Implements `AttentionBackend.capture_plan` for a decode step: one token for each row; the
+        kernel reads everything else from the buffers. Raises ValueError if the bucket's token count
+        is not its batch size."""
         if bucket.num_tokens != bucket.batch_size:
             raise ValueError(f"found {bucket.num_tokens} tokens of {bucket.batch_size} requests; wanted one of each")
         return PagedPlan(self, self.token_to_kv_pool.generation)
 
     def refresh(self, plan: PagedPlan, batch: ForwardBatch) -> None:
-        """Do nothing: the kernel reads the buffers."""
+        """Implements `AttentionBackend.refresh`; does nothing: the kernel reads the buffers."""
 
     def attend(self, q: Tensor, layer: Attention, batch: ForwardBatch, plan: PagedPlan) -> Tensor:
-        """Return q's attention output in q's shape; padding rows are zero. Raises TypeError for a
-        dtype that no kernel serves, ValueError for a scaling that is not positive."""
+        """Implements `AttentionBackend.attend`; padding rows are zero. Raises TypeError for a dtype
+        that no kernel serves, ValueError for a scaling that is not positive."""
         q = q if q.stride(-1) == 1 else q.contiguous()
         out = self._engine.empty(*q.shape, dtype=q.dtype)
         singles = min(len(batch.req_pool_indices), q.shape[0]) if plan.singles is None else plan.singles

@@ -19,8 +19,8 @@ class NativeDraw:
         self._draw = engine.kernel("draw").bind()
 
     def __call__(self, logits: Tensor, state: SamplingState, tables: RaceTables) -> tuple[Tensor, Tensor]:
-        """Draw as the table defines: logits float[B, V] -> tokens int32[B], bad bool[B]. Waits for
-        the result."""
+        """Implement `KernelTable.draw`: logits float[B, V] -> tokens int32[B], bad bool[B]. Waits
+        for the result."""
         if logits.dtype not in TYPES or logits.stride(1) != 1:
             return draw_rows(logits, state, tables)
         return self._run(
@@ -38,7 +38,7 @@ class NativeDraw:
         )
 
     def greedy(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Run the table's entry `greedy`. The kernel ignores the other sampling parameters of a
+        """Implement `KernelTable.greedy`. The kernel ignores the other sampling parameters of a
         greedy row, so they are passed as zeros."""
         if logits.dtype not in TYPES or logits.stride(1) != 1:
             return draw_greedy(logits)

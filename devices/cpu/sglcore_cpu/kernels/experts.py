@@ -34,7 +34,8 @@ class Experts:
 
     @implements(takes)
     def top_k_routing(self, logits: Tensor, k: int, normalize: bool) -> tuple[Tensor, Tensor]:
-        """Choose the k largest logits; among equal ones the lower expert index first."""
+        """Implement `KernelTable.top_k_routing`; among equal logits the lower expert index comes
+        first."""
         if not _is_plain(logits):
             return reference_kernels.top_k_routing(logits, k, normalize)
         weights, ids = self._choices(logits, k)
@@ -45,21 +46,23 @@ class Experts:
     def sigmoid_routing(
         self, logits: Tensor, bias: Tensor, k: int, groups: int, top_groups: int, normalize: bool, scale: float
     ) -> tuple[Tensor, Tensor]:
-        """Choose by sigmoid scores; among equal ones the lower group and expert index first."""
+        """Implement `KernelTable.sigmoid_routing`; among equal scores the lower group and expert
+        index come first."""
         if not (_is_plain(logits) and _is_wide(bias)):
             return reference_kernels.sigmoid_routing(logits, bias, k, groups, top_groups, normalize, scale)
         return self._scored_by(SIGMOID, logits, bias, k, (groups, top_groups), normalize, scale)
 
     @implements(takes)
     def sqrtsoftplus_routing(self, logits: Tensor, bias: Tensor, k: int, scale: float) -> tuple[Tensor, Tensor]:
-        """Choose by sqrt(softplus) scores; among equal ones the lower expert index first."""
+        """Implement `KernelTable.sqrtsoftplus_routing`; among equal scores the lower expert index
+        comes first."""
         if not (_is_plain(logits) and _is_wide(bias)):
             return reference_kernels.sqrtsoftplus_routing(logits, bias, k, scale)
         return self._scored_by(ROOT_OF_SOFTPLUS, logits, bias, k, (1, 1), True, scale)
 
     @implements(takes)
     def hash_routing(self, logits: Tensor, input_ids: Tensor, table: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        """Compute the scores of the chosen experts only."""
+        """Implement `KernelTable.hash_routing`; computes the scores of the chosen experts only."""
         ids_bytes = INDEX_BYTES.get(input_ids.dtype)
         is_chosen = table.dtype is torch.int32 and table.is_contiguous() and input_ids.is_contiguous()
         if ids_bytes is None or not (_is_plain(logits) and is_chosen):
@@ -76,7 +79,8 @@ class Experts:
         return weights, ids
 
     def moe(self, hidden: Tensor, weights: Tensor, ids: Tensor, w13: Tensor, w2: Tensor) -> Tensor:
-        """Compute the chosen experts only, with one pass over w13 and w2 of each."""
+        """Implement `KernelTable.moe`: compute the chosen experts only, with one pass over w13 and
+        w2 of each."""
         found = self._mixed(GATED, hidden, weights, ids, w13, w2)
         return reference_kernels.moe(hidden, weights, ids, w13, w2) if found is None else found
 
@@ -84,7 +88,7 @@ class Experts:
     def limited_moe(
         self, hidden: Tensor, weights: Tensor, ids: Tensor, w13: Tensor, w2: Tensor, limit: float
     ) -> Tensor:
-        """Compute as `moe`, with gate and up clamped by `limit`."""
+        """Implement `KernelTable.limited_moe` with the kernel of `moe`."""
         found = self._mixed(GATED, hidden, weights, ids, w13, w2, limit=limit)
         return reference_kernels.limited_moe(hidden, weights, ids, w13, w2, limit) if found is None else found
 
@@ -100,14 +104,14 @@ class Experts:
         alpha: float,
         limit: float,
     ) -> Tensor:
-        """Compute as `moe`, with biases and the clamped activation of `alpha` and `limit`."""
+        """Implement `KernelTable.clamped_moe` with the kernel of `moe`."""
         found = self._mixed(CLAMPED, hidden, weights, ids, w13, w2, (b13, b2), alpha, limit)
         if found is None:
             return reference_kernels.clamped_moe(hidden, weights, ids, w13, b13, w2, b2, alpha, limit)
         return found
 
     def relu2_moe(self, hidden: Tensor, weights: Tensor, ids: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
-        """Compute as `moe`, with squared ReLU and without a gate."""
+        """Implement `KernelTable.relu2_moe` with the kernel of `moe`."""
         found = self._mixed(SQUARED, hidden, weights, ids, w1, w2)
         return reference_kernels.relu2_moe(hidden, weights, ids, w1, w2) if found is None else found
 

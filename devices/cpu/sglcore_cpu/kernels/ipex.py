@@ -51,20 +51,20 @@ def check_installed() -> None:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Call the extension's operator."""
+    """Implement `KernelTable.rms_norm` by the extension's operator."""
     return torch.ops.torch_ipex.rmsnorm(x, weight, eps)
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Call the extension's operator, which writes the sum into the residual. It assumes contiguous
-    rows there, so a strided residual is copied first."""
+    """Implement `KernelTable.add_rms_norm` by the extension's operator, which writes the sum into
+    the residual. It assumes contiguous rows there, so a strided residual is copied first."""
     total = residual.contiguous()
     return torch.ops.torch_ipex.add_rmsnorm(x, total, weight, eps, True), total
 
 
 def rotary(q: Tensor, k: Tensor, positions: Tensor, cos_sin_cache: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
-    """Rotate q and k. The operator reads one row [sin, cos] for each token, in order, and needs at
-    least one token."""
+    """Implement `KernelTable.rotary` for heads that are rotated whole. The operator reads one row
+    [sin, cos] for each token, in order, and needs at least one token."""
     if not q.shape[0]:
         return torch.empty_like(q), torch.empty_like(k)
     cos, sin = cos_sin_cache.index_select(0, positions).chunk(2, dim=-1)
@@ -109,7 +109,8 @@ class BlockedWeight(ClosedWeight):
 
 
 def pack_linear(weight: Tensor) -> Tensor:
-    """Pack the weight for any number of tokens; other dtypes than `PACKED` stay as they are."""
+    """Implement `KernelTable.pack_linear`: pack the weight for any number of tokens; other dtypes
+    than `PACKED` stay as they are."""
     if weight.dtype not in PACKED:
         return weight
     context = torch.ops.ipex_prepack.linear_prepack(weight.detach(), None, None)
@@ -117,8 +118,8 @@ def pack_linear(weight: Tensor) -> Tensor:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Multiply, then add the bias. The operator ignores its bias argument and adds the packed bias;
-    weights are packed without one, so it is added here."""
+    """Implement `KernelTable.linear`. The operator ignores its bias argument and adds the packed
+    bias; weights are packed without one, so it is added here."""
     if not isinstance(weight, BlockedWeight):
         return torch.nn.functional.linear(x, weight, bias)
     found = weight.form.multiply(x, weight.shape[0])

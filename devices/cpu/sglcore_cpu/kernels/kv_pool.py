@@ -49,12 +49,13 @@ class Int8TokenToKVPool(MHATokenToKVPool):
         self._computed_in = dtype
 
     def read_cells(self, layer_id: int, cells: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the keys and values of KV slots, dequantised to the model's dtype."""
+        """Implements `TokenToKVPool.read_cells`: keys and values, dequantised to the model's
+        dtype."""
         keys, values = super().read_cells(layer_id, cells)
         return read_int8(keys).to(self._computed_in), read_int8(values).to(self._computed_in)
 
     def write_cells(self, layer_id: int, cells: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Write keys and values as `store` does, rounded once to 8 bits."""
+        """Implements `TokenToKVPool.write_cells` as `store` does, rounded once to 8 bits."""
         self.store(layer_id, keys, values, cells)
 
 
@@ -81,8 +82,9 @@ class Int8Store:
         self._store = engine.kernel("store_kv_int8").bind()
 
     def __call__(self, key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, out_cache_loc: Tensor) -> None:
-        """Store row t of key and value [T, kv_heads, D] in KV slot out_cache_loc[t], int64 [T].
-        Raises TypeError for rows that are not float32 or bfloat16, or other locations."""
+        """Implement `KernelTable.store_kv`: store row t of key and value [T, kv_heads, D] in KV
+        slot out_cache_loc[t], int64 [T]. Raises TypeError for rows that are not float32 or
+        bfloat16, or other locations."""
         if key.dtype not in TYPES or value.dtype is not key.dtype or out_cache_loc.dtype is not torch.int64:
             raise TypeError(
                 f"found keys of {key.dtype}, values of {value.dtype} at {out_cache_loc.dtype} cells; wanted float32 or "

@@ -48,7 +48,7 @@ class Latent:
     def rope_tail(
         self, x: Tensor, positions: Tensor, cos_sin_cache: Tensor, norm_eps: float | None, is_inverse: bool
     ) -> Tensor:
-        """Normalise (if `norm_eps`) and rotate the last elements of each head in one pass."""
+        """Implement `KernelTable.rope_tail`: norm (if `norm_eps`) and rotation in one pass."""
         if not (last_is_plain(x, cos_sin_cache) and are_indices(positions)):
             return reference_sparse.rope_tail(x, positions, cos_sin_cache, norm_eps, is_inverse)
         tokens, heads, size = x.shape
@@ -82,7 +82,7 @@ class Latent:
         out_rows: Tensor,
         codec: RowCodec | None,
     ) -> None:
-        """Normalise, rotate and store rows in one pass."""
+        """Implement `KernelTable.norm_rope_store` in one pass."""
         dense = last_is_plain(x, cos_sin_cache, rows, out_rows)
         if not (is_known(codec) and dense and are_indices(positions)):
             reference_sparse.norm_rope_store(x, weight, eps, positions, cos_sin_cache, rows, out_rows, codec)
@@ -102,7 +102,7 @@ class Latent:
         out_rows: Tensor,
         codec: RowCodec | None,
     ) -> None:
-        """Normalise, rotate and store index keys in one pass."""
+        """Implement `KernelTable.index_key_store` in one pass."""
         dense = last_is_plain(x, cos_sin_cache, rows, out_rows)
         if not (is_known(codec) and dense and are_indices(positions)):
             reference_sparse.index_key_store(x, weight, bias, eps, positions, cos_sin_cache, rows, out_rows, codec)
@@ -141,7 +141,7 @@ class Latent:
 
     @implements(takes_one)
     def grouped_linear(self, x: Tensor, weight: Tensor) -> Tensor:
-        """Multiply each group by its own weight; threads divide the outputs of a group."""
+        """Implement `KernelTable.grouped_linear`; threads divide the outputs of a group."""
         group_stride, output_stride, input_stride = weight.stride()
         if not last_is_plain(x) or 1 not in (output_stride, input_stride):
             return reference_sparse.grouped_linear(x, weight)
@@ -168,7 +168,8 @@ class Latent:
     def hc_pre(
         self, h: Tensor, fn: Tensor, base: Tensor, scale: Tensor, norm_eps: float, hc_eps: float, iters: int
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Mix the residual streams; threads divide first the columns of `fn`, then the tokens."""
+        """Implement `KernelTable.hc_pre`; threads divide first the columns of `fn`, then the
+        tokens."""
         tokens, streams, _ = h.shape
         if not (_are_streams(h) and fn.is_contiguous()):
             return reference_sparse.hc_pre(h, fn, base, scale, norm_eps, hc_eps, iters)
@@ -178,7 +179,8 @@ class Latent:
 
     @implements(takes_one)
     def hc_head(self, h: Tensor, fn: Tensor, base: Tensor, scale: Tensor, norm_eps: float, hc_eps: float) -> Tensor:
-        """Reduce the streams to one, which is the first result of `hc_pre`."""
+        """Implement `KernelTable.hc_head` with the kernel of `hc_pre`, of which it is the first
+        result."""
         if not (_are_streams(h) and fn.is_contiguous()):
             return reference_sparse.hc_head(h, fn, base, scale, norm_eps, hc_eps)
         return self._mixed(h, fn, base, scale, norm_eps, hc_eps, 0, (None, None))
@@ -217,7 +219,7 @@ class Latent:
 
     @implements(takes_one)
     def hc_post(self, x: Tensor, h: Tensor, post: Tensor, comb: Tensor) -> Tensor:
-        """Add x to every mixed stream in one pass."""
+        """Implement `KernelTable.hc_post` in one pass."""
         if not (last_is_plain(x) and _are_streams(h) and post.is_contiguous() and comb.is_contiguous()):
             return reference_sparse.hc_post(x, h, post, comb)
         tokens, streams, size = h.shape

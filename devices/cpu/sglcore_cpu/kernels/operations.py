@@ -55,7 +55,8 @@ class Operations:
 
     @implements(takes)
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Normalise the last dimension of x, which may have any number of dimensions."""
+        """Implement `KernelTable.rms_norm` over the last dimension of x, which may have any number
+        of dimensions."""
         element, rows = TYPES.get(x.dtype), rows_of(x)
         weight_type = type_of_norm(weight, x)
         if element is None or rows is None or weight_type is None:
@@ -79,7 +80,8 @@ class Operations:
 
     @implements(takes)
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """Add and normalise in place: the norm is written to x, the sum to `residual`."""
+        """Implement `KernelTable.add_rms_norm` in place: the norm is written to x, the sum to
+        `residual`."""
         element, x_stride, residual_stride = TYPES.get(x.dtype), x.stride(), residual.stride()
         weight_type = type_of_norm(weight, x)
         if element is None or weight_type is None or residual.dtype is not x.dtype or x.dim() != 2:
@@ -103,7 +105,8 @@ class Operations:
 
     @implements(takes)
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-        """Normalise rows; mean and variance take two passes, so a large mean loses no precision."""
+        """Implement `KernelTable.layer_norm`; mean and variance take two passes, so a large mean
+        loses no precision."""
         element, strides = TYPES.get(x.dtype), x.stride()
         if element is None or len(strides) != 2 or strides[1] != 1 or weight.stride() != (1,) or bias.stride() != (1,):
             return self._reference.layer_norm(x, weight, bias, eps)
@@ -126,7 +129,7 @@ class Operations:
 
     @implements(takes)
     def silu_and_mul(self, x: Tensor) -> Tensor:
-        """Return silu(gate) * up for rows [gate, up]."""
+        """Implement `KernelTable.silu_and_mul`: silu(gate) * up for rows [gate, up]."""
         element, strides = TYPES.get(x.dtype), x.stride()
         if element is None or len(strides) != 2 or strides[1] != 1:
             return self._reference.silu_and_mul(x)
@@ -139,7 +142,8 @@ class Operations:
 
     @implements(takes)
     def limited_silu_and_mul(self, x: Tensor, limit: float) -> Tensor:
-        """Return silu(min(gate, limit)) * clamp(up, -limit, limit) for rows [gate, up]."""
+        """Implement `KernelTable.limited_silu_and_mul`: silu(min(gate, limit)) * clamp(up, -limit,
+        limit) for rows [gate, up]."""
         element, strides = TYPES.get(x.dtype), x.stride()
         if element is None or len(strides) != 2 or strides[1] != 1:
             return self._reference.limited_silu_and_mul(x, limit)
@@ -158,7 +162,7 @@ class Operations:
 
     @implements(takes)
     def gelu_tanh_and_mul(self, x: Tensor) -> Tensor:
-        """Return gelu_tanh(gate) * up for rows [gate, up]."""
+        """Implement `KernelTable.gelu_tanh_and_mul`: gelu_tanh(gate) * up for rows [gate, up]."""
         element, strides = TYPES.get(x.dtype), x.stride()
         if element is None or len(strides) != 2 or strides[1] != 1:
             return self._reference.gelu_tanh_and_mul(x)
@@ -171,7 +175,7 @@ class Operations:
 
     @implements(takes)
     def gelu(self, x: Tensor) -> Tensor:
-        """Apply GELU, with an error function that is accurate to 3e-7."""
+        """Implement `KernelTable.gelu`, with an error function that is accurate to 3e-7."""
         element, strides = TYPES.get(x.dtype), x.stride()
         if element is None or len(strides) != 2 or strides[1] != 1:
             return self._reference.gelu(x)
@@ -184,7 +188,7 @@ class Operations:
     def rotary(
         self, q: Tensor, k: Tensor, positions: Tensor, cos_sin_cache: Tensor, head_dim: int
     ) -> tuple[Tensor, Tensor]:
-        """Rotate q and k into new tensors."""
+        """Implement `KernelTable.rotary`: rotate q and k into new tensors."""
         if not can_rotate(q, k, positions, cos_sin_cache):
             return self._reference.rotary(q, k, positions, cos_sin_cache, head_dim)
         out = self._empty(*k.shape, dtype=k.dtype)
@@ -203,7 +207,8 @@ class Operations:
         v_cache: Tensor,
         out_cache_loc: Tensor,
     ) -> Tensor:
-        """Rotate q into a new tensor; write rotated keys and values straight to their KV slots."""
+        """Implement `KernelTable.rotary_and_store`: rotate q into a new tensor; write rotated keys
+        and values straight to their KV slots."""
         cells = k_cache, v_cache, out_cache_loc
         if not can_rotate(q, k, positions, cos_sin_cache) or not can_store(q, v, *cells):
             return reference_rotary_and_store(q, k, v, positions, cos_sin_cache, head_dim, *cells)
@@ -225,7 +230,8 @@ class Operations:
         k_weight: Tensor,
         eps: float,
     ) -> Tensor:
-        """Normalise, rotate and store as `rotary_and_store`, reading queries and keys once."""
+        """Implement `KernelTable.norm_rotary_and_store` as `rotary_and_store`, reading queries and
+        keys once."""
         cells, norms = (k_cache, v_cache, out_cache_loc), (q_weight, k_weight, eps)
         q_type, k_type = type_of_norm(q_weight, q), type_of_norm(k_weight, q)
         if (
@@ -286,7 +292,7 @@ class Operations:
 
     @implements(takes)
     def store_kv(self, key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, out_cache_loc: Tensor) -> None:
-        """Store keys and values in one pass."""
+        """Implement `KernelTable.store_kv` in one pass over keys and values."""
         if value.stride()[1:] != key.stride()[1:] or not can_store(key, value, k_cache, v_cache, out_cache_loc):
             return self._reference.store_kv(key, value, k_cache, v_cache, out_cache_loc)
         rows, heads, head_dim = key.shape
@@ -335,8 +341,8 @@ class Operations:
     def cache_locations(
         self, page_table: Tensor, slots: Tensor, positions: Tensor, page_size: int, out: Tensor
     ) -> None:
-        """Write the KV slots of the tokens to `out`; on the calling thread, except for very long
-        prompts."""
+        """Implement `KernelTable.cache_locations`; `out` is its `out_cache_loc`. Runs on the
+        calling thread, except for very long prompts."""
         out_bytes, table_stride = INDEX_BYTES.get(out.dtype), page_table.stride()
         is_plain = slots.stride() == positions.stride() == out.stride() == (1,) and table_stride[1] == 1
         are_int32 = page_table.dtype is slots.dtype is positions.dtype is torch.int32

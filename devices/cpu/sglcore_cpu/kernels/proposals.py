@@ -33,7 +33,8 @@ class Proposals:
         seq_lens: Tensor,
         owners: Tensor,
     ) -> None:
-        """Run the table's entry of that name."""
+        """Implement `KernelTable.place_proposals`; tensors that are not contiguous int32 go to the
+        reference."""
         given = (
             last,
             lengths,
@@ -80,7 +81,8 @@ class Proposals:
         proposals: Tensor,
         runs: Tensor,
     ) -> None:
-        """Run the table's entry of that name."""
+        """Implement `KernelTable.accept_proposals`; tensors that are not contiguous int32 go to the
+        reference."""
         given = drawn, owners, slots, limits, last, lengths, proposals, runs
         if not _are_plain(given):
             self._reference.accept_proposals(*given)

@@ -39,8 +39,8 @@ class Recurrent:
         lengths: Tensor | None,
         targets: Tensor | None = None,
     ) -> Tensor:
-        """Run the causal convolution. Threads divide the channels and go through a request's tokens
-        in order."""
+        """Implement `KernelTable.causal_conv`. Threads divide the channels and go through a
+        request's tokens in order."""
         tokens, size = x.shape
         out = self._empty(tokens, size, dtype=x.dtype)
         self._causal_conv(
@@ -71,8 +71,8 @@ class Recurrent:
         lengths: Tensor | None,
         targets: Tensor | None = None,
     ) -> Tensor:
-        """Run the gated delta rule. Threads divide the columns of the states and go through a
-        request's tokens in order."""
+        """Implement `KernelTable.gated_delta_rule`. Threads divide the columns of the states and go
+        through a request's tokens in order."""
         tokens, (_, heads, key, size) = qkv.shape[0], states.shape
         out = self._empty(tokens, heads * size, dtype=qkv.dtype)
         self._gated_delta_rule(
@@ -111,8 +111,8 @@ class Recurrent:
         lengths: Tensor | None,
         targets: Tensor | None = None,
     ) -> Tensor:
-        """Run the selective scan. Threads divide the rows of the states and go through a request's
-        tokens in order."""
+        """Implement `KernelTable.selective_scan`. Threads divide the rows of the states and go
+        through a request's tokens in order."""
         tokens, (_, heads, size, width) = xbc.shape[0], states.shape
         out = self._empty(tokens, heads * size, dtype=xbc.dtype)
         self._selective_scan(
@@ -137,7 +137,7 @@ class Recurrent:
 
     @implements(takes)
     def gated_rms_norm(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float, gate_first: bool) -> Tensor:
-        """Apply gate and RMS norm in one pass over each group."""
+        """Implement `KernelTable.gated_rms_norm` in one pass over each group."""
         (rows, width), (groups, size) = x.shape, weight.shape
         out = self._empty(rows, width, dtype=x.dtype)
         self._gated_rms_norm(

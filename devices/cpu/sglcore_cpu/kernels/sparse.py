@@ -70,7 +70,7 @@ class SparseAttention:
         value_size: int,
         codec: RowCodec | None,
     ) -> Tensor:
-        """Attend to the rows of one or two lists; threads divide the lists in chunks."""
+        """Implement `KernelTable.sparse_mqa`; threads divide the lists in chunks."""
         lists = [each for each in (chosen, more_chosen) if each is not None]
         others = [each for each in (more_rows, sinks) if each is not None]
         if not (is_known(codec) and last_is_plain(q, rows, *others) and are_indices(*lists)):
@@ -107,7 +107,7 @@ class SparseAttention:
         value_size: int,
         codec: RowCodec | None,
     ) -> Tensor:
-        """Attend to all rows of a request; threads divide each request in chunks."""
+        """Implement `KernelTable.paged_mqa`; threads divide each request in chunks."""
         if not (is_known(codec) and last_is_plain(q, rows) and are_indices(table, token_slots, lens)):
             return reference_sparse.paged_mqa(q, rows, table, token_slots, lens, page_size, scale, value_size, codec)
         out = self._empty(*q.shape[:2], value_size, dtype=q.dtype)
@@ -136,7 +136,7 @@ class SparseAttention:
         width: int,
         codec: RowCodec | None,
     ) -> Tensor:
-        """Compute the indexer's logits; threads divide each request's keys in chunks."""
+        """Implement `KernelTable.index_logits`; threads divide each request's keys in chunks."""
         if not (is_known(codec) and last_is_plain(q, weights, keys) and are_indices(table, token_slots, lens)):
             pages = table, token_slots, lens, rows_per_page
             return reference_sparse.index_logits(q, weights, keys, *pages, scale, width, codec)
@@ -161,7 +161,7 @@ class SparseAttention:
     def index_top_k(
         self, logits: Tensor, lens: Tensor, table: Tensor, token_slots: Tensor, rows_per_page: int, k: int
     ) -> Tensor:
-        """List the rows of the k largest logits of each token; threads divide the tokens."""
+        """Implement `KernelTable.index_top_k`; threads divide the tokens."""
         if not (last_is_plain(logits) and are_indices(lens, table, token_slots)):
             return reference_sparse.index_top_k(logits, lens, table, token_slots, rows_per_page, k)
         tokens, width = logits.shape
@@ -181,7 +181,7 @@ class SparseAttention:
     def window_rows(
         self, table: Tensor, token_slots: Tensor, positions: Tensor, window: int, page_size: int, out: Tensor
     ) -> None:
-        """List the rows of each token's sliding window; threads divide the tokens."""
+        """Implement `KernelTable.window_rows`; threads divide the tokens."""
         if not (are_indices(table, token_slots, positions, out) and out.is_contiguous()):
             reference_sparse.window_rows(table, token_slots, positions, window, page_size, out)
         else:
@@ -191,7 +191,7 @@ class SparseAttention:
     def block_rows(
         self, table: Tensor, token_slots: Tensor, positions: Tensor, ratio: int, page_size: int, out: Tensor
     ) -> None:
-        """List the rows of the blocks complete with each token; threads divide the tokens."""
+        """Implement `KernelTable.block_rows`; threads divide the tokens."""
         if not (are_indices(table, token_slots, positions, out) and out.is_contiguous()):
             reference_sparse.block_rows(table, token_slots, positions, ratio, page_size, out)
         else:
@@ -232,7 +232,7 @@ class SparseAttention:
         out_rows: Tensor,
         writes: Tensor,
     ) -> None:
-        """Plan the events, reads and writes of `compress`, on the calling thread."""
+        """Implement `KernelTable.compress_plan`, on the calling thread."""
         given = slots, seq_lens, lengths, starts, token_slots, positions, table, state_table, state_offsets
         indices = (each for each in (*given, reads, block_positions) if each is not None)
         if not (are_indices(*indices) and reads.is_contiguous()):
@@ -268,8 +268,8 @@ class SparseAttention:
 
     @implements(takes_state)
     def compress(self, kv_gate: Tensor, state: Tensor, ape: Tensor, reads: Tensor, writes: Tensor) -> Tensor:
-        """Compress completed blocks to rows, then update the state; threads divide the channels of
-        each event, then the tokens."""
+        """Implement `KernelTable.compress`; threads divide the channels of each event, then the
+        tokens."""
         are_dense = ape.is_contiguous() and reads.is_contiguous()
         if not (last_is_plain(kv_gate, state, writes) and are_indices(reads) and are_dense):
             return reference_sparse.compress(kv_gate, state, ape, reads, writes)

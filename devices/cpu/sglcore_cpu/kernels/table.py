@@ -54,7 +54,7 @@ class NativeLinear:
 
     @implements()
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Run the table's entry `linear`."""
+        """Implement `KernelTable.linear`."""
         if isinstance(weight, PackedWeight):
             return weight.form.multiply(x, bias)
         if bias is None and x.shape[0] <= FEW_ROWS and x.dtype in SERVED and takes_plain(x, weight):
@@ -63,40 +63,41 @@ class NativeLinear:
 
     @implements(takes)
     def gated_linear(self, x: Tensor, weight: Tensor) -> Tensor:
-        """Run the table's entry `gated_linear`; in two passes if the weight's format has no fused
+        """Implement `KernelTable.gated_linear`; in two passes if the weight's format has no fused
         kernel."""
         gated = weight.form.multiply_gated(x) if isinstance(weight, PackedWeight) else None
         return self._silu_and_mul(self.linear(x, weight, None)) if gated is None else gated
 
     @implements()
     def head(self, hidden: Tensor, weight: Tensor) -> Tensor:
-        """Run the table's entry `head`: float32 logits."""
+        """Implement `KernelTable.head`: float32 logits."""
         if isinstance(weight, PackedWeight):
             return weight.form.multiply(hidden, None, wide=True)
         return torch_linear(hidden, weight, None).float()
 
     @implements()
     def embedding(self, ids: Tensor, weight: Tensor) -> Tensor:
-        """Run the table's entry `embedding` on a plain or packed weight."""
+        """Implement `KernelTable.embedding` on a plain or packed weight."""
         if isinstance(weight, PackedWeight):
             return weight.form.rows(ids, weight.dtype)
         return self._embedding(ids, weight)
 
     @implements()
     def pack_linear(self, weight: Tensor) -> Tensor:
-        """Pack the weight in panels; a dtype outside `SERVED` stays plain."""
+        """Implement `KernelTable.pack_linear` and `pack_head`: pack the weight in panels; a dtype
+        outside `SERVED` stays plain."""
         return pack(self.engine, weight) if weight.dtype in SERVED else weight
 
     pack_head = pack_linear
 
     @implements()
     def pack_parts(self, parts: Sequence[Tensor], done: Callable[[int], None]) -> Tensor | None:
-        """Run the table's entry `pack_parts`."""
+        """Implement `KernelTable.pack_parts` by `panels.pack_parts`."""
         return pack_parts(self.engine, parts, done)
 
     @implements()
     def pack_quantized(self, quantized: QuantizedCodes) -> Tensor:
-        """Run the table's entry `pack_quantized`. Raises ConfigError for a dtype outside
+        """Implement `KernelTable.pack_quantized`. Raises ConfigError for a dtype outside
         `SERVED`."""
         check_served(quantized.dtype)
         codes, scales, zeros = quantized.codes, quantized.scales, quantized.zeros
@@ -104,7 +105,7 @@ class NativeLinear:
 
     @implements()
     def quantize_linear(self, weight: Tensor, kind: str) -> Tensor:
-        """Run the table's entry `quantize_linear`. Raises ConfigError for a dtype outside
+        """Implement `KernelTable.quantize_linear`. Raises ConfigError for a dtype outside
         `SERVED`."""
         check_served(weight.dtype)
         return quantize(self.engine, weight, BITS[kind])
@@ -137,7 +138,8 @@ class NativeExperts:
         self._native, self._grouped, self._takes = native, grouped, takes
 
     def __call__(self, hidden: Tensor, weights: Tensor, ids: Tensor, w13: Tensor, *others: Any) -> Tensor:
-        """Run the table's entry."""
+        """Implement the entry (`moe`, `clamped_moe` or `relu2_moe`) that both functions
+        implement."""
         is_large = ids.numel() >= MANY_ROWS * w13.shape[0] and recorder.get() is None
         is_large = is_large and not self._takes(hidden, weights, ids, w13, *others)
         return (self._grouped if is_large else self._native)(hidden, weights, ids, w13, *others)
@@ -185,8 +187,7 @@ def is_native(kernels: KernelTable) -> bool:
 
 
 def engine_of(kernels: KernelTable) -> Engine:
-    """Return the engine of a native table. Raises Unavailable for another table, which makes the
-    caller choose another attention backend."""
+    """Return the engine of a native table. Raises Unavailable for another table."""
     owner = _owner(kernels)
     if owner is None:
         raise Unavailable("it needs the native kernels, which do not serve here; the row `kernels` says why")

@@ -26,57 +26,60 @@ REMEMBERED = 1024
 
 
 def store_kv(key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, out_cache_loc: Tensor) -> None:
-    """Store keys and values with two index copies."""
+    """Implement `KernelTable.store_kv` with two index copies."""
     k_cache.index_copy_(0, out_cache_loc, key.to(k_cache.dtype))
     v_cache.index_copy_(0, out_cache_loc, value.to(v_cache.dtype))
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Compute the RMS norm by one fused call: the layer norm of (x, -x), which has mean 0 and the
-    mean square of x as variance."""
+    """Implement `KernelTable.rms_norm` by one fused call: the layer norm of (x, -x), which has mean
+    0 and the mean square of x as variance."""
     size = x.shape[-1]
     normed = F.layer_norm(torch.cat((x, -x), dim=-1), (2 * size,), None, None, eps)
     return normed[..., :size] * weight
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Add x into `residual` in place, which the caller does not use afterwards, and normalise."""
+    """Implement `KernelTable.add_rms_norm`: add x into `residual` in place, which the caller does
+    not use afterwards, and normalise."""
     total = residual.add_(x)
     return rms_norm(total, weight, eps), total
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Multiply; a packed weight is multiplied by oneDNN (mkldnn), which packed it."""
+    """Implement `KernelTable.linear`; a packed weight is multiplied by oneDNN (mkldnn), which
+    packed it."""
     if weight.is_mkldnn:
         return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
     return F.linear(x, weight, bias)
 
 
 def pack_linear(weight: Tensor) -> Tensor:
-    """Pack a bfloat16 weight in blocks for the processor's bfloat16 instructions: up to twice as
-    fast at one token. Other dtypes, and processors without them, keep the plain weight."""
+    """Implement `KernelTable.pack_linear`: pack a bfloat16 weight in blocks for the processor's
+    bfloat16 instructions: up to twice as fast at one token. Other dtypes, and processors without
+    them, keep the plain weight."""
     if weight.dtype is not torch.bfloat16 or not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return weight
     return torch.ops.mkldnn._reorder_linear_weight(weight.detach(), 1)
 
 
 def moe(hidden: Tensor, weights: Tensor, ids: Tensor, w13: Tensor, w2: Tensor) -> Tensor:
-    """Compute the chosen experts only. torch.compile supports grouped products in bfloat16 only,
-    so it gets the reference for other dtypes."""
+    """Implement `KernelTable.moe`: compute the chosen experts only. torch.compile supports grouped
+    products in bfloat16 only, so it gets the reference for other dtypes."""
     if torch.compiler.is_compiling() and hidden.dtype is not torch.bfloat16:
         return reference_moe(hidden, weights, ids, w13, w2)
     return grouped_moe(hidden, weights, ids, w13, w2)
 
 
 def clamped_moe(hidden: Tensor, *others: Any) -> Tensor:
-    """Compute the chosen experts only, as `moe`."""
+    """Implement `KernelTable.clamped_moe` as `moe` does; `others` are its further arguments."""
     if torch.compiler.is_compiling() and hidden.dtype is not torch.bfloat16:
         return reference_clamped_moe(hidden, *others)
     return grouped_clamped_moe(hidden, *others)
 
 
 def relu2_moe(hidden: Tensor, *others: Any) -> Tensor:
-    """Compute the chosen experts only, as `moe`."""
+    """Implement `KernelTable.relu2_moe` as `moe` does; `others` are its further arguments."""
     if torch.compiler.is_compiling() and hidden.dtype is not torch.bfloat16:
         return reference_relu2_moe(hidden, *others)
     return grouped_relu2_moe(hidden, *others)
@@ -111,7 +114,8 @@ class CacheLocations:
         self._arrays: dict[int, tuple[Tensor, np.ndarray]] = {}
 
     def __call__(self, page_table: Tensor, slots: Tensor, positions: Tensor, page_size: int, out: Tensor) -> None:
-        """Write the KV slots of the tokens to `out`, as the table defines."""
+        """Implement `KernelTable.cache_locations`; `out` is its `out_cache_loc`. All tensors are in
+        host memory."""
         array = self._array
         pages, offsets = np.divmod(array(positions), page_size)
         np.add(array(page_table)[array(slots), pages] * page_size, offsets, out=array(out))
@@ -147,7 +151,8 @@ class Rotary:
     def __call__(
         self, q: Tensor, k: Tensor, positions: Tensor, cos_sin_cache: Tensor, head_dim: int
     ) -> tuple[Tensor, Tensor]:
-        """Rotate q and k into new tensors, as the table's entry `rotary` defines."""
+        """Implement `KernelTable.rotary` for heads that are rotated whole: rotate q and k into new
+        tensors."""
         if torch.compiler.is_compiling():
             return reference_rotary(q, k, positions, cos_sin_cache, head_dim)
         rows = self._table(cos_sin_cache, q.dtype).index_select(0, positions).unsqueeze(1)

@@ -32,7 +32,8 @@ class Trees:
         beams: Tensor,
         reached: Tensor,
     ) -> None:
-        """Run the table's entry of that name."""
+        """Implement `KernelTable.tree_expand`; tensors with another layout than the kernel reads go
+        to the reference."""
         before = () if parents is None or chances is None else (parents, chances)
         if not _has_rows(tokens, scores) or not _is_whole(*before, records, sums, beams, reached):
             self._reference.tree_expand(tokens, scores, parents, chances, first, records, sums, beams, reached)
@@ -58,7 +59,8 @@ class Trees:
 
     @implements()
     def tree_build(self, records: Tensor, sums: Tensor, depths: Tensor, tree: Tensor) -> None:
-        """Run the table's entry of that name."""
+        """Implement `KernelTable.tree_build`; tensors that are not contiguous go to the
+        reference."""
         if not _is_whole(records, sums, depths, tree):
             self._reference.tree_build(records, sums, depths, tree)
             return
@@ -77,7 +79,8 @@ class Trees:
     def tree_place(
         self, tokens: Tensor, parents: Tensor, depths: Tensor, slots: Tensor, trees: Tensor, proposals: Tensor
     ) -> None:
-        """Run the table's entry of that name."""
+        """Implement `KernelTable.tree_place`; tensors with another layout than the kernel reads go
+        to the reference."""
         if not _has_rows(tokens, parents, depths) or not _is_whole(slots, trees, proposals):
             self._reference.tree_place(tokens, parents, depths, slots, trees, proposals)
             return
@@ -110,7 +113,8 @@ class Trees:
         path: Tensor,
         runs: Tensor,
     ) -> None:
-        """Run the table's entry of that name."""
+        """Implement `KernelTable.tree_walk`; tensors that are not contiguous go to the
+        reference."""
         given = drawn, owners, slots, limits, trees, last, lengths, proposals, path, runs
         if not _is_whole(*given):
             self._reference.tree_walk(*given)

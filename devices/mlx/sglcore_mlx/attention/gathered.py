@@ -47,8 +47,8 @@ class GatheredAttention:
         self._page_size = page_size
 
     def plan(self, rows: DecodeRows) -> GatheredPlan:
-        """Compute the KV slots of every request, up to the width of the page table, and the masks
-        of each query."""
+        """Implements `DecodeAttention.plan`: compute the KV slots of every request, up to the width
+        of the page table, and the masks of each query."""
         size, lens = self._page_size, rows.seq_lens.reshape(rows.page_table.shape[0], -1)
         columns = mx.arange(rows.page_table.shape[1] * size, dtype=mx.int32)[None]
         places = mx.minimum(columns, mx.max(lens, axis=1, keepdims=True) - 1)

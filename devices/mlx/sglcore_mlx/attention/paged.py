@@ -58,5 +58,6 @@ class MetalAttention:
         self._launcher = launcher
 
     def plan(self, rows: DecodeRows) -> PagedPlan:
-        """Keep the rows; there is nothing to compute in advance."""
+        """Implements `DecodeAttention.plan`: keep the rows; there is nothing to compute in
+        advance."""
         return PagedPlan(rows, self._page_size, self._launcher)

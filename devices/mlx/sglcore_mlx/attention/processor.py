@@ -69,5 +69,5 @@ class ProcessorAttention:
         self._streams = streams
 
     def plan(self, rows: DecodeRows) -> ProcessorPlan:
-        """Plan as `GatheredAttention` does."""
+        """Implements `DecodeAttention.plan` as `GatheredAttention` does."""
         return ProcessorPlan(self._gathered.plan(rows), self._streams)

@@ -41,11 +41,12 @@ class Build(Scope):
         return RMSNorm(self.at(name), size, self.config.rms_norm_eps if eps is None else eps, offset)
 
     def layer_norm(self, name: str, size: int, eps: float, bias: bool = True) -> LayerNorm:
-        """Make a layer norm."""
+        """Implements `layer_kinds.Build.layer_norm`: make a layer norm."""
         return LayerNorm(self.at(name), size, eps, bias)
 
     def rotary(self, rope: RopeConfig | None = None) -> Rotary:
-        """Make the rotary embedding of the configuration, or of `rope`."""
+        """Implements `layer_kinds.Build.rotary`: make the rotary embedding of the configuration, or
+        of `rope`."""
         config = self.config if rope is None else replace(self.config, rope=rope)
         return Rotary(config, self.max_positions, self.dtype, self.kernels.fused_rotary)
 
@@ -87,7 +88,7 @@ class Build(Scope):
         return ShortConv(self, state_id, taps, projection, output, bias)
 
     def softcap(self, cap: float) -> Callable[[mx.array], mx.array]:
-        """Return the function cap * tanh(x / cap)."""
+        """Implements `layer_kinds.Build.softcap`: return the function cap * tanh(x / cap)."""
         return lambda x: mx.tanh(x / cap) * cap
 
     def mlp(self, name: str, size: int, bias: bool = False, fused: str = "") -> GatedMlp:
@@ -97,8 +98,8 @@ class Build(Scope):
     def experts(
         self, name: str, moe: MoeConfig, spec: ExpertSpec = ExpertSpec(), routing: RoutingSpec = RoutingSpec()
     ) -> SparseMoe | LatentMoe:
-        """Implements `Build.experts`. Raises `ConfigError` for limited experts, and for routers
-        other than softmax and sigmoid."""
+        """Implements `layer_kinds.Build.experts`. Raises `ConfigError` for limited experts, and for
+        routers other than softmax and sigmoid."""
         scope, route = self.at(name), self._routing(self.at(name), moe, routing)
         if spec.form == "limited":
             raise self._refusal("limited experts")
@@ -120,8 +121,8 @@ class Build(Scope):
         raise self._refusal(f"{routing.score} routing")
 
     def activation(self, name: str) -> Callable[[mx.array], mx.array]:
-        """Return the elementwise function of this name: gelu, relu2, sigmoid or tanh. Raises
-        `ConfigError` for another name."""
+        """Implements `layer_kinds.Build.activation`: return the elementwise function of this name:
+        gelu, relu2, sigmoid or tanh. Raises `ConfigError` for another name."""
         activations = {"gelu": gelu, "relu2": relu2, "sigmoid": mx.sigmoid, "tanh": mx.tanh}
         if name not in activations:
             raise ConfigError(f"MLX's layers have no activation {name!r}", wanted=", ".join(activations))

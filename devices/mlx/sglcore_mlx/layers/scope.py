@@ -45,7 +45,7 @@ class Scope:
     prefix: str = field(default="")
 
     def at(self, *names: str | int) -> Self:
-        """Return the scope of a part of this layer."""
+        """Implements `layer_kinds.Build.at`: return the scope of a part of this layer."""
         return replace(self, prefix=self.prefix + "".join(f"{name}." for name in names))
 
     def parameter(self, name: str, *shape: int, offset: float | None = None) -> mx.array:
@@ -60,15 +60,16 @@ class Scope:
         return self.weights.dtype
 
     def linear(self, name: str, inputs: int, outputs: int, bias: bool = False) -> Linear:
-        """Make a linear layer of this scope."""
+        """Implements `layer_kinds.Build.linear`: make a linear layer of this scope."""
         return self.fused([(name, outputs)], inputs, bias)
 
     def fused(
         self, parts: Sequence[tuple[str, int]], inputs: int, bias: bool = False, interleaved: Sequence[str] = ()
     ) -> Linear:
-        """Make one linear layer of several with the same input; `parts`: (name, outputs). It is one
-        product if their weights have the same format. `interleaved`: names of parts with rotary
-        pairs in adjacent rows, which are reordered to halves."""
+        """Implements `layer_kinds.Build.fused`: make one linear layer of several with the same
+        input; `parts`: (name, outputs). It is one product if their weights have the same format.
+        `interleaved`: names of parts with rotary pairs in adjacent rows, which are reordered to
+        halves."""
         if len({self.form_of(name) for name, _ in parts}) > 1:
             return SideBySide([self.fused([part], inputs, bias, interleaved) for part in parts])
         return self._product(parts, inputs, bias, self._order(parts, interleaved) if interleaved else None)
@@ -76,7 +77,8 @@ class Scope:
     def ordered(
         self, parts: Sequence[tuple[str, int]], inputs: int, order: Sequence[int], bias: bool = False
     ) -> Linear:
-        """Like `fused`, with reordered outputs: output i is output order[i] of the parts."""
+        """Implements `layer_kinds.Build.ordered`: like `fused`, with reordered outputs: output i is
+        output order[i] of the parts."""
         indices = mx.array(np.asarray(order, np.int32))
         if len({self.form_of(name) for name, _ in parts}) > 1:
             return Ordered(self.fused(parts, inputs, bias), indices)
@@ -106,8 +108,8 @@ class Scope:
         return SplitLinear(whole, shares, streams)
 
     def embedding(self, name: str, rows: int, size: int, scale: float | None = None) -> Embedding:
-        """Make an embedding with a weight [rows, size], one row for each id; `scale`: a factor of
-        the rows."""
+        """Implements `layer_kinds.Build.embedding`: make an embedding with a weight [rows, size],
+        one row for each id; `scale`: a factor of the rows."""
         form = self.form_of(name)
         if form is not None:
             return Embedding(self.packed([(name, (rows,))], size, form), self.dtype, scale)
@@ -115,7 +117,8 @@ class Scope:
         return Embedding(weight, self.dtype, scale)
 
     def head(self, name: str, rows: int, size: int, tied: Embedding | None = None) -> Head:
-        """Make the output layer; a tied one takes no additional memory."""
+        """Implements `layer_kinds.Build.head`: make the output layer; a tied one takes no
+        additional memory."""
         if tied is None:
             return Head(self.linear(name, size, rows))
         weight = tied.weight

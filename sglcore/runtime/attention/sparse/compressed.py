@@ -39,7 +39,8 @@ COMPRESSED = "compressed"
 
 @dataclass(frozen=True, slots=True)
 class Completed:
-    """The blocks that a forward completes, as the kernel table's `compress_plan` returns them.
+    """The blocks that a forward completes: the arrays that the kernel table's `compress_plan`
+    writes.
 
     int32 reads [N, span], block_positions [N], out_rows [N] and writes [T].
     """

@@ -40,8 +40,8 @@ class HostRows(Protocol):
         ...
 
     def read(self, layer_id: int) -> Iterator[tuple[slice, Tensor]]:
-        """Yield (slice of the tokens, tensor of the rows that they read), until every token has had
-        its turn.
+        """Yield (slice of the tokens, tensor of the rows that they read); the slices cover all
+        tokens, in order.
         """
         ...
 

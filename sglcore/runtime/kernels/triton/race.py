@@ -29,7 +29,7 @@ MIX_1 = tl.constexpr(noise.MIX_1)
 MIX_2 = tl.constexpr(noise.MIX_2)
 POSITION_FACTOR = tl.constexpr(noise.POSITION_FACTOR)
 TO_INTEGER = tl.constexpr(2.0**23)
-"""Added to a smaller float, leaves the nearest integer in the low 23 bits."""
+"""Added to a smaller non-negative float, leaves the nearest integer in the low 23 bits."""
 NOT_A_NUMBER = tl.constexpr(0x7FFFFFFF)
 """Orders above every number."""
 
