@@ -19,7 +19,9 @@ from sglcore.step.host_values import make_batch
 
 
 class StalePlanError(RuntimeError):
-    """A batch was planned for another backend, shape or pool than the ones that it runs with."""
+    """A batch has no plan, or its plan is for another backend, size, KV pool or other lengths; or a
+    graph was captured over another pool than the present one.
+    """
 
 
 class Turn(NamedTuple):

@@ -50,7 +50,8 @@ class GraphRunner:
         needs_host_lengths: bool = False,
         halves: SplitForward | None = None,
     ) -> None:
-        """Capture `forward` for every bucket, the largest first.
+        """Capture `forward` for every bucket of decode rows, and before that the prefill forward of
+        `prompts` for each of its buckets; of each kind the largest first.
 
         Calls `progress(done, total)` after each. Waits. All device work, including capture, runs on
         the forward stream of `streams`. `halves`: how decode batches are split into two

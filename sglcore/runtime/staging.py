@@ -120,7 +120,9 @@ class HostBlock:
         self._copies = [(self._device[:size], mirror.memory[:size]) for mirror in self._mirrors]
 
     def part(self, offset: int, shape: tuple[int, ...], dtype: str = "int32") -> tuple[Tensor, NDArray]:
-        """Return device view and host view of one array in the block, of a four-byte dtype."""
+        """Return device view and host view of one array in the block, of a four-byte dtype;
+        `offset` counts words.
+        """
         end = offset + math.prod(shape)
         device, host = self._device[offset:end].view(shape), self._host[offset:end].reshape(shape)
         return device.view(getattr(torch, dtype)), host.view(dtype)

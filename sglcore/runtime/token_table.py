@@ -44,7 +44,9 @@ class TokenTable:
         return self._history
 
     def changes(self, batch: ScheduleBatch) -> Mapping[str, NDArray]:
-        """Return the known tokens of requests that enter a slot and need their history."""
+        """Return slots, positions and ids, one entry per token, by the names in HISTORY: the known
+        tokens of requests that enter a slot and need their history. Empty if there are none.
+        """
         found = new_history(batch)
         return {} if found is None else dict(zip(HISTORY, found, strict=True))
 

@@ -64,8 +64,8 @@ class Recorder:
     def between(self, name: object, like: Tensor) -> Tensor:
         """Return memory outside the pool for a tensor [rows, ...] that leaves or enters a segment.
 
-        All segments share it: contents are valid until the next segment with this name. Initially
-        zero. The largest tensor must come first, and not under capture.
+        All calls with this name, dtype and row shape share it: contents are valid until the next
+        use. Initially zero. The largest tensor must come first, and not under capture.
         """
         key = (name, like.dtype, like.shape[1:])
         found = self._between.get(key)

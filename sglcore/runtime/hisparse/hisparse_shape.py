@@ -90,8 +90,8 @@ def swap_shape(
 ) -> SwapShape | None:
     """Return the shape for requests of at most `longest` tokens.
 
-    None if no rows lie in host memory. With streams, one room is filled while another is read.
-    Raises ConfigError for a buffer smaller than what a token reads.
+    None without HiSparse, or if no layer has rows in host memory. With streams, one room is filled
+    while another is read. Raises ConfigError for a buffer smaller than what a token reads.
     """
     swapped = {layer: name for layer in layers if (name := swapped_rows(layer.rows)) is not None}
     if hisparse is None or not swapped:

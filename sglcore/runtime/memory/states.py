@@ -113,7 +113,9 @@ class StatePool:
         return self._states[layer_id]
 
     def changes(self, batch: ScheduleBatch) -> dict[str, NDArray]:
-        """Return the rows that a step moves, for `apply` and `copy_out` on the device."""
+        """Return the rows that a step moves, arrays by name, for `apply` and `copy_out` on the
+        device; empty if it moves none.
+        """
         moves = state_moves(batch, self._max_requests)
         if self._poison:
             moves |= {"state_entering": slots} if len(slots := entering_slots(batch)) else {}
@@ -173,7 +175,9 @@ class StatePool:
             layer.advance(self._taken[layer.layer_id][tokens], rows, self.states(layer.layer_id))
 
     def read(self, rows: Tensor) -> list[Tensor]:
-        """Return a copy of every layer's states at rows int[N]."""
+        """Return a copy of the states at rows int[N]: one tensor [N, *shape] for each layer and
+        name.
+        """
         return [state.index_select(0, rows) for state in self._tensors()]
 
     def write(self, rows: Tensor, states: Sequence[Tensor]) -> None:

@@ -99,9 +99,10 @@ class Slices:
         self._open: OpenPrompt | None = None
 
     def forget(self) -> None:
-        """Drop the open prompt.
+        """Drop the open prompt, if there is one.
 
-        Later work waits until the device has finished reading its inputs.
+        The forward stream then waits for the lane, whose queued work may still read the prompt's
+        inputs.
         """
         if self._open is not None:
             self._open = None
@@ -140,11 +141,11 @@ class Slices:
         self._open = OpenPrompt(host, rows, staged, arrays, inputs, view, state)
 
     def run(self, first: int, last: int) -> tuple[OpenPrompt, Tensor | None]:
-        """Run the layers first <= i < last of the open prompt.
+        """Run the layers first <= i < last of the open prompt; return the prompt, and hidden states
+        [T, H] after the model's last layer, otherwise None.
 
-        The last layers return hidden states [T, H]. The prompt is then closed. Raises ValueError if
-        these are not the next layers, and StalePlanError if batch or pools changed since the plan.
-        Does not wait.
+        After the last layer the prompt is closed. Raises ValueError if these are not the next
+        layers, and StalePlanError if batch or pools changed since the plan. Does not wait.
         """
         prompt = self._open
         if prompt is None or first != prompt.done or not first < last <= self._model.sliced_layers:

@@ -103,7 +103,7 @@ class Speculation:
     def laws_shape(self, requests: int, vocab_size: int) -> tuple[int, ...]:
         """Return the shape [slots, k, V] of the draft distributions, float32.
 
-        Empty if no rule reads them.
+        Empty under the rule COUPLED, which reads none, and without a draft model.
         """
         return () if self.rule == COUPLED or self.draft is None else (requests + 1, self.tokens, vocab_size)
 

@@ -18,17 +18,17 @@ BLOCK_SIZE = "block_size"
 
 
 def shape(sizes: DraftSizes, model: LoadedModel) -> StepShape:
-    """Return the shape of the draft's steps: a whole block."""
+    """Implements `KindSteps.shape`: the rows per request are a whole block."""
     return StepShape((model.config.words[BLOCK_SIZE],))
 
 
 def make(parts: DrafterParts) -> Drafter:
-    """Return a drafter that fills in a block of masks per request."""
+    """Implements `KindSteps.make`: a drafter that fills in a block of masks per request."""
     return BlockDrafter(parts.runner, parts.tokens, parts.model, parts.is_exact)
 
 
 def fit_lengths(config: EngineConfig, lengths: tuple[int, ...], model: LoadedModel) -> tuple[int, ...]:
-    """Return the lengths that fit in a block after its root.
+    """Implements `KindSteps.fit_lengths`: the lengths, cut to what fits in a block after its root.
 
     Raises ConfigError if more were configured.
     """

@@ -14,13 +14,15 @@ if TYPE_CHECKING:
 
 
 def shape(sizes: DraftSizes, model: LoadedModel) -> StepShape:
-    """Return the shape of the draft's steps: the target's rows, then one row or beam each."""
+    """Implements `KindSteps.shape`: rows per request are 1 and those of a verification
+    (`sizes.widths`; in a step of a tree its `steps`), and with a tree its beams (`width`).
+    """
     own = sizes.widths if sizes.tree is None else (sizes.tree.width, sizes.tree.steps)
     return StepShape(tuple(sorted({1, *own})), model.feature_size)
 
 
 def make(parts: DrafterParts) -> Drafter:
-    """Return a drafter of trees if `parts` has a tree, otherwise of chains."""
+    """Implements `KindSteps.make`: a drafter of trees if `parts.tree` is set, else of chains."""
     if parts.tree is not None:
         return TreeDrafter(parts.runner, parts.tokens, parts.model.project).shaped(parts.tree)
     return FeatureDrafter(parts.runner, parts.tokens, parts.model.project)

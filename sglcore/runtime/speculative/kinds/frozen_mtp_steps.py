@@ -14,13 +14,13 @@ if TYPE_CHECKING:
 
 
 def shape(sizes: DraftSizes, model: LoadedModel) -> StepShape:
-    """Return the shape of the draft's steps: one row, or the beams; never a prefill."""
+    """Implements `KindSteps.shape`: one row per request, or a tree's beams; never a prefill."""
     widths = (1,) if sizes.tree is None else (1, sizes.tree.width)
     return StepShape(widths, model.feature_size, takes_prompts=False)
 
 
 def make(parts: DrafterParts) -> Drafter:
-    """Return a drafter of trees if `parts` has a tree, otherwise of chains."""
+    """Implements `KindSteps.make`: a drafter of trees if `parts.tree` is set, else of chains."""
     if parts.tree is not None:
         return FrozenTreeDrafter(parts.runner, parts.tree, parts.model.feature_size)
     return FrozenDrafter(parts.runner, parts.tokens, parts.model.feature_size)

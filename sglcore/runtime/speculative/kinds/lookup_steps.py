@@ -8,7 +8,7 @@ from sglcore.runtime.speculative.ngram_drafts import NgramDrafter
 
 
 def make(tokens: int) -> Drafter:
-    """Return the drafter that looks up the request's own text."""
+    """Implements `LookupSteps.make`: the drafter that looks up the request's own text."""
     return NgramDrafter(tokens)
 
 

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
 
 def shape(sizes: DraftSizes, model: LoadedModel) -> StepShape:
-    """Return the shape of the draft's steps: that of EAGLE for one layer; with one layer per token,
-    `heads` - 1 rows more than the tokens to verify.
+    """Implements `KindSteps.shape`: as for EAGLE with one layer; with one layer per token, `heads`
+    - 1 rows more than the tokens to verify.
     """
     if sizes.heads == 1:
         return eagle_steps.shape(sizes, model)
@@ -24,8 +24,8 @@ def shape(sizes: DraftSizes, model: LoadedModel) -> StepShape:
 
 
 def make(parts: DrafterParts) -> Drafter:
-    """Return a drafter with one layer per token if `parts` has further layers, otherwise one as for
-    EAGLE.
+    """Implements `KindSteps.make`: a drafter with one layer per token if `parts` has further
+    layers, otherwise one as for EAGLE.
     """
     if not parts.heads:
         return eagle_steps.make(parts)

@@ -14,8 +14,9 @@ if TYPE_CHECKING:
 
 
 def shape(sizes: DraftSizes, model: LoadedModel) -> StepShape:
-    """Return the shape of the draft's steps: the target's rows with the new root, then one row or
-    beam each."""
+    """Implements `KindSteps.shape`: rows per request are 1 and one more, the new root, than those
+    of a verification (`sizes.widths`; in a step of a tree its `steps`), and with a tree its beams
+    (`width`)."""
     own = (each + 1 for each in sizes.widths)
     if sizes.tree is not None:
         own = (sizes.tree.width, sizes.tree.steps + 1)
@@ -23,14 +24,14 @@ def shape(sizes: DraftSizes, model: LoadedModel) -> StepShape:
 
 
 def make(parts: DrafterParts) -> Drafter:
-    """Return a drafter of trees if `parts` has a tree, otherwise of chains."""
+    """Implements `KindSteps.make`: a drafter of trees if `parts.tree` is set, else of chains."""
     if parts.tree is not None:
         return StandaloneTreeDrafter(parts.runner, parts.tokens).shaped(parts.tree)
     return StandaloneDrafter(parts.runner, parts.tokens)
 
 
 def more_rows(drafts: int) -> int:
-    """Return 1: the new root."""
+    """Implements `KindSteps.more_rows`: 1, the new root."""
     return 1
 
 
