@@ -97,7 +97,8 @@ def device(facts: Facts) -> torch.device:
 def streams(facts: Facts, device: torch.device, lane: Lane | None = None) -> Streams:
     """Return the current stream and the stream for steps; no streams on a device without them.
 
-    Also the stream for prefill slices if `lane` runs them beside decode steps (`Lane.is_beside`).
+    Also the stream for prefill slices if `lane` runs them concurrently with decode steps
+    (`Lane.is_beside`).
     """
     return make_streams(facts) if lane is None else make_streams(facts, has_lane=lane.is_beside, parts=lane.parts)
 

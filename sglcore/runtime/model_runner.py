@@ -236,7 +236,9 @@ class ModelRunner:
         return registry.extract_buffer(batch, batch.batch_size, batch.num_tokens)
 
     def logits(self, hidden: Tensor, rows: Tensor | None) -> Tensor:
-        """Return float32 [N, vocab] of the tokens `rows` int32[N] (None: all)."""
+        """Return logits float32 [N, vocab] of the rows `rows` int32[N] of hidden [T, H] (None:
+        all).
+        """
         return self.model.logits(hidden if rows is None else hidden.index_select(0, rows))
 
     def close(self) -> None:

@@ -32,7 +32,7 @@ def sources() -> tuple[Path, ...]:
 
 
 def cache_folder() -> Path:
-    """Return `SGLSIM_CACHE`, or a folder in the user's cache folder."""
+    """Return the folder that `SGLSIM_CACHE` names, or one in the user's cache folder."""
     named = os.environ.get("SGLSIM_CACHE")
     if named:
         return Path(named)

@@ -111,7 +111,7 @@ class StepArena:
         return sum(block.memory.size for block in self._blocks)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Return a tensor in the smallest free block that holds it, or in a new block."""
+        """Return a tensor of zeros in the smallest free block that holds it, or in a new block."""
         size = max(ALIGNMENT, -(-_size(shape, dtype) // ALIGNMENT) * ALIGNMENT)
         fitting = [block for block in self._blocks if block.memory.size >= size and block.is_free]
         block = min(fitting, key=lambda block: block.memory.size, default=None)

@@ -16,8 +16,9 @@ class Topology:
     """`nodes`: the allowed logical cores of each memory node. `siblings`: groups of logical cores
     that share a physical core.
 
-    `quota`: the control group's CPU limit in cores. `numbers`: the system's numbers of the nodes.
-    `memory`: free bytes of each node. Both are empty if the system does not report them.
+    `quota`: the control group's CPU limit in cores (None: no limit). `numbers`: the system's
+    numbers of the nodes. `memory`: free bytes of each node. `numbers` and `memory` are empty if the
+    system does not report them.
     """
 
     nodes: tuple[tuple[int, ...], ...]

@@ -209,7 +209,7 @@ def attention(
     sizes: MemorySizes,
     ledger: DecisionLedger,
 ) -> DecodeAttention:
-    """Select the backend for requests with one token; prompts always use `mx.fast` attention."""
+    """Select the backend for requests with one token; prompts always use `attention/dense.py`."""
     page_size = sizes.page_size
     kind = select_attention(
         package.attention,

@@ -28,7 +28,8 @@ class EagerCall:
     output: Tensor
 
     def run(self, num_tokens: int) -> None:
-        """Call it on the first rows.
+        """Run `call` on the first `num_tokens` rows of its inputs, and copy its result to these
+        rows of `output`.
 
         Later rows keep finite values of an older step, which no real row reads.
         """

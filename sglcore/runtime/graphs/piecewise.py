@@ -181,7 +181,7 @@ def _attribute(module: Any, path: str) -> Any:
 
 
 def _hidden(outputs: Any) -> Tensor:
-    """Return the only output of a forward."""
+    """Return the only output of a forward; raises CaptureError if there are several."""
     if isinstance(outputs, Tensor):
         return outputs
     if len(outputs) != 1:

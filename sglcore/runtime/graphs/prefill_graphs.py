@@ -24,7 +24,9 @@ MOST_PADDING = 2
 
 @dataclass(frozen=True, slots=True)
 class PromptForward:
-    """What prefill graphs capture: a forward, the prefill registry (final size), token buckets."""
+    """What prefill graphs capture: a forward, the prefill registry, which does not grow afterwards,
+    and the token buckets.
+    """
 
     forward: Forward
     registry: BufferRegistry

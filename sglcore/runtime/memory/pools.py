@@ -145,9 +145,8 @@ class TokenToKVPool(KVPool, Protocol):
         ...
 
     def write_cells(self, layer_id: int, cells: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Write keys and values [N, kv_heads, head_dim] to distinct KV slots with plain torch.
-
-        No other KV slot changes.
+        """Write keys and values [N, kv_heads, head_dim] to distinct KV slots, cast to what the pool
+        stores. No other KV slot changes.
         """
         ...
 

@@ -101,7 +101,7 @@ class Slices:
     def forget(self) -> None:
         """Drop the open prompt, if there is one.
 
-        The forward stream then waits for the lane, whose queued work may still read the prompt's
+        The forward stream then waits for the lane, where queued work may still read the prompt's
         inputs.
         """
         if self._open is not None:
@@ -181,7 +181,7 @@ class Passed:
 
     @property
     def kept(self) -> list[Tensor]:
-        """Nothing: the state between layers is used on this stream only."""
+        """Always empty: the state between layers is used on this stream only."""
         return []
 
     def read(self) -> list[NDArray]:

@@ -182,9 +182,9 @@ class Group:
         return CollectiveError(f"a collective among {self.size} ranks failed: {error}")
 
     def _check(self, operation: str, x: Tensor, by_shape: bool = True) -> None:
-        """With `checks`, raise CollectiveError unless all ranks run the same operation.
-
-        The tensors must be of the same kind too.
+        """With `checks`, raise CollectiveError unless x is contiguous and all ranks run the same
+        operation as their n-th one, on tensors of one dtype and shape (`by_shape` False: dimension
+        0 may differ).
         """
         if not self._checks:
             return

@@ -22,7 +22,7 @@ class DraftSampling:
         """Return a function that draws draft tokens for the requests of the last draw.
 
         Each request has `width` rows and its root at `lengths` int32[R]. The function uses the
-        request's temperature, cut-offs and noise, without penalties, biases and masks.
+        request's temperature, cut-offs and noise, without penalties, biases, XTC and masks.
         """
         state = self.state_of_requests(width)
 

@@ -264,7 +264,9 @@ class MultiHeadDrafter:
         return turned
 
     def _front_ends(self, cells: NDArray[np.int32]) -> NDArray[np.int32]:
-        """Return int32[B, k - 1]: the lengths of the rows before KV slots int32[B, 1]."""
+        """Return int32[B, k - 1]: the lengths (position + 1, at least 1) of the k - 1 rows before
+        KV slots `cells` int32[B, 1].
+        """
         steps = np.arange(1 - self._back, 1, dtype=np.int32)
         return np.maximum(cells + steps, np.int32(1))
 

@@ -179,8 +179,7 @@ class Latent:
 
     @implements(takes_one)
     def hc_head(self, h: Tensor, fn: Tensor, base: Tensor, scale: Tensor, norm_eps: float, hc_eps: float) -> Tensor:
-        """Implement `KernelTable.hc_head` with the kernel of `hc_pre`, of which it is the first
-        result."""
+        """Implement `KernelTable.hc_head`: the first result of the kernel of `hc_pre`."""
         if not (_are_streams(h) and fn.is_contiguous()):
             return reference_sparse.hc_head(h, fn, base, scale, norm_eps, hc_eps)
         return self._mixed(h, fn, base, scale, norm_eps, hc_eps, 0, (None, None))

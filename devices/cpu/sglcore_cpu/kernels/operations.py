@@ -36,7 +36,8 @@ class Operations:
         )
 
     def embedding(self, ids: Tensor, weight: Tensor) -> Tensor:
-        """Copy rows of an unpacked weight of any dtype."""
+        """Return the rows `ids` of an unpacked weight of any dtype, for
+        `NativeLinear.embedding`."""
         ids_bytes, strides = INDEX_BYTES.get(ids.dtype), weight.stride()
         if ids_bytes is None or ids.dim() != 1 or strides[1] != 1 or ids.stride() != (1,):
             return self._reference.embedding(ids, weight)

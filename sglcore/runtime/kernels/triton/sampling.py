@@ -110,7 +110,7 @@ def first_reaching(sums, column, wanted, SIZE: tl.constexpr):
     """Return the first column at which the running sum of `sums` is at least `wanted`, and the sum
     before it. The last column if no running sum is that large.
 
-    `column` is tl.arange over `sums` (non-negative), of which the first SIZE count.
+    `column` is tl.arange over `sums` (non-negative); only the first SIZE columns count.
     """
     running = tl.cumsum(sums, axis=0)
     behind = (running < wanted) & (column < SIZE)
