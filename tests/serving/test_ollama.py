@@ -128,6 +128,13 @@ def test_a_text_is_answered_as_a_conversation_of_system_and_user(stage: Stage, c
     assert "".join(part.response or "" for part in client.generate(MODEL, "How?", stream=True)) == "Rain."
 
 
+def test_fields_that_the_go_client_always_sends_are_no_wishes(stage: Stage) -> None:
+    """api.GenerateRequest of Ollama's own client leaves these fields out of no request."""
+    stage.speak(content("Rain."))
+    body = {"model": MODEL, "prompt": "How?", "suffix": "", "system": "", "template": "", "options": None}
+    assert "".join(part["response"] for part in lines(stage, "generate", body)) == "Rain."
+
+
 def test_options_are_parameters_and_the_rest_is_the_checkpoints(stage: Stage, client: ollama.Client) -> None:
     script = stage.speak(content("A"))
     options = {"temperature": 0.5, "top_p": 0.9, "min_p": 0.1, "seed": 3, "num_predict": 7, "stop": ["x", "y"]}

@@ -29,6 +29,15 @@ def test_the_store_keeps_the_newest_within_its_bounds() -> None:
     assert store.get("d", "id").response["id"] == "d"
 
 
+def test_a_response_beyond_the_limit_is_not_kept_and_costs_no_other() -> None:
+    store = ResponseStore(3, most_bytes=100)
+    for name, size in (("a", 40), ("b", 101), ("c", 60)):
+        store.put(stored(name, size))
+    assert [store.get(name, "id").response["id"] for name in "ac"] == ["a", "c"]
+    with pytest.raises(InvalidRequest, match="no response 'b'"):
+        store.get("b", "id")
+
+
 def test_what_is_kept_comes_back_and_is_the_readers_own() -> None:
     store = ResponseStore(3)
     store.put(Stored({"id": "a", "n": [1]}, [{"item": "é"}], [{"role": "user", "content": "q"}]))

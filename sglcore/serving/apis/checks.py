@@ -89,9 +89,9 @@ def refuse_kind(what: str, kind: str, wanted: str, param: str) -> NoReturn:
 
 def refuse_fields(body: Mapping[str, Any], reasons: Mapping[str, str]) -> None:
     """Raise InvalidRequest about the first name in `reasons` that `body` sets to a value other than
-    None, false, 0, `[]` or `{}`, with the reason why it is not supported."""
+    None, false, 0, `""`, `[]` or `{}`, with the reason why it is not supported."""
     for name, reason in reasons.items():
-        if body.get(name) not in (None, False, [], {}):
+        if body.get(name) not in (None, False, "", [], {}):
             raise InvalidRequest(f"{name}: {reason}", remedy="leave it out", param=name, code="unsupported_parameter")
 
 

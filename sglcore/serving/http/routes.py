@@ -171,7 +171,7 @@ def _decoded(data: bytes) -> Any:
 
 def _is_deep(value: Any) -> bool:
     level = [value]
-    for _ in range(MOST_DEPTH + 1):
+    for _ in range(MOST_DEPTH):
         parts = (part.values() if isinstance(part, dict) else part for part in level if isinstance(part, dict | list))
         level = [each for part in parts for each in part if isinstance(each, dict | list)]
         if not level:

@@ -41,9 +41,11 @@ class ResponseStore:
 
     def put(self, stored: Stored) -> None:
         """Store a response whose id is new, and evict the oldest ones above the limits. A response
-        that is larger than the limit of bytes by itself evicts all others, and is not kept
-        either."""
-        data = self._kept[stored.response["id"]] = msgspec.json.encode(stored)
+        that is larger than the limit of bytes by itself is not kept and evicts nothing."""
+        data = msgspec.json.encode(stored)
+        if len(data) > self._most_bytes:
+            return
+        self._kept[stored.response["id"]] = data
         self._size += len(data)
         while len(self._kept) > self._most or self._size > self._most_bytes:
             _, gone = self._kept.popitem(last=False)

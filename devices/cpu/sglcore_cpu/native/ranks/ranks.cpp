@@ -44,7 +44,7 @@ struct Meeting {
     Word& word(int64_t of) const { return reinterpret_cast<Word*>(memory)[of]; }
     char* place(int64_t of, uint32_t round) const { return memory + ranks * kLine + (of * 2 + round % 2) * most; }
 
-    // Bring up to `most` bytes; everybody's of the round that is returned are readable until the next call but one.
+    // Bring up to `most` bytes; everybody's of the round that is returned are readable until the next call of this rank.
     uint32_t exchange(const void* x, int64_t bytes) const {
         Word& own = word(rank);
         uint32_t round = own.round.load(std::memory_order_relaxed) + 1;
