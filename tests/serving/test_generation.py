@@ -19,6 +19,7 @@ from sglcore.sampling.params import SamplingParams
 from sglcore.schedule.request_output import EngineOutput, FinishReason, TokenLogprob
 from sglcore.serving.replicas.channel import EngineChannel, FrontendChannel
 from sglcore.serving.replicas.ipc import (
+    Abort,
     Address,
     EngineRequest,
     EngineStats,
@@ -275,3 +276,66 @@ def test_a_request_counts_as_failed_or_aborted_if_one_of_its_samples_is(
     for index, reason in enumerate(reasons):
         generation.deliver(EngineOutput("r", index, [9], reason, error="planted" if reason == "error" else ""))
     assert clock.ends == [counted]
+
+
+def test_what_comes_after_the_end_changes_nothing() -> None:
+    clock, sent, told, closed = KeptClock(), list[EngineRequest](), list[Generation](), list[str]()
+    generation = make(clock, SamplingParams(max_tokens=9))
+    generation.bind(sent.append, told.append)
+    generation.when_closed(lambda: closed.append("closed"))
+    generation.deliver(EngineOutput("r", 0, [9]))
+    for _ in range(2):
+        generation.abort()
+    before = generation.output.outputs[0].text
+    for late in (EngineOutput("r", 0, [10], "length"), EngineOutput("r", 0, cached_tokens=0, processed=2)):
+        generation.deliver(late)
+    sample = generation.output.outputs[0]
+    assert (sample.text, sample.token_ids, sample.finish_reason) == (before, [9], "abort")
+    assert (sent, told, closed, clock.ends) == ([Abort("r")], [generation], ["closed"], ["abort"])
+
+
+@pytest.mark.parametrize("kind", ["refused", "is_unserved"])
+def test_a_sample_that_has_begun_ends_alone_though_the_engine_refuses_its_rest(kind: str) -> None:
+    clock = KeptClock()
+    generation = make(clock, SamplingParams(n=2, max_tokens=2))
+    generation.deliver(EngineOutput("r", 1, [9]))
+    generation.deliver(EngineOutput("r", 0, [], "error", error="planted", **{kind: True}))  # pyright: ignore
+    assert not generation.is_closed and not generation.is_over
+    generation.deliver(EngineOutput("r", 1, [10], "length"))
+    first, second = asyncio.run(generation.wait()).outputs
+    assert (first.finish_reason, first.error, first.refused) == ("error", "planted", kind == "refused")
+    assert (second.finish_reason, second.token_ids) == ("length", [9, 10])
+
+
+def test_who_follows_a_prompt_is_told_of_its_end_once_with_the_first_token() -> None:
+    for follows in (False, True):
+        generation = make(KeptClock(), SamplingParams(max_tokens=2))
+        generation.request.progress = follows
+        told = list[PromptProgress | TextDelta]()
+        for token, reason in ((9, None), (10, "length")):
+            generation.deliver(EngineOutput("r", 0, [token], reason, cached_tokens=1))  # pyright: ignore
+            told.append(asyncio.run(anext(generation)))  # pyright: ignore[reportArgumentType]
+        assert (told[0] == PromptProgress("r", 2, 1, 2)) is follows
+        assert sum(isinstance(each, PromptProgress) for each in told) == follows
+
+
+@pytest.mark.parametrize("logprobs", [None, 0])
+def test_a_token_whose_text_is_held_back_waits_for_it_unless_it_is_scored(logprobs: int | None) -> None:
+    codec = TextCodec(embedded_model())
+    first, second = codec.encode("a b", special=False)[:2]
+    generation = make(KeptClock(), SamplingParams(stop=("a c",), logprobs=logprobs, max_tokens=4))
+
+    def deliver(token: int) -> None:
+        scores = None if logprobs is None else [TokenLogprob(token, -1.0, 1)]
+        generation.deliver(EngineOutput("r", 0, [token], logprobs=scores))
+
+    async def play() -> None:
+        deliver(first)
+        reading = asyncio.ensure_future(anext(generation))
+        await asyncio.sleep(0)
+        assert reading.done() is (logprobs is not None) is generation.is_told
+        deliver(second)
+        found = [await reading] if logprobs is None else [await reading, await anext(generation)]
+        assert "".join(each.text for each in found if isinstance(each, TextDelta)) == "a b"
+
+    asyncio.run(play())
