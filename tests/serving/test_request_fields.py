@@ -32,6 +32,11 @@ MESSAGES = [{"role": "user", "content": "How is it?"}]
 SCHEMA = {"enum": ["Köln"]}
 EBNF, LARK = 'root ::= "a"', 'start: "a"'
 TAGS = {"structures": [{"begin": "<a>", "schema": {}, "end": "</a>"}], "triggers": ["<a"]}
+FORM = {
+    "type": "triggered_tags",
+    "triggers": ["<a"],
+    "tags": [{"begin": "<a>", "content": {"type": "json_schema", "json_schema": {}}, "end": "</a>"}],
+}
 CONFIG = ServerConfig(max_prompts=4, max_n=3, max_logprobs=5)
 
 
@@ -167,6 +172,12 @@ def test_a_chat_shows_as_many_alternatives_as_it_asks_for(logprobs: Any, top: An
             SCHEMA,
         ),
         ({"response_format": {"type": "structural_tag", **TAGS}}, "response_format", "structural_tag", TAGS),
+        (
+            {"response_format": {"type": "structural_tag", "format": FORM}},
+            "response_format",
+            "structural_tag",
+            {"format": FORM},
+        ),
         ({"structured_outputs": {"json": SCHEMA}}, "structured_outputs.json", "json_schema", SCHEMA),
         ({"structured_outputs": {"json_object": True}}, "structured_outputs.json_object", "json_object", ""),
         ({"structured_outputs": {"json_object": False}}, "", None, ""),
@@ -211,6 +222,24 @@ def test_a_form_is_a_grammar_and_is_named_by_its_field(
 def test_two_forms_of_any_kind_are_one_too_many(first: str, second: dict[str, Any]) -> None:
     with pytest.raises(InvalidRequest, match=f"{next(iter(second))}.* and {first}; wanted one response format"):
         params_of(**{first: EBNF, **second})
+
+
+@pytest.mark.parametrize(
+    ("form", "param", "wanted"),
+    [
+        ({"type": "text", "schema": {}}, "schema", "no field but type"),
+        ({"type": "json_object", "json_schema": {"schema": {}}}, "json_schema", "schema"),
+        ({"type": "json_schema", "json_schema": {"schema": {}}, "schema": {}}, "schema", "json_schema or schema"),
+        ({"type": "json_schema", "schema": {}, "format": FORM}, "format", "json_schema or schema"),
+        ({"type": "structural_tag", "schema": {}}, "schema", "structures or triggers or format"),
+        ({"type": "json_schema"}, "json_schema.schema", "a JSON schema"),
+        ({"type": "json_schema", "json_schema": {"name": "n"}}, "json_schema.schema", "a JSON schema"),
+    ],
+)
+def test_a_response_format_has_the_fields_of_its_type_alone(form: Any, param: str, wanted: str) -> None:
+    with pytest.raises(InvalidRequest, match=f"wanted {wanted}") as refused:
+        params_of(response_format=form)
+    assert refused.value.param == f"response_format.{param}"
 
 
 LETTERS = r"""a.b+c*d?e(f)g|h[i]j{k}l^m$n\o/p-q r#s&t~u"v'w<x>y=z!"""

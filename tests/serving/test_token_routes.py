@@ -1,0 +1,138 @@
+"""Tokens as text and back over the embedded tokenizer: which special tokens are added, and what is
+refused."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from sglcore.serving.replicas.metrics.health import Health
+from tests.serving.stubs import Application, make_frontend
+
+TEXT = "Once upon a time"
+USER = {"role": "user", "content": "hi"}
+
+
+@pytest.fixture(scope="module")
+def frontend() -> Any:
+    made: Any = make_frontend()
+    made.names = ("first", "second")
+    return made
+
+
+@pytest.fixture(scope="module")
+def served(frontend: Any) -> Application:
+    return Application(frontend)
+
+
+def tokens(served: Application, **body: Any) -> Any:
+    answer = served.send("POST", "/tokenize", body)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+@pytest.mark.parametrize(
+    ("given", "special"),
+    [
+        ({"prompt": TEXT}, True),
+        ({"prompt": TEXT, "add_special_tokens": True}, True),
+        ({"prompt": TEXT, "add_special_tokens": False}, False),
+        ({"prompt": TEXT, "add_special": False}, True),
+        ({"content": TEXT}, False),
+        ({"content": TEXT, "add_special": True}, True),
+        ({"content": TEXT, "add_special_tokens": True}, False),
+    ],
+)
+def test_a_text_has_special_tokens_by_the_name_of_its_field(
+    served: Application, frontend: Any, given: Any, special: bool
+) -> None:
+    ids = {flag: frontend.codec.encode(TEXT, special=flag) for flag in (False, True)}
+    assert ids[False] != ids[True], "this test wants a tokenizer that adds some"
+    found = tokens(served, **given)
+    assert found == {"tokens": ids[special], "count": len(ids[special]), "max_model_len": 64}
+
+
+def test_messages_have_the_tokens_of_their_template_and_others_where_that_is_asked_for(
+    served: Application, frontend: Any
+) -> None:
+    text = served.send("POST", "/apply-template", {"messages": [USER]}).json()["prompt"]
+    for flag in (None, False, True):
+        found = tokens(served, messages=[USER], add_special_tokens=flag)["tokens"]
+        assert found == frontend.codec.encode(text, special=bool(flag)), flag
+    begun = {"messages": [USER, {"role": "assistant", "content": "A"}], "continue_final_message": True}
+    longer = served.send("POST", "/apply-template", begun).json()["prompt"]
+    assert longer.endswith("A") and not text.endswith("hi")
+    assert (
+        served.send("POST", "/apply-template", {"messages": [USER], "add_generation_prompt": False}).json()["prompt"]
+        != text
+    )
+
+
+def test_pieces_and_strings_are_those_of_each_token(served: Application) -> None:
+    plain = tokens(served, prompt=TEXT)["tokens"]
+    found = tokens(served, prompt=TEXT, with_pieces=True, return_token_strs=True)
+    assert [each["id"] for each in found["tokens"]] == plain and found["count"] == len(plain)
+    assert [each["piece"] for each in found["tokens"]] == found["token_strs"]
+    assert "".join(found["token_strs"]).endswith(TEXT)
+    both = tokens(served, prompt=TEXT, with_pieces=False, return_token_strs=True)
+    assert (both["tokens"], both["token_strs"]) == (plain, found["token_strs"])
+
+
+@pytest.mark.parametrize(
+    ("given", "param", "said"),
+    [
+        ({}, "prompt", "neither prompt nor messages"),
+        ({"prompt": "a", "content": "b"}, "prompt", "found prompt and content"),
+        ({"prompt": "a", "messages": [USER]}, "prompt", "found prompt and messages"),
+        ({"prompt": "a", "tools": []}, "tools", "found tools with prompt"),
+        ({"content": "a", "chat_template_kwargs": {}}, "chat_template_kwargs", "wanted messages"),
+        ({"prompt": "a", "add_generation_prompt": False}, "add_generation_prompt", "wanted messages"),
+        ({"prompt": "a", "continue_final_message": False}, "continue_final_message", "wanted messages"),
+        ({"messages": []}, "messages", "at least 1"),
+        ({"messages": [{"role": "user"}]}, "messages[0]", "content"),
+    ],
+)
+def test_a_request_has_one_kind_of_input_and_the_fields_of_that_kind(
+    served: Application, given: Any, param: str, said: str
+) -> None:
+    answer = served.send("POST", "/tokenize", given)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, param) and said in error["message"], error
+
+
+@pytest.mark.parametrize(("path", "body"), [("/tokenize", {"prompt": "a"}), ("/detokenize", {"tokens": [5]})])
+def test_a_model_may_be_named_and_must_be_served(served: Application, path: str, body: Any) -> None:
+    for name, status in ((None, 200), ("", 200), ("second", 200), ("third", 404)):
+        assert served.send("POST", path, {**body, "model": name}).status_code == status, name
+
+
+def test_special_tokens_are_text_too(served: Application, frontend: Any) -> None:
+    ids = frontend.codec.encode(TEXT)
+    found = served.send("POST", "/detokenize", {"tokens": ids}).json()
+    assert found["prompt"] == found["content"] == frontend.codec.decode(ids, skip_special_tokens=False) != TEXT
+    assert served.send("POST", "/detokenize", {"tokens": []}).json() == {"prompt": "", "content": ""}
+
+
+def test_an_id_that_is_no_token_is_named_with_the_number_of_tokens(served: Application, frontend: Any) -> None:
+    size = frontend.codec.tokenizer.get_vocab_size(with_added_tokens=True)
+    assert served.send("POST", "/detokenize", {"tokens": [size - 1]}).status_code == 200
+    error = served.send("POST", "/detokenize", {"tokens": [5, size, size + 1]}).json()["error"]
+    assert error["param"] == "tokens" and f"the id {size};" in error["message"] and f"{size} tokens" in error["message"]
+
+
+def test_the_tokenizer_tells_its_special_tokens_and_null_for_those_it_has_not() -> None:
+    other: Any = make_frontend()
+    known = {"bos_token": "<s>", "unk_token": ""}
+    other.codec.template = SimpleNamespace(special_tokens=known, source=lambda: None)
+    found = Application(other).send("GET", "/tokenizer_info").json()
+    size = other.codec.tokenizer.get_vocab_size(with_added_tokens=True)
+    wanted = {"bos_token": "<s>", "eos_token": None, "pad_token": None, "unk_token": None}
+    assert found == {**wanted, "chat_template": None, "vocab_size": size}
+
+
+def test_tokens_are_told_before_the_model_is_there() -> None:
+    served = Application(make_frontend(health=Health()))
+    assert tokens(served, prompt=TEXT)["max_model_len"] is None
+    assert served.send("POST", "/detokenize", {"tokens": [5]}).status_code == 200
