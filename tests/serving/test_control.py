@@ -7,6 +7,7 @@ import json
 from typing import Any
 
 import httpx
+import pytest
 
 from sglcore.sampling.params import SamplingParams
 from sglcore.serving.apis.server.control import PATHS
@@ -230,3 +231,34 @@ def test_each_command_does_what_it_does_on_its_own_server() -> None:
         answer = served.send("POST", path, body)
         assert answer.status_code == 200 and found == done, path
         assert answer.json().get("pages", 3) == 3
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "ids"),
+    [
+        ("/abort_request", {"rid": "a"}, ["a"]),
+        ("/abort_request", {"rid": "a", "abort_all": False}, ["a"]),
+        ("/abort_request", {"rid": "a", "abort_all": True}, None),
+        ("/abort_request", {"abort_all": True}, None),
+        ("/abort_requests", {"request_ids": ["a", "b"]}, ["a", "b"]),
+        ("/abort_requests", {"request_ids": []}, []),
+        ("/abort_requests", {}, None),
+        ("/abort_requests", {"request_ids": None}, None),
+    ],
+)
+def test_an_abort_ends_those_that_it_names_and_all_only_if_it_says_so(path: str, body: Any, ids: Any) -> None:
+    asked: list[Any] = []
+
+    def abort(found: Any) -> int:
+        asked.append(found)
+        return 3
+
+    frontend: Any = make_frontend()
+    frontend.abort = abort
+    assert Application(frontend).send("POST", path, body).json() == {"aborted": 3} and asked == [ids]
+
+
+@pytest.mark.parametrize("body", [{}, {"rid": ""}, {"rid": None, "abort_all": False}])
+def test_an_abort_that_names_nothing_is_refused(body: Any) -> None:
+    answer = Application(make_frontend()).send("POST", "/abort_request", body)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "rid")

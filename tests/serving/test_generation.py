@@ -293,6 +293,11 @@ def test_what_comes_after_the_end_changes_nothing() -> None:
     assert (sample.text, sample.token_ids, sample.finish_reason) == (before, [9], "abort")
     assert (sent, told, closed, clock.ends) == ([Abort("r")], [generation], ["closed"], ["abort"])
 
+    async def rest() -> list[type[object]]:
+        return [type(item) async for item in generation]
+
+    assert asyncio.run(rest()) == [TextDelta]
+
 
 @pytest.mark.parametrize("kind", ["refused", "is_unserved"])
 def test_a_sample_that_has_begun_ends_alone_though_the_engine_refuses_its_rest(kind: str) -> None:

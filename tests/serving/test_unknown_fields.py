@@ -9,8 +9,14 @@ from typing import Any
 import pytest
 
 from sglcore.engine.outputs import TextDelta
-from sglcore.serving.apis.unknown import NEUTRAL, REASONS
+from sglcore.serving.apis.anthropic.body import MessagesRequest
+from sglcore.serving.apis.openai.body import ChatBody, CompletionBody
+from sglcore.serving.apis.others.llama_body import LlamaCompletionBody
+from sglcore.serving.apis.others.sglang import SglangSampling
+from sglcore.serving.apis.responses.body import ResponsesRequest
+from sglcore.serving.apis.unknown import NEUTRAL, REASONS, UnknownFields, refuse_foreign
 from sglcore.serving.chat.chat_frontend import ChatFrontend
+from sglcore.serving.replicas.server_errors import InvalidRequest
 from tests.serving.stubs import call, gives, make_frontend
 
 MESSAGE = {"role": "user", "content": "a", "mood": "gay"}
@@ -72,6 +78,28 @@ def test_strict_fields_refuses_them_with_the_name_that_was_meant(path: str) -> N
     [
         ("/v1/completions", "n_predict", 3, "use max_tokens"),
         ("/v1/completions", "messages", [MESSAGE], "use prompt"),
+        ("/v1/completions", "input", "b", "use prompt"),
+        ("/v1/completions", "repeat_penalty", 1.5, "use repetition_penalty"),
+        ("/v1/completions", "n_probs", 3, "use logprobs"),
+        ("/v1/completions", "top_logprobs", 3, "use logprobs"),
+        ("/v1/completions", "stop_sequences", ["a"], "use stop"),
+        ("/v1/completions", "min_new_tokens", 3, "use min_tokens"),
+        ("/v1/completions", "sampling_seed", 3, "use seed"),
+        ("/v1/chat/completions", "output_format", {"a": 1}, "use response_format"),
+        ("/v1/completions", "guided_decoding", {"regex": "a"}, "use structured_outputs"),
+        ("/v1/chat/completions", "max_new_tokens", 3, "use max_tokens"),
+        ("/v1/chat/completions", "num_predict", 3, "use max_tokens"),
+        ("/v1/chat/completions", "prompt", "b", "use messages"),
+        ("/v1/chat/completions", "output_config", {"a": 1}, "use response_format"),
+        ("/v1/chat/completions", "format", "json", "use response_format"),
+        ("/v1/chat/completions", "functions", [{"name": "a"}], "use tools"),
+        ("/v1/chat/completions", "thinking", {"type": "enabled"}, "use reasoning_effort"),
+        ("/v1/chat/completions", "think", True, "use reasoning_effort"),
+        ("/v1/messages", "instructions", "a", "use system"),
+        ("/v1/messages", "reasoning", {"effort": "low"}, "use thinking"),
+        ("/v1/responses", "function_call", "auto", "use tool_choice"),
+        ("/v1/responses", "reasoning_effort", "low", "use reasoning"),
+        ("/v1/responses", "n", 2, "would change the text"),
         ("/v1/chat/completions", "max_output_tokens", 3, "use max_tokens"),
         ("/v1/chat/completions", "enable_thinking", True, "use chat_template_kwargs"),
         ("/v1/responses", "grammar", "root ::= x", "would change the text"),
@@ -103,6 +131,37 @@ def test_values_that_change_nothing_are_let_through(path: str) -> None:
     ("field", "off", "on"),
     [
         ("num_beams", 1, 4),
+        ("early_stopping", False, True),
+        ("typical", 1.0, 0.9),
+        ("penalty_last_n", -1, 64),
+        ("top_a", 0, 0.2),
+        ("dynatemp_range", 0.0, 0.5),
+        ("smoothing_factor", 0, 0.3),
+        ("samplers", [], ["top_k"]),
+        ("truncate_prompt_tokens", None, 5),
+        ("logits_processors", [], ["a"]),
+        ("custom_logit_processor", "", "a"),
+        ("return_tokens_as_token_ids", False, True),
+        ("lora_request", {}, {"id": 1}),
+        ("prompt_embeds", None, "a"),
+        ("input_embeds", [], [[0.5]]),
+        ("return_hidden_states", False, True),
+        ("multi_modal_data", {}, {"image": "a"}),
+        ("audio", None, {"voice": "a"}),
+        ("images", [], ["a"]),
+        ("web_search_options", {}, {"a": 1}),
+        ("sampling_params", {}, {"top_k": 1}),
+        ("options", {}, {"top_k": 1}),
+        ("template", "", "a"),
+        ("context", [], [1]),
+        ("chat_template", "", "a"),
+        ("documents", [], [{"text": "a"}]),
+        ("thinking_token_budget", 0, 5),
+        ("tools", [], [{"type": "function"}]),
+        ("functions", [], [{"name": "a"}]),
+        ("function_call", "", "auto"),
+        ("reasoning_effort", "", "low"),
+        ("instructions", "", "a"),
         ("beam_width", 1, 2),
         ("length_penalty", 1.0, 0.6),
         ("typical_p", 1.0, 0.9),
@@ -135,3 +194,70 @@ def test_so_many_unknown_fields_are_named_and_no_more() -> None:
     body = {**BODIES["/v1/completions"], **{f"field_{place}": 1 for place in range(5000)}}
     answer = call(speaks(), "POST", "/v1/completions", body)
     assert answer.status_code == 200 and len(answer.headers["x-sglcore-warnings"]) < 1100
+
+
+GENERATING = (CompletionBody, ChatBody, MessagesRequest, ResponsesRequest, LlamaCompletionBody, SglangSampling)
+SAYS_NOTHING = {
+    *("model", "stream", "stream_options", "priority", "return_token_ids", "return_tokens", "return_progress"),
+    *("cache_prompt", "parallel_tool_calls", "modalities", "include", "store", "background", "conversation"),
+    *("context_management", "moderation", "metadata", "mcp_servers", "container", "thread"),
+    *(
+        "previous_response_id",
+        "truncation",
+        "add_special_tokens",
+        "max_new_tokens_",
+        "xtc_probability",
+        "xtc_threshold",
+    ),
+    *("dry_multiplier", "dry_base", "dry_allowed_length", "dry_penalty_last_n", "dry_sequence_breakers"),
+    "stop_regex",
+}
+"""Fields that change no text, or that no other server has under this name."""
+
+
+@pytest.mark.parametrize("own", GENERATING)
+@pytest.mark.parametrize("other", GENERATING)
+def test_what_changes_the_text_at_one_endpoint_is_never_dropped_at_another(own: Any, other: Any) -> None:
+    names = other.known - other.ignored - own.known - SAYS_NOTHING
+    let_through = set[str]()
+    for name in names:
+        try:
+            refuse_foreign({name: "other"}, own.known, generates=True)
+        except InvalidRequest as error:
+            assert error.param == name
+        else:
+            let_through.add(name)
+    assert not let_through
+
+
+def test_a_body_that_is_no_object_and_an_endpoint_that_makes_no_text_have_no_foreign_fields() -> None:
+    refuse_foreign([{"top_k": 5}], frozenset(), generates=True)
+    refuse_foreign({"top_k": 5}, frozenset(), generates=False)
+    with pytest.raises(InvalidRequest, match="use input"):
+        refuse_foreign({"prompt": "a"}, frozenset({"input"}), generates=False)
+
+
+def test_places_are_those_of_each_object_and_each_name_of_a_kind_counts_once() -> None:
+    inner = [{"a": 1, "x": {}}, {"a": 2, "b": {"c": 0}}]
+    body = {"list": inner, "x": 1}
+    fields = UnknownFields()
+    fields.take(dict, body, frozenset({"list"}))
+    for each in inner:
+        fields.take(list, each, frozenset())
+    fields.take(set, inner[1]["b"], frozenset())  # pyright: ignore[reportArgumentType]
+    assert fields.places(body) == ["x", "list[0].a", "list[0].x", "list[1].b", "list[1].b.c"]
+    assert UnknownFields().places(body) == []
+    with pytest.raises(InvalidRequest, match="unknown field x; leave it out") as refused:
+        fields.refuse(body)
+    assert (refused.value.param, refused.value.code) == ("x", "unknown_field")
+    UnknownFields().refuse(body)
+
+
+@pytest.mark.parametrize(
+    ("name", "near"), [("temprature", "temperature"), ("stops", "stop"), ("stop_", "stop"), ("st", ""), ("mood", "")]
+)
+def test_a_name_is_suggested_where_one_is_much_alike(name: str, near: str) -> None:
+    fields = UnknownFields()
+    fields.take(dict, {name: 1}, frozenset({"temperature", "stop"}))
+    with pytest.raises(InvalidRequest, match=f"did you mean {near}\\?" if near else "leave it out"):
+        fields.refuse({name: 1})
