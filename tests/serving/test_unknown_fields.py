@@ -17,7 +17,7 @@ from sglcore.serving.apis.responses.body import ResponsesRequest
 from sglcore.serving.apis.unknown import NEUTRAL, REASONS, UnknownFields, refuse_foreign
 from sglcore.serving.chat.chat_frontend import ChatFrontend
 from sglcore.serving.replicas.server_errors import InvalidRequest
-from tests.serving.stubs import call, gives, make_frontend
+from tests.serving.stubs import Application, call, gives, make_frontend
 
 MESSAGE = {"role": "user", "content": "a", "mood": "gay"}
 BODIES: dict[str, dict[str, Any]] = {
@@ -32,6 +32,12 @@ def speaks(*, strict: bool = False) -> ChatFrontend:
     frontend = make_frontend(gives(TextDelta("r", 0, "fine", (5,), "stop")))
     frontend.config = replace(frontend.config, strict_fields=strict)
     return frontend
+
+
+@pytest.fixture(scope="module")
+def served() -> dict[bool, Application]:
+    """An application that reports unknown fields, and one (True) that refuses them."""
+    return {strict: Application(speaks(strict=strict)) for strict in (False, True)}
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -113,17 +119,17 @@ def test_strict_fields_refuses_them_with_the_name_that_was_meant(path: str) -> N
 )
 @pytest.mark.parametrize("strict", [False, True])
 def test_what_would_change_the_text_elsewhere_is_refused(
-    path: str, field: str, value: Any, said: str, strict: bool
+    served: dict[bool, Application], path: str, field: str, value: Any, said: str, strict: bool
 ) -> None:
-    answer = call(speaks(strict=strict), "POST", path, {**BODIES[path], field: value})
+    answer = served[strict].send("POST", path, {**BODIES[path], field: value})
     assert answer.status_code == 400 and said in answer.json()["error"]["message"], answer.text
     assert answer.json()["error"].get("param", field) == field
 
 
 @pytest.mark.parametrize("path", BODIES)
-def test_values_that_change_nothing_are_let_through(path: str) -> None:
+def test_values_that_change_nothing_are_let_through(served: dict[bool, Application], path: str) -> None:
     neutral = {name: value for name, value in NEUTRAL.items() if name != "tool_choice"} | {"mirostat": 0, "lora": []}
-    answer = call(speaks(), "POST", path, {**BODIES[path], **neutral})
+    answer = served[False].send("POST", path, {**BODIES[path], **neutral})
     assert answer.status_code == 200, answer.text
 
 
@@ -172,9 +178,11 @@ def test_values_that_change_nothing_are_let_through(path: str) -> None:
         ("mirostat", 0, 2),
     ],
 )
-def test_what_is_lacking_is_let_through_where_it_is_off_and_nowhere_else(field: str, off: Any, on: Any) -> None:
+def test_what_is_lacking_is_let_through_where_it_is_off_and_nowhere_else(
+    served: dict[bool, Application], field: str, off: Any, on: Any
+) -> None:
     statuses = [
-        call(speaks(), "POST", "/v1/completions", {"prompt": "a", field: value}).status_code
+        served[False].send("POST", "/v1/completions", {"prompt": "a", field: value}).status_code
         for value in (off, None, on)
     ]
     assert statuses == [200, 200, 400]
@@ -184,8 +192,10 @@ def test_what_is_lacking_is_let_through_where_it_is_off_and_nowhere_else(field: 
     ("field", "off", "on"),
     [("temperature", 1.0, 0.5), ("use_beam_search", False, True), ("lora_path", None, "a"), ("image_data", [], ["a"])],
 )
-def test_beside_the_object_that_has_the_sampling_it_is_the_same(field: str, off: Any, on: Any) -> None:
-    kept, refused = (call(speaks(), "POST", "/generate", {"text": "a", field: value}) for value in (off, on))
+def test_beside_the_object_that_has_the_sampling_it_is_the_same(
+    served: dict[bool, Application], field: str, off: Any, on: Any
+) -> None:
+    kept, refused = (served[False].send("POST", "/generate", {"text": "a", field: value}) for value in (off, on))
     assert kept.status_code == 200, kept.text
     assert refused.status_code == 400 and refused.json()["error"]["param"] == field, refused.text
 
@@ -199,18 +209,9 @@ def test_so_many_unknown_fields_are_named_and_no_more() -> None:
 GENERATING = (CompletionBody, ChatBody, MessagesRequest, ResponsesRequest, LlamaCompletionBody, SglangSampling)
 SAYS_NOTHING = {
     *("model", "stream", "stream_options", "priority", "return_token_ids", "return_tokens", "return_progress"),
-    *("cache_prompt", "parallel_tool_calls", "modalities", "include", "store", "background", "conversation"),
-    *("context_management", "moderation", "metadata", "mcp_servers", "container", "thread"),
-    *(
-        "previous_response_id",
-        "truncation",
-        "add_special_tokens",
-        "max_new_tokens_",
-        "xtc_probability",
-        "xtc_threshold",
-    ),
-    *("dry_multiplier", "dry_base", "dry_allowed_length", "dry_penalty_last_n", "dry_sequence_breakers"),
-    "stop_regex",
+    *("parallel_tool_calls", "modalities", "include", "store", "background", "conversation", "metadata"),
+    *("context_management", "moderation", "mcp_servers", "container", "thread", "previous_response_id"),
+    *("truncation", "add_special_tokens"),
 }
 """Fields that change no text, or that no other server has under this name."""
 
