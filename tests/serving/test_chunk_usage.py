@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from sglcore.engine.outputs import TextDelta
+from sglcore.schedule.request_output import TokenLogprob
 from sglcore.serving.chat.parsers.delta import Delta
 from tests.serving.stubs import Application, StubGeneration, make_frontend
 
@@ -16,6 +17,13 @@ PATHS: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "a"},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}]},
 }
+
+
+def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object, of which no field comes twice."""
+    found = dict(pairs)
+    assert len(found) == len(pairs), pairs
+    return found
 
 
 class Served(Application):
@@ -26,6 +34,7 @@ class Served(Application):
         self.deltas: list[TextDelta] = []
         self.cause: Any = None
         self.proposed = self.accepted = 0
+        self.scores: list[TokenLogprob] | None = None
         super().__init__(self.frontend)
 
     async def generate(self, prompt: Any, *given: Any, **named: Any) -> StubGeneration:
@@ -33,7 +42,8 @@ class Served(Application):
         made = StubGeneration(list(self.deltas))
         made.output.prompt = prompt if isinstance(prompt, str) else None
         for sample in made.output.outputs:
-            sample.stop_cause = self.cause
+            sample.stop_cause, sample.token_ids = self.cause, [5, 6]
+            sample.seed, sample.logprobs = 7 + sample.index, self.scores
             sample.proposed_tokens, sample.accepted_tokens = self.proposed, self.accepted
         return made
 
@@ -43,7 +53,7 @@ class Served(Application):
         assert answer.status_code == 200, answer.text
         *events, end = [line.removeprefix("data: ") for line in answer.text.splitlines() if line]
         assert end == "[DONE]"
-        return [json.loads(event) for event in events]
+        return [json.loads(event, object_pairs_hook=once) for event in events]
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +65,7 @@ def alone() -> Served:
 def served(alone: Served) -> Served:
     """The application with a model that says A and then B."""
     alone.deltas = [TextDelta("r", 0, "A", (5,)), TextDelta("r", 0, "B", (6,), "stop")]
-    alone.cause, alone.proposed, alone.accepted = None, 0, 0
+    alone.cause, alone.proposed, alone.accepted, alone.scores = None, 0, 0, None
     return alone
 
 
@@ -151,15 +161,51 @@ def test_a_text_that_was_only_scored_ends_by_its_length_and_has_no_token(
     assert choice["prompt_token_ids"] == [1, 2]
 
 
-def test_a_scored_text_that_failed_says_so(served: Served) -> None:
-    served.deltas = [TextDelta("r", 0, "", (), "error", error="planted")]
-    for stream in (False, True):
-        body = {"prompt": "abc", "max_tokens": 0, "echo": True, "stream": stream}
-        assert "planted" in served.send("POST", "/v1/completions", body).text
+@pytest.mark.parametrize("limit", [0, 5])
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("stream", [False, True])
+def test_each_sample_has_its_own_end(served: Served, path: str, stream: bool, limit: int) -> None:
+    served.deltas = [TextDelta("r", 1, "A", (5,)), TextDelta("r", 0, "", (), "error", error="planted")]
+    served.deltas.append(TextDelta("r", 1, "", (), "stop"))
+    body = {"n": 2, **({"max_tokens": limit, "echo": not limit} if path == "/v1/completions" else {})}
+    if stream:
+        ends = [each["choices"][0] for each in served.chunks(path, **body) if each["choices"][0]["finish_reason"]]
+    else:
+        ends = served.send("POST", path, {**PATHS[path], **body}).json()["choices"]
+    found = {end["index"]: (end["seed_used"], end["finish_reason"], "error" in end) for end in ends}
+    is_scored = path == "/v1/completions" and not limit
+    assert found == {0: (7, "error", True), 1: (8, "length" if is_scored else "stop", False)}
+
+
+@pytest.mark.parametrize("wanted", [False, True])
+def test_a_token_without_text_is_a_part_for_those_who_ask_for_ids(served: Served, wanted: bool) -> None:
+    served.deltas = [TextDelta("r", 0, "", (5,)), TextDelta("r", 0, "", (6,)), TextDelta("r", 0, "A", (7,), "stop")]
+    parts = [each["choices"][0] for each in served.chunks("/v1/completions", return_token_ids=wanted)]
+    assert [part.get("token_ids") for part in parts] == ([[5], [6], [7]] if wanted else [None])
+    assert "".join(part["text"] for part in parts) == "A"
+
+
+@pytest.mark.parametrize("limit", [None, 3])
+@pytest.mark.parametrize("stream", [False, True])
+def test_log_probabilities_are_those_of_all_tokens_whatever_their_limit(
+    served: Served, limit: int | None, stream: bool
+) -> None:
+    scores = tuple(TokenLogprob(token, -0.5, 1, ((token, -0.5), (3, -1.5))) for token in (5, 6))
+    served.scores = [*scores]
+    served.deltas = [TextDelta("r", 0, "AB", (5, 6), "stop", scores)]
+    body = {"logprobs": 1, "max_tokens": limit}
+    if stream:
+        (chunk,) = served.chunks("/v1/completions", **body)
+        found = chunk["choices"][0]["logprobs"]
+    else:
+        found = served.send("POST", "/v1/completions", {"prompt": "a", **body}).json()["choices"][0]["logprobs"]
+    assert found["token_logprobs"] == [-0.5, -0.5] and [len(each) for each in found["top_logprobs"]] == [1, 1]
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize(("prompt", "shows"), [("abc", None), ([5, 6], None), ([5, 6], True), ([5, 6], False)])
+@pytest.mark.parametrize(
+    ("prompt", "shows"), [("abc", None), ("", None), ([5, 6], None), ([5, 6], True), ([5, 6], False)]
+)
 def test_an_echo_is_the_prompt_as_it_was_given_or_as_its_tokens_read(
     served: Served, prompt: Any, shows: bool | None, stream: bool
 ) -> None:

@@ -71,8 +71,8 @@ def test_the_time_between_tokens_is_that_of_one_sample_whoever_came_between() ->
     generation = make(clock, SamplingParams(n=3, max_tokens=3))
     for step in range(3):
         for index in range(3):
-            generation.deliver(EngineOutput("r", index, [9], "length" if step == 2 else None))
-    assert (clock.firsts, clock.gaps, clock.ends) == (3, [1] * 6, ["length"])
+            generation.deliver(EngineOutput("r", index, [9] * (1 + step), "length" if step == 2 else None))
+    assert (clock.firsts, clock.gaps, clock.ends) == (3, [2] * 3 + [3] * 3, ["length"])
 
 
 def test_what_nobody_took_in_time_is_one_delta_with_the_log_probabilities_of_all_its_tokens() -> None:

@@ -335,10 +335,6 @@ def test_a_field_takes_as_much_as_its_limit_and_no_more(name: str, fits: Any, ov
 
 
 def test_a_store_that_is_full_to_the_byte_keeps_all_and_what_is_dropped_makes_room() -> None:
-    store = ResponseStore(3)
-    for number in range(3):
-        store.put(Stored({"id": f"r{number}"}, [], []))
-    assert len(store) == 3
     one = len(b'[{"id":"r0"},[],[]]')
     exact = ResponseStore(9, most_bytes=2 * one)
     for number in range(2):

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 from sglcore.config.server_config import ServerConfig
+from sglcore.device.ledger import Row
+from sglcore.serving.apis.server.info import OF_ENGINE
 from sglcore.serving.chat.chat_frontend import ChatFrontend
 from sglcore.serving.replicas.metrics.health import Health
 from tests.serving.stubs import Application, call, make_frontend
@@ -103,3 +105,40 @@ def test_the_document_has_keys_where_the_server_has_and_no_status_that_it_never_
     operations = [operation for path in document["paths"].values() for operation in path.values()]
     assert len(operations) > 40 and not [each for each in operations if "422" in each["responses"]]
     assert not {"HTTPValidationError", "ValidationError"} & document["components"]["schemas"].keys()
+
+
+def test_what_runs_and_why_is_told_under_its_own_names() -> None:
+    frontend: Any = make_frontend()
+    row = Row("tool parser", "auto", "hermes", "its template", "--tool-parser")
+    kept = {"tool_parser": "hermes", "tool_reason": "tools", "reasoning_parser": "think", "reasoning_reason": "thinks"}
+    frontend.format = SimpleNamespace(rows=(row,), **kept)
+    frontend.names, frontend.config = ("first", "second"), ServerConfig(port=1234, max_n=7, replicas=3)
+    facts: dict[str, Any] = {name: name for name in OF_ENGINE}
+    known = {
+        "ledger": ({"topic": "graphs"},),
+        "seconds": {"weights": 1.5},
+        "limits": {"vocab_size": 9},
+        "max_model_len": 64,
+    }
+    frontend.info = SimpleNamespace(**{**facts, **known, "generates": True})
+    found = call(frontend, "GET", "/server_info").json()
+    assert {name: found[name] for name in kept} == kept
+    assert (found["model"], found["served_model_names"], found["phase"]) == ("first", ["first", "second"], "ready")
+    assert [each["topic"] for each in found["ledger"]] == ["graphs", "tool parser"]
+    assert (found["seconds"], found["limits"]) == ({"weights": 1.5}, {"vocab_size": 9})
+    assert {name: found[name] for name in facts if name not in known} == {
+        **{name: name for name in facts if name not in known},
+        "generates": True,
+    }
+    limits = found["server_limits"]
+    assert limits["max_n"] == 7 and limits["drain_timeout"] == 30.0 and not {"port", "replicas", "host"} & limits.keys()
+    frontend.info = None
+    before = call(frontend, "GET", "/server_info").json()
+    assert [each["topic"] for each in before["ledger"]] == ["tool parser"] and before["seconds"] == {}
+    assert {before[name] for name in OF_ENGINE if name not in ("ledger", "seconds")} == {None}
+
+
+def test_the_metrics_are_text_of_their_own_kind() -> None:
+    answer = call(make_frontend(), "GET", "/metrics")
+    assert answer.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
+    assert "sglcore_build_info" in answer.text

@@ -183,7 +183,7 @@ def test_a_request_has_ended_when_the_last_of_its_prompts_has() -> None:
         played = [Played() for _ in range(3)]
         runs = Runs(cast(Any, played), AsyncExitStack())
         ending = asyncio.ensure_future(runs.ended())
-        for each in (*played[1:], played[0]):
+        for each in (played[0], played[2], played[1]):
             await asyncio.sleep(0)
             assert not ending.done()
             each.over.set()
