@@ -1,0 +1,231 @@
+"""How an engine is started: what its process is given, what its settings become, and when it says
+that it is ready."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from dataclasses import asdict
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+
+from sglcore.config.engine_config import EngineConfig, plain_config
+from sglcore.device.choice import ChosenDevice
+from sglcore.device.ledger import DecisionLedger, Row
+from sglcore.device.worker import Limits
+from sglcore.engine.disaggregation.disaggregation_start import PageOptions
+from sglcore.serving.replicas import engine_process
+from sglcore.serving.replicas.engine_launch import LocalLauncher, LocalProcess
+from sglcore.serving.replicas.engine_process import fingerprint, model_info, start_service
+from sglcore.serving.replicas.ipc import Address, EngineSpec, Phase, Ready
+
+LIMITS = Limits(1024, 8, 16, 64, 1024, 2000)
+DEVICE = ChosenDevice("acme", "sglcore-acme", "1.5", 1, "", 2)
+
+
+def started(tmp_path: Any) -> Any:
+    ledger = DecisionLedger()
+    ledger.record(Row("graphs", "auto", "full", "it can"))
+    report = SimpleNamespace(hardware=SimpleNamespace(evidence="a card"))
+    return SimpleNamespace(
+        worker=SimpleNamespace(limits=LIMITS),
+        model_path=tmp_path,
+        overlap=False,
+        check=int,
+        seconds={"weights": 2.0},
+        ledger=ledger,
+        choice=SimpleNamespace(chosen=DEVICE, report=report),
+    )
+
+
+class Channel:
+    """Keeps what is sent and what is watched."""
+
+    def __init__(self) -> None:
+        self.sent: list[Any] = []
+        self.watched: list[int] = []
+        self.send, self.watch = self.sent.append, self.watched.append
+
+
+class Start:
+    """A start whose parts are played; `asked` keeps what each part was given."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Any, has_pages: bool = False) -> None:
+        self.asked: dict[str, Any] = {}
+        self.channel = Channel()
+        self._pages = SimpleNamespace(fileno=lambda: 17) if has_pages else None
+        whole = started(tmp_path)
+        for name, found in (
+            ("start", whole),
+            ("adopt", None),
+            ("discover", "found"),
+            ("eos_token_ids", frozenset({9, 2, 5000})),
+            ("Meter", "meter"),
+            ("open_pages", "pages"),
+            ("_grammars", "grammars"),
+            ("EngineService", "service"),
+        ):
+            monkeypatch.setattr(engine_process, name, self._noting(name, found))
+        monkeypatch.setattr(engine_process, "TokenEngine", self._engine)
+        monkeypatch.setattr(engine_process, "warm_up", self._warm_up)
+
+    def _noting(self, name: str, found: Any) -> Any:
+        def play(*given: Any) -> Any:
+            self.asked[name] = given
+            return found
+
+        return play
+
+    def _engine(self, *given: Any, **named: Any) -> Any:
+        self.asked["engine"] = (given, named)
+        self.engine = SimpleNamespace(pages=self._pages, limits=LIMITS, max_requests=24, eos_ids=given[1])
+        return self.engine
+
+    def _warm_up(self, engine: Any) -> None:
+        assert engine is self.engine
+        self.asked["ready before"] = [each for each in self.channel.sent if isinstance(each, Ready)]
+
+    def run(self, chosen: str = "", pages: PageOptions = PageOptions(), **settings: Any) -> Any:
+        spec = EngineSpec(Address("ipc://x"), plain_config(EngineConfig(**settings)), 0, chosen, pages)
+        return start_service(spec, self.channel, int)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize(("dp", "caches"), [(1, True), (2, False)])
+def test_an_engine_has_the_settings_of_its_configuration_and_is_ready_after_its_first_token(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Any, dp: int, caches: bool
+) -> None:
+    start = Start(monkeypatch, tmp_path)
+    assert start.run(dp=dp, prefix_cache=caches, model="m") == "service"
+    given, named = start.asked["engine"]
+    assert given == ("meter", frozenset({9, 2, 5000}))
+    assert (named["overlap"], named["prefix_cache"], named["shards"], named["open_pages"]) == (
+        False,
+        caches,
+        dp,
+        "pages",
+    )
+    assert named["open_grammars"]() == "grammars" and start.asked["start"][0].model == "m"
+    phase, ready = start.channel.sent
+    assert phase == Phase("warm-up", 0, 1) and isinstance(ready, Ready) and start.asked["ready before"] == []
+    assert ready.info.seconds.keys() == {"weights", "warm-up"} and ready.info.seconds["weights"] == 2.0
+    assert start.asked["EngineService"] == (start.engine, "meter", start.channel, int, int)
+
+
+@pytest.mark.parametrize("has_pages", [False, True])
+def test_an_engine_that_exchanges_pages_wakes_for_them(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Any, has_pages: bool
+) -> None:
+    start = Start(monkeypatch, tmp_path, has_pages)
+    start.run()
+    assert start.channel.watched == ([17] if has_pages else [])
+
+
+def test_a_device_that_the_parent_chose_is_adopted_and_else_the_engine_chooses(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    start = Start(monkeypatch, tmp_path)
+    start.run()
+    assert "adopt" not in start.asked and start.asked["start"][2] is None
+    start.run(DEVICE.encode(), device="acme:2")
+    assert start.asked["adopt"] == (DEVICE.encode(), "acme:2", "found") and start.asked["start"][2] == DEVICE
+
+
+def test_the_facts_of_an_engine_are_plain_values(tmp_path: Any) -> None:
+    found = started(tmp_path)
+    engine: Any = SimpleNamespace(limits=LIMITS, max_requests=24, eos_ids=frozenset({9, 2}))
+    info = model_info(found, engine, {"weights": 2.0})
+    assert (info.device, info.device_evidence, info.distribution, info.version) == (
+        str(DEVICE),
+        "a card",
+        "sglcore-acme",
+        "1.5",
+    )
+    assert info.limits == {**asdict(LIMITS), "max_requests": 24} and info.max_model_len == 1024
+    assert (info.eos_ids, info.generates, info.seconds) == ((2, 9), True, {"weights": 2.0})
+    assert [row["topic"] for row in info.ledger] == ["graphs"]
+    rows: list[dict[str, object]] = [dict(row) for row in info.ledger]
+    assert info.fingerprint == fingerprint(tmp_path, "acme sglcore-acme 1.5", rows)
+    sent = msgspec.msgpack.encode(Ready(info))
+    assert msgspec.msgpack.encode(msgspec.msgpack.decode(sent, type=Ready)) == sent
+
+
+def row(topic: str, effective: str) -> dict[str, object]:
+    return {"topic": topic, "effective": effective}
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "is_same"),
+    [
+        ([row("graphs", "full; fast")], [row("graphs", "full; slow")], True),
+        ([row("graphs", "full")], [row("graphs", "none")], False),
+        ([row("device", "acme:0")], [row("device", "acme:1")], True),
+        ([row("kv cache", "9 pages")], [], True),
+        ([row("draft model", "a")], [], True),
+        ([row("speculative", "off; by choice"), row("draft model", "a")], [row("speculative", "off")], True),
+        ([row("speculative", "eagle3"), row("draft model", "a")], [row("speculative", "eagle3")], False),
+        ([row("speculative", "eagle3")], [row("speculative", "ngram")], False),
+        ([row("dtype", "float32"), row("graphs", "full")], [row("graphs", "full")], False),
+    ],
+)
+def test_a_fingerprint_has_the_decisions_that_may_change_a_result(
+    first: Any, second: Any, is_same: bool, tmp_path: Any
+) -> None:
+    assert (fingerprint(tmp_path, "x", first) == fingerprint(tmp_path, "x", second)) is is_same
+
+
+def test_a_fingerprint_is_that_of_all_files_by_name_and_content_and_of_a_single_one(tmp_path: Any) -> None:
+    found = set[str]()
+    for name, content in (("a.json", "1"), ("a.json", "2"), ("b.txt", "1")):
+        (tmp_path / name).write_text(content)
+        found.add(fingerprint(tmp_path, "x", []))
+    (tmp_path / "folder").mkdir()
+    found.add(fingerprint(tmp_path, "x", []))
+    assert len(found) == 3, "folders do not count"
+    (tmp_path / "b.txt").rename(tmp_path / "c.txt")
+    assert fingerprint(tmp_path, "x", []) not in found
+    single = tmp_path / "c.txt"
+    assert fingerprint(single, "x", []) != fingerprint(tmp_path / "a.json", "x", [])
+
+
+def test_a_child_has_its_own_variables_a_session_of_its_own_and_its_orders_as_one_line(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("SHARED", "parent")
+    monkeypatch.setenv("KEPT", "parent")
+    asked: list[Any] = []
+    written: list[bytes] = []
+
+    async def create(*command: str, **given: Any) -> Any:
+        asked.append((command, given))
+        return SimpleNamespace(stdin=SimpleNamespace(write=written.append), pid=42)
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", create)
+    spec = EngineSpec(Address("ipc://x"), {"model": "a\nb"}, 3)
+    process = asyncio.run(LocalLauncher().launch(spec, {"SHARED": "own", "NEW": "1"}))
+    ((command, given),) = asked
+    assert command == (sys.executable, "-m", "sglcore.serving.replicas.engine_process")
+    assert {name: given["env"].get(name) for name in ("SHARED", "KEPT", "NEW")} == {
+        "SHARED": "own",
+        "KEPT": "parent",
+        "NEW": "1",
+    }
+    assert given["start_new_session"] is True and given["stdin"] == asyncio.subprocess.PIPE
+    (line,) = written
+    assert line.count(b"\n") == 1 and msgspec.json.decode(line, type=EngineSpec) == spec
+    assert (process.name, process.pid, process.last_words) == ("process 42", 42, "") and "NEW" not in os.environ
+
+
+@pytest.mark.parametrize(("code", "killed"), [(None, 1), (0, 0), (-9, 0)])
+def test_a_child_that_has_ended_is_not_killed_and_one_that_just_did_is_no_error(code: int | None, killed: int) -> None:
+    kills: list[str] = []
+
+    def kill() -> None:
+        kills.append("kill")
+        raise ProcessLookupError
+
+    LocalProcess(SimpleNamespace(pid=1, returncode=code, kill=kill)).kill()  # pyright: ignore[reportArgumentType]
+    assert len(kills) == killed
