@@ -4,6 +4,7 @@ of the model, and what is made of its numbers."""
 from __future__ import annotations
 
 import base64
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,20 +21,28 @@ from tests.serving.stubs import Application, make_frontend
 LONGEST = 9
 
 
+@cache
+def shared() -> tuple[Any, Application]:
+    """A frontend and the application over it, made once: each `Served` sets the frontend anew."""
+    frontend = make_frontend()
+    return frontend, Application(frontend)
+
+
 class Served:
     """An application over a model that gives each text a vector; `asked` are the encoded texts of
     each request."""
 
     def __init__(self, labels: int = 0, generates: bool = False) -> None:
-        frontend: Any = make_frontend()
-        info = frontend.info
-        frontend.info = SimpleNamespace(**{**vars(info), "generates": generates, "limits": {"num_labels": labels}})
+        frontend, self.application = shared()
+        frontend.info = SimpleNamespace(
+            generates=generates, limits={"num_labels": labels}, fingerprint="fp_0123456789ab", max_model_len=64
+        )
         frontend.config = ServerConfig(max_prompts=12)
         frontend.names = ("first", "second")
         frontend.longest_prompt = lambda info, embeds: LONGEST
-        frontend.pooled = self.pooled
+        frontend.pooled, frontend.health = self.pooled, Health()
+        frontend.health.become_ready()
         self.frontend, self.asked, self.vectors = frontend, list[list[tuple[int, ...]]](), dict[tuple[int, ...], Any]()
-        self.application = Application(frontend)
 
     async def pooled(self, texts: Any) -> list[Pooled]:
         found = [tuple(ids) for ids, _ in texts]
@@ -228,3 +237,37 @@ def test_a_model_of_another_kind_names_what_it_answers(labels: int, generates: b
     for path, own in refused.items():
         error = served.post(path, bodies[path], 400)
         assert error["param"] == "model" and f"use {own}" in error["message"], (path, error)
+
+
+def test_vectors_of_ollama_have_length_one_and_long_texts_are_truncated_unless_that_is_off() -> None:
+    served = Served()
+    served.vectors = {served.ids("x"): [3.0, 4.0, 0.0], served.ids("y"): [0.0, 0.0, 0.0]}
+    found = served.post("/api/embed", {"input": ["x", "y"], "keep_alive": 0})
+    np.testing.assert_allclose(found["embeddings"], [[0.6, 0.8, 0.0], [0.0, 0.0, 0.0]], rtol=1e-6)
+    assert (found["model"], found["load_duration"]) == ("first", 0) and found["total_duration"] > 0
+    assert found["prompt_eval_count"] == len(served.ids("x")) + len(served.ids("y"))
+    one = served.post("/api/embed", {"input": "x", "dimensions": 2, "model": "second"})
+    assert one["model"] == "second" and np.allclose(one["embeddings"], [[0.6, 0.8]])
+    long = "word " * 50
+    for truncate in (None, True):
+        served.post("/api/embed", {"input": long, "truncate": truncate})
+        assert len(served.asked[-1][0]) == LONGEST
+    served.post("/api/embed", {"input": long, "truncate": False})
+    assert served.asked[-1] == [served.ids(long)], "the frontend refuses what is too long"
+    count = len(served.asked)
+    for nothing in ([], ""):
+        answer = served.post("/api/embed", {"input": nothing})
+        assert (answer["embeddings"], answer["prompt_eval_count"]) == ([], 0) and len(served.asked) == count
+
+
+def test_the_older_endpoint_of_ollama_gives_the_vector_as_it_is() -> None:
+    served = Served()
+    served.vectors[served.ids("x")] = [3.0, 4.0, 0.0]
+    assert served.post("/api/embeddings", {"prompt": "x"}) == {"embedding": [3.0, 4.0, 0.0]}
+    served.post("/api/embeddings", {"prompt": "word " * 50})
+    assert len(served.asked[-1][0]) == LONGEST
+    assert served.post("/api/embeddings", {"prompt": ""}) == {"embedding": []} and len(served.asked) == 2
+    other = served.application.send("POST", "/api/embeddings", {"prompt": "x", "model": "third", "options": {}})
+    assert other.status_code == 404
+    told = served.application.send("POST", "/api/embeddings", {"prompt": "x", "options": {}, "keep_alive": 1})
+    assert told.headers["x-sglcore-warnings"] == "ignored: keep_alive, options"

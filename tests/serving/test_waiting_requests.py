@@ -21,10 +21,11 @@ from sglcore.serving.replicas.server_errors import (
     EngineDied,
     InvalidRequest,
     NotReady,
+    Overloaded,
     Unanswered,
 )
 from tests.serving.staged_replicas import PATIENCE, PlayedEngine, Stage, staged, until
-from tests.serving.test_frontend import PARAMS, begin, staged_frontend
+from tests.serving.test_frontend import PARAMS, PLACES, begin, staged_frontend
 
 
 async def between(frontend: Frontend, stage: Stage, engine: PlayedEngine) -> PlayedEngine:
@@ -68,6 +69,32 @@ def test_a_drain_waits_for_what_is_between_two_engines() -> None:
             second.emit((await second.next_request()).request_id, 9, reason="length")
             assert (await waiting.wait()).outputs[0].token_ids == [9]
             await asyncio.wait_for(draining, PATIENCE)
+
+    asyncio.run(play())
+
+
+def test_only_replicas_that_are_ready_have_places() -> None:
+    async def play() -> None:
+        async with staged_frontend(replicas=2, max_queued_requests=0) as (frontend, stage):
+            engines = [await stage.ready_engine() for _ in range(2)]
+            engines[0].die()
+            await stage.launched()
+            begun = [await begin(frontend) for _ in range(PLACES)]
+            with pytest.raises(Overloaded, match=f"at most {PLACES} can run"):
+                await begin(frontend)
+            for each in begun:
+                each.abort()
+
+    asyncio.run(play())
+
+
+@pytest.mark.parametrize(("address", "wanted"), [("host:5000", [5000, 5001, 5002]), ("host:0", [0, 0, 0])])
+def test_each_replica_that_gives_pages_listens_at_a_port_of_its_own(address: str, wanted: list[int]) -> None:
+    async def play() -> None:
+        settings: dict[str, Any] = {"role": "prompt", "pages_address": address, "pages_secret": "s" * 32}
+        async with staged(replicas=3, **settings) as stage:
+            found = {engine.spec.replica: engine.spec.pages.address for engine in stage.engines}
+            assert found == {number: f"host:{port}" for number, port in enumerate(wanted)}
 
     asyncio.run(play())
 
