@@ -6,11 +6,13 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any, cast
 
 import httpx
 import pytest
+from fastapi import FastAPI
 from pydantic import ValidationError
 
 from sglcore.config.server_config import ServerConfig
@@ -27,15 +29,22 @@ FORM = "multipart/form-data; boundary=xx"
 MOST = 300
 
 
+@cache
+def shared() -> tuple[BatchRunner, FastAPI]:
+    """A runner and the endpoints over it, made once: each `Kept` gives it a store."""
+    frontend: Any = make_frontend()
+    frontend.config = ServerConfig(max_batch_file_bytes=MOST)
+    runner = BatchRunner(cast(Any, None), cast(Any, None), 1)
+    return runner, make_app(frontend, runner)
+
+
 class Kept:
     """The endpoints over a store, with a limit of `MOST` bytes for a file."""
 
     def __init__(self, folder: Path) -> None:
-        self.store = BatchStore(folder)
-        frontend: Any = make_frontend()
-        frontend.config = ServerConfig(max_batch_file_bytes=MOST)
-        self.runner = BatchRunner(self.store, cast(Any, None), 1)
-        self._app = make_app(frontend, self.runner)
+        self.runner, self._app = shared()
+        self.runner.store = self.store = BatchStore(folder)
+        self.runner._news.clear()
 
     def send(self, method: str, path: str, **given: Any) -> httpx.Response:
         async def ask() -> httpx.Response:
@@ -89,7 +98,6 @@ def test_a_new_batch_has_done_nothing_and_ends_in_a_day() -> None:
         {"completion_window": "1h"},
         {"metadata": {str(place): "" for place in range(17)}},
         {"metadata": {"a": 1}},
-        {"input_file_id": None},
     ],
 )
 def test_a_batch_that_can_not_be_run_is_refused(wrong: Any) -> None:
@@ -208,6 +216,11 @@ def test_a_file_is_kept_as_long_as_a_batch_may_read_it(kept: Kept, state: str) -
         assert answer.json()["error"]["param"] == "file_id" and name in answer.json()["error"]["message"]
 
 
+@cache
+def without_folder() -> Application:
+    return Application(make_frontend())
+
+
 @pytest.mark.parametrize(
     ("method", "path", "param"),
     [
@@ -225,7 +238,7 @@ def test_what_is_not_there_is_missed_by_its_kind_and_without_a_folder_nothing_is
     error = missed.json()["error"]
     assert (missed.status_code, error["param"], error["code"]) == (404, param, "not_found")
     assert f"no {'file' if 'file' in param else 'batch'} 'a'" in error["message"]
-    without = Application(make_frontend()).send(method, path)
+    without = without_folder().send(method, path)
     assert (without.status_code, without.json()["error"]["code"]) == (404, "no_batch_folder")
 
 

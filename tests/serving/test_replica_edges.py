@@ -135,6 +135,20 @@ def test_a_request_waits_as_long_as_one_replica_may_take_it_and_no_longer() -> N
     asyncio.run(play())
 
 
+def test_a_replica_that_recovers_while_another_still_starts_makes_no_server_ready() -> None:
+    async def play() -> None:
+        async with staged(replicas=2) as stage:
+            first, second = await stage.ready_engine(), await stage.launched()
+            for lacks, state in (("no prompt engine", "unable"), ("", "ready")):
+                first.say(Able(lacks))
+                await states(stage, state, "starting")
+                assert not stage.supervisor.health.ready and not stage.supervisor.health.started
+            second.become_ready()
+            await until(lambda: stage.supervisor.health.ready)
+
+    asyncio.run(play())
+
+
 def test_a_replica_that_is_silent_and_lacks_something_is_silent() -> None:
     async def play() -> None:
         async with beating(1, restart=True) as (stage, (engine,)):
