@@ -54,12 +54,16 @@ def looked(played: Played, *samples: tuple[Completion, str]) -> AnswerCheck:
     """The check after these samples, each against the schema of a field."""
     check = AnswerCheck(played, (FIRST, SECOND))  # pyright: ignore[reportArgumentType]
 
+    faults: list[Any] = []
+
     async def play() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda loop, fault: faults.append(fault))
         for each, field in samples:
             await check.look(each, field, "text")
         await asyncio.sleep(0)
 
     asyncio.run(play())
+    assert not faults, "a second verdict is no error"
     return check
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -151,6 +151,26 @@ def test_the_facts_of_an_engine_are_plain_values(tmp_path: Any) -> None:
     assert info.fingerprint == fingerprint(tmp_path, "acme sglcore-acme 1.5", rows)
     sent = msgspec.msgpack.encode(Ready(info))
     assert msgspec.msgpack.encode(msgspec.msgpack.decode(sent, type=Ready)) == sent
+
+
+def test_a_grammar_may_end_with_those_end_tokens_that_the_model_can_draw(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    asked: list[Any] = []
+    codec, made = SimpleNamespace(tokenizer="tokenizer"), ("grammars", Row("grammar", "auto", "one", "it is there"))
+    for name, found in (("open_codec", codec), ("Vocabulary", "vocabulary"), ("open_grammars", made)):
+        monkeypatch.setattr(
+            engine_process, name, lambda *given, found=found, **named: asked.append((given, named)) or found
+        )
+    whole = started(tmp_path)
+    for size in (2000, 5001):
+        whole.worker.limits = replace(LIMITS, vocab_size=size)
+        ends = frozenset({5000, 9, 2})
+        assert engine_process._grammars(EngineConfig(grammar_backend="xgrammar"), whole, ends) == "grammars"
+        codec_asked, vocabulary, backend = asked[-3:]
+        assert codec_asked == ((tmp_path,), {"skips": False}) and backend[0] == ("xgrammar", "vocabulary")
+        assert vocabulary[0] == ("tokenizer", size, (2, 9) if size == 2000 else (2, 9, 5000))
+    assert [each["topic"] for each in whole.ledger.as_json()][-2:] == ["grammar"] * 2
 
 
 def row(topic: str, effective: str) -> dict[str, object]:

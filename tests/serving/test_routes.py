@@ -18,7 +18,7 @@ from sglcore.config.server_config import ServerConfig
 from sglcore.serving.apis.answer import EVENTS, Stream, as_json, event
 from sglcore.serving.http import sse
 from sglcore.serving.http.connection import ANSWERING
-from sglcore.serving.http.routes import Routes
+from sglcore.serving.http.routes import MOST_DEPTH, Routes
 from tests.serving import idle_clock
 from tests.serving.wrapped import wrapped
 
@@ -27,6 +27,12 @@ class Body(BaseModel):
     """What is sent."""
 
     text: str
+
+
+class Nested(BaseModel):
+    """Anything."""
+
+    a: object = None
 
 
 def served(routes: Routes) -> FastAPI:
@@ -165,3 +171,49 @@ def test_the_work_for_a_client_that_leaves_is_cancelled_and_counted() -> None:
     }
     asyncio.run(asyncio.wait_for(app(scope, receive, send), 20))
     assert told == ["cancelled"] and frontend.metrics.responses == {("GET", "/", 499): 1}
+
+
+def test_nothing_is_sent_beside_an_event_that_a_client_has_not_taken_yet_and_nothing_after_the_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    heard: list[bytes] = []
+    sending = 0
+
+    async def events() -> AsyncGenerator[bytes, None]:
+        yield event(1)
+        await asyncio.sleep(0.01)
+        yield event(2)
+
+    async def receive() -> Message:
+        raise AssertionError("a stream does not read")
+
+    async def send(message: Message) -> None:
+        nonlocal sending
+        sending += 1
+        assert sending == 1, "two at once"
+        if message["type"] == "http.response.body":
+            heard.append(message["body"])
+            await asyncio.sleep(0.1)
+        sending -= 1
+
+    async def play() -> None:
+        monkeypatch.setattr(sse, "time", SimpleNamespace(monotonic=asyncio.get_running_loop().time))
+        stream = Stream(events(), nullcontext(), lambda error: event(str(error)))
+        await sse.EventStream(stream, 0.03)({"type": "http"}, receive, send)
+        await asyncio.sleep(0.1)
+
+    idle_clock.run(play(), 60.0)
+    assert heard == [event(1), event(2), b""]
+
+
+@pytest.mark.parametrize(("below", "status"), [(MOST_DEPTH, 200), (MOST_DEPTH + 1, 400)])
+def test_a_body_may_have_as_many_levels_below_its_first_as_its_limit(below: int, status: int) -> None:
+    routes = Routes()
+
+    @routes.post("/")
+    async def read(body: Nested) -> Response:
+        return as_json({})
+
+    deep = '{"a":' * (below + 1) + "1" + "}" * (below + 1)
+    answer = TestClient(served(routes)).post("/", content=deep, headers={"content-type": "application/json"})
+    assert answer.status_code == status, answer.text
