@@ -191,7 +191,7 @@ class NoClock:
     def on_prompt(self, tokens: int, cached: int) -> None:
         """Do nothing."""
 
-    def on_first_token(self) -> None:
+    def on_first_tokens(self, count: int) -> None:
         """Do nothing."""
 
     def on_tokens(self, count: int, seconds: float) -> None:

@@ -31,7 +31,7 @@ def known() -> dict[str, set[str]]:
     metrics.responded("GET", "/", 200)
     metrics.refused("overloaded")
     clock = metrics.clock()
-    clock.on_first_token()
+    clock.on_first_tokens(1)
     clock.on_end("stop")
     found: dict[str, set[str]] = {}
     for family in text_string_to_metric_families(metrics.page().decode()):

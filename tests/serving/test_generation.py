@@ -38,7 +38,7 @@ REPORTS = 200
 class KeptClock:
     """Records its calls."""
 
-    firsts: int = 0
+    firsts: list[int] = field(default_factory=list)
     restarts: int = 0
     prompt: tuple[int, int] = (0, 0)
     gaps: list[int] = field(default_factory=list)
@@ -47,8 +47,8 @@ class KeptClock:
     def on_prompt(self, tokens: int, cached: int) -> None:
         self.prompt = (tokens, cached)
 
-    def on_first_token(self) -> None:
-        self.firsts += 1
+    def on_first_tokens(self, count: int) -> None:
+        self.firsts.append(count)
 
     def on_tokens(self, count: int, seconds: float) -> None:
         self.gaps.append(count)
@@ -72,7 +72,15 @@ def test_the_time_between_tokens_is_that_of_one_sample_whoever_came_between() ->
     for step in range(3):
         for index in range(3):
             generation.deliver(EngineOutput("r", index, [9] * (1 + step), "length" if step == 2 else None))
-    assert (clock.firsts, clock.gaps, clock.ends) == (3, [2] * 3 + [3] * 3, ["length"])
+    assert (clock.firsts, clock.gaps, clock.ends) == ([1] * 3, [2] * 3 + [3] * 3, ["length"])
+
+
+def test_all_tokens_of_a_samples_first_output_are_counted() -> None:
+    clock = KeptClock()
+    generation = make(clock, SamplingParams(max_tokens=5))
+    generation.deliver(EngineOutput("r", 0, [9, 9, 9]))
+    generation.deliver(EngineOutput("r", 0, [9, 9], "length"))
+    assert (clock.firsts, clock.gaps) == ([3], [2])
 
 
 def test_what_nobody_took_in_time_is_one_delta_with_the_log_probabilities_of_all_its_tokens() -> None:
@@ -192,7 +200,7 @@ def test_what_is_begun_again_repeats_no_word_and_no_time() -> None:
         generation.deliver(EngineOutput("r", 0, [10], "length"))
         deltas = [delta async for delta in generation if isinstance(delta, TextDelta)]
         assert [delta.token_ids for delta in deltas] == [(9, 10)]
-        assert (clock.firsts, clock.restarts, clock.gaps, clock.prompt) == (2, 1, [1], (2, 2))
+        assert (clock.firsts, clock.restarts, clock.gaps, clock.prompt) == ([1, 1], 1, [1], (2, 2))
 
     asyncio.run(play())
 
@@ -244,7 +252,7 @@ def test_a_sample_that_fails_before_its_first_token_has_no_time_to_it() -> None:
     clock = KeptClock()
     generation = make(clock, SamplingParams(max_tokens=2))
     generation.deliver(EngineOutput("r", 0, [], "error", error="planted"))
-    assert (clock.firsts, clock.gaps, clock.ends) == (0, [], ["error"])
+    assert (clock.firsts, clock.gaps, clock.ends) == ([], [], ["error"])
 
 
 def test_joined_deltas_end_as_the_last_and_have_the_log_probabilities_of_those_that_have_some() -> None:

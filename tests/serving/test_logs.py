@@ -76,7 +76,7 @@ def test_the_line_has_the_tokens_and_times_of_every_prompt() -> None:
     for reason in ("stop", "length"):
         clock = metrics.clock()
         clock.on_prompt(10, 4)
-        clock.on_first_token()
+        clock.on_first_tokens(1)
         clock.on_tokens(2, 0.1)
         clock.on_end(reason)
         exchange.clocks.append(clock)

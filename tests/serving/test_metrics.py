@@ -211,8 +211,8 @@ def test_every_replica_has_one_state_and_no_numbers_before_its_first_report(metr
 
 def test_a_clock_times_the_first_of_all_samples_and_counts_every_token_and_one_end(metrics: Metrics) -> None:
     clock = metrics.clock()
-    clock.on_first_token()
-    clock.on_first_token()
+    clock.on_first_tokens(1)
+    clock.on_first_tokens(1)
     clock.on_tokens(4, 0.04)
     clock.on_tokens(0, 9.0)
     clock.on_end("stop")
@@ -294,7 +294,7 @@ def test_the_same_numbers_stand_under_the_names_of_vllm_where_that_is_asked_for(
     assert not any(name.startswith("vllm:") for name, _ in samples(metrics))
     metrics.add(VllmFamilies(metrics, "tiny", lambda: [("0", "ready", STATS), ("1", "starting", None)]))
     clock = metrics.clock()
-    clock.on_first_token()
+    clock.on_first_tokens(1)
     clock.on_end("stop")
     metrics.clock().on_end("EngineDied")
     found = samples(metrics)

@@ -206,14 +206,14 @@ def test_nothing_is_sent_beside_an_event_that_a_client_has_not_taken_yet_and_not
     assert heard == [event(1), event(2), b""]
 
 
-@pytest.mark.parametrize(("below", "status"), [(MOST_DEPTH, 200), (MOST_DEPTH + 1, 400)])
-def test_a_body_may_have_as_many_levels_below_its_first_as_its_limit(below: int, status: int) -> None:
+@pytest.mark.parametrize(("levels", "status"), [(MOST_DEPTH, 200), (MOST_DEPTH + 1, 400)])
+def test_a_body_may_have_as_many_levels_as_the_limit_says(levels: int, status: int) -> None:
     routes = Routes()
 
     @routes.post("/")
     async def read(body: Nested) -> Response:
         return as_json({})
 
-    deep = '{"a":' * (below + 1) + "1" + "}" * (below + 1)
+    deep = '{"a":' * levels + "1" + "}" * levels
     answer = TestClient(served(routes)).post("/", content=deep, headers={"content-type": "application/json"})
     assert answer.status_code == status, answer.text

@@ -77,7 +77,7 @@ def ask(traces: Traces, path: str = "/v1/completions", status: int = 200, **head
     async def app(scope: Any, receive: Any, send: Any) -> None:
         scope["route"] = SimpleNamespace(path=path)
         clock = metrics.clock()
-        clock.on_first_token()
+        clock.on_first_tokens(1)
         clock.on_tokens(2, 0.01)
         clock.on_prompt(5, 0)
         clock.on_end("length")

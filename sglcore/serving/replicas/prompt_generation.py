@@ -199,7 +199,7 @@ class Generation:
         before, now = self._last_token.get(index), time.perf_counter()
         self._last_token[index] = now
         if before is None:
-            self._clock.on_first_token()
+            self._clock.on_first_tokens(count)
         else:
             self._clock.on_tokens(count, now - before)
 

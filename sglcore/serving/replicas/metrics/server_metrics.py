@@ -94,9 +94,9 @@ class RequestClock:
         """Record that the prompt has `tokens` tokens, `cached` of them from the prefix cache."""
         self.prompt_tokens, self.cached_tokens = tokens, cached
 
-    def on_first_token(self) -> None:
-        """Record the first token of a sample; only the first of all samples is timed."""
-        self.tokens += 1
+    def on_first_tokens(self, count: int) -> None:
+        """Record the first `count` tokens of a sample; only those of the first sample are timed."""
+        self.tokens += count
         if self.first_token_seconds is None:
             self.first_token_seconds = time.perf_counter() - self._started
             self._metrics.first_token.observe(self.first_token_seconds)
