@@ -90,10 +90,11 @@ def _default(config: ModelConfig, max_positions: int) -> Frequencies:
 
 
 def _proportional(config: ModelConfig, max_positions: int) -> Frequencies:
-    """Return a whole head's frequencies: the highest `partial` share of them, then zeros."""
+    """Return a whole head's frequencies: the highest `partial` share of them, divided by a factor
+    if there is one, then zeros."""
     frequencies = _default(config, max_positions)[0]
     frequencies[int(config.rope.partial * config.head_dim // 2) :] = 0
-    return frequencies, 1.0
+    return frequencies / np.float32(config.rope.scaling.get("factor", 1.0)), 1.0
 
 
 def _linear(config: ModelConfig, max_positions: int) -> Frequencies:

@@ -135,3 +135,50 @@ def test_the_layer_that_predicts_one_more_token_has_a_window_and_learned_experts
     found = whole.of_next_token
     assert (found.compressions, found.is_hashed) == ((None,), (False,))
     assert (found.window, found.main_rope) == (whole.window, whole.main_rope)
+
+
+def test_layers_of_the_saved_form_count_if_a_file_has_both(tmp_path: Path) -> None:
+    both = {**SAVED, "compress_ratios": [0, 0, 0, 0], "num_hash_layers": 4}
+    assert read(tmp_path, both) == read(tmp_path, SAVED)
+
+
+@pytest.mark.parametrize(("word", "kind"), [("csa", SPARSE), ("hca", HEAVY)])
+def test_a_rate_of_its_own_word_counts_before_the_list(tmp_path: Path, word: str, kind: str) -> None:
+    found = read(tmp_path, {**SAVED, f"compress_rate_{word}": 6})
+    usual = {SPARSE: 4, HEAVY: 128, kind: 6}
+    wanted = [usual.get(each) for each in SAVED["layer_types"]]
+    assert [each and each.ratio for each in found.compressions] == wanted
+
+
+@pytest.mark.parametrize("rate", [True, 2.0, "4", -1])
+def test_a_rate_that_is_no_count_is_refused(tmp_path: Path, rate: Any) -> None:
+    with pytest.raises(ConfigError, match=rf"compress_rates of {HEAVY} = {rate!r}; wanted a whole number above zero"):
+        read(tmp_path, {**SAVED, "compress_rates": {SPARSE: 4, HEAVY: rate}})
+
+
+def test_blocks_are_rotated_without_a_factor_of_cosines(tmp_path: Path) -> None:
+    ropes = {**SAVED["rope_parameters"]}
+    ropes["compress"] = {**ropes["compress"], "attention_factor": 2.0}
+    assert read(tmp_path, {**SAVED, "rope_parameters": ropes}).block_rope.scaling["attention_factor"] == 1.0
+
+
+def test_blocks_rotate_the_part_that_the_file_says_for_all(tmp_path: Path) -> None:
+    for given in (SAVED, PUBLISHED):
+        found = read(tmp_path, given)
+        assert (found.block_rope.partial, found.main_rope.partial) == (0.25, 0.25)
+    ropes = {
+        name: {word: value for word, value in each.items() if word != "partial_rotary_factor"}
+        for name, each in SAVED["rope_parameters"].items()
+    }
+    found = read(tmp_path, {**SAVED, "rope_parameters": ropes})
+    assert (found.block_rope.partial, found.main_rope.partial) == (0.25, 0.25)
+
+
+def test_every_size_is_read_from_its_own_word(tmp_path: Path) -> None:
+    own = {"q_lora_rank": 24, "o_lora_rank": 12, "index_n_heads": 3, "index_topk": 7, "index_head_dim": 20}
+    own |= {"hc_mult": 2, "hc_sinkhorn_iters": 5, "hc_eps": 0.5, "swiglu_limit": 3.0, "sliding_window": 9}
+    found = read(tmp_path, {**SAVED, **own})
+    ranks = {"q_lora_rank": found.q_lora_rank, "o_lora_rank": found.o_lora_rank}
+    indexer = {"index_n_heads": found.index_heads, "index_topk": found.index_topk, "index_head_dim": found.index_dim}
+    streams = {"hc_mult": found.streams, "hc_sinkhorn_iters": found.sinkhorn_iters, "hc_eps": found.hc_eps}
+    assert {**ranks, **indexer, **streams, "swiglu_limit": found.limit, "sliding_window": found.window} == own

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
 from transformers import Qwen3MoeConfig
 
 from sglcore.checkpoint.config_types import KINDS
@@ -15,6 +16,7 @@ from sglcore.checkpoint.frozen_draft_config import flat_words
 from sglcore.checkpoint.model_config import ModelConfig, check_context, config_of, read_config, served
 from sglcore.checkpoint.quantization_config import has_mxfp4_experts
 from sglcore.device.errors import ConfigError
+from sglcore.models.architecture_registry import ARCHITECTURES
 
 SIZES: dict[str, Any] = {
     "hidden_size": 48,
@@ -267,6 +269,58 @@ def test_every_kind_of_value_has_its_bounds(name: str, taken: tuple[Any, ...], r
     wanted, fits = KINDS[name]
     assert all(fits(value) for value in taken), wanted
     assert [value for value in refused if fits(value)] == [], wanted
+
+
+LIBRARY = sorted(
+    {getattr(transformers, name).config_class for name in ARCHITECTURES if hasattr(transformers, name)}, key=str
+)
+
+
+@pytest.mark.parametrize("made", LIBRARY, ids=lambda made: made.__name__)
+def test_values_of_the_library_are_of_the_kinds_that_are_wanted(made: Any) -> None:
+    for name, value in made().to_dict().items():
+        if name not in KINDS or value is None:
+            continue
+        wanted, fits = KINDS[name]
+        assert fits(list(value) if isinstance(value, tuple) else value), (name, value, wanted)
+        assert isinstance(value, bool) == (wanted == "true or false"), name
+
+
+SIZED = """conv_L_cache moe_latent_size type_vocab_size draft_vocab_size target_hidden_size max_seq_len mamba_d_conv
+    mamba_d_state o_lora_rank q_lora_rank index_topk hc_sinkhorn_iters block_multiple_of"""
+SCALES = "logits_scaling attention_multiplier query_pre_attn_scalar attn_logit_softcapping rope_theta hc_eps factor"
+
+
+@pytest.mark.parametrize("name", [*SIZED.split(), *SCALES.split()])
+def test_a_size_of_tensors_or_a_divisor_is_above_zero(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"has {name} = 0; wanted a (whole )?number above zero"):
+        read(**{name: 0})
+
+
+@pytest.mark.parametrize(
+    ("outer", "inner", "value"),
+    [
+        ("sentence_transformers", "activation_fn", 3),
+        ("text_config", "hidden_size", "many"),
+        ("rope_parameters", "main", []),
+        ("compress_rates", "factor", "x"),
+        ("eagle_config", "eagle_aux_hidden_state_layer_ids", ["1"]),
+        ("dflash_config", "mask_token_id", 1),
+        ("transformer_layer_config", "num_attention_heads", 0),
+    ],
+)
+def test_values_in_every_kind_of_object_are_checked(outer: str, inner: str, value: Any) -> None:
+    if inner not in KINDS:
+        read(**{outer: {inner: value}})
+        return
+    with pytest.raises(ConfigError, match=f"has {inner} = .*; wanted {KINDS[inner][0]}; download"):
+        read(**{outer: {inner: value}})
+
+
+@pytest.mark.parametrize("name", ["indexer_types", "architectures", "layer_types", "mlp_layer_types"])
+def test_a_list_of_texts_has_texts_alone(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"has {name} = .*; wanted a list of texts; download"):
+        read(**{name: ["full", 1]})
 
 
 def test_values_in_objects_are_checked_by_their_own_names(tmp_path: Path) -> None:

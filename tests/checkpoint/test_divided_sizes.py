@@ -81,6 +81,15 @@ CASES: tuple[tuple[str, Mapping[str, Any], Mapping[str, tuple[int, str]]], ...] 
         {"conv_L_cache": 3, "block_auto_adjust_ff_dim": False},
         {**DENSE, "convolution channels": (96, "attn_tp")},
     ),
+    (
+        "DeepseekV4ForCausalLM",
+        {"o_groups": 8, "moe_intermediate_size": 24, "n_routed_experts": 8, "num_key_value_heads": 4},
+        {
+            "groups of attention heads": (8, "attn_tp"),
+            "intermediate features in an expert": (24, "expert"),
+            "intermediate features in the shared expert": (24, "tp"),
+        },
+    ),
 )
 
 

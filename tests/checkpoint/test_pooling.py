@@ -250,3 +250,37 @@ def test_prompts_are_texts_by_name_with_a_default(tmp_path: Path) -> None:
     write(tmp_path, "config_sentence_transformers.json", {"prompts": {}, "default_prompt_name": "query"})
     with pytest.raises(ConfigError, match="default_prompt_name"):
         read_prompts(tmp_path)
+
+
+def test_a_classifier_has_scores_whatever_modules_the_folder_lists(tmp_path: Path) -> None:
+    modules(tmp_path, "Transformer", "Pooling", pooling={"pooling_mode": "max"})
+    found = read_pooling(tmp_path, CLASSIFIER, {"num_labels": 3})
+    assert found is not None and (found.modes, found.labels) == (("cls",), 3)
+
+
+@pytest.mark.parametrize("architecture", ["LlamaModel", "MistralModel", "Qwen2Model", "Qwen3Model", "BertForMaskedLM"])
+def test_a_model_without_an_output_layer_generates_no_text(tmp_path: Path, architecture: str) -> None:
+    found = read_pooling(tmp_path, architecture, {})
+    assert found is not None and found.is_normalized
+    with pytest.raises(ConfigError, match=f"{architecture} has no output layer for text; leave --task out"):
+        read_pooling(tmp_path, architecture, {}, "generate")
+
+
+def test_labels_are_those_that_have_names(tmp_path: Path) -> None:
+    for raw, count in (
+        ({"num_labels": 5, "id2label": {"0": "a", "1": "b"}}, 2),
+        ({"num_labels": 5, "id2label": {}}, 5),
+        ({"id2label": None}, 2),
+    ):
+        found = read_pooling(tmp_path, CLASSIFIER, raw)
+        assert found is not None and found.labels == count
+
+
+def test_a_default_prompt_is_one_of_the_files(tmp_path: Path) -> None:
+    prompts = {"prompts": {"query": "q: ", "document": "d: "}}
+    for default in ("query", "document", None):
+        write(tmp_path, "config_sentence_transformers.json", {**prompts, "default_prompt_name": default})
+        assert read_prompts(tmp_path).default == default
+    write(tmp_path, "config_sentence_transformers.json", {**prompts, "default_prompt_name": "title"})
+    with pytest.raises(ConfigError, match="default_prompt_name 'title'; wanted one of query, document"):
+        read_prompts(tmp_path)

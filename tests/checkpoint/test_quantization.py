@@ -64,6 +64,71 @@ def test_every_dialect_is_read(given: dict[str, Any], wanted: Scheme) -> None:
     assert scheme(given) == wanted
 
 
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [
+        ({"quant_method": "gptq", "bits": 2, "group_size": None}, Scheme("gptq", 2, (1, None), True, 1)),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 1}, Scheme("gptq", 4, (1, 1), True, 1)),
+        (
+            {"quant_method": "awq", "bits": 4, "w_bit": 8, "group_size": 64, "q_group_size": 32},
+            Scheme("awq", 4, (1, 64), False),
+        ),
+        ({"quant_method": "awq", "bits": 4, "group_size": None}, Scheme("awq", 4, (1, None), False)),
+        ({"quant_method": "fp8", "fmt": "float8_e4m3fn"}, Scheme("float8", 8, (None, None))),
+        ({"quant_method": "fp8", "weight_block_size": None}, Scheme("float8", 8, (None, None))),
+        ({"quant_method": "fp8", "weight_block_size": [64, 128]}, Scheme("float8", 8, (64, 128))),
+        (compressed("naive-quantized", num_bits=8, symmetric=False), Scheme("integers", 8, (1, 64), False)),
+        (
+            compressed("naive-quantized", num_bits=8, type="float", strategy="tensor"),
+            Scheme("float8", 8, (None, None)),
+        ),
+        (compressed(strategy=None), Scheme("packed", 4, (1, 64))),
+        (compressed(strategy=None, group_size=None), Scheme("packed", 4, (None, None))),
+        (compressed(strategy="group", group_size=-1), Scheme("packed", 4, (1, None))),
+        (compressed(num_bits=2), Scheme("packed", 2, (1, 64))),
+    ],
+)
+def test_words_that_are_left_out_or_there_twice(given: dict[str, Any], wanted: Scheme) -> None:
+    assert scheme(given) == wanted
+
+
+@pytest.mark.parametrize(
+    ("word", "wanted"), [("type", Scheme("packed", 4, (1, 64))), ("symmetric", Scheme("packed", 4, (1, 64)))]
+)
+def test_packed_weights_are_symmetric_integers_unless_the_file_says_other(word: str, wanted: Scheme) -> None:
+    given = compressed()
+    weights = {name: value for name, value in PACKED.items() if name != word}
+    given["config_groups"]["group_0"]["weights"] = weights
+    assert scheme(given) == wanted
+
+
+def test_floats_with_zero_points_are_refused() -> None:
+    given = compressed("float-quantized", num_bits=8, type="float", strategy="channel", symmetric=False)
+    with pytest.raises(CheckpointError, match="8 bits of float in the format 'float-quantized'"):
+        scheme(given)
+
+
+@pytest.mark.parametrize("bits", [2, 3, 8, None])
+def test_awq_has_four_bits(bits: int | None) -> None:
+    with pytest.raises(CheckpointError, match=f"{bits} bits of awq in the version 'gemm'; wanted 4 bits, gemm"):
+        scheme({"quant_method": "awq", "bits": bits, "group_size": 64})
+
+
+@pytest.mark.parametrize("size", [float("inf"), float("nan"), "x", [64], 0, 0.5])
+def test_a_group_size_that_is_no_count_is_damage(size: Any) -> None:
+    for given in ({"quant_method": "gptq", "bits": 4, "group_size": size}, compressed(group_size=size)):
+        if not size and given["quant_method"] != "gptq":
+            given["config_groups"]["group_0"]["weights"]["strategy"] = "group"
+        with pytest.raises(CheckpointError, match=r"quantization_config of '.*' is damaged: \w+Error") as error:
+            scheme(given)
+        assert "\n" not in str(error.value)
+
+
+def test_the_newer_key_counts_if_a_file_has_both() -> None:
+    found = read_quantization({"quantization_config": {"quant_method": "fp8"}, "compression_config": compressed()})
+    assert found is not None and found.method == "fp8"
+
+
 def test_a_plain_checkpoint_has_none() -> None:
     assert read_quantization({"hidden_size": 4, "quantization_config": None}) is None
 

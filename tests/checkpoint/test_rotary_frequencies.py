@@ -71,6 +71,42 @@ def test_every_scaled_kind_is_compared() -> None:
     assert {kind for kind, _ in SCALED} == KINDS.keys() - {"default", "dynamic", "proportional"}
 
 
+@pytest.mark.parametrize("partial", [0.0, 0.25, 0.35, 0.5, 1.0])
+@pytest.mark.parametrize("factor", [None, 1.0, 4.0])
+def test_a_proportional_part_of_the_frequencies_is_the_librarys(partial: float, factor: float | None) -> None:
+    given: dict[str, Any] = {"rope_type": "proportional", "rope_theta": 1e4, "partial_rotary_factor": partial}
+    given |= {} if factor is None else {"factor": factor}
+    oracle = transformers.LlamaConfig(**SIZES, rope_parameters=given)
+    wanted, _ = ROPE_INIT_FUNCTIONS["proportional"](oracle, torch.device("cpu"))
+    config = read(rope_parameters=given)
+    found, scale = rotary_frequencies(config, 64)
+    assert rotary_dim(config) == SIZES["head_dim"] and scale == 1.0
+    torch.testing.assert_close(torch.from_numpy(found), wanted, rtol=1e-6, atol=0)
+
+
+def test_a_proportional_part_may_be_of_an_odd_number_of_elements() -> None:
+    given = {"rope_type": "proportional", "partial_rotary_factor": 0.4}
+    assert int(0.4 * SIZES["head_dim"]) % 2 == 1
+    assert rotary_dim(read(rope_parameters=given)) == SIZES["head_dim"]
+    with pytest.raises(ConfigError, match="rotates 9 elements of a head; wanted an even number"):
+        read(partial_rotary_factor=0.4)
+
+
+@pytest.mark.parametrize("factor", [1.0, 8.0])
+def test_dynamic_frequencies_are_those_of_the_original_length(factor: float) -> None:
+    given = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": factor}
+    oracle = transformers.LlamaConfig(**SIZES, rope_parameters=given)
+    wanted, _ = ROPE_INIT_FUNCTIONS["dynamic"](oracle, torch.device("cpu"), seq_len=SIZES["max_position_embeddings"])
+    found, scale = rotary_frequencies(read(rope_parameters=given), 256)
+    torch.testing.assert_close(torch.from_numpy(found), wanted, rtol=1e-6, atol=0)
+    assert scale == 1.0
+
+
+def test_an_unknown_kind_of_rotary_embedding_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(ConfigError, match="rope_type 'spiral' is not supported; wanted one of .*llama3.*yarn"):
+        rotary_frequencies(read(rope_parameters={"rope_type": "spiral"}), 64)
+
+
 @pytest.mark.parametrize("kind", ["yarn", "longrope"])
 @pytest.mark.parametrize("original", [64, 256])
 def test_without_a_factor_the_two_lengths_give_it(kind: str, original: int) -> None:

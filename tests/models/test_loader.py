@@ -101,9 +101,12 @@ def test_progress_reaches_the_total(folder, dtype: torch.dtype) -> None:
     assert seen[-1][0] == seen[-1][1] == sum(t.nbytes for t in load_file(folder / FILE).values())
 
 
-def test_harmless_leftovers_are_left(folder) -> None:
-    old = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(6)}
-    rewrite(folder, lambda tensors: tensors.update(old))
+@pytest.mark.parametrize(
+    "name",
+    ["model.layers.0.self_attn.rotary_emb.inv_freq", "embeddings.position_ids", "h.0.attn.masked_bias"],
+)
+def test_harmless_leftovers_are_left(folder, name: str) -> None:
+    rewrite(folder, lambda tensors: tensors.update({name: torch.ones(6)}))
     load(folder)
 
 
