@@ -58,10 +58,11 @@ def test_every_architecture_with_experts_by_default_is_compared() -> None:
     assert own == {*WITH_EXPERTS}
 
 
+@pytest.mark.parametrize("given", [{}, {"moe_intermediate_size": 24}], ids=str)
 @pytest.mark.parametrize("architecture", WITH_EXPERTS)
-def test_experts_that_a_file_leaves_out_are_the_librarys(architecture: str) -> None:
-    own = oracle(architecture)
-    words, moe = own.to_dict(), read(architecture).moe
+def test_experts_that_a_file_leaves_out_are_the_librarys(architecture: str, given: dict[str, int]) -> None:
+    own = oracle(architecture, **given)
+    words, moe = own.to_dict(), read(architecture, **given).moe
     assert moe is not None
     assert list(moe.layers) == sparse_layers(own)
     assert moe.scale == (words.get("routed_scaling_factor") or 1.0)

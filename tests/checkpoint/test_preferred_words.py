@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import transformers
 
+from sglcore.checkpoint.config_defaults import OPTIONS
 from sglcore.checkpoint.model_config import ModelConfig, config_of
 from sglcore.device.errors import ConfigError
 
@@ -47,7 +48,7 @@ def test_the_newer_word_for_the_activation_counts(given: dict[str, str]) -> None
 
 
 def test_older_rotary_words_count_before_newer_ones_as_in_the_library() -> None:
-    given = {
+    given: dict[str, Any] = {
         "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4},
         "rope_scaling": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e5},
     }
@@ -153,3 +154,51 @@ def test_without_a_number_of_experts_there_are_none(given: dict[str, Any]) -> No
 def test_an_expert_has_its_own_size_or_that_of_dense_blocks(given: dict[str, Any], size: int) -> None:
     moe = read(num_experts_per_tok=2, **given).moe
     assert moe is not None and moe.intermediate_size == size
+
+
+CHANGING: dict[str, tuple[Any, Any]] = {
+    "attention_multiplier": (None, 0.5),
+    "attn_logit_softcapping": (None, 5.0),
+    "embedding_multiplier": (1.0, 2.0),
+    "final_logit_softcapping": (None, 3.0),
+    "logits_scaling": (1.0, 4.0),
+    "mamba_hidden_act": ("silu", "relu"),
+    "n_group": (1, 2),
+    "n_shared_experts": (0, 1),
+    "query_pre_attn_scalar": (None, 64),
+    "residual_multiplier": (1.0, 0.5),
+    "rope_local_base_freq": (None, 5e3),
+    "routed_scaling_factor": (1.0, 2.5),
+    "shared_expert_intermediate_size": (0, 24),
+    "swiglu_alpha": (None, 1.5),
+    "swiglu_limit": (None, 7.0),
+    "use_expert_bias": (True, False),
+    "use_qk_norm": (False, True),
+    "use_bidirectional_attention": (False, True),
+}
+"""Options that not every architecture knows: the value that changes nothing, and one that does."""
+
+
+@pytest.mark.parametrize("name", CHANGING)
+def test_an_option_is_listed_if_it_changes_something(name: str) -> None:
+    neutral, other = CHANGING[name]
+    assert OPTIONS.keys() == CHANGING.keys()
+    assert read(**{name: neutral}).options == read().options == {}
+    assert read(**{name: other}).options == {name: other}
+
+
+@pytest.mark.parametrize("name", ["num_key_value_heads", "rms_norm_eps", "rope_theta", "max_window_layers"])
+def test_null_in_a_language_part_leaves_the_architectures_default(name: str) -> None:
+    given = {word: value for word, value in SIZES.items() if word != "num_key_value_heads"}
+    given |= {"num_attention_heads": 16, "use_sliding_window": True, "sliding_window": 6, "num_hidden_layers": 82}
+    raw: dict[str, Any] = {"architectures": ["Qwen2_5_VLForConditionalGeneration"]}
+    plain = config_of(Path("nowhere"), {**raw, "text_config": given})
+    found = config_of(Path("nowhere"), {**raw, "text_config": {**given, name: None}})
+    assert (found.num_key_value_heads, found.rms_norm_eps, found.rope.theta) == (8, 1e-5, 1e6)
+    assert found.sliding_windows == plain.sliding_windows == (None,) * 80 + (6, 6)
+
+
+@pytest.mark.parametrize("given", [{"text_config": None}, {"text_config": {}}, {}], ids=str)
+def test_without_a_language_part_the_words_are_those_of_the_file(given: dict[str, Any]) -> None:
+    found = read("Qwen2_5_VLForConditionalGeneration", **given)
+    assert (found.hidden_size, found.num_key_value_heads) == (SIZES["hidden_size"], SIZES["num_key_value_heads"])
