@@ -51,6 +51,8 @@ def test_what_attention_is_given_as_none_is_not_asked_for() -> None:
         ({"max_position_embeddings": 4096}, 4096, 4096),
         ({"max_position_embeddings": 4095}, 4096, 4095),
         ({"n_positions": 100, "max_seq_len": 90}, 260, 90),
+        ({"n_positions": 100}, 260, 100),
+        ({"max_position_embeddings": 300, "n_positions": 100}, 260, 100),
         ({"max_seq_len": 4}, 260, 4),
         ({"max_seq_len": 3}, 260, 260),
         ({"max_seq_len": None, "n_positions": True}, 260, 260),
