@@ -16,7 +16,15 @@ from transformers.models.bloom.modeling_bloom import BloomBlock
 from sglcore.config.engine_config import EngineConfig
 from sglcore.device.errors import ConfigError
 from sglcore.models.single_steps import FACTS, Steps
-from sglcore.models.transformers_backend.alibi_slopes import FARTHEST, Places, key_columns, query_columns, slopes_of
+from sglcore.models.transformers_backend.alibi_slopes import (
+    COLUMNS,
+    FARTHEST,
+    Places,
+    key_columns,
+    query_columns,
+    slopes_of,
+    wide_head,
+)
 from sglcore.models.transformers_backend.verified_types import PROVEN
 from sglcore.runtime.memory.memory_bring_up import sizes
 from sglcore.runtime.memory.pools import PER_HEAD
@@ -154,3 +162,33 @@ def test_cells_that_round_are_refused(tmp_path: Path) -> None:
     rounding = replace(PER_HEAD, kv_cache_dtype="int8")
     with pytest.raises(ConfigError, match="'int8', and keys of this model contain positions"):
         sizes(EngineConfig(kv_cache_dtype="int8"), FACTS, model, none, none, rounding)
+
+
+@pytest.mark.parametrize(("head_dim", "wanted"), [(1, 8), (12, 16), (13, 32), (60, 64), (61, 128), (64, 128)])
+def test_a_head_with_columns_is_the_next_power_of_two(head_dim: int, wanted: int) -> None:
+    assert wide_head(head_dim) == wanted and wanted >= head_dim + COLUMNS
+
+
+@pytest.mark.parametrize(
+    ("shape", "heads", "is_line"),
+    [
+        ((4, 1, 8), 4, True),
+        ((1, 4, 1, 8), 4, True),
+        ((1, 2, 2, 8), 4, False),
+        ((2, 2, 1, 8), 4, True),
+        ((2, 4, 1, 8), 4, False),
+        ((1, 1, 1, 8), 4, False),
+        ((1, 4, 8, 8), 4, False),
+    ],
+)
+def test_a_bias_has_a_row_of_keys_for_each_head(shape: tuple[int, ...], heads: int, is_line: bool) -> None:
+    bias = torch.arange(shape[-1]).expand(shape).double()
+    assert slopes_of(bias, heads, 0.5) == ((0.5,) * heads if is_line else None)
+    assert slopes_of(torch.zeros(shape), heads, 0.5) == ((0.0,) * heads if is_line else None)
+
+
+@pytest.mark.parametrize("position", [0, 1, 255, 256, 257, 511, 512, 767, 768, FARTHEST - 1])
+def test_digits_of_a_position_are_exact_in_bfloat16(position: int) -> None:
+    high, low, *again = key_columns(torch.tensor([position])).bfloat16()[0].tolist()
+    assert (512 * high + low, again) == (position, [high, low])
+    assert -256 <= low <= 255 and 0 <= high <= 256

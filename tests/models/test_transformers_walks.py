@@ -14,10 +14,14 @@ import torch
 from torch import Tensor, nn
 
 from sglcore.device.errors import ConfigError
+from sglcore.models.implementation import TRANSFORMERS
 from sglcore.models.transformers_backend.attention_adapter import _rows
 from sglcore.models.transformers_backend.kernel_layers import PackedLinear
 from sglcore.models.transformers_backend.rope_tables import check_angles
 from sglcore.models.transformers_backend.shape_walk import LENGTHS, lengths_of
+from sglcore.models.transformers_backend.transformers_config import transformers_config
+from sglcore.models.weights.model_loader import load_model
+from sglcore.runtime.kernels.table import KernelTable
 from tests.models.test_transformers_models import walked
 from tests.models.test_transformers_own import tried
 from tests.models.test_transformers_replacements import AnglesOfAStep, replaced
@@ -71,6 +75,17 @@ def test_a_window_of_the_class_shows_only_in_a_longer_walk(window: int, is_serve
         assert [layer.sliding_window for layer in layers] == [None, window, None]
 
 
+@pytest.mark.parametrize(("task", "is_cached"), [("generate", True), ("embed", False)])
+def test_a_model_that_embeds_keeps_no_keys(task: str, is_cached: bool, tmp_path: Path) -> None:
+    tiny_model("exaone4", sizes_of("exaone4")).save_pretrained(tmp_path)
+    config = transformers_config(tmp_path, task)
+    architectures = {config.architecture: TRANSFORMERS}
+    model: Any = load_model(
+        tmp_path, config, kernels=KernelTable(), device="cpu", dtype=torch.float32, architectures=architectures
+    )
+    assert {layer.cached for layer in model.attention_layers} == {is_cached}
+
+
 @pytest.mark.parametrize(("first", "is_served"), [(99, False), (100, True)])
 @pytest.mark.parametrize("count", [1000, 100])
 def test_angles_are_checked_up_to_the_last_position_of_the_context(first: int, is_served: bool, count: int) -> None:
@@ -79,6 +94,22 @@ def test_angles_are_checked_up_to_the_last_position_of_the_context(first: int, i
     own = AnglesOfAStep(lambda places: places / (2 if places.max() >= first else 1))
     with nullcontext() if is_served else pytest.raises(ConfigError, match=f"if the other .* differ, up to {count - 1}"):
         check_angles(own, ((torch.zeros(1, 5, 4), torch.arange(5)[None]), {}), count)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        lambda places: places * (2 if places[0, 0] > places[0, -1] else 1),
+        lambda places: places * (2 if places.shape[1] > 1 and places.max() < 50 else 1),
+        lambda places: places * (2 if places.shape[1] == 1 else 1),
+        lambda places: places * (2 if places.max() < 99 else 1),
+    ],
+    ids=["in reverse", "early ones alone", "one alone", "without the last"],
+)
+def test_angles_are_asked_for_in_every_order_and_in_parts(changed: Any) -> None:
+    call = (torch.zeros(1, 5, 4), torch.arange(5)[None]), {}
+    with pytest.raises(ConfigError, match="other angles if the other positions differ, up to 99"):
+        check_angles(AnglesOfAStep(changed), call, 100)
 
 
 # -- heads as rows
