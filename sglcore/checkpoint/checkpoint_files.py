@@ -49,7 +49,10 @@ def weight_names(folder: Path) -> tuple[str, ...]:
     if not index.is_file():
         return (SINGLE,)
     try:
-        return tuple(sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())))
+        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        if not all(isinstance(name, str) for name in names):
+            raise TypeError("a file's name is no text")
+        return tuple(sorted(names))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise CheckpointError(
             f"{index} is damaged", wanted="JSON with a weight_map", remedy="download it again"

@@ -284,3 +284,11 @@ def test_a_default_prompt_is_one_of_the_files(tmp_path: Path) -> None:
     write(tmp_path, "config_sentence_transformers.json", {**prompts, "default_prompt_name": "title"})
     with pytest.raises(ConfigError, match="default_prompt_name 'title'; wanted one of query, document"):
         read_prompts(tmp_path)
+
+
+def test_null_for_settings_of_sentence_transformers_is_as_if_they_were_not_there(tmp_path: Path) -> None:
+    given = {"num_labels": 1, "sentence_transformers": None, "sbert_ce_default_activation_function": None}
+    assert read_pooling(tmp_path, CLASSIFIER, given) == read_pooling(tmp_path, CLASSIFIER, {"num_labels": 1})
+    write(tmp_path, "config_sentence_transformers.json", {"prompts": None, "default_prompt_name": None})
+    found = read_prompts(tmp_path)
+    assert (found.texts, found.default) == ({}, None)

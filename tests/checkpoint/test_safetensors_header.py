@@ -13,6 +13,7 @@ from safetensors.torch import _SIZE, _TYPES, save_file
 
 from sglcore.checkpoint.checkpoint_files import INDEX, checkpoint_files, read_json, read_list, weight_names
 from sglcore.checkpoint.gguf_header import read_header
+from sglcore.checkpoint.model_config import read_config
 from sglcore.checkpoint.safetensors_header import ELEMENT_BYTES, PLAIN_BYTES, read_entries
 from sglcore.device.errors import CheckpointError, ConfigError, SglcoreError
 from sglcore.models.weights.safetensors_file import DTYPES, READABLE
@@ -166,3 +167,36 @@ def test_a_file_that_may_not_be_opened_is_an_error_of_one_line(
     with pytest.raises(SglcoreError, match="cannot be read|is damaged") as error:
         read(file)
     assert str(file) in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        "{",
+        "[]",
+        "3",
+        "{}",
+        '{"weight_map": null}',
+        '{"weight_map": ["a"]}',
+        '{"weight_map": {"a": 1}}',
+        '{"weight_map": {"a": 1, "b": "c"}}',
+        '{"weight_map": {"a": ["b"]}}',
+        '{"weight_map": {"a": null}}',
+    ],
+)
+def test_an_index_of_something_else_is_damage_in_one_line(content: str, tmp_path: Path) -> None:
+    (tmp_path / INDEX).write_text(content)
+    for reader in (weight_names, checkpoint_files):
+        with pytest.raises(CheckpointError, match="is damaged; wanted JSON with a weight_map; download it") as error:
+            reader(tmp_path)
+        assert "\n" not in str(error.value)
+
+
+def test_a_file_that_is_not_there_is_named_with_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=f"there is no other.json in {tmp_path}; look elsewhere"):
+        read_json(tmp_path / "other.json", "look elsewhere")
+    with pytest.raises(ConfigError, match="there is no config.json in .*; .* point at the one with config.json"):
+        read_config(tmp_path)
+    with pytest.raises(ConfigError, match="list.json cannot be read: .*; wanted JSON; download it again"):
+        read_list(tmp_path / "list.json")
