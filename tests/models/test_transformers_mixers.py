@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import LinearAttentionLayer
 
-from sglcore.models.transformers_backend.stateful_layers import Held, check_mixers
-from tests.models.test_transformers_states import mixer
+from sglcore.models.transformers_backend.stateful_layers import Held, Mixer, check_mixers
+from tests.models.test_transformers_states import Keeper, mixer
 
 
 @pytest.mark.parametrize("kernel", [1, 3, 4, None])
@@ -112,3 +112,22 @@ def test_a_decode_step_is_one_call_whatever_the_host_knows_of_lengths() -> None:
     torch.testing.assert_close(made.mix(hidden, batch, {"recurrent0": states}), wanted[[3, 1, 2]])
     torch.testing.assert_close(states, wanted)
     assert calls == [3]
+
+
+class Notes(Keeper):
+    """Notes the tokens of each call, and whether it was given a state."""
+
+    def forward(self, hidden: Tensor, cache_params: Any = None) -> Tensor:
+        """[rows, T, 4]."""
+        self.noted = [*getattr(self, "noted", []), (hidden.shape[1], bool(cache_params.states))]
+        return super().forward(hidden, cache_params)
+
+
+def test_a_walk_runs_a_prompt_and_a_token_after_it() -> None:
+    """What a class does with one token and a state must show in the walk too."""
+    module = Notes("sum")
+    with torch.device("meta"):
+        made = Mixer(0, module)
+        found = made.module(torch.ones(1, 5, 4))
+    assert module.noted == [(5, False), (1, True)]
+    assert found.shape == (1, 5, 4) and made.size == 4 and list(made.kept) == ["recurrent0"]

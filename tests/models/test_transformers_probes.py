@@ -209,6 +209,28 @@ def test_every_call_of_a_rotation_is_asked_about() -> None:
     assert not turn.is_kernels("halves", Trace(), [])
 
 
+@pytest.mark.parametrize(
+    ("attended", "is_direct"),
+    [
+        (lambda q, k: [(q, k, heads(1, 2, 5, 8))], True),
+        (lambda q, k: [(q, k, heads(1, 2, 5, 4))], False),
+        (lambda q, k: [(q, k, heads(1, 2, 5, 16))], False),
+        (lambda q, k: [(q * 1, k, heads(1, 2, 5, 8))], False),
+        (lambda q, k: [(q, k * 1, heads(1, 2, 5, 8))], False),
+        (lambda q, k: [(k, q, heads(1, 2, 5, 8))], False),
+        (lambda q, k: [(q, k, heads(1, 2, 5, 8))] * 2, False),
+        (lambda q, k: [], False),
+    ],
+)
+def test_a_rotation_may_wait_if_attention_takes_its_results_as_they_are(
+    attended: Callable[[Tensor, Tensor], Any], is_direct: bool
+) -> None:
+    turn, cos = Turn(halves, {}), heads(1, 5, 8)
+    turn.settle("halves", attended(*turn(heads(1, 4, 5, 8), heads(1, 2, 5, 8), cos, cos)), Trace())
+    assert turn.is_direct is is_direct and turn.norms == ()
+    assert (turn._size, turn._heads) == (8, (4, 2, 8))
+
+
 def forward(names: str, **own: Callable[..., Any]) -> FunctionType:
     """A forward that calls functions by names in its globals."""
     scope: dict[str, Any] = {}

@@ -1,0 +1,132 @@
+"""Which residual sums wait for the norm after them: the fused kernel overwrites both operands, so
+nothing else may have a part in them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from sglcore.models.transformers_backend.kernel_layers import Norm, NormForm, PackedLinear
+from sglcore.models.transformers_backend.layer_trace import Trace
+
+Run = Callable[[Tensor, PackedLinear, Norm], object]
+SHAPE = (1, 3, 8)
+
+
+def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """A tensor of the walk."""
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+class Holds(nn.Module):
+    """A module with a parameter of the shape of hidden states, and a buffer that is one."""
+
+    rows: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(empty(*SHAPE), requires_grad=False)
+        self.register_buffer("rows", empty(*SHAPE))
+
+
+HELD = Holds()
+
+
+def is_addend(run: Run) -> bool:
+    """Whether the linear layer's result is an addend of a sum that waits, in the walk `run`."""
+    linear = PackedLinear(nn.Linear(8, 8, bias=False, device="meta"), "linear")
+    norm, trace = Norm("norm", empty(8), NormForm(1e-5, None)), Trace()
+    with trace.watching([HELD, linear, norm]):
+        run(empty(*SHAPE), linear, norm)
+    for each, heads in trace.heads().items():
+        each.heads, each.is_transposed = next(iter(heads))
+    found = trace.addends()
+    assert found <= {linear}
+    return bool(found)
+
+
+def twice(x: Tensor, linear: PackedLinear, norm: Norm) -> None:
+    """Add two results of one layer, each before a norm."""
+    first = x + linear(x * 2)
+    norm(first)
+    norm(first * 1 + linear(first * 3))
+
+
+def once_of_two(x: Tensor, linear: PackedLinear, norm: Norm) -> None:
+    """Add one of two results of a layer before a norm."""
+    norm(x + linear(x * 2))
+    linear(x * 3)
+
+
+def read_later(x: Tensor, linear: PackedLinear, norm: Norm) -> None:
+    """Use the residual after the sum."""
+    norm(x + linear(x * 2))
+    x * 2
+
+
+def read_before(x: Tensor, linear: PackedLinear, norm: Norm) -> None:
+    """Use the residual, but before the sum."""
+    made = linear(x * 2)
+    x * 3
+    norm(x + made)
+
+
+def addend_read(x: Tensor, linear: PackedLinear, norm: Norm) -> None:
+    """Use the addend before the sum."""
+    made = linear(x * 2)
+    made * 3
+    norm(x + made)
+
+
+@pytest.mark.parametrize(
+    ("run", "waits"),
+    [
+        (lambda x, linear, norm: norm(x + linear(x * 2)), True),
+        (lambda x, linear, norm: norm(linear(x * 2) + x), True),
+        (lambda x, linear, norm: norm(linear(x * 2)), False),
+        (lambda x, linear, norm: x + linear(x * 2), False),
+        (lambda x, linear, norm: norm((x + linear(x * 2)) * 1), False),
+        (lambda x, linear, norm: norm(x - linear(x * 2)), False),
+        (lambda x, linear, norm: norm(torch.add(x, linear(x * 2), alpha=2)), False),
+        (lambda x, linear, norm: norm(linear(x * 2) + 1.0), False),
+        (lambda x, linear, norm: norm(x + linear(x * 2) * 0.5), False),
+        (twice, True),
+        (once_of_two, False),
+        (read_later, False),
+        (read_before, True),
+        (addend_read, False),
+    ],
+)
+def test_a_sum_waits_if_a_norm_alone_reads_it(run: Run, waits: bool) -> None:
+    assert is_addend(run) is waits
+
+
+@pytest.mark.parametrize(
+    ("residual", "waits"),
+    [
+        (empty(*SHAPE), True),
+        (empty(2, 3, 8)[:1], False),
+        (empty(1, 4, 8)[:, :3], False),
+        (empty(1, 8, 3).transpose(1, 2), False),
+        (empty(1, 1, 8), False),
+        (empty(1, 1, 8).expand(*SHAPE), False),
+        (empty(*SHAPE, dtype=torch.bfloat16), False),
+        (HELD.weight, False),
+        (HELD.rows, False),
+        (HELD.rows.view(*SHAPE), False),
+    ],
+    ids=lambda value: f"{tuple(value.shape)} {value.dtype}" if isinstance(value, Tensor) else str(value),
+)
+def test_a_residual_that_is_overwritten_is_whole_and_no_weight(residual: Tensor, waits: bool) -> None:
+    assert is_addend(lambda x, linear, norm: norm(residual + linear(x * 2))) is waits
+
+
+def test_a_result_is_not_added_to_itself() -> None:
+    def run(x: Tensor, linear: PackedLinear, norm: Norm) -> None:
+        made = linear(x * 2)
+        norm(made + made)
+
+    assert not is_addend(run)
