@@ -125,8 +125,8 @@ class Notes(Keeper):
 
 def test_a_walk_runs_a_prompt_and_a_token_after_it() -> None:
     """What a class does with one token and a state must show in the walk too."""
-    module = Notes("sum")
     with torch.device("meta"):
+        module = Notes("sum")
         made = Mixer(0, module)
         found = made.module(torch.ones(1, 5, 4))
     assert module.noted == [(5, False), (1, True)]

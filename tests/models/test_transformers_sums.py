@@ -57,8 +57,9 @@ def twice(x: Tensor, linear: PackedLinear, norm: Norm) -> None:
 
 def once_of_two(x: Tensor, linear: PackedLinear, norm: Norm) -> None:
     """Add one of two results of a layer before a norm."""
-    norm(x + linear(x * 2))
-    linear(x * 3)
+    first, second = x * 2, x * 3
+    norm(x + linear(first))
+    linear(second)
 
 
 def read_later(x: Tensor, linear: PackedLinear, norm: Norm) -> None:
