@@ -169,7 +169,8 @@ def test_a_context_is_extended_by_yarn_alone(factor: float | None) -> None:
     for kind in ("linear", "dynamic", "yarn"):
         scaling = {"rope_type": kind, "factor": factor, "original_max_position_embeddings": 32}
         extended = max(64, int(32 * (factor or 1.0))) if kind == "yarn" else 64
-        assert read(rope_scaling=scaling).context_length == extended
+        found = read(rope_scaling=scaling)
+        assert (found.context_length, found.max_position_embeddings) == (extended, 64)
 
 
 SPARSE: dict[str, Any] = {"num_experts": 4, "moe_intermediate_size": 8, "num_experts_per_tok": 2}

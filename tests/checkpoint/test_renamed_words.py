@@ -169,3 +169,10 @@ def test_the_first_layers_of_lfm2_with_experts_are_dense(given: dict[str, int]) 
     found = read("Lfm2MoeForCausalLM", layer_types=["conv"] * 4, **given)
     assert found.moe is not None
     assert found.moe.layers == tuple(layer >= wanted.num_dense_layers for layer in range(4))
+
+
+@pytest.mark.parametrize(("said", "wanted"), [("-Infinity", -float("inf")), ("0.25", 0.25), ("Infinity", float("inf"))])
+def test_a_limit_that_json_has_no_word_for_is_read_by_its_own(said: str, wanted: float) -> None:
+    for limits in ([{"__float__": said}, 9.0], [-9.0, {"__float__": said}]):
+        found = mamba2_config(read("GraniteMoeHybridForCausalLM", time_step_limit=limits))
+        assert (found.dt_min, found.dt_max) == tuple(wanted if isinstance(each, dict) else each for each in limits)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from sglcore.device.errors import ConfigError
-from sglcore.models.transformers_backend.eager_attention import find_own, try_own
+from sglcore.models.transformers_backend.eager_attention import Own, find_own, try_own
 from sglcore.models.transformers_backend.shape_walk import AttentionCall, walk
 from sglcore.models.transformers_backend.verified_types import PROVEN
 from tests.models.test_transformers_models import empty
@@ -110,3 +110,20 @@ def test_a_window_that_is_lost_is_seen(monkeypatch: pytest.MonkeyPatch, tmp_path
     monkeypatch.setattr("sglcore.models.transformers_backend.eager_attention._window", lambda mask: None)
     with pytest.raises(ConfigError, match="GPTNeoSelfAttention .* attention differs"):
         load(tiny_model("gpt_neo", sizes_of("gpt_neo")), tmp_path)
+
+
+def test_only_masks_that_are_absent_and_a_bias_become_zeros() -> None:
+    own, hidden, mask = Own(nn.Identity()), torch.ones(1, 5, 4), torch.ones(1, 1, 5, 5)
+    given = {"hidden": hidden, "mask": mask, "bias": torch.ones(2, 4, 1, 3)}
+    assert own.without_places((), given) is given
+    own._masks = ["mask"]
+    assert own.without_places((), given) is given
+    for absent in ({"mask": None}, {}):
+        found = own.without_places((hidden,), absent)["mask"]
+        assert found.shape == (1, 1, 5, 5) and not found.any()
+    own._bias = "bias"
+    found = own.without_places((), given)
+    assert found["mask"] is mask and found["hidden"] is hidden
+    assert found["bias"].shape == (2, 4, 1, 5) and not found["bias"].any()
+    walked = {**given, "hidden": hidden.to("meta")}
+    assert own.without_places((), walked) is walked

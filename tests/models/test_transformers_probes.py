@@ -24,8 +24,10 @@ from sglcore.models.transformers_backend.module_probes import (
     tried,
 )
 from sglcore.models.transformers_backend.rotary_adapter import Turn, _turning_name, put_turns
+from sglcore.models.transformers_backend.router_detection import routing_of
 from sglcore.runtime.kernels.table import KernelTable
 from tests.models.test_transformers_replacements import halves
+from tests.models.test_transformers_routers import Choice, largest
 
 # -- norms, blocks, embeddings
 # --------------------------------------------------------------------------------------------------
@@ -167,6 +169,15 @@ def test_a_module_that_fails_or_gives_no_tensor_gives_nothing(error: type[Except
     assert tried(fails, x) is None and tried(lambda x: (x,), x) is None
     found = tried(lambda x: x * 2, x)
     assert found is not None and not found.requires_grad
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize(("chosen", "is_known"), [(3, True), (8, False)])
+def test_a_router_for_which_two_forms_give_the_same_is_none(chosen: int, is_known: bool, normalize: bool) -> None:
+    """Of all experts the weights sum to one, divided by their sum or not."""
+    form = routing_of(Choice(lambda logits: largest(logits, normalize, chosen)), torch.float32)
+    assert (form is not None) is is_known
+    assert form is None or form.rules.normalize is normalize
 
 
 # -- rotation

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from sglcore.models.transformers_backend.kernel_layers import Norm, NormForm, PackedLinear
+from sglcore.models.transformers_backend.kernel_replacement import _join
 from sglcore.models.transformers_backend.layer_trace import Trace
 
 Run = Callable[[Tensor, PackedLinear, Norm], object]
@@ -131,3 +132,26 @@ def test_a_result_is_not_added_to_itself() -> None:
         norm(made + made)
 
     assert not is_addend(run)
+
+
+@pytest.mark.parametrize(
+    ("given", "heads"),
+    [
+        ([empty(*SHAPE)], (None, False)),
+        ([empty(1, 3, 2, 8)], (2, False)),
+        ([empty(1, 3, 2, 8), empty(1, 5, 2, 8)], (2, False)),
+        ([empty(1, 3, 2, 8).transpose(1, 2)], (2, True)),
+        ([empty(1, 3, 2, 8), empty(1, 3, 4, 8)], (None, False)),
+        ([empty(1, 3, 4, 8), empty(1, 3, 2, 8)], (None, False)),
+        ([empty(1, 3, 2, 8), empty(*SHAPE)], (None, False)),
+        ([empty(1, 3, 2, 8), empty(1, 3, 2, 8).transpose(1, 2)], (None, False)),
+    ],
+    ids=str,
+)
+def test_a_norm_has_heads_if_all_its_calls_have_as_many(given: list[Tensor], heads: tuple[int | None, bool]) -> None:
+    norm, trace = Norm("norm", empty(8), NormForm(1e-5, None)), Trace()
+    with trace.watching([norm]):
+        for each in given:
+            norm(each)
+    _join(trace)
+    assert (norm.heads, norm.is_transposed) == heads
