@@ -3,6 +3,7 @@ encoders, language parts of vision models, layers with a state, and compressed a
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from sglcore.checkpoint.config_defaults import DEFAULTS
 from sglcore.checkpoint.encoder_config import ENCODERS, language_model
 from sglcore.checkpoint.model_config import ModelConfig, config_of
 from sglcore.checkpoint.recurrent_config import DeltaNetConfig, Mamba2Config, delta_net_config, mamba2_config
+from sglcore.device.errors import ConfigError
 from sglcore.models.architecture_registry import ARCHITECTURES
 
 SIZES: dict[str, Any] = {
@@ -56,6 +58,20 @@ def test_windows_of_a_modern_encoder_are_the_librarys(architecture: str, given: 
     assert found.rope.theta == ropes["full_attention"]["rope_theta"]
     assert found.local_rope is not None and found.local_rope.theta == ropes["sliding_attention"]["rope_theta"]
     assert found.hidden_act == wanted.hidden_activation
+
+
+@pytest.mark.parametrize("value", [True, 1.0, "1", [1], None])
+@pytest.mark.parametrize(
+    ("architecture", "name"),
+    [
+        ("RobertaModel", "pad_token_id"),
+        ("ModernBertModel", "local_attention"),
+        ("ModernBertModel", "global_attn_every_n_layers"),
+    ],
+)
+def test_a_number_of_an_encoder_is_a_whole_one(architecture: str, name: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=f"has {re.escape(f'{name} = {value!r}')}; wanted a whole number"):
+        read(architecture, **{name: value})
 
 
 @pytest.mark.parametrize("architecture", sorted(name for name in ENCODERS if "Roberta" in name))

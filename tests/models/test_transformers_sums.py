@@ -66,20 +66,20 @@ def once_of_two(x: Tensor, linear: PackedLinear, norm: Norm) -> None:
 def read_later(x: Tensor, linear: PackedLinear, norm: Norm) -> None:
     """Use the residual after the sum."""
     norm(x + linear(x * 2))
-    x * 2
+    torch.mul(x, 2)
 
 
 def read_before(x: Tensor, linear: PackedLinear, norm: Norm) -> None:
     """Use the residual, but before the sum."""
     made = linear(x * 2)
-    x * 3
+    torch.mul(x, 3)
     norm(x + made)
 
 
 def addend_read(x: Tensor, linear: PackedLinear, norm: Norm) -> None:
     """Use the addend before the sum."""
     made = linear(x * 2)
-    made * 3
+    torch.mul(made, 3)
     norm(x + made)
 
 
