@@ -155,7 +155,7 @@ class Checker:
         for check in list(self._checks.values()):
             if check.is_young and check.processor_seconds >= limits.young_seconds:
                 check.is_young = False
-                os.setpriority(os.PRIO_PROCESS, check.pid, LOWEST_PRIORITY)
+                _put_last(check.pid)
                 check.is_late = len(self._checks) - self._young > limits.slow
             if check.is_late or time.monotonic() >= check.begun + limits.most_seconds:
                 check.is_late = True
@@ -186,6 +186,20 @@ def first_line() -> tuple[bytes, bytes]:
         given += found
     first, _, rest = bytes(given).partition(b"\n")
     return first, rest
+
+
+def _put_last(pid: int) -> None:
+    """Give all threads of a process the lowest priority: Linux has one for each thread, and a check
+    works on a thread of its own."""
+    try:
+        threads = [int(each) for each in os.listdir(f"/proc/{pid}/task")]
+    except FileNotFoundError:
+        threads = [pid]
+    for each in threads:
+        try:
+            os.setpriority(os.PRIO_PROCESS, each, LOWEST_PRIORITY)
+        except ProcessLookupError:
+            pass  # it has ended
 
 
 def _confine(limits: CheckLimits) -> None:
