@@ -273,9 +273,33 @@ def test_a_text_can_be_cut_to_one_token_and_not_to_none(second: str | None) -> N
         CODEC.encode_texts("a fox ran", second, most=least - 1)
 
 
-def test_a_text_after_a_prompt_that_ends_inside_a_character_begins_after_that_character() -> None:
+@pytest.mark.parametrize("before", ["", "a long prompt with many words before its end"])
+def test_a_text_after_a_prompt_that_ends_inside_a_character_begins_after_that_character(before: str) -> None:
     ids = CODEC.encode("🙂 fox", special=False)
     inside = len(CODEC.encode("🙂", special=False)) - 1
     assert inside > 1
-    text = IncrementalDetokenizer(CODEC, [], skip_special=True, include_stop=False, prompt=ids[:inside])
+    prompt = [*CODEC.encode(before, special=False), *ids[:inside]]
+    text = IncrementalDetokenizer(CODEC, [], skip_special=True, include_stop=False, prompt=prompt)
     assert "".join(text.push([each]) for each in ids[inside:]) + text.finish() == " fox"
+
+
+def test_a_stop_string_among_bytes_that_form_no_character_ends_the_text() -> None:
+    for include in (False, True):
+        text = IncrementalDetokenizer(CODEC, [UNKNOWN], skip_special=True, include_stop=include)
+        shown = "".join(text.push([BYTES[0]]) for _ in range(12)) + text.finish()
+        assert shown == text.text == UNKNOWN * include and text.stopped_by == UNKNOWN
+        assert text.push([BYTES[0]]) == text.finish() == "" and text.taken == 0
+
+
+def test_a_stop_string_that_the_first_tokens_complete_is_shown_at_once() -> None:
+    ids = [CODEC.encode(letter, special=False)[0] for letter in "abab"]
+    text = IncrementalDetokenizer(CODEC, ["ab"], skip_special=True, include_stop=False, min_tokens=2)
+    assert [text.push([token]) for token in ids] == ["", "ab", "", ""] and text.stopped_by == "ab"
+
+
+@pytest.mark.parametrize("stop", [["a", "bcdefgh"], ["bcdefgh", "xx"], ["bcdefgh", "cdefgh", "d"]])
+def test_a_stop_string_is_found_wherever_its_tokens_begin(stop: list[str]) -> None:
+    ids = [CODEC.encode(letter, special=False)[0] for letter in "zbcdefghz"]
+    for size in (1, 2, 3, 9):
+        parts, text = grow(ids, [size] * (len(ids) // size), stop)
+        assert "".join(parts) == "z" + "bc" * ("d" in stop) and text.stopped_by == ("d" if "d" in stop else "bcdefgh")
