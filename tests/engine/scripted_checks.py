@@ -6,7 +6,7 @@ import os
 import resource
 import time
 from pathlib import Path
-from threading import Event, get_native_id
+from threading import Event, get_native_id, stack_size
 
 import msgspec
 
@@ -34,7 +34,7 @@ class Act(msgspec.Struct, frozen=True):
     environment: tuple[str, ...] = ()
     """Variables whose values are findings."""
     limit: str = ""
-    """A resource whose soft and hard limit are findings."""
+    """A resource whose soft and hard limit are findings; "stack": the bytes of a thread's stack."""
     says: tuple[str, ...] = ()
     """Further findings."""
 
@@ -57,7 +57,10 @@ def act(work: bytes) -> Verdict:
         os.write(1, asked.prints.encode())
         assert not os.read(0, 1)
     found = [os.environ[name] for name in asked.environment]
-    found += map(str, resource.getrlimit(getattr(resource, asked.limit)) if asked.limit else ())
+    if asked.limit:
+        found += map(
+            str, [stack_size()] if asked.limit == "stack" else resource.getrlimit(getattr(resource, asked.limit))
+        )
     return Verdict(0, said=(str(begin), str(time.monotonic()), *found, *asked.says))
 
 

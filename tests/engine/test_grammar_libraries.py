@@ -225,3 +225,12 @@ def test_the_first_reason_of_a_compiler_that_gives_up_is_kept(llguidance: Gramma
     assert not matcher.accept(z) and "ways to read the text at one place" in matcher.error
     first = matcher.error
     assert not matcher.accept(y) and allowed(matcher) == [] and matcher.error == first
+
+
+@pytest.mark.parametrize("text", ["<think>", "<|user|>"])
+def test_a_lark_grammar_may_name_a_mark_which_is_then_one_token(text: str, tokenizer: Tokenizer) -> None:
+    extended = Tokenizer.from_str(tokenizer.to_str())
+    extended.add_tokens([AddedToken("<think>", special=False)])
+    matcher = opened("llguidance", extended).backend.compile(Grammar("lark", f'start: {text} "x"')).start()
+    assert allowed(matcher) == [extended.token_to_id(text)] and matcher.accept(extended.token_to_id(text))
+    assert "x" in {extended.decode([token]) for token in allowed(matcher)}

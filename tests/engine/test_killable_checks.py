@@ -151,6 +151,11 @@ def test_a_check_is_held_to_its_memory_and_never_to_more_than_its_process(hard: 
     assert is_kept or 600 * MEBI + STACK_BYTES < soft < hard
 
 
+def test_a_check_has_the_stack_of_a_compilers_thread() -> None:
+    with Started(Act(limit="stack")) as checks:
+        assert checks.told().said[2:] == (str(STACK_BYTES),)
+
+
 def test_a_check_that_crashes_writes_no_image_of_its_memory() -> None:
     with Started(Act(limit="RLIMIT_CORE")) as checks:
         assert checks.told().said[2:] == ("0", "0")
