@@ -250,3 +250,10 @@ def test_a_template_or_a_parser_beside_it_is_refused(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="cannot be used: no tokenizer"):
             choose()
     assert EngineConfig().skip_tokenizer is False
+
+
+def test_tokens_without_text_are_all_taken_however_many_come(tmp_path: Path) -> None:
+    text = open_codec(tmp_path, skips=True).detokenizer((), skip_special=True, include_stop=False, prompt=[1, 2])
+    for ids in ([5], [], [5, 6, 7]):
+        assert text.push(ids) == "" and text.taken == len(ids)
+    assert text.finish() == text.text == "" and text.stopped_by is None
