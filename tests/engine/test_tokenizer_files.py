@@ -18,7 +18,7 @@ from transformers.utils import logging
 from sglcore.device.errors import ConfigError
 from sglcore.engine.model_download import TOKENIZER_FILES
 from sglcore.engine.start import embedded_model
-from sglcore.engine.tokenizers.converted_tokenizer import FILES
+from sglcore.engine.tokenizers.converted_tokenizer import FILES, _spelled
 from sglcore.engine.tokenizers.text_codec import TextCodec
 from sglcore.engine.tokenizers.tiktoken_tokenizer import _tekken, has_ranks
 from tests.engine.test_converted_tokenizer import SAMPLES, trained, write
@@ -246,3 +246,9 @@ def test_a_pattern_that_a_library_can_not_read_is_refused_with_the_reason(
     reason = "no such pattern" if by == "tiktoken" else ""
     with pytest.raises(ConfigError, match=rf"transformers cannot convert .*tiktoken\.model: .*{reason}; download it"):
         TextCodec(tmp_path)
+
+
+def test_unknown_characters_that_stand_together_count_as_one_whatever_they_are_called() -> None:
+    given = ["[X]", "<unk>", "a", "<unk>", "b", "b", "[X]", "[X]", "[X]"]
+    assert _spelled(given, {"[X]", "<unk>"}) == ["<unk>", "a", "<unk>", "b", "b", "<unk>"]
+    assert _spelled(given[1:5], set()) == given[1:5] and _spelled([], {"<unk>"}) == []
