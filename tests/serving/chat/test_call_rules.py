@@ -85,6 +85,14 @@ def test_a_template_that_was_seen_to_write_one_call_writes_no_more(
     assert not cases[name].accepts(one, cases[name].answer(("look", GOOD), ("look", GOOD)))
 
 
+@pytest.mark.parametrize("name", SEVERAL)
+@pytest.mark.parametrize("choice", [{"type": "function", "function": {"name": "look"}}, {"name": "look"}])
+def test_a_named_function_is_called_once(name: str, choice: dict[str, Any], cases: dict[str, Case]) -> None:
+    grammar = cases[name].format.tool_grammar(TOOLS, choice)
+    assert cases[name].accepts(grammar, cases[name].answer(("look", GOOD)))
+    assert not cases[name].accepts(grammar, cases[name].answer(("look", GOOD), ("look", GOOD)))
+
+
 @pytest.mark.parametrize("name", SORTED)
 def test_parameters_are_sorted_as_the_template_sorts_them(cases: dict[str, Case], name: str) -> None:
     names = ("b", "A", "c", "B2")
