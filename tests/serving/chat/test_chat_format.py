@@ -13,7 +13,7 @@ from sglcore.device.errors import ConfigError
 from sglcore.engine.start import embedded_model
 from sglcore.engine.tokenizers.chat_template import TextError
 from sglcore.engine.tokenizers.text_codec import TextCodec
-from sglcore.serving.chat.format import ChatFormat
+from sglcore.serving.chat.format import CUT, ChatFormat
 from sglcore.serving.chat.parsers.delta import calls_of, text_of
 from tests.serving.chat.checkpoints import FAMILIES, HERMES, codec_of, make_codec
 
@@ -267,3 +267,40 @@ def test_earlier_reasoning_is_under_each_of_its_names(tmp_path: Path) -> None:
     found = ChatFormat.detect(make_codec(tmp_path, template))
     for name in ("reasoning", "reasoning_content"):
         assert found.render([{"role": "assistant", "content": "c", name: "r"}]).text == "r|r|r"
+
+
+def test_a_variable_is_read_if_the_template_reads_it_that_writes_the_prompt(tmp_path: Path) -> None:
+    for_tools = HERMES.replace("enable_thinking", "speed")
+    both = [{"name": "default", "template": HERMES}, {"name": "tool_use", "template": for_tools}]
+    found = ChatFormat.detect(make_codec(tmp_path, None, settings={"chat_template": both}))
+    given: dict[str, Any] = {"chat_template_kwargs": {"z": 1, "speed": False, "enable_thinking": False, "a": 1}}
+    assert found.render([USER], **given).ignored == ("a", "speed", "z")
+    assert found.render([USER], tools=TOOLS, **given).ignored == ("a", "enable_thinking", "z")
+    assert found.render([USER], tools=TOOLS, tool_choice="none", **given).ignored == ("a", "speed", "z")
+    assert found.render([USER], tools=[], **given).ignored == ("a", "speed", "z")
+
+
+def test_tools_that_may_not_be_called_are_neither_shown_nor_read(formats: dict[str, ChatFormat]) -> None:
+    text = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
+    for choice, is_offered in (("auto", True), ("required", True), ({"name": "f"}, True), ("none", False)):
+        shown = formats["hermes"].render([USER], tools=TOOLS, tool_choice=choice).text
+        assert ("Tools: " in shown) is is_offered
+        read = formats["hermes"].stream(tools=TOOLS, reasoning_open=False, tool_choice=choice).whole(text)
+        assert bool(calls_of(read)) is is_offered and text_of(read, "content") == ("" if is_offered else text)
+    assert formats["plain"].render([USER], tools=TOOLS, tool_choice="none").text.endswith("assistant\n")
+
+
+def test_a_message_that_holds_the_mark_of_its_own_end_goes_on_after_it(formats: dict[str, ChatFormat]) -> None:
+    content = f"one{CUT}two"
+    found = formats["plain"].render(
+        [USER, {"role": "assistant", "content": content}], add_generation_prompt=False, continue_final_message=True
+    )
+    assert found.text.endswith(content)
+
+
+def test_a_template_that_drops_the_last_message_can_not_go_on_with_it(tmp_path: Path) -> None:
+    template = "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}"
+    found = ChatFormat.detect(make_codec(tmp_path, template))
+    for last in ({"role": "assistant", "content": "x"}, {"role": "assistant", "content": ""}):
+        with pytest.raises(TextError, match="leaves out the end of the last message"):
+            found.render([USER, last], add_generation_prompt=False, continue_final_message=True)
