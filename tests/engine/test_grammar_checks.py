@@ -27,7 +27,7 @@ from sglcore.engine.structured_output.grammar_size import MOST_WRITTEN_OUT, refu
 from sglcore.engine.structured_output.grammar_vocabulary import Vocabulary, first_steps
 from sglcore.engine.structured_output.killable_checks import CheckJob, OnVerdict, Verdict
 from sglcore.engine.structured_output.killable_checks_process import Check
-from sglcore.sampling.grammar_spec import Grammar, GrammarBusy, GrammarError, GrammarKind
+from sglcore.sampling.grammar_spec import Grammar, GrammarBusy, GrammarError, GrammarKind, Thinking
 from tests.engine.test_grammar_backends import EOS, SIZE, Fake, Startable
 
 PATIENCE = 120.0
@@ -291,3 +291,37 @@ def test_a_check_has_taken_the_cpu_time_of_its_process_whatever_time_has_passed(
         check = Check(CheckJob(1, msgspec.Raw(b"{}")), waiting.pid, -1, time.monotonic() - 1000.0)
         assert check.processor_seconds < 100.0
     assert check.processor_seconds >= 1000.0
+
+
+def test_a_grammar_whose_check_can_not_start_is_refused_for_now_and_tried_again() -> None:
+    class Full(Told):
+        def submit(self, grammar: Grammar, told: OnVerdict) -> None:
+            if not self.asked:
+                self.asked.append(grammar)
+                raise OSError("no more processes")
+            super().submit(grammar, told)
+
+    grammars = Grammars(Fake(lambda grammar: Startable()), Full(Verdict(1)))
+    with pytest.raises(GrammarBusy, match="checks grammars cannot start: no more processes; try again later"):
+        grammars.compile(Grammar("regex", "a")).start()
+    assert grammars.compile(Grammar("regex", "a")).start() == "started"
+    grammars.close()
+
+
+def test_what_has_waited_as_long_as_it_may_is_done_and_is_waited_for_no_longer() -> None:
+    blocked = Held()
+    grammars = Grammars(Fake(blocked.compile), seconds=0.05)
+    compiling = grammars.compile(Grammar("regex", "held"))
+    begin = time.monotonic()
+    assert compiling.wait(PATIENCE) and compiling.is_done and time.monotonic() < begin + PATIENCE
+    with pytest.raises(GrammarBusy, match="waited 0.05 s"):
+        compiling.start()
+    blocked.go.set()
+    grammars.close()
+
+
+def test_what_has_no_grammar_is_not_checked() -> None:
+    checks = Told()
+    grammars = Grammars(Fake(lambda grammar: Startable()), checks)
+    assert grammars.compile(None, Thinking("end", "end")).wait(PATIENCE) and not checks.asked
+    grammars.close()

@@ -221,3 +221,15 @@ def test_proposals_change_no_text_that_thinks_first(model: Constrained) -> None:
 def test_it_crosses_to_the_engine_with_the_other_parameters() -> None:
     params = SamplingParams(grammar=BOUND, thinking=Thinking(END, f"!{END}", "<think>", 4, may_stop=True))
     assert unpack_params(pack_params(params)) == params
+
+
+def test_a_mark_that_begins_as_it_ends_is_followed_from_its_longest_beginning(plain: Tokenizer) -> None:
+    mark = "abab"
+    crossing = Tokenizer.from_str(plain.to_str())
+    crossing.add_tokens([AddedToken("b!", special=False), AddedToken("bab!", special=False)])
+    short, long = crossing.token_to_id("b!"), crossing.token_to_id("bab!")
+    for text, barred in (("x aba", {short, long}), ("x a", {long}), ("x ab", set[int]())):
+        matcher = started("llguidance", crossing, BOUND, Thinking(mark, mark))
+        for letter in text:
+            assert matcher.accept(crossing.encode(letter, add_special_tokens=False).ids[-1])
+        assert {short, long} - set(mask(matcher, crossing)) == barred, text
