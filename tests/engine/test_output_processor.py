@@ -11,7 +11,7 @@ from random import Random
 
 import pytest
 
-from sglcore.engine.output_processor import OutputProcessor
+from sglcore.engine.output_processor import EarlyEnd, OutputProcessor
 from sglcore.engine.outputs import Completion, TextDelta
 from sglcore.engine.start import embedded_model
 from sglcore.engine.tokenizers.detokenizer import IncrementalDetokenizer
@@ -121,6 +121,46 @@ def test_a_text_that_stops_before_its_sample_is_refused_is_not(stops: bool) -> N
     found = samples.output.outputs[0]
     wanted = ("stop", "", False) if stops else ("error", "no such token", True)
     assert (found.finish_reason, found.error, found.refused) == wanted
+
+
+@pytest.mark.parametrize("stops", ["by its text", "by its tokens", "not"])
+def test_a_sample_is_ended_early_only_where_its_text_ends_before_its_tokens(stops: str) -> None:
+    samples = processor(stop=["c"] if stops == "by its text" else [])
+    ids = CODEC.encode("a b c", special=False)
+    last = EngineOutput("r", 1, ids)
+    if stops == "by its tokens":
+        last.finish_reason, last.stop_cause = "stop", ids[-1]
+    samples.take(last)
+    assert samples.early_end(last) == (EarlyEnd(1, "c") if stops == "by its text" else None)
+    if stops == "by its text":
+        last.finish_reason = "length"
+        assert samples.early_end(last) is None, "its tokens have ended too"
+
+
+def test_a_text_that_can_not_be_made_ends_its_sample_with_the_reason_and_no_other() -> None:
+    class Broken(IncrementalDetokenizer):
+        def push(self, ids: Sequence[int]) -> str:
+            raise LookupError("no such token: 7")
+
+    samples = processor()
+    ids = CODEC.encode("a b", special=False)
+    samples._texts[1].__class__ = Broken
+    output = EngineOutput("r", 1, ids)
+    reason = "its tokens cannot be decoded to text: LookupError: no such token: 7"
+    assert samples.take(output) == TextDelta("r", 1, "", (), "error", error=reason)
+    assert samples.early_end(output) == EarlyEnd(1, None)
+    other, ended = samples.output.outputs
+    assert (ended.finish_reason, ended.error, ended.text) == ("error", reason, "") and not ended.refused
+    assert samples.take(output) is None and samples.take(EngineOutput("r", 0, ids)) is not None
+    assert other.text == "a b" and other.finish_reason is None
+
+
+@pytest.mark.parametrize("seed", [0, 9])
+def test_each_sample_has_its_number_and_the_seed_of_the_request(seed: int) -> None:
+    samples = OutputProcessor(CODEC, "r", "a", [5], SamplingParams(n=3), seed)
+    for _ in range(2):
+        assert [(each.index, each.seed) for each in samples.output.outputs] == [(n, seed) for n in range(3)]
+        samples.restart()
 
 
 @dataclass

@@ -98,3 +98,12 @@ def test_a_refused_request_does_not_keep_its_name(prompt: list[int]) -> None:
     assert not engine.has_work
     assert engine.add([1, 2], SamplingParams(), "again").request_id == "again"
     engine.close()
+
+
+@pytest.mark.parametrize("seed", [0, 7, 2**64 - 1, None])
+def test_a_request_has_the_seed_that_it_names_or_a_new_one(seed: int | None) -> None:
+    engine = Engine(ConstantWorker(make_limits()), embedded_model())
+    found = [engine.add([1, 2], SamplingParams(seed=seed, n=2)).outputs for _ in range(2)]
+    seeds = [sample.seed for samples in found for sample in samples]
+    assert len(set(seeds)) == (1 if seed is not None else 2) and seed in (None, seeds[0])
+    engine.close()

@@ -1,0 +1,208 @@
+"""The steps of an engine's token side: what each waits for, what the page side is given, and what
+an end leaves behind."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from sglcore.device.batch import ScheduleBatch
+from sglcore.device.worker import BatchResult, Ticket
+from sglcore.engine.token_engine import SampleGroup, TokenEngine
+from sglcore.sampling.grammar_spec import Grammar, Thinking, TokenRules
+from sglcore.sampling.params import SamplingParams
+from sglcore.schedule.request import Request
+from sglcore.schedule.request_errors import RequestError
+from sglcore.schedule.request_output import EngineOutput
+from tests.engine.test_ended_requests import ConstantWorker, known
+from tests.schedule.fake_worker import make_limits
+
+FREE = SamplingParams(max_tokens=4)
+BOUND = SamplingParams(max_tokens=4, grammar=Grammar("regex", "a"))
+
+
+class Compiler:
+    """Grammars that are compiled when `is_done` is set; records each wait, and each compilation."""
+
+    def __init__(self) -> None:
+        self.is_done = False
+        self.waits: list[float] = []
+        self.given: list[tuple[Any, ...]] = []
+
+    def compile(self, *given: Any) -> Compiler:
+        self.given.append(given)
+        return self
+
+    def wait(self, seconds: float) -> bool:
+        self.waits.append(seconds)
+        return self.is_done
+
+    def start_after(self, prompt: Any) -> tuple[None, None]:
+        return None, None
+
+    def close(self) -> None: ...
+
+
+def compiling(compiler: Any, **limits: Any) -> TokenEngine:
+    return TokenEngine(ConstantWorker(make_limits(**limits)), frozenset(), open_grammars=lambda: compiler)
+
+
+def test_a_step_waits_a_moment_for_a_compiler_only_where_no_other_request_can_run() -> None:
+    compiler = Compiler()
+    engine = compiling(compiler)
+    engine.add("bound", [1, 2], BOUND, 0)
+    engine.step()
+    (wait,) = compiler.waits
+    assert 0 < wait < 0.1
+    engine.add("free", [1, 2], FREE, 0)
+    while engine.loop.has_work:
+        engine.step()
+    assert compiler.waits == [wait] and engine.num_compiling == 1
+    compiler.is_done = True
+    ended = [each.index for _ in range(9) if engine.has_work for each in engine.step() if each.finished]
+    assert ended == [0] and not engine.has_work
+    engine.close()
+
+
+def test_a_compiler_is_opened_once_and_with_the_first_request_that_needs_it() -> None:
+    compiler, opened = Compiler(), list[Any]()
+
+    def open_grammars() -> Any:
+        opened.append(compiler)
+        return compiler
+
+    engine = TokenEngine(ConstantWorker(make_limits()), frozenset(), open_grammars=open_grammars)
+    engine.add("free", [1, 2], FREE, 0)
+    assert not opened
+    for name in ("first", "second"):
+        engine.add(name, [1, 2], BOUND, 0)
+    assert len(opened) == 1 and len(compiler.given) == 2
+    engine.close()
+
+
+def test_a_compiler_is_given_all_that_binds_an_output() -> None:
+    compiler = Compiler()
+    engine = compiling(compiler, takes_changes=True)
+    thinking, rules = Thinking("</think>", "</think>"), TokenRules(allowed=(3, 4))
+    params = replace(BOUND, thinking=thinking, token_rules=rules, dry_multiplier=0.8)
+    engine.add("bound", [1, 2], params, 0)
+    assert params.repetition is not None
+    assert compiler.given == [(params.grammar, thinking, rules, params.repetition)]
+    engine.close()
+
+
+def test_a_request_that_can_never_run_is_refused_before_its_grammar_is_compiled() -> None:
+    compiler = Compiler()
+    engine = compiling(compiler, max_model_len=32)
+    for prompt, why in (([], "is empty"), ([1] * 32, "has 32 tokens")):
+        with pytest.raises(RequestError, match=why):
+            engine.add("bound", prompt, BOUND, 0)
+    assert not compiler.given and not engine.num_compiling and not engine.has_work
+    engine.close()
+
+
+class Sending:
+    """A page side that records the outputs that it may send, and answers for one of its own."""
+
+    has_work, lacks = False, ""
+
+    def __init__(self) -> None:
+        self.sent: list[list[tuple[str, str | None]]] = []
+        self.begun: list[EngineOutput] = []
+
+    def mark(self, requests: list[Request]) -> None:
+        """Leave all requests to this engine."""
+
+    def begin(self, seconds: float) -> list[EngineOutput]:
+        begun, self.begun = self.begun, []
+        return begun
+
+    def end(self, outputs: list[EngineOutput]) -> list[EngineOutput]:
+        self.sent.append([(each.request_id, each.finish_reason) for each in outputs])
+        return [each for each in outputs if each.request_id != "theirs"]
+
+    def close(self) -> None: ...
+
+
+class Fragile(ConstantWorker):
+    """A worker of which each step can be made to fail."""
+
+    fails = False
+
+    def submit(self, batch: ScheduleBatch) -> Ticket:
+        if self.fails:
+            raise RuntimeError("the device is gone")
+        return super().submit(batch)
+
+
+def test_outputs_after_a_failure_go_through_the_page_side_as_those_of_a_step_do() -> None:
+    """A request of another engine that a failure ends is answered, and is no output here."""
+    side: Any = Sending()
+    worker = Fragile(make_limits())
+    engine = TokenEngine(worker, frozenset(), open_pages=lambda engine: side)
+    for name in ("ours", "theirs"):
+        engine.add(name, [1, 2], FREE, 0)
+    worker.fails = True
+    with pytest.raises(RuntimeError, match="the device is gone"):
+        engine.step()
+    assert not side.sent
+    assert [(each.request_id, each.finish_reason) for each in engine.drain()] == [("ours", "error")]
+    assert side.sent == [[("ours", "error"), ("theirs", "error")]]
+    engine.close()
+
+
+def test_requests_that_a_failure_or_another_engine_ends_are_forgotten() -> None:
+    """An embedding that the failure ends has its error, and is no output."""
+    before = known(SampleGroup)
+    side: Any = Sending()
+    worker = Fragile(make_limits())
+    engine = TokenEngine(worker, frozenset(), open_pages=lambda engine: side)
+    (elsewhere,) = engine.add("elsewhere", [1, 2], FREE, 0)
+    engine.step()
+    ended = engine.scheduler.abort(elsewhere.rid)
+    assert ended is not None
+    side.begun = [ended]
+    assert [each.request_id for each in engine.step() if each.finished] == ["elsewhere"]
+    engine.add("here", [1, 2], FREE, 0)
+    embedded = engine.embed("embed", [1, 2])
+    worker.fails = True
+    while engine.has_work:
+        with pytest.raises(RuntimeError, match="the device is gone"):
+            engine.step()
+        assert {each.request_id for each in engine.drain()} <= {"here"}
+    assert "the device is gone" in str(embedded.error)
+    assert not known(SampleGroup) - before
+    engine.close()
+
+
+class Counted(ConstantWorker):
+    """A worker that records its calls."""
+
+    def __init__(self, **limits: Any) -> None:
+        super().__init__(make_limits(**limits))
+        self.calls: list[str] = []
+
+    def submit(self, batch: ScheduleBatch) -> Ticket:
+        self.calls.append("submit")
+        return super().submit(batch)
+
+    def collect(self, ticket: Ticket) -> BatchResult:
+        self.calls.append("collect")
+        return super().collect(ticket)
+
+    def close(self) -> None:
+        self.calls.append("close")
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_step_in_flight_is_collected_before_the_worker_is_closed(overlap: bool) -> None:
+    worker = Counted(runs_ahead=True)
+    engine = TokenEngine(worker, frozenset(), overlap=overlap)
+    engine.add("r", [1, 2], FREE, 0)
+    engine.step()
+    assert worker.calls == (["submit"] if overlap else ["submit", "collect"])
+    engine.close()
+    engine.close()
+    assert worker.calls == ["submit", "collect", "close"]
