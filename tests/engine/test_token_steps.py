@@ -177,6 +177,19 @@ def test_requests_that_a_failure_or_another_engine_ends_are_forgotten() -> None:
     engine.close()
 
 
+def test_progress_says_what_was_cached_from_the_first_report_on() -> None:
+    engine = TokenEngine(ConstantWorker(make_limits(max_batch_tokens=16)), frozenset())
+    reports: list[list[tuple[int, int]]] = []
+    for last in (7, 8):
+        engine.add("r", [*[3] * 40, last], FREE, 0, progress=True)
+        outputs = [each for _ in range(99) if engine.has_work for each in engine.step()]
+        reports.append([(each.cached_tokens, each.processed) for each in outputs if each.is_progress])
+        (first, *_) = (each for each in outputs if each.token_ids)
+        assert {each for each, _ in reports[-1]} == {first.cached_tokens}
+    assert reports == [[(0, 16), (0, 32), (0, 41)], [(40, 41)]]
+    engine.close()
+
+
 class Counted(ConstantWorker):
     """A worker that records its calls."""
 

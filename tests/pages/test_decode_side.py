@@ -3,14 +3,18 @@ prompt engines do to a request."""
 
 from __future__ import annotations
 
+import logging
+import threading
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import numpy as np
 import pytest
 
+from sglcore.device.errors import ConfigError
 from sglcore.device.page_transfer import PeerLost, Told
+from sglcore.engine.disaggregation import decode_side
 from sglcore.engine.disaggregation.decode_side import MOST_TRIES, DecodeSide
 from sglcore.engine.disaggregation.transfer_messages import Ask, First, Refusal
 from sglcore.engine.token_engine import TokenEngine
@@ -222,3 +226,98 @@ def test_samples_of_a_prompt_are_sent_each_by_itself(playing: Playing) -> None:
     assert prompts == [[1, 2, 3]] * 2
     first, second = (set(np.frombuffer(ask.pages, "<i4").tolist()) for _, ask in playing.transfer.asked)
     assert first and second and not first & second
+
+
+def test_samples_wait_for_no_other_sample_of_their_prompt(playing: Playing) -> None:
+    requests = playing.engine.add("a", [1, 2, 3], SamplingParams(max_tokens=3, n=3), 7)
+    assert [(each.is_remote, each.leader) for each in requests] == [(True, None)] * 3
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_where_no_engine_is_left_all_that_wait_end_in_one_step(count: int) -> None:
+    playing = Playing()
+    playing.add(*map(str, range(count)))
+    outputs = playing.hear()
+    assert [(each.request_id, each.is_unserved) for each in outputs] == [(str(n), True) for n in range(count)]
+    assert not playing.engine.has_work
+    playing.engine.close()
+
+
+@pytest.mark.parametrize("word", [Refusal(1, "broken"), "it is gone"], ids=["broken", "gone"])
+def test_a_prompt_that_nobody_wants_any_more_is_asked_of_no_other_engine(word: Refusal | str, playing: Playing) -> None:
+    playing.add("a")
+    playing.hear()
+    playing.transfer.drains = False
+    playing.engine.abort("a")
+    assert playing.hear((1, word)) == [] and len(playing.asked) == 1
+    assert not playing.transfer.open and not playing.engine.has_work
+
+
+def test_a_writer_is_told_to_stop_before_others_are_listened_to_and_its_pages_serve_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its answer may come in the same step, in which its pages are lent again."""
+    playing = Playing(1)
+    playing.engine.close()
+    limits = make_limits(num_pages=16)
+    playing.engine = TokenEngine(
+        ConstantWorker(limits), frozenset(), open_pages=lambda engine: DecodeSide(playing.transfer, engine, ["host1:1"])
+    )
+    transfer = playing.transfer
+    for name, token in (("first", 5), ("second", 6)):
+        playing.engine.add(name, [token] * 60, SamplingParams(max_tokens=2), 7)
+    playing.hear()
+    assert len(playing.asked) == 1, "there is room for one"
+    transfer.drains = False
+    playing.engine.abort("first")
+
+    def receive(seconds: float) -> list[Told]:
+        transfer.drains = bool(transfer.cancelled)
+        return []
+
+    monkeypatch.setattr(transfer, "receive", receive)
+    playing.hear()
+    assert (transfer.cancelled, transfer.open) == ([1], {2}) and len(playing.asked) == 2
+    playing.engine.close()
+
+
+class Sought(Played):
+    """A transfer that records where it connects: nobody is at host1, host2 refuses, and host3
+    answers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tried: list[str] = []
+        self.enough = threading.Event()
+
+    def connect(self, address: str) -> int:
+        self.tried.append(address)
+        if self.tried.count("host1:1") == 4:
+            self.enough.set()
+        if address == "host1:1":
+            raise PeerLost("nobody is there")
+        if address == "host2:1":
+            raise ConfigError("pages here have another layout")
+        self.peers = (3,)
+        return 3
+
+
+def test_engines_that_are_gone_are_tried_again_until_the_end_and_a_refusal_is_logged_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(decode_side, "RETRY_SECONDS", 0.001)
+    before, transfer = threading.enumerate(), Sought()
+    addresses = [f"host{number}:1" for number in (1, 2, 3)]
+    with caplog.at_level(logging.WARNING):
+        engine = TokenEngine(
+            ConstantWorker(make_limits()),
+            frozenset(),
+            open_pages=lambda engine: DecodeSide(cast(Any, transfer), engine, addresses),
+        )
+        assert transfer.enough.wait(30.0)
+        engine.close()
+    tried = list(transfer.tried)
+    assert tried[:3] == addresses and tried.count("host3:1") == 1, "an engine that answers is not tried again"
+    assert tried.count("host2:1") >= 3
+    assert [each.getMessage() for each in caplog.records] == ["pages here have another layout"]
+    assert set(threading.enumerate()) <= set(before) and transfer.tried == tried

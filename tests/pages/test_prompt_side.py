@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from sglcore.device.page_transfer import Progress, Told, Transfer
+from sglcore.device.worker import TokenLogprobs
 from sglcore.engine.disaggregation.prefill_side import PromptSide
-from sglcore.engine.disaggregation.transfer_messages import Ask, First, Refusal
+from sglcore.engine.disaggregation.transfer_messages import Ask, First, Refusal, unpack_logprobs
 from sglcore.sampling.params import SamplingError, SamplingParams
 from sglcore.sampling.plain_params import pack_params
 from sglcore.schedule.request_errors import RequestError
@@ -214,3 +215,77 @@ def test_outputs_of_its_own_clients_are_returned() -> None:
     _, side = prompted()
     own = EngineOutput("r", 0, [4])
     assert side.end([EngineOutput("@2:5", 3, [9]), own]) == [own]
+
+
+@pytest.mark.parametrize(("tokens", "cells"), [(13, 15), (14, 16), (15, 17), (16, 17), (16, 18)])
+def test_pages_beyond_the_prompt_are_not_sent(tokens: int, cells: int) -> None:
+    """A step that runs ahead may already have a cell for the token after the first one."""
+    played, side = prompted(first_page=0)
+    request = played.request
+    request.prompt_ids, request.pages = np.arange(tokens), [10, 11, 12, 13, 14]
+    request.num_cells, request.output_ids = cells, [9]
+    side.end([])
+    assert [pages for _, _, pages, _ in played.written] == [[10, 11, 12, 13]]
+
+
+def test_pages_that_a_preempted_request_does_not_have_yet_are_not_sent() -> None:
+    played, side = prompted(first_page=0)
+    request = played.request
+    request.pages, request.num_cells = [10], 12
+    side.end([])
+    side.end([])
+    assert [pages for _, _, pages, _ in played.written] == [[10]]
+    request.pages = [20, 21, 22]
+    side.end([])
+    assert [(pages, target) for _, _, pages, target in played.written[1:]] == [([21, 22], [1, 2])]
+
+
+@pytest.mark.parametrize("is_lost", [True, False])
+def test_of_a_prompt_that_its_peer_ends_no_more_pages_and_no_answer_are_sent(is_lost: bool) -> None:
+    """Its pages are released when those on their way have been read."""
+    played, side = prompted(first_page=0)
+    request = played.request
+    request.pages, request.num_cells = [10, 11, 12, 13], 4
+    side.end([])
+    request.num_cells = 12
+    played.news.append(Told(2, lost="it is gone") if is_lost else Told(2, cancelled=5))
+    side.begin(0.0)
+    side.end([])
+    assert played.aborted == ["@2:5"] and len(played.written) == 1 and not played.released
+    played.transfers[0].progress = Progress.DONE
+    side.end([])
+    assert played.released == [request] and not played.answers and not side.has_work
+
+
+@pytest.mark.parametrize("reason", ["abort", "error"])
+def test_a_prompt_that_ends_here_without_a_token_is_refused_with_a_reason(reason: Any) -> None:
+    played, side = prompted()
+    side.end([EngineOutput("@2:5", 3, [], reason)])
+    assert played.answers == [Refusal(5, "the prompt engine: its prompt was aborted")]
+    assert played.released == [played.request] and not side.has_work
+
+
+def test_the_first_token_brings_the_log_probabilities_of_the_prompt_and_of_itself() -> None:
+    def scored(*tokens: int) -> TokenLogprobs:
+        ids = np.array(tokens, np.int32)
+        return TokenLogprobs(ids.astype(np.float32), ids, ids[:, None], ids[:, None].astype(np.float32))
+
+    played, side = prompted()
+    request = played.request
+    request.pages, request.num_cells, request.output_ids = [10, 11, 12, 13], 14, [9]
+    request.logprobs, request.prompt_logprobs = [scored(9)], [scored(1, 2), scored(3)]
+    side.end([EngineOutput("@2:5", 3, [9], "length")])
+    played.transfers[0].progress = Progress.DONE
+    side.end([])
+    (answer,) = played.answers
+    assert isinstance(answer, First) and answer.token == 9
+    found = [unpack_logprobs(each).chosen.tolist() for each in (answer.logprobs, *answer.prompt_logprobs)]
+    assert found == [[9.0], [1.0, 2.0], [3.0]]
+
+
+def test_messages_that_have_arrived_are_work_though_nothing_is_computed() -> None:
+    played, side = prompted(RequestError("it is too long"))
+    found: list[bool] = []
+    for played.has_news in (False, True):
+        found.append(side.has_work)
+    assert found == [False, True]
