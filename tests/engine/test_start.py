@@ -46,6 +46,7 @@ LIMITS = Limits(64, 4, 4, 64, 64, 100)
         (True, False, True, True, False),
         (True, True, False, False, True),
         (False, True, True, False, False),
+        (False, True, False, False, False),
     ],
 )
 def test_overlap_is_on_where_it_saves_time_unless_asked_otherwise(
@@ -55,7 +56,9 @@ def test_overlap_is_on_where_it_saves_time_unless_asked_otherwise(
     found, row = choose_overlap(EngineConfig(overlap=given), limits)
     assert (found, row.downgrade) == (effective, downgrade)
     assert row.effective == ("on" if effective else "off")
-    assert (row.reason == IN_TURN) == (not can)
+    assert (row.reason == IN_TURN) == (not can and given is not False)
+    assert (row.reason == "requested") == (given is not None and (can or not given))
+    assert row.requested == {None: "auto", True: "on", False: "off"}[given]
 
 
 @pytest.mark.parametrize(
@@ -210,6 +213,12 @@ def test_a_worker_is_closed_if_the_start_fails_after_its_bring_up(
     with pytest.raises(ConfigError, match="too late"):
         start(EngineConfig(device="cpu"))
     assert worker.closed == 1
+
+
+@pytest.mark.parametrize("widths", [{"dp": 2}, {"ep": 2}, {"tp": 3, "dp": 2}])
+def test_shards_and_expert_ranks_without_ranks_for_them_are_refused(widths: dict[str, int]) -> None:
+    with pytest.raises(ConfigError, match=" and ".join(f"{name} is {n}" for name, n in widths.items() if name != "tp")):
+        start(EngineConfig(device="cpu", threads=1, max_requests=1, **widths))  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.parametrize("generates", [True, False])
