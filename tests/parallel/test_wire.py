@@ -7,10 +7,11 @@ import struct
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
-from sglcore.engine.ranks.wire import LONGEST_HELLO, MAGIC, Channel, Gone, Kind
+from sglcore.engine.ranks.wire import LONGEST_HELLO, MAGIC, Channel, Gone, Kind, connect, listen, tcp_address
 
 HEAD = struct.Struct("<HHIQ")
 MOST = 3000
@@ -82,3 +83,74 @@ def test_after_a_limit_there_may_be_none(ends: tuple[Channel, socket.socket]) ->
     there.sendall(HEAD.pack(MAGIC, Kind.STEP, 7, 3) + b"abc")
     found = channel.receive()
     assert (found.kind, bytes(found.body)) == (Kind.STEP, b"abc")
+
+
+@pytest.mark.parametrize(("size", "fits"), [(5, True), (6, False)])
+def test_a_frame_may_be_as_long_as_its_limit(size: int, fits: bool, ends: tuple[Channel, socket.socket]) -> None:
+    channel, there = ends
+    there.sendall(HEAD.pack(MAGIC, Kind.STEP, 7, size) + bytes(size))
+    if fits:
+        assert bytes(channel.receive(5).body) == bytes(size)
+        return
+    with pytest.raises(Gone, match="not a frame"):
+        channel.receive(5)
+
+
+def test_a_stream_over_tcp_knows_both_addresses_and_waits_for_nothing() -> None:
+    """A small frame is sent at once, and a stream has no limit until one is set."""
+    listener, address = listen(None, "127.0.0.2")
+    assert address == f"tcp:127.0.0.2:{listener.getsockname()[1]}"
+    stream = connect(address, 5.0)
+    accepted, _ = listener.accept()
+    assert stream.gettimeout() is None
+    theirs, ours = Channel(stream, 7), Channel(accepted, 7)
+    assert theirs.addresses == ("127.0.0.2", ours.addresses[0]) and ours.addresses[1] == "127.0.0.2"
+    for each in (stream, accepted):
+        assert each.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+    for each in (theirs, ours, listener):
+        each.close()
+    assert stream.fileno() == accepted.fileno() == -1
+    with pytest.raises(OSError):
+        _ = ours.addresses
+
+
+def test_a_leader_listens_at_the_port_that_it_is_given() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        port = found.getsockname()[1]
+    listener, address = listen(None, "127.0.0.1", port)
+    assert address == tcp_address("127.0.0.1", port) and listener.getsockname() == ("127.0.0.1", port)
+    listener.close()
+
+
+@pytest.mark.skipif(not socket.has_ipv6, reason="the machine has no longer addresses")
+def test_a_longer_address_is_listened_at_and_found() -> None:
+    try:
+        listener, address = listen(None, "::1")
+    except OSError:
+        pytest.skip("the machine has no longer loopback address")
+    stream = connect(address, 5.0)
+    assert stream.getpeername()[0] == "::1"
+    stream.close()
+    listener.close()
+
+
+def test_a_folder_has_the_address_of_its_leader(tmp_path: Path) -> None:
+    listener, address = listen(tmp_path)
+    assert address == f"unix:{tmp_path / 'ranks'}"
+    theirs = Channel(connect(address), 7)
+    ours = Channel(listener.accept()[0], 7)
+    theirs.send(Kind.BEAT, b"x")
+    assert bytes(ours.receive().body) == b"x"
+    for each in (theirs, ours, listener):
+        each.close()
+
+
+def test_who_sends_to_an_end_that_is_gone_is_told(ends: tuple[Channel, socket.socket]) -> None:
+    channel, there = ends
+    there.close()
+    with pytest.raises(Gone, match="the other end of a channel is gone"):
+        while True:
+            channel.send(Kind.BEAT, bytes(4096))
+    channel.close()
+    channel.close()
+    channel.hang_up()
