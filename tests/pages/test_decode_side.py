@@ -19,6 +19,8 @@ from sglcore.engine.disaggregation.decode_side import MOST_TRIES, DecodeSide
 from sglcore.engine.disaggregation.transfer_messages import Ask, First, Refusal
 from sglcore.engine.token_engine import TokenEngine
 from sglcore.sampling.params import SamplingParams
+from sglcore.schedule.prompt_embeds import PromptEmbeds
+from sglcore.schedule.request_errors import RequestError
 from sglcore.schedule.request_output import EngineOutput
 from tests.engine.test_ended_requests import ConstantWorker
 from tests.schedule.fake_worker import make_limits
@@ -321,3 +323,10 @@ def test_engines_that_are_gone_are_tried_again_until_the_end_and_a_refusal_is_lo
     assert tried.count("host2:1") >= 3
     assert [each.getMessage() for each in caplog.records] == ["pages here have another layout"]
     assert set(threading.enumerate()) <= set(before) and transfer.tried == tried
+
+
+def test_a_prompt_of_embeddings_is_refused_and_not_queued(playing: Playing) -> None:
+    rows = np.zeros((3, 4), np.float32)
+    with pytest.raises(RequestError, match="a prompt of embeddings cannot be prefilled by another engine"):
+        playing.engine.add("a", [1, 2, 3], SamplingParams(), 7, embeds=PromptEmbeds(rows, [1, 2, 3]))
+    assert not playing.engine.has_work
