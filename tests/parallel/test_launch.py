@@ -6,11 +6,13 @@ import shutil
 import socket
 import sys
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
+from importlib.metadata import version
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 from sglcore.cli.serve import _placed as placed_server
@@ -18,8 +20,8 @@ from sglcore.config.engine_config import EngineConfig, resolve_config, resolve_s
 from sglcore.device.choice import ChosenDevice
 from sglcore.device.errors import ConfigError, WorkerLost
 from sglcore.device.topology import Communication, Place, Topology
-from sglcore.engine.ranks import host_process, interface, team
-from sglcore.engine.ranks.agreement import BLOCK, differences, files_digest, shared_facts
+from sglcore.engine.ranks import agreement, host_process, interface, team
+from sglcore.engine.ranks.agreement import BLOCK, decisions, differences, files_digest, shared_facts, with_decisions
 from sglcore.engine.ranks.host_process import Node
 from sglcore.engine.ranks.hosts import Joined, Order
 from sglcore.engine.ranks.interface import interface_of
@@ -271,3 +273,39 @@ def test_the_interface_of_a_longer_address_is_the_one_that_has_it(
     assert [interface_of(address) for address in asked] == ["eth1", "eth0", "lo", None]
     monkeypatch.setattr(interface, "_IPV6", tmp_path / "none")
     assert interface_of("fd00::1") is None
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="interfaces are asked of Linux")
+@pytest.mark.parametrize(("neighbours", "name"), [(2, "lo"), (1, None)])
+def test_ranks_of_one_machine_meet_on_loopback_and_others_only_where_their_address_is_known(
+    neighbours: int, name: str | None
+) -> None:
+    environ: dict[str, str] = {}
+    tell_interface(*spec_for("", neighbours), environ)
+    assert environ == ({} if name is None else {HOST_INTERFACE: name, "X_IFNAME": name})
+
+
+def test_facts_of_a_host_cross_to_another_and_name_versions_and_the_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    choice: Any = SimpleNamespace(chosen=SimpleNamespace(name="x", distribution="sglcore-x", version="1.5"))
+    monkeypatch.setattr(agreement, "LIBRARIES", (*agreement.LIBRARIES, "no-such-library"))
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "config.json").write_text("{}")
+    facts = shared_facts(EngineConfig(graph_buckets=(1, 2)), tmp_path, choice)
+    assert facts["the device"] == "x (sglcore-x 1.5)" and facts["no-such-library"] == "none"
+    assert {name: facts[name] for name in ("torch", "numpy")} == {name: version(name) for name in ("torch", "numpy")}
+    assert facts["the files of the model"] == files_digest(tmp_path)
+    assert (
+        facts["--graph-buckets"] == [1, 2]
+        and differences(facts, msgspec.msgpack.decode(msgspec.msgpack.encode(facts))) == []
+    )
+
+
+def test_a_node_has_the_leaders_decisions_and_its_own_other_settings() -> None:
+    leader, own = (
+        EngineConfig(speculative="ngram", device="a"),
+        EngineConfig(speculative="auto", device="b", page_size=8),
+    )
+    assert with_decisions(own, decisions(leader)) == replace(own, speculative="ngram")
+    assert with_decisions(own, decisions(EngineConfig())).speculative is None

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import socket
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +15,7 @@ from sglcore.engine.ranks import launch_ray
 from tests.checkpoints import llama, save
 from tests.laws.engine import TokenEngine, random_prompts
 from tests.parallel.engine import RankedEngine
-from tests.parallel.fake_ray import FakeRay
+from tests.parallel.fake_ray import FakeRay, RayError
 
 
 @pytest.fixture
@@ -75,3 +78,74 @@ def test_a_node_that_ends_before_it_has_joined_ends_the_start(
     with pytest.raises(WorkerLost, match=f"node 1 ended with .*{how}"):
         start(folder)
     assert ray.actors[0].is_killed and ray.events == ["removed", "left"]
+
+
+def test_an_actor_has_the_devices_of_its_bundle_and_its_child_the_line_and_the_variables(
+    ray: FakeRay, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch_ray, "NODE", "no.such.module")
+    hosts = launch_ray.RayHosts("auto", 3, {"CPU": 2.0, "GPU": 4.0, "NPU": 1.0})
+    hosts.begin((b"one\n", b"two\n"), 1.0)
+    hosts.close()
+    kept = ("num_cpus", "num_gpus", "resources", "scheduling_strategy", "max_restarts")
+    assert [[each.options[name] for name in kept] for each in ray.actors] == [
+        [2.0, 4.0, {"NPU": 1.0}, place, 0] for place in (1, 2)
+    ]
+    assert len(ray.groups[0][0]) == 3 and all(each.is_killed for each in ray.actors)
+
+
+def test_a_child_has_its_module_its_line_and_its_variables(ray: FakeRay, capfd: pytest.CaptureFixture[str]) -> None:
+    actor = launch_ray.ChildActor("timeit", b"line\n", {"ACTOR_WORD": "given"})
+    assert actor.place() == (ray.address, actor._process.pid)
+    actor._process.kill()
+    assert actor.wait() == -9
+    command = "import os, sys; print(sys.stdin.readline().strip(), os.environ['ACTOR_WORD'], 'PATH' in os.environ)"
+    popen = launch_ray.subprocess.Popen
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launch_ray.subprocess, "Popen", lambda words, **how: popen([words[0], "-c", command], **how))
+        actor = launch_ray.ChildActor("any", b"line\n", {"ACTOR_WORD": "given"})
+    assert actor.wait() == 0 and capfd.readouterr().out == "line given True\n"
+
+
+@pytest.mark.parametrize(("address", "room"), [("local", 1), ("local", 10_000), ("auto", 4)])
+def test_a_cluster_that_is_started_here_has_room_for_the_ranks(
+    address: str, room: int, ray: FakeRay, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[dict[str, Any]] = []
+    monkeypatch.setattr(launch_ray.ray_module(), "init", lambda where, **options: given.append(options))
+    hosts = launch_ray.RayHosts(address, 1, {"CPU": float(room)})
+    hosts.close()
+    hosts.close()
+    found = given[0].get("num_cpus")
+    assert found == (None if address == "auto" else max(room, os.cpu_count() or 1)) and ray.events == ["left"]
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [(RuntimeError("\nno head\nat all"), "no head"), (ValueError(), "ValueError"), (RayError("gone"), "gone")],
+)
+def test_a_cluster_that_can_not_be_joined_is_told_with_the_first_line_of_the_reason(
+    error: Exception, reason: str, ray: FakeRay, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def init(address: str, **options: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(launch_ray.ray_module(), "init", init)
+    with pytest.raises(ConfigError, match=f"no Ray cluster can be joined at 'auto': {reason}; wanted a cluster"):
+        launch_ray.RayHosts("auto", 1, {"CPU": 1.0})
+    assert not [each for each in threading.enumerate() if each.name.startswith("ray")] and not ray.events
+
+
+def test_a_head_that_is_not_there_is_not_waited_for(ray: FakeRay) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as head:
+        port = head.getsockname()[1]
+        launch_ray.RayHosts(f"127.0.0.1:{port}", 1, {"CPU": 1.0}).close()
+    with pytest.raises(ConfigError, match=f"no Ray cluster can be joined at '127.0.0.1:{port}': .*refused"):
+        launch_ray.RayHosts(f"127.0.0.1:{port}", 1, {"CPU": 1.0})
+    assert ray.joined == [f"127.0.0.1:{port}"]
+
+
+def test_ray_that_is_not_installed_is_named_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch_ray, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="Ray is requested, and it is not installed.*pip install ray"):
+        launch_ray.RayHosts("auto", 1, {"CPU": 1.0})

@@ -19,6 +19,7 @@ from sglcore.cli.__main__ import main
 from sglcore.config.engine_config import resolve_config
 from sglcore.device.choice import ChosenDevice
 from sglcore.device.errors import ConfigError, WorkerLost
+from sglcore.engine.ranks import link_measurement
 from sglcore.engine.ranks.link_measurement import Measured, fits_of, measure_links, spawn_measuring
 from sglcore.engine.ranks.spec import RankSpec
 from sglcore.runtime.parallel.measure_collectives import measure
@@ -107,3 +108,41 @@ def test_a_rank_that_fails_says_why_and_no_process_is_left() -> None:
 def test_one_rank_has_no_links() -> None:
     with pytest.raises(ConfigError, match="one rank has no links"):
         measure_links(resolve_config({}), [1, 2])
+
+
+class Process:
+    """A process that has ended with a code, or never does."""
+
+    def __init__(self, code: int | None) -> None:
+        self.returncode = code
+
+    def poll(self) -> int | None:
+        return self.returncode
+
+
+@pytest.mark.parametrize(
+    ("codes", "words", "found"),
+    [
+        ((0, 0), None, None),
+        ((None, 5), None, "rank 1 of 2 did not measure its links: its exit code is 5"),
+        ((-9, None), None, "rank 0 of 2 did not measure its links: its exit code is -9"),
+        ((0, 1), "ValueError: no link", "rank 1 of 2 did not measure its links: ValueError: no link"),
+        ((0, None), None, "2 ranks have not measured their links in 0 seconds"),
+    ],
+)
+def test_ranks_that_measure_are_waited_for_until_one_fails_or_their_time_is_over(
+    codes: tuple[int | None, ...],
+    words: str | None,
+    found: str | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(link_measurement, "PATIENCE", 0.0 if found and "0 seconds" in found else 30.0)
+    if words is not None:
+        (tmp_path / "failed-1").write_text(words)
+    processes: Any = [Process(code) for code in codes]
+    if found is None:
+        link_measurement._wait(processes, tmp_path)
+        return
+    with pytest.raises(WorkerLost, match=found):
+        link_measurement._wait(processes, tmp_path)

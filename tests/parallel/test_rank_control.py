@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,13 +19,14 @@ import pytest
 from sglcore.config.engine_config import EngineConfig, plain_config
 from sglcore.device.batch import ScheduleBatch
 from sglcore.device.choice import ChosenDevice
+from sglcore.device.errors import ConfigError, SglcoreError, WorkerLost
 from sglcore.device.topology import Place, Topology
 from sglcore.device.worker import BatchResult
 from sglcore.engine.ranks import rank_process
 from sglcore.engine.ranks.codec import decode, encode
 from sglcore.engine.ranks.rank_process import LEADER_GONE, Control
 from sglcore.engine.ranks.spec import RankSpec
-from sglcore.engine.ranks.wire import Channel, Kind
+from sglcore.engine.ranks.wire import Channel, Kind, listen
 from sglcore.sampling.params import SamplingParams
 from sglcore.sampling.params_batch import SamplingBatch
 from tests.schedule.drive import Drive
@@ -173,6 +176,103 @@ def test_progress_is_told_when_a_phase_begins_and_ends_and_now_and_then(
     between = [["weights", 2, 4]] if is_followed else []
     assert found == [["weights", 0, 4], *between, ["weights", 4, 4], ["graphs", 0, 9]]
     assert control.phase == "graphs"
+
+
+@pytest.mark.parametrize(("error", "code"), [(ConfigError("no room"), 2), (WorkerLost("no room"), 1)])
+def test_an_error_of_ours_is_told_in_its_own_words_with_its_exit_code(error: SglcoreError, code: int) -> None:
+    assert error.exit_code == code
+    near, far = (Channel(each, 0) for each in socket.socketpair())
+    control = Control(near, 60.0)
+    control.let_go()
+    control.fail(error)
+    frame = far.receive()
+    while frame.kind is Kind.BEAT:
+        frame = far.receive()
+    assert msgspec.msgpack.decode(frame.body) == [str(error), False, code, "starting"]
+    near.close()
+    far.close()
+
+
+def test_heartbeats_say_the_step_and_the_phase() -> None:
+    near, far = (Channel(each, 0) for each in socket.socketpair())
+    far.wait_at_most(10.0)
+    control = Control(near, BEAT)
+    control.step, control.phase = 7, "a step"
+    found = [msgspec.msgpack.decode(far.receive().body) for _ in range(3)]
+    assert found[1:] == [[7, "a step"]] * 2
+    control.let_go()
+    time.sleep(2 * BEAT)
+    near.close()
+    far.close()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_rank_ends_when_another_process_becomes_its_parent(exits: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The channel of a leader that was killed may stay open in another process."""
+    near, far = socket.socketpair()
+    parents = iter([5, 5, 5])
+    monkeypatch.setattr(os, "getppid", lambda: next(parents, 1))
+    control = Control(Channel(near, 0), BEAT)
+    until = time.monotonic() + 10.0
+    while not exits and time.monotonic() < until:
+        time.sleep(BEAT)
+    assert exits[0] == LEADER_GONE
+    control.let_go()
+    near.close()
+    far.close()
+
+
+def started_with(monkeypatch: pytest.MonkeyPatch, serve: Any, address: str) -> tuple[int, list[tuple[int, Any]]]:
+    """The exit code of a rank, and how it handles signals."""
+    handled: list[tuple[int, Any]] = []
+    monkeypatch.setattr(rank_process.signal, "signal", lambda *given: handled.append(given))
+    monkeypatch.setattr(rank_process, "tell_interface", lambda *given: None)
+    monkeypatch.setattr(rank_process, "serve", serve)
+    place = Place(1, Topology(tp=2), "", 1, 2)
+    code = rank_process.run(RankSpec({}, "", place.as_plain(), address, 7, "word", beat=60.0))
+    return code, handled
+
+
+def test_a_rank_that_finds_no_leader_ends_as_one_that_has_lost_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    code, handled = started_with(monkeypatch, None, f"tcp:127.0.0.1:{port}")
+    assert code == LEADER_GONE
+    assert handled == [(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)], "the leader gets them"
+
+
+@pytest.mark.parametrize("error", [None, rank_process.Gone("gone"), ValueError("broken"), KeyboardInterrupt()])
+def test_a_rank_says_who_it_is_and_ends_by_the_way_it_failed(
+    error: BaseException | None, exits: list[int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    listener, address = listen(tmp_path)
+    controls: list[Control] = []
+
+    def serve(spec: RankSpec, place: Place, steps: Channel, control: Control) -> None:
+        controls.append(control)
+        control.let_go()
+        if error is not None:
+            raise error
+
+    if error is None:
+        assert started_with(monkeypatch, serve, address)[0] == 0
+    else:
+        with pytest.raises(SystemExit):
+            started_with(monkeypatch, serve, address)
+    wanted = {type(None): [], rank_process.Gone: [LEADER_GONE]}.get(type(error), [rank_process.FAILED])
+    assert exits == wanted
+    steps, control = (Channel(listener.accept()[0], 7) for _ in range(2))
+    for channel, use in ((steps, "steps"), (control, "control")):
+        channel.wait_at_most(10.0)
+        assert msgspec.msgpack.decode(channel.receive().body) == ["word", 1, use, os.getpid()]
+    if wanted == [rank_process.FAILED]:
+        kinds = [control.receive().kind]
+        while kinds[-1] is Kind.BEAT:
+            kinds.append(control.receive().kind)
+        assert kinds[-1] is Kind.FAILED
+    controls[0]._channel.close()
+    for each in (listener, steps, control):
+        each.close()
 
 
 class CollectiveError(Exception):
