@@ -279,30 +279,3 @@ def test_a_model_is_a_folder_with_a_configuration_or_a_gguf_file(tmp_path: Path)
     assert model_folder(EngineConfig(model=str(gguf))) == gguf
     with pytest.raises(ConfigError, match="there is no model at .*other"):
         model_folder(EngineConfig(model=str(other)))
-
-
-def test_a_bring_up_is_given_the_draft_model_that_was_fetched_and_its_seconds_are_told(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    given: list[EngineConfig] = []
-
-    def bring_up(config: EngineConfig, *more: Any) -> Any:
-        given.append(config)
-        return {"worker": SimpleNamespace(limits=LIMITS)}, {"load": 2.0}
-
-    monkeypatch.setattr(start_module, "Hub", Recorded)
-    monkeypatch.setattr(Recorded, "asked", [])
-    monkeypatch.setattr(start_module, "bring_up", bring_up)
-    clock = iter([100.0, 107.0])
-    monkeypatch.setattr(start_module, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
-    started = start(EngineConfig(device="cpu", draft_model="o/d"))
-    assert [Path(each.draft_model or "").name for each in given] == ["d"] and Recorded.asked[0][0] == "o/d"
-    assert started.seconds == {"load": 2.0, "total": 7.0} and started.check() is None
-
-
-def test_the_worker_that_a_trial_keeps_is_the_one_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    kept: Any = SimpleNamespace(limits=replace(LIMITS, draft_tokens=3))
-    built = {"worker": SimpleNamespace(limits=LIMITS), "trial": "trial"}
-    monkeypatch.setattr(start_module, "bring_up", lambda *given: (built, {}))
-    monkeypatch.setattr(start_module, "keep_faster", lambda trial, ledger: kept if trial == "trial" else None)
-    assert start(EngineConfig(device="cpu")).worker is kept
