@@ -154,3 +154,30 @@ def test_who_sends_to_an_end_that_is_gone_is_told(ends: tuple[Channel, socket.so
     channel.close()
     channel.close()
     channel.hang_up()
+
+
+@pytest.mark.parametrize("seconds", [0.5, None])
+def test_the_limit_of_a_channel_is_also_that_of_its_sender(seconds: float | None) -> None:
+    here, there = socket.socketpair()
+    channel = Channel(here, 7)
+    channel.wait_at_most(2.0)
+    channel.wait_at_most(seconds)
+    assert here.gettimeout() == seconds
+    channel.close()
+    there.close()
+
+
+@pytest.mark.parametrize("seconds", [0.5, None])
+def test_a_leader_over_tcp_is_waited_for_as_long_as_is_said(
+    seconds: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[tuple[str, int], float | None]] = []
+
+    def create_connection(where: tuple[str, int], timeout: float | None) -> socket.socket:
+        asked.append((where, timeout))
+        raise TimeoutError
+
+    monkeypatch.setattr(socket, "create_connection", create_connection)
+    with pytest.raises(TimeoutError):
+        connect(tcp_address("fd00::1", 5), seconds)
+    assert asked == [(("fd00::1", 5), seconds)]
