@@ -86,7 +86,8 @@ class Figures:
     """Requests per second that completed and met every goal. None without goals."""
 
     def as_json(self) -> dict[str, object]:
-        """Return the results as plain values, rounded."""
+        """Return the results as rounded plain values. Keys are the names of the fields; `latency`,
+        `lag`, `goals` and `goodput` get their unit at the end of the name, such as `latency_ms`."""
         return {
             "requests": self.requests,
             "whole": self.whole,

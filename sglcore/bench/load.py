@@ -42,7 +42,9 @@ class Offer:
     extra: dict[str, object] = field(default_factory=dict)
 
     def request(self, job: Job) -> bytes:
-        """Return the HTTP request for a job, head and body."""
+        """Return the bytes of the HTTP request for a job: a POST to /v1/completions that asks for a
+        stream with token counts, and for `job.output_len` tokens whatever the end-of-sequence
+        token."""
         body = {
             "model": self.model,
             "prompt": list(job.prompt),

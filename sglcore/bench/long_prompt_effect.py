@@ -1,7 +1,7 @@
-"""The effect of long prompts on other requests.
+"""The effect of long prompts on other requests, the "chats", from the records of a load.
 
-It compares the gaps between pieces of text while a long prompt waits for its first token with those
-while none does. "Chats" are all requests except the long prompts.
+`beside` compares the gaps between pieces of text of chats while a long prompt waits for its first
+token with those while none does.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ Interval = tuple[float, float]
 @dataclass(frozen=True, slots=True)
 class Beside:
     """The gaps between pieces of text of chats, in milliseconds, with and without a waiting long
-    prompt.
+    prompt; `beside` computes them.
 
-    `quiet` has the gaps while no long prompt waited, and `during` those while one did. `first` is
-    the time from sending a long prompt to its first token. Each is None without values. `prompts`
-    is the number of long prompts that completed.
+    `quiet` has the gaps while no long prompt waited, and `during` those that overlap with a wait.
+    `first` is the time from sending a long prompt to its first token. Each is None without values.
+    `prompts` is the number of long prompts that completed.
     """
 
     quiet: Spread | None
@@ -41,7 +41,8 @@ class Beside:
         return during / quiet if quiet > 0 else None
 
     def as_json(self) -> Mapping[str, object]:
-        """Return the results as plain values, rounded."""
+        """Return the results as rounded plain values: times in milliseconds, and the ratios
+        `during` / `quiet` of p50 and p99."""
         spreads = {"quiet": self.quiet, "during": self.during, "first": self.first}
         plain = {
             f"{name}_ms": None if found is None else {key: round(value, 3) for key, value in asdict(found).items()}

@@ -1,4 +1,5 @@
-"""Runs a load on an engine in this process, without HTTP. All requests are added at once."""
+"""Runs a load on an engine in this process, without HTTP. All requests are added at once, whatever
+their arrival times."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Plots of a benchmark: latency, throughput, requests in flight, speculation, and the effect of
-long prompts.
+"""Plots of a benchmark: `save_plot` writes a PNG file about latency, throughput, requests in
+flight, draft tokens, and the effect of long prompts.
 
 matplotlib is imported only inside the functions.
 """
@@ -26,7 +26,8 @@ TOGETHER_MS = 0.01
 
 
 def require_matplotlib() -> None:
-    """Raise ConfigError if matplotlib is not installed. To be called before the load runs."""
+    """Raise ConfigError if matplotlib, which `save_plot` needs, is not installed. Call it before
+    the load runs."""
     try:
         import matplotlib.figure  # noqa: F401
     except ModuleNotFoundError:
@@ -114,7 +115,8 @@ def _over_time(panel: Any, records: Sequence[Record]) -> None:
 
 
 def _in_steps(output: Any, flight: Any, records: Sequence[Record]) -> None:
-    """Plot output tokens per second and requests in flight, in 60 time steps."""
+    """Plot output tokens per second in the panel `output`, and requests in flight in the panel
+    `flight`, each over time, in 60 intervals of equal length."""
     steps = 60
     width = (max((record.end for record in records), default=0.0) or 1.0) / steps
     rates, flying = [0.0] * steps, [0] * steps

@@ -1,4 +1,5 @@
-"""The client side of one streamed answer: HTTP/1.1, chunked bodies and server-sent events.
+"""The client side of one streamed answer: `Reply` sends one HTTP/1.1 request and reads chunked
+bodies and server-sent events.
 
 It records when text arrived and parses as little as possible, so that the client does not limit the
 measurement.
@@ -19,7 +20,8 @@ NULLS = (b'"usage":null', b'"usage": null')
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """Why a request failed: `kind`, by which failures are counted, and `said`, the message."""
+    """Why a request failed: `kind`, by which failures are counted, such as "timeout" or "status
+    503", and `said`, the message."""
 
     kind: str
     said: str
@@ -55,7 +57,8 @@ class Reply(asyncio.Protocol):
         transport.write(self._request)
 
     def data_received(self, data: bytes) -> None:
-        """Process received bytes."""
+        """Read received bytes of the response: record in `marks` when text arrived, and complete
+        `ended` at the end of the body."""
         now = self._clock()
         if self._body is None:
             self._rest += data

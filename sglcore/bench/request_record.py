@@ -1,4 +1,5 @@
-"""The record of one request of a load, and its latencies."""
+"""The record of one request of a load: what the client measured, and the latencies computed from
+it."""
 
 from __future__ import annotations
 
@@ -70,7 +71,8 @@ class Record:
         return (self.output_tokens - 1) / steps if self.proposed_tokens and steps > 0 else None
 
     def as_json(self) -> dict[str, object]:
-        """Return plain values, with times in milliseconds."""
+        """Return plain values; times are in milliseconds since the load began. Of `marks`, only the
+        first is included."""
         return {
             "number": self.number,
             "due_ms": _ms(self.due),

@@ -1,4 +1,5 @@
-"""A load: prompts of random tokens, their lengths, and their arrival times.
+"""A load: prompts of random tokens, their lengths, and their arrival times. `make_jobs` makes the
+requests from a Workload.
 
 The same Workload for a model with the same vocabulary size is always the same load.
 """

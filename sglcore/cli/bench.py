@@ -184,7 +184,8 @@ def _workload(count: int, inputs: str, outputs: str, shared: int, seed: int, rat
 
 
 def _check_outputs(json_file: Path | None, plot: Path | None) -> None:
-    """Check the output files now, so that a load does not run in vain."""
+    """Raise ConfigError if the folder of an output file does not exist, or if matplotlib is missing
+    for the plot, so that no load runs in vain."""
     for path in (json_file, plot):
         if path is not None and not path.absolute().parent.is_dir():
             raise ConfigError(f"there is no folder {str(path.absolute().parent)!r}", remedy="make it, or name another")

@@ -146,8 +146,8 @@ class Conversation:
 
 
 class Interrupts:
-    """Within the context, the first Ctrl-C stops the answer, and a further one raises
-    KeyboardInterrupt.
+    """Context manager for one answer of `source`: inside it, the first Ctrl-C stops the answer, and
+    a further one raises KeyboardInterrupt.
 
     `is_stopped` says whether the answer was stopped. Must be entered in the main thread.
     """

@@ -37,7 +37,7 @@ class ContextFull(SglcoreError):
 
 
 class Source(Protocol):
-    """A model that answers conversations, one at a time."""
+    """What `sglcore chat` gets answers from, one at a time: `LocalSource` or `ServerSource`."""
 
     def stream(self, messages: Sequence[Message]) -> Iterator[Part]:
         """Yield the parts of the answer to `messages` as they arrive; blocks while it waits.
@@ -53,7 +53,7 @@ class Source(Protocol):
 
 
 class LocalSource:
-    """A model in this process; `params` apply to every answer."""
+    """The `Source` that is a model in this process; `params` apply to every answer."""
 
     def __init__(self, llm: LLM, params: SamplingParams) -> None:
         self._llm = llm
@@ -82,7 +82,8 @@ class LocalSource:
 
 
 class ServerSource:
-    """A server with /v1/chat/completions. `fields` are added to the body of every request."""
+    """The `Source` that is a server with /v1/chat/completions. `fields` are added to the body of
+    every request."""
 
     def __init__(self, where: Address, fields: Mapping[str, object]) -> None:
         self._where = where

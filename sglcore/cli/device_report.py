@@ -21,10 +21,10 @@ from sglcore.device.system import host_system
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """The installed device packages, the choice among them, and accelerators that no package
-    supports.
+    """The installed device packages, the one that would be used (`choice`), and the accelerators
+    that no package supports (`unclaimed`).
 
-    Without a choice, `refusal` is the error that says why.
+    If none can be chosen, `choice` is None, and `refusal` is the error that says why.
     """
 
     devices: tuple[Candidate, ...]

@@ -78,8 +78,8 @@ for name in names:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One finding. The verdict is `ok`, `note` (no problem in itself) or `bad` (something will not
-    run)."""
+    """One finding of `sglcore doctor`. The verdict is `ok`, `note` (no problem in itself) or `bad`
+    (something will not run). `remedy` may be empty."""
 
     topic: str
     verdict: str
@@ -125,7 +125,7 @@ def examine(examinations: Mapping[str, Examination]) -> tuple[Check, ...]:
 
 
 def check_python() -> Iterable[Check]:
-    """Check the version of Python."""
+    """Yield a Check of Python's version, `bad` if it is older than LEAST_PYTHON."""
     found = f"{platform.python_version()} at {sys.executable} on {platform.system()} {platform.machine()}"
     if sys.version_info < LEAST_PYTHON:
         yield Check("python", "bad", found, f"use Python {'.'.join(map(str, LEAST_PYTHON))} or newer")
@@ -238,7 +238,8 @@ def check_memory(system: System | None = None) -> Iterable[Check]:
 
 
 def check_compiler() -> Iterable[Check]:
-    """Check for a C++ compiler, which compiled graphs need. Looks at CXX first."""
+    """Yield a Check for a C++ compiler, which compiled graphs need: the command in CXX, c++, g++ or
+    clang++. `note` if none is found."""
     names = (os.environ.get("CXX", ""), "c++", "g++", "clang++")
     path = next((found for name in names if name and (found := shutil.which(name))), None)
     if path:

@@ -1,5 +1,5 @@
-"""Output of `sglcore devices`, and JSON for several commands. `rich` is imported only for a
-table."""
+"""Output of `sglcore devices` as text and a table, and indented JSON (`json_text`) for several
+commands. `rich` is imported only for a table."""
 
 from __future__ import annotations
 

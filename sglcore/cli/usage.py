@@ -83,7 +83,8 @@ def run(application: typer.Typer, words: Sequence[str]) -> int:
 
 
 def _found(error: Any, words: Sequence[str]) -> str:
-    """Return an error text with the value given to a numeric flag, or "" for another error."""
+    """Return "FLAG: found VALUE, wanted TYPE" for an error about the value of a numeric flag; ""
+    for another error. `words`: the command line."""
     if not isinstance(error, typer.BadParameter) or error.param is None or error.ctx is None:
         return ""
     names = error.param.get_help_record(error.ctx)

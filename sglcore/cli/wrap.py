@@ -26,7 +26,9 @@ class Writer:
         sys.stdout.flush()
 
     def take(self, char: str, width: int) -> str:
-        """Return what to print for one character on a terminal of `width` columns."""
+        """Return what to print for the next character on a terminal of `width` columns: the
+        character itself or, if its word would pass the right edge, control codes that move the word
+        to the next line. Updates the cursor's column."""
         from rich.cells import cell_len
 
         cells = cell_len(char)

@@ -262,9 +262,11 @@ class EngineConfig:
     )
     draft_tokens: int | None = setting(
         None,
-        f"Number of draft tokens per step, at most {MOST_DRAFTS}. Default: 7 for a tree; otherwise"
-        " the number measured to be fastest, possibly 0; but 4 with --tp above 1 without --dp, or"
-        " with another --speculative-verify than coupled.",
+        f"Number of draft tokens per step, at most {MOST_DRAFTS} (in a draft tree"
+        f" {MOST_DRAFTS - 1}). Default with --draft-width above 1, which drafts a tree: 7. Default"
+        " otherwise: 0 to 4, whichever is measured to be fastest while requests run; but always 4"
+        " with --speculative-verify rejection or block, or with --tp above 1 and --dp 1. Some draft"
+        " models allow fewer.",
         least=1,
         most=MOST_DRAFTS,
     )

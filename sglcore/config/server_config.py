@@ -153,8 +153,9 @@ class ServerConfig:
     )
     peers: tuple[str, ...] = setting(
         (),
-        "Prefill engines of a decode engine, HOST:PORT; separated by commas, or repeated."
-        " Only with --role decode, which needs it.",
+        "Prefill engines of a decode engine: HOST:PORT at which each one's --pages-address is"
+        " reached (not its --port); separated by commas, or repeated. Only with --role decode,"
+        " which needs it.",
     )
     pages_address: str | None = setting(
         None,

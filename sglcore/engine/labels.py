@@ -1,4 +1,5 @@
-"""The meaning of a classification head's scores: label names and probabilities."""
+"""The labels of a classification head's scores, as config.json names them, and the scores'
+conversion to probabilities."""
 
 from __future__ import annotations
 
@@ -13,9 +14,10 @@ from sglcore.checkpoint.pooling_config import read_pooling
 
 @dataclass(frozen=True, slots=True)
 class Labels:
-    """Label names in the order of the scores. `independent`: each label has a probability of its
-    own, and several may hold. `is_ended`: scores are final, because a sigmoid was applied or the
-    model was trained to predict numbers."""
+    """The labels of a classification head, which `read_labels` reads: names in the order of the
+    scores. `independent`: each label has a probability of its own, and several may hold.
+    `is_ended`: scores are final, because a sigmoid was applied or the model was trained to predict
+    numbers."""
 
     names: tuple[str, ...]
     independent: bool

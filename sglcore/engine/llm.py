@@ -183,7 +183,8 @@ class LLM:
                 self._step()
 
     def _step(self) -> list[TextDelta]:
-        """Run one step for all requests; new text of open streams is kept for them."""
+        """Run one step for all requests and return its new text; text of open streams is also
+        appended to their queues in `_streams`."""
         deltas = self.engine.step()
         for delta in deltas:
             if delta.request_id in self._streams:

@@ -1,4 +1,5 @@
-"""A worker that measures: the host time of steps, and the path that each step took."""
+"""A worker around another worker that measures the host time of steps, and counts the path that
+each step took."""
 
 from __future__ import annotations
 
@@ -11,8 +12,9 @@ from sglcore.device.worker import BatchResult, Limits, ModelWorker, Ticket
 
 
 class Meter:
-    """A `ModelWorker` that passes everything to another and measures. `paths` counts steps by
-    `BatchResult.path`; `submit_seconds`, `wait_seconds` and `swaps` are sums over all steps."""
+    """A `ModelWorker` that passes each call to the given `worker` and measures it. `paths` counts
+    collected steps by `BatchResult.path`; `submit_seconds` and `wait_seconds` (in `collect`) are
+    sums of host time, and `swaps` the sum of `BatchResult.swaps`."""
 
     def __init__(self, worker: ModelWorker) -> None:
         self._worker = worker
@@ -29,14 +31,15 @@ class Meter:
         return self.wait_seconds if self.limits.runs_ahead else self.wait_seconds + self.submit_seconds
 
     def submit(self, batch: ScheduleBatch) -> Ticket:
-        """Submit a step to the worker; measures the time."""
+        """Implements `ModelWorker.submit`; adds its seconds to `submit_seconds`."""
         begin = time.perf_counter()
         ticket = self._worker.submit(batch)
         self.submit_seconds += time.perf_counter() - begin
         return ticket
 
     def collect(self, ticket: Ticket) -> BatchResult:
-        """Collect a step of the worker; measures the time. Waits."""
+        """Implements `ModelWorker.collect`; adds its seconds to `wait_seconds`, and counts the
+        step's path. Waits."""
         begin = time.perf_counter()
         result = self._worker.collect(ticket)
         self.wait_seconds += time.perf_counter() - begin

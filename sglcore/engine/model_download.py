@@ -143,7 +143,8 @@ def choose_gguf(repository: str, quant: str, names: Sequence[str]) -> str:
 
 
 def _bar(progress: Callable[[str, int, int], None]) -> type[Any]:
-    """Return a class for `tqdm_class` that draws nothing and reports MiB."""
+    """Return a class for the argument `tqdm_class` of huggingface_hub: it draws nothing, and calls
+    `progress("download (MiB)", done, total)` for downloads of at least 1 MiB."""
     from tqdm.auto import tqdm
 
     class Bar(tqdm):
@@ -198,7 +199,8 @@ def _in_one_line(name: str, revision: str | None) -> Iterator[None]:
 
 
 def _answered(at: str, repository: str, error: HfHubHTTPError) -> ConfigError:
-    """Return the error for a hub that was reached but refused."""
+    """Return the ConfigError for a hub that answered with an HTTP error status, which decides the
+    remedy. `at`: what was requested; `repository`: owner/name."""
     status, wait = error.response.status_code, error.response.headers.get("retry-after", "")
     if status == 429:
         remedy = f"try again {f'in {wait} s' if wait.isdigit() else 'later'}; HF_TOKEN raises the limit of requests"

@@ -1,4 +1,5 @@
-"""How a process of the engine ends."""
+"""Ends a process of the engine without the interpreter's last garbage collection (`leave`), and
+discards standard output that cannot be written any more (`drop_output`)."""
 
 from __future__ import annotations
 

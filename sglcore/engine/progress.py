@@ -9,8 +9,8 @@ from types import TracebackType
 
 
 class Progress:
-    """Bars on standard error, one per phase, inside a `with` block. `enabled=False` draws
-    nothing."""
+    """Context manager that draws progress bars on standard error, one per phase; its method `phase`
+    is a progress callback. Nothing is drawn with `enabled=False`."""
 
     def __init__(self, *, enabled: bool = True) -> None:
         self._enabled = enabled

@@ -39,7 +39,7 @@ IN_TURN = "this worker takes one step at a time"
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """A running worker, and how it was started."""
+    """A running worker and how it was started, as `start` returns it."""
 
     worker: ModelWorker
     """The worker that runs the model's steps; its owner must close it."""

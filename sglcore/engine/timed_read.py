@@ -15,7 +15,7 @@ DAY = 86400.0
 
 
 class Numbered(Protocol):
-    """An object with a file descriptor, such as a socket."""
+    """An object with a file descriptor, such as a socket: what `is_readable` waits for."""
 
     def fileno(self) -> int:
         """Return the file descriptor; -1 once it is closed."""

@@ -262,7 +262,8 @@ class TokenEngine:
         self, name: str, group: SampleGroup, reason: FinishReason, error: str = "", *, refused: bool = False,
         retry_after: float = 0.0,
     ) -> list[EngineOutput]:  # fmt: skip
-        """Return the last outputs of a request that was not in the scheduler yet, and forget it."""
+        """Forget a request that the scheduler has not got yet, and return an output without tokens
+        that ends each of its samples for `reason`."""
         self._groups.pop(name, None)
         self._watched.pop(name, None)
         return [

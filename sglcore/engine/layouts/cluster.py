@@ -16,9 +16,9 @@ from sglcore.engine.layouts.link_costs import Link, Links
 
 @dataclass(frozen=True, slots=True)
 class DeviceNumbers:
-    """`memory` in bytes, memory `bandwidth` in bytes/s, `flops` with 16-bit elements and
-    `flops_8bit` with 8-bit weights in operations/s, and `launch`, the seconds from one kernel to
-    the next."""
+    """The performance of one device, as the cluster file says: `memory` in bytes, memory
+    `bandwidth` in bytes/s, `flops` with 16-bit elements and `flops_8bit` with 8-bit weights in
+    operations/s, and `launch`, the seconds from one kernel to the next."""
 
     memory: float
     bandwidth: float

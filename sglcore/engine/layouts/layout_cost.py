@@ -22,8 +22,8 @@ results of a step."""
 
 @dataclass(frozen=True, slots=True)
 class Seconds:
-    """Seconds of a step by use: reading weights, reading the cache, arithmetic, collectives,
-    launches."""
+    """Predicted seconds of a step by use: reading weights, reading the KV cache, arithmetic,
+    collectives (`links`), and kernel launches."""
 
     weights: float = 0.0
     cache: float = 0.0
@@ -57,8 +57,8 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """The costs of a model on a cluster in one parallel configuration. A rank is one of the
-    `topology.tp` ranks of one copy of the model."""
+    """The predicted costs of a model on a cluster in one parallel configuration; `step` returns the
+    time of a step by use. A rank is one of the `topology.tp` ranks of one copy of the model."""
 
     model: ModelShape
     cluster: Cluster
@@ -140,7 +140,8 @@ class Costs:
         return links.all_to_all(ep, each * copies_to_ranks(ep, chosen), each * copies_to_ranks(hosts, chosen))
 
     def weight_bytes(self) -> float:
-        """Return the bytes of weights on one rank."""
+        """Return the bytes of weights on the rank: its parts of the embedding, attention, dense
+        blocks and experts, without norms and biases."""
         model, tp = self.model, self.topology.tp
         part = self.topology.ep if self.topology.ep > 1 else tp
         found = model.tables / self.topology.attn_tp * model.row_bytes

@@ -85,7 +85,8 @@ class ModelShape:
 
     @property
     def parameters(self) -> int:
-        """All parameters, without norms and biases."""
+        """Number of weights of all layers, experts, embedding and output layer, without norms and
+        biases."""
         each = (
             layer.whole + layer.by_heads + layer.by_keys + layer.block + layer.expert * self.experts
             for layer in self.layers
@@ -134,7 +135,8 @@ def _check(config: ModelConfig) -> None:
 
 
 def _bytes(config: ModelConfig, module: str) -> float:
-    """Return the bytes of an element of a linear layer's weight, without scales."""
+    """Return the bytes per element of the weight of linear layer `module` (its name below
+    "model."), as the quantization says, without scales; unquantized: 4 for float32, else 2."""
     quantization = read_quantization(config.raw)
     scheme = None if quantization is None else quantization.scheme(f"model.{module}")
     if scheme is not None:

@@ -90,8 +90,8 @@ def _plain(value: Any, arrays: list[np.ndarray]) -> Any:
 
 
 class _Reader:
-    """Makes records from decoded values; their arrays are read from `body` one after the other,
-    from byte `place` on."""
+    """Makes records, of the kinds in RECORDS, from the decoded head of one frame; their arrays are
+    views of `body`, read one after the other from byte `place` on."""
 
     def __init__(self, body: bytearray, place: int) -> None:
         self._body, self._place = body, place

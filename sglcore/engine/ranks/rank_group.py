@@ -22,7 +22,8 @@ from sglcore.engine.ranks.wire import Channel, Gone, Kind
 
 @dataclass(slots=True, eq=False)
 class _Shard:
-    """The ranks of one shard, and the composition that was sent to them last."""
+    """The ranks of one data-parallel shard: the channels for their steps, by rank, and the
+    composition number of the batch whose sampling state was sent last."""
 
     steps: tuple[Channel, ...]
     sent: int | None = None

@@ -164,14 +164,15 @@ class Control:
 
 
 class KnownSampling:
-    """Keeps the sampling state of the last composition. The leader sends the state once for a
-    composition; later batches of the composition come without it."""
+    """Keeps the last sampling state that a batch brought. The leader sends the state once for a
+    composition (`ScheduleBatch.composition`); later batches of the composition come without it."""
 
     def __init__(self) -> None:
         self._known: tuple[int, HostSampling] | None = None
 
     def completed(self, batch: ScheduleBatch) -> ScheduleBatch:
-        """Return `batch`, with the sampling state of its composition filled in if it has none."""
+        """Return `batch` itself; if it has no sampling state, that of its composition is set,
+        unless the composition is not the known one."""
         if batch.sampling is not None:
             self._known = batch.composition, batch.sampling
         elif self._known is not None and self._known[0] == batch.composition:

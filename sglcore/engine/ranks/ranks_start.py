@@ -47,7 +47,8 @@ LOOK_EVERY = 0.05
 
 @dataclass(frozen=True, slots=True)
 class RankOptions:
-    """How the process of a rank is started, and after which times a rank counts as lost."""
+    """How processes of ranks are started (`spawn`: a function from a RankSpec to a `RankProcess`),
+    and the times after which a rank counts as lost (`patience`)."""
 
     spawn: Spawn = spawn_local
     patience: Patience = Patience()
@@ -102,7 +103,8 @@ def check_devices(config: EngineConfig, choice: Choice, placement: Placement = A
 
 
 def _check_shards(config: EngineConfig) -> None:
-    """Raise ConfigError for settings that cannot be combined with several data-parallel shards."""
+    """Raise ConfigError if `dp` is above 1 together with hisparse, or with a kind of speculation
+    that data-parallel shards cannot run."""
     if config.dp == 1:
         return
     if config.hisparse not in (None, "off"):
@@ -187,7 +189,8 @@ def topology_of(config: EngineConfig) -> Topology:
 
 
 def _rows(topology: Topology, backend: str) -> list[Row]:
-    """Return the ledger's rows about ranks."""
+    """Return the ledger's rows about the ranks, and about shards (`dp` above 1) and expert ranks
+    (`ep` above 1). `backend`: the name of the collectives' library."""
     how = f"{topology.world} processes, each with its part of every layer, over {backend}"
     rows = [Row("ranks", str(topology.tp), f"{topology.tp} of tensors", how, "--tp 1")]
     if topology.dp > 1:

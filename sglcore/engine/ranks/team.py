@@ -202,7 +202,8 @@ class Maker:
         return (own,) if own else ()
 
     def _check_devices(self, facts: NodeFacts, address: str) -> None:
-        """Raise ConfigError if a node, at `address`, has fewer devices than its ranks need."""
+        """Raise ConfigError if a node, at `address`, has fewer devices than its ranks need. The
+        processor has no number of devices, so nothing is checked for it."""
         each = self.topology.world // self.placement.nodes
         chosen = ChosenDevice.decode(facts.chosen)
         last = chosen.index + facts.local * each + each

@@ -42,7 +42,7 @@ class Patience:
 
 @dataclass(slots=True)
 class Member:
-    """What the leader knows of one rank."""
+    """One rank as `Watch` knows it, from the messages of the rank and its process."""
 
     rank: int
     """The number of the rank."""

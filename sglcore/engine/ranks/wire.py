@@ -48,7 +48,8 @@ class Kind(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """One received message."""
+    """A received frame without its head, as `Channel.receive` returns it: the kind, and the bytes
+    of the body."""
 
     kind: Kind
     body: bytearray

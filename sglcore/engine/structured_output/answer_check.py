@@ -21,7 +21,8 @@ it."""
 
 
 class Question(msgspec.Struct, frozen=True):
-    """A finished answer, and the schema parts to check it against."""
+    """The input of one check by `AnswerChecks`: a finished answer, and the parts of its schema to
+    check it against."""
 
     schema: str
     """The whole schema as JSON text, as the client sent it."""

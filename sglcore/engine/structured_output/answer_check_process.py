@@ -1,5 +1,5 @@
-"""A process that checks answers, on top of `killable_checks_process.py`. Started by
-`answer_check.py`."""
+"""The process that checks finished answers for `AnswerChecks` (`answer_check.py`), which starts it;
+`killable_checks_process.py` has its loop."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from sglcore.engine.structured_output.schema_validation import not_kept
 
 
 def main() -> int:
-    """Check questions until standard input ends; returns the exit code."""
+    """Check the Questions on standard input until it ends, and write their Verdicts to standard
+    output; returns the exit code. The first line of the input has the CheckLimits."""
     first, rest = first_line()
     if first:
         Checker(checked, msgspec.json.decode(first, type=CheckLimits), rest).run()

@@ -70,7 +70,8 @@ class Started(NamedTuple):
 
 
 class GrammarBackend(Protocol):
-    """A library that compiles grammars for the tokens of one vocabulary."""
+    """A library that compiles grammars for the tokens of one vocabulary: `Llguidance` or
+    `Xgrammar`."""
 
     @property
     def name(self) -> str:
@@ -256,8 +257,8 @@ class Grammars:
 
 
 class Lane:
-    """A queue of jobs and the threads that run them in order. Threads are started when jobs
-    come."""
+    """A queue of jobs and the threads that take them in order, at most `most` threads. A thread is
+    started with each job until there are that many."""
 
     def __init__(self, most: int, work: Callable[[Job], None]) -> None:
         """`most`: maximum number of threads. Each calls `work` for one job after the other; `work`

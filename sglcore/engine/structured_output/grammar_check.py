@@ -23,7 +23,8 @@ class GrammarLimits(CheckLimits, frozen=True):
 
 
 class CheckSpec(msgspec.Struct, frozen=True):
-    """What a checking process is started with."""
+    """What the process that checks grammars is started with: the first line of its standard input,
+    as JSON."""
 
     backend: str
     tokenizer: str
@@ -46,7 +47,9 @@ class GrammarChecks(ConfinedChecks):
 
 
 def failure_of(verdict: Verdict) -> GrammarError | None:
-    """Return the error of a check's verdict for the caller; None if the grammar is valid."""
+    """Return the error that the caller of a grammar gets for a check's verdict: GrammarBusy if it
+    was refused for now, GrammarError if the grammar is invalid or takes too much; None if the
+    grammar is valid."""
     if verdict.busy:
         return GrammarBusy(verdict.busy)
     if verdict.ended:

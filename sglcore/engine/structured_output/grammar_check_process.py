@@ -1,5 +1,5 @@
-"""A process that checks grammars, on top of `killable_checks_process.py`. Started by
-`grammar_check.py`."""
+"""The process that checks grammars for `GrammarChecks` (`grammar_check.py`), which starts it;
+`killable_checks_process.py` has its loop."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from sglcore.sampling.grammar_spec import Grammar, GrammarError
 
 
 def main() -> int:
-    """Check grammars until standard input ends; returns the exit code."""
+    """Compile the Grammars on standard input until it ends, and write their Verdicts to standard
+    output; returns the exit code. The first line of the input has the CheckSpec."""
     first, rest = first_line()
     if not first:
         return 0

@@ -194,7 +194,9 @@ def _without(marks: Mapping[int, str], tokenizer: Tokenizer) -> str:
 
 
 def _source(grammar: Grammar) -> str:
-    """Return the grammar in llguidance's own notation. Raises GrammarError."""
+    """Return a grammar of any kind (`Grammar.kind`) as text in the notation that llguidance
+    compiles. Parts of a JSON schema that it does not enforce are removed (`loosened`). Raises
+    GrammarError."""
     library = llguidance.LLMatcher
     if grammar.kind == "regex":
         return library.grammar_from_regex(grammar.text)

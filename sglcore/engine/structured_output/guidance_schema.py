@@ -53,7 +53,8 @@ def embedded(schema: Mapping[str, Any]) -> str:
 
 
 class LeftOut(NamedTuple):
-    """The parts of one schema that are not enforced while an output is generated."""
+    """The parts of one JSON schema that llguidance does not enforce while an output is generated,
+    for a check of the finished output."""
 
     schema: str
     """The whole schema, as JSON text."""

@@ -120,7 +120,8 @@ class ConfinedChecks:
 
 
 class CheckProcess:
-    """One checking process, and the callbacks of the checks that were sent to it."""
+    """One running process for checks, as `ConfinedChecks` starts it, and the callbacks of the
+    checks that were sent to it."""
 
     def __init__(self, module: str, what: str, spec: Callable[[], Any]) -> None:
         """Start the process. Parameters as in `ConfinedChecks`."""

@@ -35,7 +35,7 @@ MemoryError only."""
 
 @dataclass(slots=True)
 class Check:
-    """A check that runs, in a fork."""
+    """A running check: its job, and the forked process that computes its verdict."""
 
     job: CheckJob
     pid: int
@@ -78,7 +78,8 @@ class Checker:
         self._rest = given
 
     def run(self) -> None:
-        """Run checks until standard input ends."""
+        """Run the checks that arrive on standard input, and write a Verdict for each to standard
+        output, until standard input ends; then kill the checks that still run."""
         self._queue_jobs()
         while True:
             while self._waiting and self._young < self._limits.young:

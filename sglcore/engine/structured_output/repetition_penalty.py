@@ -55,8 +55,8 @@ class RepetitionRules:
         return RepetitionMatcher(self, prompt, None if self._inner is None else self._inner.start())
 
     def breaks(self, tokens: Ints) -> bool:
-        """Return whether the last of `tokens` completes a breaker: a text that ends a
-        repetition."""
+        """Return whether the text of the last of `tokens` completes a breaker: a text, such as a
+        newline, at which a repetition ends."""
         text, place = "", len(tokens)
         own = self._text(int(tokens[-1])) if place else ""
         while place and len(text) - len(own) < self.longest:
@@ -151,7 +151,9 @@ class RepetitionMatcher:
         return self._found[-1]
 
     def _next(self, known: Matches) -> Matches:
-        """Return the matches after one more token; `known` are the matches before it."""
+        """Return the matches after the newest token, from `known`, those before it: one token
+        longer where the text also continued with this token, new ones of length 1; none after a
+        breaker."""
         tokens = self._tokens[: self._count]
         if self._rules.breaks(tokens):
             return NONE
@@ -165,7 +167,8 @@ class RepetitionMatcher:
         return Matches(places + 1, np.minimum(lengths + 1, LONGEST_MATCH).astype(np.int32))
 
     def _anew(self) -> Matches:
-        """Return the matches computed from all tokens, from the last one back."""
+        """Return the matches as `_next` would, but computed from all tokens: each match is extended
+        back from the end of the text."""
         tokens, last = self._tokens[: self._count], self._count - 1
         if last < 1 or self._rules.breaks(tokens):
             return NONE

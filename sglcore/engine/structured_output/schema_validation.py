@@ -38,7 +38,8 @@ out."""
 
 
 class Watch:
-    """Records the validation errors that come from left-out parts of a schema."""
+    """Records the validation errors that come from left-out parts of a schema, while jsonschema
+    validates a value with the functions that `watched` returns; `broken` then names the parts."""
 
     def __init__(self, schema: Any, left_out: Sequence[str]) -> None:
         """`left_out`: names of parts, as `Loosened` has them. `schema` must be the object that is

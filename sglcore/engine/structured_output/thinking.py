@@ -18,8 +18,8 @@ from sglcore.schedule.request import Ints, Matcher
 
 
 class Phase(IntEnum):
-    """The phase of an output: before the reasoning, inside it, in its forced end, or in the
-    answer."""
+    """The phase of an output: BEFORE the reasoning, INSIDE it, CLOSING (in the end mark that is
+    forced when the token budget is used up), or in the ANSWER."""
 
     BEFORE = 0
     INSIDE = 1
@@ -28,8 +28,9 @@ class Phase(IntEnum):
 
 
 class Step(NamedTuple):
-    """The state of an output after a token. `count`: tokens of the output so far in this phase, if
-    it is INSIDE or CLOSING; `is_inner`: whether the inner matcher has accepted the token."""
+    """The state of a `ThinkingMatcher` after a token. `count`: tokens of the output so far in this
+    phase, if it is INSIDE or CLOSING; `is_inner`: whether the inner matcher has accepted the token.
+    """
 
     phase: Phase
     count: int = 0

@@ -20,7 +20,7 @@ bytes, at least one in each token."""
 
 
 class DecodesTokens(Protocol):
-    """What the detokenizer needs from a tokenizer; `TextCodec` has it."""
+    """A tokenizer as `IncrementalDetokenizer` uses it, such as `TextCodec`."""
 
     @property
     def special_ids(self) -> frozenset[int]:

@@ -43,7 +43,8 @@ NORMALIZERS: Mapping[Form, Callable[[], normalizers.Normalizer]] = MappingProxyT
 
 
 class Ranked(NamedTuple):
-    """What tiktoken needs to encode as the file says."""
+    """The content of a tekken.json or of a file of ranks, in the form that tiktoken needs to
+    encode."""
 
     ranks: dict[bytes, int]
     """The rank of each sequence of bytes, from 0."""
@@ -178,7 +179,8 @@ def _added(listed: Mapping[int, Mapping[str, Any]], first: int) -> Iterator[Adde
 
 
 def _hold(tokenizer: Tokenizer, file: Path, ranked: Ranked) -> None:
-    """Raise ConfigError if the tokenizer encodes one of MIXED differently from tiktoken."""
+    """Raise ConfigError if the tokenizer encodes one of MIXED differently from tiktoken, if a byte
+    has no rank, or if tiktoken does not accept the ranks and the pattern."""
     tiktoken = library("tiktoken", file)
     if missing := [value for value in range(256) if bytes([value]) not in ranked.ranks]:
         raise unreadable(file, ValueError(f"there is no token for {len(missing)} bytes, such as {missing[0]}"))

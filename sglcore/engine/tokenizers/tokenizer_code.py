@@ -29,7 +29,7 @@ Form = Literal["NFC", "NFD", "NFKC", "NFKD"]
 
 
 class Stated(NamedTuple):
-    """What the code of one tokenizer assigns."""
+    """What a checkpoint's code assigns for its tokenizer; `stated_by` reads it."""
 
     pattern: str
     """The regular expression that splits texts."""

@@ -70,14 +70,15 @@ class ErrorDetail(Answer):
 
 
 class ErrorAnswer(Answer):
-    """An error of the OpenAI endpoints."""
+    """The body of an error response of the OpenAI endpoints."""
 
     error: ErrorDetail
 
 
 @dataclass(frozen=True, slots=True)
 class StreamForm:
-    """The encoding of a stream."""
+    """How a `Stream` is encoded: EVENTS for server-sent events, or another form of a protocol's
+    own."""
 
     media_type: str
     """The content-type header."""

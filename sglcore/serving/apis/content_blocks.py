@@ -56,7 +56,8 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class BlockChange:
-    """A change of a block. `text` and `logprobs`: the part that was added, if it "grew"."""
+    """A change of a block, as `Blocks` returns it, for which a protocol writes events. `text` and
+    `logprobs`: the part that was added, if it "grew"."""
 
     kind: Literal["opened", "grew", "closed"]
     block: Block
@@ -65,8 +66,8 @@ class BlockChange:
 
 
 class Blocks:
-    """Collects the blocks of one answer from its deltas. At most one block is open; `all` has all
-    blocks in order."""
+    """Collects the blocks of one answer: `take` is called with each delta and returns the changes
+    that it causes. At most one block is open; `all` has all blocks in order."""
 
     def __init__(self) -> None:
         self.all: list[Block] = []

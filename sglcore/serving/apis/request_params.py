@@ -290,7 +290,8 @@ def _of_format(found: ResponseFormat | None) -> dict[str, Grammar]:
 
 
 def _of_own_names(body: GenerationFields) -> dict[str, Grammar]:
-    """Return the grammars in the fields that llama-server and SGLang use, by field."""
+    """Return the grammars in the fields `json_schema`, `grammar` (llama-server), `regex` and `ebnf`
+    (SGLang), by field; empty fields are left out. Raises InvalidRequest."""
     schema = "" if body.json_schema is None else _schema_text(body.json_schema, "json_schema")
     grammar = body.grammar or ""
     given: dict[str, tuple[GrammarKind, str]] = {

@@ -101,7 +101,8 @@ class Body(BaseModel):
 
 
 class OtherKind(BaseModel):
-    """An object whose type this server does not support."""
+    """An object whose `type` this server does not support; it is parsed so that the error can name
+    the type."""
 
     model_config = ConfigDict(extra="allow", strict=True)
     type: str

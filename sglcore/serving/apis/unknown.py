@@ -24,8 +24,8 @@ ALIKE = 0.8
 
 @dataclass(slots=True)
 class UnknownFields:
-    """Collects the fields of a body that its models do not know, during validation. Each name
-    counts once for a model."""
+    """The context of a body's validation, which collects the fields that its models do not know, at
+    most MOST_NAMED. Each name counts once for a model."""
 
     found: dict[tuple[type, str], tuple[Mapping[str, Any], frozenset[str]]] = field(default_factory=dict)
 

@@ -71,7 +71,8 @@ def call_grammar(
 
 
 class _Literals:
-    """Writes fixed text in Lark: as strings, and added tokens by their ids."""
+    """Callable that returns Lark for a fixed text: strings in quotes, and texts of added tokens as
+    token ids."""
 
     def __init__(self, added: Mapping[str, int]) -> None:
         self._added = added
@@ -167,7 +168,8 @@ def _between(turn: Turn) -> str:
 
 
 def _with_ids(literal: _Literals, text: str) -> str:
-    """Return Lark for a fixed text in which a call's id, or its number, may have any value."""
+    """Return Lark for a fixed text of the self-test in which another call may have another id: nine
+    letters or digits, or a number of one to three digits after a colon."""
     parts = re.split(rf"({'|'.join(CALL_IDS)}|:\d+)", text)
     parts[::2] = map(literal, parts[::2])
     parts[1::2] = ("/:[0-9]{1,3}/" if part.startswith(":") else "/[a-zA-Z0-9]{9}/" for part in parts[1::2])

@@ -11,7 +11,8 @@ from sglcore.serving.replicas.engine_frontend import Frontend
 
 
 class ChatFrontend(Frontend):
-    """A `Frontend` with `format`, the chat format of its checkpoint."""
+    """A `Frontend` with `format`, the `ChatFormat` of its checkpoint: how conversations become
+    prompts and how answers are parsed."""
 
     def __init__(self, config: EngineConfig, server: ServerConfig, **others: Any) -> None:
         """Parameters as in `Frontend`. Also chooses and tests the parsers of tool calls and

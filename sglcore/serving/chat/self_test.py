@@ -27,8 +27,8 @@ class Failed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """The text that a template writes for an answer with `calls`, and whether the text begins
-    inside reasoning."""
+    """What a chat template appends to a prompt for an answer with `calls`, and whether the text
+    begins inside reasoning."""
 
     text: str
     reasoning_open: bool

@@ -49,12 +49,13 @@ BAD_CHUNK = Failure(400, "the body of the request is not in valid chunks", INVAL
 
 
 class Refused(Exception):
-    """Stops the parser at a head that is too large or names an unsupported transfer encoding."""
+    """Raised in a callback of httptools' parser to stop it, for a head that is too large or names
+    an unsupported transfer encoding; the connection then sends its answer."""
 
 
 class Connection(HttpToolsProtocol):
-    """uvicorn's protocol with the limits of `bounds`. Trailers are dropped, because nothing reads
-    them."""
+    """The asyncio protocol of one client's connection: uvicorn's, with the limits of `bounds`.
+    Trailers are dropped, because nothing reads them."""
 
     def __init__(self, *, bounds: Bounds, **given: Any) -> None:
         """`given`: the arguments that uvicorn passes to a protocol."""

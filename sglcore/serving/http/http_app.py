@@ -1,4 +1,5 @@
-"""The web application: every endpoint, over one frontend."""
+"""The web application: `make_app` returns it, with every endpoint, over one frontend; `running_app`
+also runs its batches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Converts every error to an answer, in the form of the protocol of its path."""
+"""Converts every error to an HTTP response, in the form (OpenAI's, Anthropic's or Ollama's) of the
+request's path."""
 
 from __future__ import annotations
 

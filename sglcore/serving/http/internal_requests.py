@@ -1,4 +1,5 @@
-"""Requests of the server to its own endpoints, without a connection."""
+"""Requests of the server to its own endpoints, without a connection: `ask` sends a JSON body to the
+ASGI app and returns status and body."""
 
 from __future__ import annotations
 

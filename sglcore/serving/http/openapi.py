@@ -16,7 +16,8 @@ _NEVER_SENT = ("HTTPValidationError", "ValidationError")
 
 
 class Application(FastAPI):
-    """A FastAPI application with an exact OpenAPI document."""
+    """A FastAPI application whose OpenAPI document also has the schemas of stream events, and no
+    answers that this server never sends."""
 
     def __init__(self, *, needs_key: bool, **settings: Any) -> None:
         """`needs_key`: requests need an API key; `settings`: parameters of FastAPI."""

@@ -86,7 +86,8 @@ class JsonRequest(Request):
 
 
 class JsonRoute(APIRoute):
-    """A route whose body must be JSON, and is parsed strictly."""
+    """The route of an endpoint. A body is parsed strictly, as a `JsonRequest`; one with another
+    content type than JSON is refused (415)."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         """Return the handler of a request. If the endpoint has a body model, the handler parses

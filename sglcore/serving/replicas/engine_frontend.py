@@ -46,7 +46,8 @@ it."""
 
 @dataclass(frozen=True, slots=True)
 class Pooled:
-    """The embedding or the scores of a text, float32 [size], and its number of tokens."""
+    """A result of `Frontend.pooled`: the embedding or the scores of a text, float32 [size], and its
+    number of tokens."""
 
     vector: np.ndarray
     tokens: int
@@ -269,8 +270,8 @@ class Frontend:
             )
 
     async def _admit(self, samples: int) -> None:
-        """Wait while the server is paused and has engines; meanwhile the samples count as
-        waiting."""
+        """Wait while the server is paused, unless it has no engine any more (`Supervisor.stopped`);
+        meanwhile the samples count as waiting."""
         if self._may_start.is_set():
             return
         waits = [asyncio.create_task(event.wait()) for event in (self._may_start, self.supervisor.stopped)]

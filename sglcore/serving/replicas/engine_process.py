@@ -141,7 +141,8 @@ class PhaseReplies:
 
 
 def model_info(started: Started, engine: TokenEngine, seconds: dict[str, float]) -> ModelInfo:
-    """Return the facts about the started engine. `seconds`: of each step of the start."""
+    """Return the facts about the started engine, for the frontend. `seconds`: the time of each step
+    of the start, by name."""
     chosen, ledger = started.choice.chosen, started.ledger.as_json()
     return ModelInfo(
         device=str(chosen),

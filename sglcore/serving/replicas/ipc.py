@@ -33,8 +33,8 @@ class Address(msgspec.Struct, frozen=True):
 
 
 class GenerateRequest(msgspec.Struct, array_like=True, tag=1, gc=False):
-    """Generate for a prompt. `prompt`: token ids, int32 in little-endian bytes; `params`: as
-    `pack_params` returns them; `progress`: also report the progress of the prompt."""
+    """To an engine: generate for a prompt. `prompt`: token ids, int32 in little-endian bytes;
+    `params`: as `pack_params` returns them; `progress`: also report the progress of the prompt."""
 
     request_id: str
     prompt: bytes
@@ -44,14 +44,14 @@ class GenerateRequest(msgspec.Struct, array_like=True, tag=1, gc=False):
 
 
 class Abort(msgspec.Struct, array_like=True, tag=2, gc=False):
-    """End every sample of a request."""
+    """To an engine: end every sample of a request."""
 
     request_id: str
 
 
 class Stop(msgspec.Struct, array_like=True, tag=3, gc=False):
-    """End sample number `index`: its text has reached the stop string or pattern `cause`, or (None)
-    cannot be made."""
+    """To an engine: end sample number `index`, because its text has reached the stop string or
+    pattern `cause`, or (None) cannot be made."""
 
     request_id: str
     index: int
@@ -59,8 +59,8 @@ class Stop(msgspec.Struct, array_like=True, tag=3, gc=False):
 
 
 class Embed(msgspec.Struct, array_like=True, tag=4, gc=False):
-    """Embed or score one prompt: token ids and segment ids (empty: all 0), int32 in little-endian
-    bytes."""
+    """To an engine: embed or score one prompt: token ids and segment ids (empty: all 0), int32 in
+    little-endian bytes. `Embedded` answers it."""
 
     request_id: str
     prompt: bytes
@@ -68,25 +68,25 @@ class Embed(msgspec.Struct, array_like=True, tag=4, gc=False):
 
 
 class Audit(msgspec.Struct, array_like=True, tag=5, gc=False):
-    """Search for pages and slots that are lost or held twice. `Done` answers it."""
+    """To an engine: search for pages and slots that are lost or held twice. `Done` answers it."""
 
     request_id: str
 
 
 class Shutdown(msgspec.Struct, array_like=True, tag=6, gc=False):
-    """End the process; requests in progress are dropped."""
+    """To an engine: end the process; requests in progress are dropped."""
 
 
 class Pause(msgspec.Struct, array_like=True, tag=7, gc=False):
-    """Stop running steps, or run them again; waiting and running requests keep their place. `Done`
-    answers it."""
+    """To an engine: stop running steps, or run them again; waiting and running requests keep their
+    place. `Done` answers it."""
 
     request_id: str
     is_paused: bool
 
 
 class Flush(msgspec.Struct, array_like=True, tag=8, gc=False):
-    """Drop cached prefixes that no request uses. `Done` answers it."""
+    """To an engine: drop cached prefixes that no request uses. `Done` answers it."""
 
     request_id: str
 
@@ -95,7 +95,7 @@ EngineRequest = GenerateRequest | Abort | Stop | Embed | Audit | Shutdown | Paus
 
 
 class Phase(msgspec.Struct, array_like=True, tag=1, gc=False):
-    """The progress of the start: `done` of `total` units of the phase `name`."""
+    """From an engine: the progress of its start: `done` of `total` units of the phase `name`."""
 
     name: str
     done: int
@@ -144,8 +144,8 @@ class EngineSpec(msgspec.Struct, frozen=True):
 
 
 class Ready(msgspec.Struct, array_like=True, tag=2):
-    """The engine has generated a token by the path that serves; requests are accepted from now
-    on."""
+    """From an engine that has generated a token by the path that serves: requests are accepted from
+    now on."""
 
     info: ModelInfo
 
@@ -157,21 +157,23 @@ class Beat(msgspec.Struct, gc=False):
 
 
 class EngineOutputs(msgspec.Struct, array_like=True, tag=3, gc=False):
-    """Outputs of a step, for all requests in it, or of requests that ended outside a step."""
+    """From an engine: the outputs of a step, for all requests in it, or of requests that ended
+    outside a step."""
 
     items: list[EngineOutput]
 
 
 class Refused(msgspec.Struct, array_like=True, tag=4, gc=False):
-    """A request that this engine refuses because of the caller's error; `error` is the message."""
+    """From an engine: it refuses a request because of an error of the caller; `error` is the
+    message that the client gets."""
 
     request_id: str
     error: str
 
 
 class Embedded(msgspec.Struct, array_like=True, tag=5, gc=False):
-    """The result of `Embed`: float32 in little-endian bytes, or `error`, the reason why there is
-    none."""
+    """From an engine: the result of `Embed`, float32 in little-endian bytes, or `error`, the reason
+    why there is none."""
 
     request_id: str
     vector: bytes
@@ -216,15 +218,15 @@ class EngineStats(SchedulerStats, array_like=True, tag=6, gc=False):
 
 
 class Failed(msgspec.Struct, array_like=True, tag=7, gc=False):
-    """The engine cannot continue; its process ends with `exit_code`."""
+    """From an engine that cannot continue; its process ends with `exit_code`."""
 
     error: str
     exit_code: int
 
 
 class Done(msgspec.Struct, array_like=True, tag=8, gc=False):
-    """The answer to a Pause, a Flush or an Audit. `pages`: number that was dropped; `problems`:
-    what the audit found."""
+    """From an engine: the answer to a Pause, a Flush or an Audit. `pages`: number of pages that a
+    Flush dropped; `problems`: what an Audit found."""
 
     request_id: str
     pages: int = 0
@@ -232,8 +234,8 @@ class Done(msgspec.Struct, array_like=True, tag=8, gc=False):
 
 
 class Able(msgspec.Struct, array_like=True, tag=9, gc=False):
-    """The engine's ability to serve requests has changed. `lacks`: what is missing; empty: it can
-    serve."""
+    """From an engine: its ability to serve requests has changed. `lacks`: what is missing; empty:
+    it can serve."""
 
     lacks: str
 

@@ -81,7 +81,9 @@ class Generation:
         return self._failure is not None or self.output.finished
 
     def deliver(self, output: EngineOutput) -> None:
-        """Process an output of the engine; never raises."""
+        """Add an output of the engine to `output`, and wake the reader. A stop text or pattern is
+        reported to the engine (`Stop`). Refusals end the generation with their error. Never raises.
+        """
         if self.is_closed:
             return
         if output.is_progress:
@@ -225,7 +227,8 @@ def _tells(delta: TextDelta) -> bool:
 
 
 def joined(parts: Sequence[TextDelta]) -> TextDelta:
-    """Return one delta for consecutive deltas of one sample."""
+    """Return one delta with the text and tokens of consecutive deltas of one sample, at least one,
+    and the finish reason of the last."""
     if len(parts) == 1:
         return parts[0]
     last = parts[-1]

@@ -14,7 +14,8 @@ LONGEST_WAIT = 30.0
 
 
 class RestartPolicy:
-    """The starts and ends of one replica, and what follows from them."""
+    """Decides whether and when one replica is started again: `end` records how each of its
+    processes ended; `may_go_on` and `wait` have the decision."""
 
     def __init__(self, longest_wait: float = LONGEST_WAIT) -> None:
         """`longest_wait`: maximum seconds before a restart."""

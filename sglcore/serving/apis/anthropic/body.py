@@ -133,7 +133,8 @@ class OutputConfig(Body):
 
 
 class CountRequest(Body):
-    """A request for the number of input tokens, and the first fields of a request for a message."""
+    """The body of /v1/messages/count_tokens: the part of a request for a message that decides the
+    number of input tokens."""
 
     model: str | None = None
     messages: Annotated[Items[Message], Field(min_length=1)]
@@ -152,7 +153,7 @@ class CountRequest(Body):
 
 
 class MessagesRequest(CountRequest, SamplingFields):
-    """A request for a message."""
+    """The body of /v1/messages: a request for the next message of the assistant."""
 
     max_tokens: Positive
     stop_sequences: Stops | None = None
@@ -171,7 +172,8 @@ UNTHREADED = "thread_unsupported_request"
 
 
 class MessagesErrorDetail(Answer):
-    """An error; `details` has an `error_code` for clients that can use another method."""
+    """An error: its type and message; `details` has an `error_code` for clients that can use
+    another method."""
 
     type: str
     message: str
@@ -179,7 +181,7 @@ class MessagesErrorDetail(Answer):
 
 
 class MessagesError(Answer):
-    """The body of an error."""
+    """The body of an error response of Anthropic's endpoints."""
 
     type: Literal["error"]
     error: MessagesErrorDetail

@@ -9,7 +9,7 @@ from sglcore.serving.apis.openai.answers import ChosenLogprobAnswer
 
 
 class OllamaError(Answer):
-    """The body of an error: its text."""
+    """The body of an error response of Ollama's endpoints: the error's text."""
 
     error: str
 
@@ -66,27 +66,27 @@ class AnswerMade(Timed):
 
 
 class OllamaChat(AnswerMade):
-    """The next message of a conversation; in a stream, its new part."""
+    """The answer of /api/chat: the next message of a conversation; in a stream, its new part."""
 
     message: MessageMade
 
 
 class OllamaText(AnswerMade):
-    """The generated text; in a stream, its new part."""
+    """The answer of /api/generate: the generated text; in a stream, its new part."""
 
     response: str
     thinking: str | None = None
 
 
 class Vectors(Timed):
-    """Vectors of length 1, in the order of the inputs."""
+    """The answer of /api/embed: vectors of length 1, in the order of the inputs."""
 
     model: str
     embeddings: list[list[float]]
 
 
 class OneVector(Answer):
-    """The vector of a text, not scaled to length 1."""
+    """The answer of /api/embeddings: the vector of a text, not scaled to length 1."""
 
     embedding: list[float]
 
@@ -142,8 +142,8 @@ class ModelsLoaded(Answer):
 
 
 class Shown(Answer):
-    """Facts about a model. `template` is its Jinja chat template, `parameters` are the default
-    sampling parameters of requests."""
+    """The answer of /api/show: facts about a model. `template` is its Jinja chat template,
+    `parameters` are the default sampling parameters of requests."""
 
     modelfile: str
     parameters: str
@@ -155,8 +155,9 @@ class Shown(Answer):
 
 
 class Version(Answer):
-    """`version`: the version of Ollama's API that this server implements, by which clients find the
-    supported features; `sglcore`: this server's own version."""
+    """The answer of /api/version. `version`: the version of Ollama's API that this server
+    implements, by which clients find the supported features; `sglcore`: this server's own version.
+    """
 
     version: str
     sglcore: str

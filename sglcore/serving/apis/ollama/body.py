@@ -122,15 +122,15 @@ class AnswerFields(Body):
 
 
 class OllamaChatBody(AnswerFields):
-    """A request for the next message of a conversation."""
+    """The body of /api/chat: a request for the next message of a conversation."""
 
     messages: Items[OllamaMessage] | None = None
     tools: Items[OllamaTool] | None = None
 
 
 class OllamaGenerateBody(AnswerFields):
-    """A request for the answer to a text; with `raw` for the continuation of the text, with
-    `suffix` for the text between prompt and suffix."""
+    """The body of /api/generate: a request for the answer to a text; with `raw` for the
+    continuation of the text, with `suffix` for the text between prompt and suffix."""
 
     prompt: str | None = None
     suffix: str | None = None
@@ -150,8 +150,8 @@ class VectorFields(Body):
 
 
 class OllamaEmbedBody(VectorFields):
-    """A request for the vectors of one text or several. Long texts are truncated to the context,
-    unless `truncate` is false."""
+    """The body of /api/embed: a request for the vectors of one text or several. Long texts are
+    truncated to the context, unless `truncate` is false."""
 
     input: str | Items[str]
     truncate: bool | None = None
@@ -165,7 +165,8 @@ class OllamaEmbeddingsBody(VectorFields):
 
 
 class OllamaShowBody(Body):
-    """A request for facts about a model; `name` is the older name of the field `model`."""
+    """The body of /api/show: a request for facts about a model; `name` is the older name of the
+    field `model`."""
 
     model: str | None = None
     name: str | None = None

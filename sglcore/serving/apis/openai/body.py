@@ -144,7 +144,7 @@ class TemplateFields(Body):
 
 
 class ChatBody(TemplateFields, GenerationFields):
-    """A request for the next message of a conversation.
+    """The body of /v1/chat/completions: a request for the next message of a conversation.
 
     `max_completion_tokens` and `max_tokens` are the same field (none: up to the end of the
     context). `chat_template_kwargs` and `reasoning_effort` are passed to the checkpoint's template.
@@ -201,7 +201,7 @@ Prompts = Annotated[
 
 
 class CompletionBody(GenerationFields):
-    """A request to continue texts.
+    """The body of /v1/completions: a request to continue texts.
 
     `logprobs`: number of alternatives for each token, 0 for only the chosen one. `echo` puts the
     prompt before the text, and with `logprobs` its log-probabilities; only then may `max_tokens` be

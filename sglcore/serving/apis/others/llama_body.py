@@ -50,7 +50,7 @@ class LlamaFields(SamplingFields):
 
 
 class LlamaCompletionBody(LlamaFields):
-    """A request to continue one text or several."""
+    """The body of /completion: a request to continue one text or several."""
 
     prompt: Prompts
 
@@ -63,8 +63,8 @@ class Extra(Body):
 
 
 class InfillBody(LlamaFields):
-    """A request for the text between `input_prefix` and `input_suffix`; `prompt` is the beginning
-    of that text."""
+    """The body of /infill: a request for the text between `input_prefix` and `input_suffix`;
+    `prompt` is the beginning of that text."""
 
     input_prefix: str
     input_suffix: str
@@ -73,7 +73,7 @@ class InfillBody(LlamaFields):
 
 
 class ApplyTemplateBody(TemplateFields):
-    """A request to render a conversation as its prompt."""
+    """The body of /apply-template: a request to render a conversation as its prompt."""
 
     messages: Items[Message] = Field(min_length=1)
 

@@ -39,7 +39,7 @@ _ONE_OR_MORE = ("object", "array")
 
 
 class PromptAnswer(Answer):
-    """The prompt of a conversation, by the chat template."""
+    """The answer of /apply-template: the prompt of a conversation, by the chat template."""
 
     prompt: str
 

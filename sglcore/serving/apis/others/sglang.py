@@ -57,7 +57,8 @@ class SglangSampling(SamplingFields):
 
 
 class GenerateBody(Body):
-    """A request to continue one prompt or several, each a text or token ids."""
+    """The body of /generate: a request to continue one prompt or several, each a text or a list of
+    token ids."""
 
     sampled: ClassVar[Mapping[str, type[Body]]] = MappingProxyType({"sampling_params": SglangSampling})
 

@@ -27,7 +27,8 @@ UNIT = 1e-3
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """The score of each pair, and the number of tokens of all texts."""
+    """The answer's numbers for a request to score or rerank: the score of each pair, in order, and
+    the number of tokens of all texts."""
 
     values: list[float]
     tokens: int
@@ -142,7 +143,8 @@ def _check(frontend: Frontend, body: PoolingFields, param: str, texts: int) -> N
 
 
 def _check_embeds(frontend: Frontend) -> None:
-    """Raise InvalidRequest if the model does not embed."""
+    """Raise InvalidRequest if the model generates text, or has a classification head: then it has
+    no embeddings. An engine must be ready (`frontend.info`)."""
     assert frontend.info is not None
     if frontend.info.generates:
         raise _wrong_model(

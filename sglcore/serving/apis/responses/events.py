@@ -266,7 +266,8 @@ def _item_place(block: Block) -> dict[str, Any]:
 
 
 def _usage(output: RequestOutput, reasoning: int) -> dict[str, Any]:
-    """Return the numbers of tokens; `reasoning`: tokens of the reasoning's text."""
+    """Return the answer's `usage`; `reasoning`: tokens of the reasoning's text, at most all output
+    tokens are reported."""
     prompt, made = len(output.prompt_token_ids), len(output.outputs[0].token_ids)
     cut = {} if output.max_tokens is None else {"max_output_tokens": output.max_tokens}
     return {

@@ -45,14 +45,14 @@ class AbortListBody(Body):
 
 
 class PauseBody(Body):
-    """Whether running requests are aborted ("abort") or kept ("retract" and "in_place") during the
-    pause."""
+    """The body of /pause_generation: whether running requests are aborted ("abort") or kept
+    ("retract" and "in_place") during the pause."""
 
     mode: Literal["abort", "retract", "in_place"] = "abort"
 
 
 class ContinueBody(Body):
-    """An empty body."""
+    """The body of /continue_generation, which has no fields."""
 
 
 class AbortAnswer(Answer):

@@ -46,7 +46,8 @@ class Head:
 @dataclass(frozen=True, slots=True)
 class Marked:
     """The format `{"name": ..., "arguments": ...}`, or a list of such objects, between the marks
-    `begin` and `end`; the end mark may be missing. An instance is a `ToolScan`."""
+    `begin` and `end`; the end mark may be missing. An instance is called as a `ToolScan`: it parses
+    the text after the reasoning into content and calls."""
 
     begin: str
     end: str

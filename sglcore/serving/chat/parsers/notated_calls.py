@@ -33,7 +33,8 @@ _ENDS = (",", "]", "}", ")")
 
 @dataclass(frozen=True, slots=True)
 class Notation:
-    """A notation of tool calls. An instance is a `ToolScan`."""
+    """A notation of tool calls. An instance is called as a `ToolScan`: it parses the text after the
+    reasoning into content and calls."""
 
     begin: str
     """Text before the calls."""
@@ -168,7 +169,8 @@ def _string(s: Scanner, quote: str, sink: Sink) -> Scan[bool]:
 
 
 def _escaped(s: Scanner) -> Scan[str]:
-    """Parse the rest of a backslash escape; returns its text inside a JSON string."""
+    """Parse the rest of a backslash escape, the backslash itself already read; returns its text as
+    it stands inside a JSON string. An unknown escape keeps its backslash."""
     if not (yield from s.more()):
         return "\\\\"
     mark = s.character()

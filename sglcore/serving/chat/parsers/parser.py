@@ -16,7 +16,8 @@ ToolScan = Callable[[Scanner, Tools], Scan[None]]
 
 
 class AnswerScan(Protocol):
-    """Parses a whole answer, in a format where reasoning is not one block at the beginning."""
+    """A function that returns the `Scan` of a whole answer, in a format where reasoning is not one
+    block at the beginning, such as Harmony."""
 
     def __call__(self, s: Scanner, tools: Tools, *, reads_calls: bool, is_open: bool) -> Scan[None]:
         """Parse the text of `s`. Without `reads_calls` a call is content. `is_open`: the prompt

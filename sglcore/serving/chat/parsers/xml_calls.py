@@ -18,7 +18,8 @@ from sglcore.serving.chat.parsers.scanner import Malformed, Scan, Scanner
 
 @dataclass(frozen=True, slots=True)
 class Tags:
-    """A format of tool calls in tags. An instance is a `ToolScan`."""
+    """A format of tool calls in tags. An instance is called as a `ToolScan`: it parses the text
+    after the reasoning into content and calls."""
 
     function: tuple[str, str]
     """Tags before and after a function's name; a parameter, or the end tag, may replace the second

@@ -13,7 +13,9 @@ from sglcore.serving.http.middleware.refusal import TurnedAway, header
 
 
 class Hosts:
-    """ASGI middleware that checks the header Host, and Origin if a browser sends it."""
+    """ASGI middleware that refuses (403) a request with a Host header that is neither loopback's
+    nor an allowed name, and one from a web page (header Origin) of another host that is not
+    allowed."""
 
     def __init__(self, app: ASGIApp, allowed: tuple[str, ...], origins: tuple[str, ...]) -> None:
         """`allowed`: names that Host may have in addition to loopback's; `origins`: Origin headers

@@ -54,7 +54,8 @@ class Exchange:
 
 
 class Exchanges:
-    """ASGI middleware around the other middleware and the app."""
+    """ASGI middleware that gives each request an id and counts it; at the end of each, it writes
+    the request's log line and records its trace span."""
 
     def __init__(self, app: ASGIApp, metrics: Metrics, log: logging.Logger, traces: Traces | None = None) -> None:
         """`log` gets one line for each request, `traces` (None: off) one span."""
