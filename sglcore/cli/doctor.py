@@ -294,7 +294,8 @@ def _requires_torch(distribution: str) -> bool:
 
 
 def check_environment() -> Iterable[Check]:
-    """Report the variables whose names begin with SGLCORE_, and whether sglcore reads them."""
+    """Yield a note for each variable whose name begins with SGLCORE_: its value unless it is
+    secret, or that sglcore does not read it."""
     from sglcore.config.engine_config import EngineConfig
     from sglcore.config.server_config import ServerConfig
     from sglcore.config.settings import PREFIX, settings_of

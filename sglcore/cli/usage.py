@@ -1,4 +1,5 @@
-"""The layout of help, and errors for invalid arguments."""
+"""Runs the command line (`run`), lays out its help (`Command`), and raises SglcoreError for invalid
+arguments."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ _SIZES = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class ModelCard:
-    """Facts about a model, from its files without loading them."""
+    """Facts about a model, which `read_card` reads from its files without loading them."""
 
     format: str
     """safetensors or gguf."""

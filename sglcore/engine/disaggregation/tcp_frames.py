@@ -58,7 +58,8 @@ class Frame:
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """Note that peer number `peer` is gone, and `why`. It is the last item from this peer."""
+    """The last item that a `Connection` posts, after its frames: peer number `peer` is gone, and
+    `why`."""
 
     peer: int
     why: str

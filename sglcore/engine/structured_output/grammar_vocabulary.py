@@ -27,7 +27,8 @@ class Vocabulary:
 
 
 class CompiledGrammar(Protocol):
-    """A compiled grammar, which starts a matcher for each sample."""
+    """A compiled constraint of a request, of which `start` makes a `Matcher` for each sample: a
+    backend's grammar, or a wrapper such as `ThinkingGrammar`."""
 
     def start(self) -> Matcher:
         """Return a new matcher at the beginning of the grammar, independent of all others."""

@@ -64,7 +64,8 @@ class Check:
 class Checker:
     """Runs checks in order of arrival, at most `limits.young` of them at normal priority.
 
-    A check that takes longer than `limits.young_seconds` continues at the lowest priority.
+    A check that takes longer than `limits.young_seconds` continues at the lowest priority, or is
+    killed if `limits.slow` others already run there.
     """
 
     def __init__(self, work: Work, limits: CheckLimits, given: bytes) -> None:

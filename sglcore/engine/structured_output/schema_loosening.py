@@ -202,7 +202,8 @@ def _are_apart(node: Mapping[str, Any], schema: Mapping[str, Any]) -> bool:
 
 
 def _constants(part: Any) -> dict[str, Any]:
-    """Return the constants of the required properties of an object schema, by name."""
+    """Return the values of `const` in a schema's properties that are required, by the property's
+    name; empty if it is no schema of an object."""
     listed = part.get("properties") if isinstance(part, dict) else None
     required = part.get("required") if isinstance(part, dict) else None
     if not isinstance(listed, dict) or not isinstance(required, Sequence):

@@ -161,7 +161,8 @@ def _converted(file: Path, ranked: Ranked) -> Tokenizer:
     from transformers.convert_slow_tokenizer import TikTokenConverter
 
     class Converter(TikTokenConverter):
-        """A converter with the ranks that were read."""
+        """transformers' converter, with the ranks of `ranked` in place of those that it would read
+        from the file."""
 
         @staticmethod
         def load_tiktoken_bpe(tiktoken_url: str) -> dict[bytes, int]:

@@ -38,7 +38,8 @@ class MessageForm:
     """Whether every tool must have a description."""
 
     def tools(self, tools: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-        """Return the tools in the form that the template needs."""
+        """Return the tools for the template: unchanged, or if `described` as new objects in which a
+        missing description is ""."""
         if not self.described:
             return list(tools)
         functions = ({"description": "", **tool.get("function", tool)} for tool in tools)

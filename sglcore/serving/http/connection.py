@@ -1,5 +1,5 @@
-"""A client's connection: a request head must arrive in time and within a size, and the client must
-read answers in time.
+"""The asyncio protocol of a client's connection: a request head must arrive in time and within a
+size, and the client must read answers in time.
 
 The parser is httptools, which is compiled.
 """

@@ -21,8 +21,8 @@ _LONGEST_QUEUE, _FLUSH_SECONDS = 10_000, 2.0
 
 
 class Logs:
-    """The open log of the process; there may be one at a time. `close` writes the remaining
-    lines."""
+    """The open log of the process; there may be one at a time. Until `close`, the loggers NAMES
+    write only through its queue; `close` writes the remaining lines."""
 
     def __init__(self, config: ServerConfig) -> None:
         """Open `log_file`, or use standard error, and redirect the loggers NAMES. Raises

@@ -17,7 +17,7 @@ from sglcore.serving.replicas.ipc import EngineSpec
 
 
 class EngineProcess(Protocol):
-    """A running engine process, which a `Launcher` started."""
+    """A running engine process, which a `Launcher` started: `LocalProcess` or `RayProcess`."""
 
     @property
     def name(self) -> str:
@@ -41,7 +41,7 @@ class EngineProcess(Protocol):
 
 
 class Launcher(Protocol):
-    """Starts engine processes, on this machine or in a cluster."""
+    """Starts engine processes: `LocalLauncher` on this machine, `RayLauncher` in a cluster."""
 
     @property
     def is_remote(self) -> bool:
@@ -65,8 +65,8 @@ class Launcher(Protocol):
 
 
 class LocalProcess:
-    """An engine process that is a child of this process. When this process ends for any reason, the
-    child's standard input closes and the child ends too."""
+    """The `EngineProcess` that is a child of this process. When this process ends for any reason,
+    the child's standard input closes and the child ends too."""
 
     last_words = ""
 

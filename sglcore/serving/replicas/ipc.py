@@ -103,7 +103,7 @@ class Phase(msgspec.Struct, array_like=True, tag=1, gc=False):
 
 
 class ModelInfo(msgspec.Struct, frozen=True, tag="info"):
-    """Facts about a started engine, for the frontend."""
+    """Facts about a started engine, for the frontend; `Ready` brings them."""
 
     device: str
     """The chosen device, as text."""
@@ -181,8 +181,8 @@ class Embedded(msgspec.Struct, array_like=True, tag=5, gc=False):
 
 
 class EngineStats(SchedulerStats, array_like=True, tag=6, gc=False):
-    """Counters of one engine since its start, and its present load: those of its scheduler, and its
-    own."""
+    """From an engine: its counters since its start, and its present load: those of its scheduler,
+    and its own."""
 
     compiling: int = 0
     """Requests that wait for the compilation of their grammar now."""

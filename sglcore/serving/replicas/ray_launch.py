@@ -32,8 +32,8 @@ log = logging.getLogger("sglcore.serving")
 
 
 class RayProcess:
-    """An engine process in an actor, which may still wait for its place in the cluster. `wanted`:
-    the resources that it needs."""
+    """The `EngineProcess` in a Ray actor, which may still wait for its place in the cluster.
+    `wanted`: the resources that it needs."""
 
     def __init__(self, actor: Any, replica: int, wanted: Mapping[str, float]) -> None:
         self._actor, self._replica, self._wanted = actor, replica, dict(wanted)

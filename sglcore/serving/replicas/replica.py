@@ -88,7 +88,8 @@ class Owner(Protocol):
 
 
 class Replica:
-    """A running engine process. It is used on the event loop only."""
+    """One engine process as the frontend sees it: its channel, its state, and the requests that it
+    has. It is used on the event loop only."""
 
     def __init__(self, number: int, channel: FrontendChannel, process: EngineProcess, owner: Owner) -> None:
         """Start to listen to a process that was launched; `owner` is told of its events. Needs a

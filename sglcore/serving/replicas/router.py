@@ -24,7 +24,7 @@ the slack."""
 
 
 class Target(Protocol):
-    """What the router reads from a replica."""
+    """A replica as the `Router` reads it; implemented by `Replica`."""
 
     @property
     def number(self) -> int:

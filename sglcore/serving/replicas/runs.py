@@ -77,7 +77,8 @@ class Runs:
             yield place, item
 
     async def _items(self) -> AsyncGenerator[tuple[int, Item], None]:
-        """Yield new items of all prompts as they arrive, without checks."""
+        """Yield new items of all prompts as they arrive, each after its prompt's index, without
+        checking ended samples against their schemas."""
         with blame(self.form):
             if len(self.generations) == 1:
                 async for item in self.generations[0]:

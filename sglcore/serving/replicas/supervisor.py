@@ -267,7 +267,9 @@ class Supervisor:
         self._after(replica.number, reason, exit_code, replica.take_generations())
 
     def _after(self, number: int, reason: str, exit_code: int, had: list[Generation]) -> None:
-        """Handle that replica `number` has no process any more; `had`: the requests that it had."""
+        """Replace replica `number`, whose process has ended, and retry the requests `had` that it
+        had; or give the replica up, as the class says. While the server ends, these requests only
+        fail."""
         goes_on = self.replaces and self._restarts[number].may_go_on
         if (
             goes_on or self.health.started or self._server.log_file is not None

@@ -39,7 +39,8 @@ def unenforced(field: str, grammar: Grammar | None) -> list[Unenforced]:
 
 
 class AnswerCheck:
-    """The check of one request's samples: the parts that are not enforced, and what was found."""
+    """The check of one request's samples against the parts of its schemas that are not enforced:
+    `look` checks an ended sample; `names` lists the parts, with the findings so far."""
 
     def __init__(self, checks: AnswerChecks, parts: Sequence[Unenforced]) -> None:
         """`parts`: at least one. Without the library for checks, samples are not checked, and

@@ -28,8 +28,8 @@ _LIMITS = tuple(
 
 
 class _ServerFacts(Answer):
-    """The facts that do not come from the engine alone: the server's own, and those to which both
-    contribute."""
+    """The base of ServerInfo, the answer of /server_info: the fields that do not come from the
+    engine alone. `ModelInfo` has the others."""
 
     version: str
     phase: str
