@@ -178,10 +178,12 @@ def _clipped(name: str, value: Any, part: Clip) -> Any:
 
 
 def _moved(value: Any, part: Clip, moved: Moved) -> Any:
-    """Return the child's part of one number per request, adjusted by `moved`: a copy if a number
-    changes, otherwise a view.
+    """Return the child's part of a field with one number per request. `moved` changes the first and
+    the last number only, because the other requests are whole: then the result is a copy, otherwise
+    a view.
 
-    `value` is a tensor, or a host array that may be shorter than the batch.
+    `value` is a tensor, or a host array; if it ends before the child's last request, that request
+    has no number to change.
     """
     found = value[part.rows]
     before, behind = moved.by_skipped * part.skipped, -moved.by_rest * part.rest

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class FillContext:
-    """The real and the padded sizes of one fill."""
+    """The real and the padded numbers of requests (`bs`) and tokens when buffers are filled."""
 
     raw_bs: int
     padded_bs: int
@@ -127,7 +127,7 @@ class InputBuffer:
 
 @dataclass(frozen=True, slots=True)
 class Staging:
-    """How a kind of step is staged.
+    """How host batches of one kind of step are copied to the buffers.
 
     `reader` reads the host batch. `flat` are the one-dimensional host buffers that every such step
     fills, `others` the remaining staged buffers, both by name.

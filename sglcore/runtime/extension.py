@@ -1,4 +1,6 @@
-"""Load the torch module of a device that an extension registers, before bring-up does so."""
+"""`device_module` returns the torch module of a device that a vendor's extension registers, such as
+`torch.npu` of torch_npu, before bring-up imports it.
+"""
 
 from __future__ import annotations
 

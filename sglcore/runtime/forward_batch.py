@@ -25,7 +25,8 @@ class StalePlanError(RuntimeError):
 
 
 class Turn(NamedTuple):
-    """Identifies one of several forwards that share a plan.
+    """Identifies one of several forwards that share an attention plan; the value of
+    `ForwardBatch.turn`.
 
     `epoch` identifies the lengths that were planned; `step` counts the forwards from 0.
     """
@@ -35,7 +36,7 @@ class Turn(NamedTuple):
 
 
 class Planner(Protocol):
-    """What a batch knows of the attention backend that plans it."""
+    """The part of `AttentionBackend` that a batch uses."""
 
     @property
     def generation(self) -> int:
@@ -44,7 +45,7 @@ class Planner(Protocol):
 
 
 class Plan(Protocol):
-    """What a batch knows of an attention plan."""
+    """The part of `AttentionPlan` that a batch uses."""
 
     @property
     def planner(self) -> Planner:
@@ -58,7 +59,7 @@ class Plan(Protocol):
 
 
 class StagingBuffers(Protocol):
-    """What a batch knows of the registry that stages it."""
+    """The part of `BufferRegistry` that copies a host batch to the device."""
 
     @property
     def batch_type(self) -> type[ForwardBatch]:
@@ -146,7 +147,9 @@ class ForwardBatch(ForwardInputs[Tensor]):
         raise StalePlanError(f"{drift}; plan again before the forward, or mark the plan replan_equivalent")
 
     def plan_drift(self, record: PlanRecord, backend: Planner) -> str:
-        """Return how the batch differs from the record; empty if it does not."""
+        """Return how the batch, which is to run on `backend`, differs from the record of its plan:
+        another backend, other sizes, KV pool or lengths; empty if it does not.
+        """
         if record.planner is not backend:
             return f"planned by {record.planner!r}, about to run on {backend!r}"
         if (record.batch_size, record.num_tokens) != (self.batch_size, self.num_tokens):

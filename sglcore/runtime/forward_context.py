@@ -22,7 +22,9 @@ if TYPE_CHECKING:
 
 
 class Segments(Protocol):
-    """The captured segments of a forward that is captured in pieces."""
+    """How layers run a call uncaptured within a forward that is captured in pieces. `Uncaptured`
+    and `Captured` (`graphs/graph_segments.py`) implement it.
+    """
 
     def run_between(self, call: Callable[..., Tensor], *inputs: Any) -> Tensor:
         """End the segment, run `call(*inputs)` uncaptured, begin the next one with its result.

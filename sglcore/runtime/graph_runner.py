@@ -29,10 +29,11 @@ Policy = DecodeGraphs | PromptGraphs
 
 
 class GraphRunner:
-    """Graphs of decode steps, and of prefill steps if the backend captures them.
+    """Captures graphs of decode steps, and of prefill steps if `prompts` is given, and replays
+    them.
 
-    `memory`: bytes of device memory that capture took (None: not reported). `shadow` counts the
-    replays that were compared with an eager forward.
+    `memory`: bytes of device memory that capture took (None: not reported). `shadow` compares every
+    Nth replay with an eager forward (None: no replay).
     """
 
     def __init__(

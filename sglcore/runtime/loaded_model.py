@@ -24,7 +24,7 @@ class LinearLayer(Protocol):
 
 
 class Weights(Protocol):
-    """The weights of a loaded model."""
+    """The weights of a loaded model, as bring-up reads them."""
 
     @property
     def linears(self) -> Sequence[LinearLayer]:

@@ -27,7 +27,9 @@ from sglcore.step.verification_rows import most_lens
 
 
 class Model(Protocol):
-    """What the runner needs from a model."""
+    """A model as the runner calls it: a callable from a batch to hidden states, with the output
+    layer and the embedding of ids.
+    """
 
     @property
     def attention_layers(self) -> tuple[Attention, ...]:
@@ -66,7 +68,7 @@ class RunnerOptions:
 
 
 class Ranks(Protocol):
-    """The ranks that share a model, as far as a runner is concerned."""
+    """The part of `Groups`, the communication groups of a rank, that a runner uses."""
 
     @property
     def has_shards(self) -> bool:
@@ -103,7 +105,9 @@ class Extensions:
 
 
 class ModelRunner:
-    """Composes a model, an attention backend, registries and graphs. A process may have several."""
+    """Runs the forwards of one model on one device: `init_batch` stages a host batch, `forward`
+    plans attention and runs it eagerly or by graph. A process may have several.
+    """
 
     def __init__(
         self,

@@ -23,7 +23,9 @@ Rows = Mapping[str, Tensor]
 
 
 class Pooler:
-    """Computes the embedding or the labels of each request from the hidden states of a step."""
+    """A callable from the hidden states of a step to one embedding, or the scores of the labels,
+    per request.
+    """
 
     def __init__(self, pooling: Pooling, classify: Callable[[Tensor], Tensor], dtype: torch.dtype) -> None:
         """`classify` is the model's classification head, which computes in `dtype`.

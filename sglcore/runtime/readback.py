@@ -18,7 +18,9 @@ from sglcore.runtime.streams import Streams
 
 
 class Readback:
-    """The results of one step. Keeps their tensors alive."""
+    """The results of one step on their way to the host; implements `Arriving`. Keeps their tensors
+    alive.
+    """
 
     __slots__ = ("_sent", "_tensors")
 
@@ -45,7 +47,8 @@ class Readback:
 
 
 class ReadbackQueue:
-    """Posts the results of steps. `ring` lends the pinned memory.
+    """Starts the copies of steps' results to the host; `post` returns a `Readback`. `ring` lends
+    the pinned memory.
 
     Without streams results are read from the device.
     """

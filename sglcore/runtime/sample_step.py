@@ -25,7 +25,8 @@ from sglcore.step.sampling_arrays import NO_SAMPLING, BatchSampling, SamplingInp
 
 @dataclass(frozen=True, slots=True)
 class DeviceSampling:
-    """A `BatchSampling` on the device.
+    """The sampling parameters of the last draw on the device; `host` is the `BatchSampling` they
+    were made from.
 
     `slots` int[N] are the slots of the sampled rows, `state` is the state of the last draw.
     `penalties` has the rows with penalties, int32[R], their parameters and their slots.
@@ -38,7 +39,8 @@ class DeviceSampling:
 
 
 class SampleStep:
-    """Logits, draw and bookkeeping for one runner.
+    """Runs what follows a runner's forward: computes logits, draws tokens, and stores last tokens
+    and history.
 
     Keeps sampling state as long as the composition is the same.
     """

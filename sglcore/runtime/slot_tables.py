@@ -35,7 +35,7 @@ class SlotTable(Protocol):
 
 
 class Entered(Protocol):
-    """Keeps data by slot that is invalid once the slot belongs to another request."""
+    """An object with data by slot that is invalid once the slot belongs to another request."""
 
     def enter(self, slots: Tensor) -> None:
         """Reset slots int32 [N], which now belong to new requests. Does not wait."""

@@ -1,4 +1,6 @@
-"""What the runner and its graphs know of a batch that runs as two micro-batches."""
+"""`SplitForward`, the interface by which the runner and its graphs run a batch as two
+micro-batches.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ Forward = Callable[[ForwardBatch], Tensor]
 
 
 class CapturedSplit(Protocol):
-    """Two micro-batches of one captured batch size."""
+    """How captured decodes of one batch size run as two micro-batches, with their plans;
+    `SplitForward.captured` makes it.
+    """
 
     def refresh(self, batch: ForwardBatch) -> None:
         """Update the plans for the captured batch before a replay."""
@@ -26,7 +30,9 @@ class CapturedSplit(Protocol):
 
 
 class SplitForward(Protocol):
-    """Runs batches as two micro-batches."""
+    """Decides which batches run as two micro-batches, and runs them. `Halves`
+    (`overlap/micro_batches.py`) implements it.
+    """
 
     def cut_of(self, batch: ForwardBatch) -> int | None:
         """Return the tokens of the first micro-batch, or None for a batch that runs whole."""

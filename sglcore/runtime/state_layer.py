@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 
 class StateLayer(ABC):
-    """A function of hidden states and of the requests' states in the pool of the forward context.
+    """The base of layers with a recurrent state: a callable from hidden states to hidden states
+    that also reads and writes the requests' states in the pool of the forward context.
 
     `layer_id` is its index among the model's layers with states; `kept` are the tensors that it
     keeps for each request, by name.
@@ -59,7 +60,7 @@ class StateLayer(ABC):
 
 
 class ReplayedLayer(StateLayer):
-    """A state layer in three parts.
+    """The base of state layers in three parts, `take`, `advance` and `finish`.
 
     `take` and `finish` work on each token alone, `advance` updates states. After a verification,
     states can thus be advanced over the accepted tokens again without `take` and `finish`.

@@ -34,7 +34,7 @@ from sglcore.step.tickets import Tickets, refuse_hidden_states, take_payload
 
 
 class Arriving(Protocol):
-    """Results on their way to the host."""
+    """Results of a step on their way to the host, such as a `Readback`."""
 
     @property
     def kept(self) -> list[Tensor]:
@@ -66,7 +66,9 @@ class Pending:
 
 
 class StepKind(Protocol):
-    """Steps of an optional feature, which run otherwise than a forward and a draw."""
+    """Runs the steps of one optional feature, such as embedding, that are not a forward and a draw.
+    The worker offers each batch to its kinds in order, until one starts it.
+    """
 
     def start(self, worker: TpModelWorker, batch: ScheduleBatch) -> Ticket | None:
         """Start this step on the current stream; None: it is not of this kind.
@@ -77,7 +79,8 @@ class StepKind(Protocol):
 
 
 class TpModelWorker:
-    """Generation with one model runner. `limits` is constant.
+    """The worker of one model runner: `submit` starts a step, `collect` returns its results.
+    `limits` is constant.
 
     Not thread-safe: one scheduler owns it.
     """

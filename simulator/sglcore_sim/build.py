@@ -23,7 +23,8 @@ FLAGS = ("-std=c++20", "-O1", "-fPIC", "-w", "-fvisibility=hidden", f"-DTORCH_EX
 
 
 def sources() -> tuple[Path, ...]:
-    """Return the C++ files: next to the package in a checkout, inside the package in a wheel."""
+    """Return the C++ files and headers: next to the package in a checkout, inside the package in a
+    wheel."""
     here = Path(__file__).resolve().parent
     folder = next((f for f in (here / "csrc", here.parent / "csrc") if f.is_dir()), None)
     if folder is None:

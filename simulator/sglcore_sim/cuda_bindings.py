@@ -34,7 +34,7 @@ class StreamBinding(in_tree.StreamBinding):
 
 
 class EventBinding(module.EventBinding):
-    """`torch._C._CudaEventBase`."""
+    """`torch._C._CudaEventBase`: an event of the simulated device with CUDA's attribute names."""
 
     def __new__(
         cls, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False, external: bool = False
@@ -47,7 +47,8 @@ class EventBinding(module.EventBinding):
 
 
 class GraphBinding(in_tree.GraphBinding):
-    """`torch._C._CUDAGraph`."""
+    """`torch._C._CUDAGraph`: a graph of the simulated device; access to the raw graph is
+    refused."""
 
     def capture_begin(self, pool: tuple[int, int] | None = None, capture_error_mode: str = "global") -> None:
         self.begin(pool, capture_error_mode)

@@ -46,7 +46,8 @@ class Fault(RuntimeError):
 
 
 class HostAccess(Fault, TypeError):
-    """A fault that is also the TypeError that torch raises for it."""
+    """The fault of kind host_access, which is also the TypeError that torch raises for such an
+    access."""
 
 
 class Caught:

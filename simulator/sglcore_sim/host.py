@@ -1,5 +1,5 @@
-"""Guards for reads of host memory that torch answers without asking the device, so that a read
-during a copy to pinned memory is detected."""
+"""Guards for reads of memory that torch answers without asking the device: a read of pinned memory
+during a copy to it is a fault, and so is a numpy array over device memory."""
 
 from __future__ import annotations
 

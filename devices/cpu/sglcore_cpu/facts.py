@@ -1,4 +1,4 @@
-"""The processor's facts."""
+"""The facts of a processor: what this package declares of its device to the core."""
 
 from __future__ import annotations
 

@@ -94,7 +94,8 @@ def _announce(variant: Variant, library: Path) -> None:
 
 @contextmanager
 def _alone(path: Path) -> Iterator[None]:
-    """Hold an exclusive lock on the file; other processes wait for it."""
+    """Hold an exclusive lock on the file in a `with` block; other processes wait for it. On Windows
+    nothing is locked."""
     if sys.platform == "win32":  # no flock: two processes may compile the same library twice
         yield
         return

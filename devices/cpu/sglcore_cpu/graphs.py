@@ -13,7 +13,7 @@ from sglcore.runtime.streams import Streams
 
 
 class CompiledStep:
-    """A forward of one bucket, compiled for its exact shapes."""
+    """The `CapturedStep` of a forward of one bucket, compiled for its exact shapes."""
 
     def __init__(self, step: Callable[[], Tensor]) -> None:
         # The shapes of a bucket never change, so no guards are needed. With guards, a change of
@@ -34,7 +34,8 @@ def _no_guards(guards: Sequence[object]) -> list[bool]:
 
 
 class CompiledGraphs:
-    """Compiles steps with torch.compile; needs a C++ compiler on the machine."""
+    """The `GraphBackend` that compiles steps with torch.compile; needs a C++ compiler on the
+    machine."""
 
     kind = "compiled"
 

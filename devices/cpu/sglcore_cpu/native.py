@@ -31,7 +31,8 @@ class NativeUnavailable(RuntimeError):
 
 
 class Recorder(Protocol):
-    """Records every kernel call while a step is captured; the kernels do not run."""
+    """Takes every kernel call while a step is captured, in place of running the kernel; `Recording`
+    implements it."""
 
     def add(self, engine: Engine, kernel: int, arguments: bytes) -> None:
         """Record a call of an engine's kernel number `kernel` with the packed words `arguments`."""
@@ -56,8 +57,9 @@ recorder: ContextVar[Recorder | None] = ContextVar("sglcore_cpu_recorder", defau
 
 
 class Library:
-    """One loaded library; raises `NativeUnavailable` if the file is missing, damaged, or built from
-    other sources than `sources` (not checked if that folder does not exist)."""
+    """One loaded library, which makes engines; raises `NativeUnavailable` if the file is missing,
+    damaged, or built from other sources than `sources` (not checked if that folder does not
+    exist)."""
 
     def __init__(self, path: Path = SOURCES.parent / LIBRARY, sources: Path = SOURCES) -> None:
         self.path = path
@@ -229,7 +231,8 @@ REBUILD = "build it with `python -m sglcore_cpu.compile`"
 
 
 def check(outcome: int) -> None:
-    """Raise MemoryError or RuntimeError if the library reports that a call did not run."""
+    """Raise MemoryError for outcome 1 of a call, RuntimeError for any other except 0; such a call
+    did not run."""
     if outcome == 1:
         raise MemoryError("a native kernel could not allocate its work memory")
     if outcome:

@@ -16,8 +16,8 @@ from sglcore_cpu.recording import Part, Recording, StepArena
 
 @dataclass(frozen=True, slots=True)
 class NativeStep:
-    """A recorded forward and its output buffer. `step` keeps the inputs of the calls alive (model,
-    batch, plan), `arena` the memory of their results."""
+    """The `CapturedStep` of a recorded forward, with its output buffer. `step` keeps the inputs of
+    the calls alive (model, batch, plan), `arena` the memory of their results."""
 
     parts: tuple[Part, ...]
     output: Tensor
@@ -34,8 +34,8 @@ class NativeStep:
 
 
 class NativeGraphs:
-    """Records steps. Their results share memory, because steps of one worker never run at the same
-    time."""
+    """The `GraphBackend` that records steps. Their results share memory, because steps of one
+    worker never run at the same time."""
 
     kind = "native"
 

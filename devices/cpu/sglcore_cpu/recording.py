@@ -33,8 +33,8 @@ class NotCapturable(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class HostCall:
-    """A torch operation or Python call between two kernels. Replay calls it again and copies what
-    it returns into the same `results`."""
+    """A part of a recorded step: a torch operation or Python call between two kernels. Replay calls
+    it again and copies what it returns into the same `results`."""
 
     function: Callable[..., Any]
     arguments: tuple[Any, ...]
@@ -50,7 +50,7 @@ class HostCall:
 
 @dataclass(frozen=True, slots=True)
 class KernelCalls:
-    """The kernel calls [first, last) of the program."""
+    """A part of a recorded step: the kernel calls [first, last) of the program."""
 
     program: Program
     first: int
@@ -63,8 +63,8 @@ class KernelCalls:
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """Tensors from `torch.empty` and the like, kept because recorded kernels may use their
-    addresses."""
+    """A part of a recorded step that runs nothing: tensors from `torch.empty` and the like, kept
+    because recorded kernels may use their addresses."""
 
     tensors: tuple[Tensor, ...]
 
@@ -156,7 +156,8 @@ class Watch(TorchDispatchMode):
 
 
 class Recording:
-    """A context manager that records a step's calls as the list `parts`."""
+    """A context manager that records a step's calls as the list `parts`, which are run in order to
+    replay it; the `Recorder` of kernel calls."""
 
     def __init__(self, arena: StepArena) -> None:
         self.parts: list[Part] = []

@@ -148,7 +148,8 @@ class SharedSums(Group):
 
 
 def is_recorded(function: Callable[..., object], *arguments: object) -> bool:
-    """Record the call if a step is being recorded; return whether it was."""
+    """Return whether a step is being recorded; if so, record the call, so that a replay makes
+    it."""
     recording = recorder.get()
     if recording is not None:
         recording.host(function, *arguments)

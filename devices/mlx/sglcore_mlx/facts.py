@@ -1,4 +1,4 @@
-"""The facts of a device on MLX."""
+"""The facts of a device on MLX: what this package declares of it to the core."""
 
 from __future__ import annotations
 

@@ -75,8 +75,8 @@ class _Decoding:
 
 @dataclass(slots=True)
 class Extend:
-    """A batch with prompts or several tokens per request, and its inputs: the model is called with
-    `forward`."""
+    """A step with prompts or several tokens per request: the host batch, and its inputs on the
+    device. The model is called with `forward`."""
 
     host: ScheduleBatch
     forward: ForwardBatch
@@ -152,7 +152,7 @@ def resolve_ids(input_ids: NDArray[np.int32], last: mx.array) -> mx.array:
 
 @dataclass(frozen=True, slots=True)
 class _Singles:
-    """Tokens [start, end), one of each request."""
+    """A part of an extend forward: tokens [start, end), one of each request."""
 
     start: int
     end: int
@@ -172,7 +172,8 @@ def _singles(part: SingleRows, attention: DecodeAttention, batch: ScheduleBatch,
 
 @dataclass(slots=True)
 class _Extending:
-    """The state of an extend forward; `rows`: number of requests of each part."""
+    """What the layers of an extend forward read and replace: the KV cache (`cells`) and the
+    recurrent states, by layer. `rows`: number of requests of each part."""
 
     parts: Sequence[_Singles | PromptPlan]
     rows: Sequence[int]

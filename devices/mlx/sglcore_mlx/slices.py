@@ -16,7 +16,9 @@ from sglcore_mlx.pool import DeviceState
 
 @dataclass(slots=True)
 class OpenPrompt:
-    """A prompt with `done` layers run, and the inputs of its sampling."""
+    """A prompt between two slices of layers. `done` layers have run; `carried` is the input state
+    of the next one. `rows` and `inputs`, with `arrived` on the device, are for sampling after the
+    last."""
 
     extend: Extend
     rows: RowPlan

@@ -15,7 +15,7 @@ Job = tuple[Future[Any], Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 
 
 class StreamThread:
-    """Runs calls in the order in which they were posted."""
+    """A thread that runs calls in the order in which they were posted."""
 
     def __init__(self) -> None:
         self._jobs: SimpleQueue[Job | None] = SimpleQueue()

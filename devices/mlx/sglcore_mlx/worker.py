@@ -18,8 +18,8 @@ from sglcore_mlx.thread import StreamThread
 
 
 class MlxWorker:
-    """Generation and embedding with one stepper; one thread queues all its work. One scheduler owns
-    it."""
+    """The worker of one stepper, for generation and embedding: `submit` posts a step to the thread
+    that queues all its work, `collect` returns the results. One scheduler owns it."""
 
     def __init__(
         self, stepper: Stepper, thread: StreamThread, limits: Limits, at_close: Callable[[], None] = lambda: None

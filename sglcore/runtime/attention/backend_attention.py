@@ -11,7 +11,7 @@ from sglcore.runtime.memory.read_only import ReadOnlyPool
 
 
 class BackendAttention(Attention):
-    """An attention layer that can be called inside a forward."""
+    """An attention layer, callable inside a forward with q, k and v."""
 
     __slots__ = ()
 

@@ -78,7 +78,7 @@ class AttentionShape:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """The size of a captured forward."""
+    """The padded size of a forward that a graph captures, for `AttentionBackend.capture_plan`."""
 
     batch_size: int
     num_tokens: int
@@ -86,9 +86,11 @@ class Bucket:
 
 @dataclass(slots=True)
 class AttentionPlan:
-    """The data that a backend prepared for one batch.
+    """The base of all plans: what `AttentionBackend.plan` prepares for one batch and `attend`
+    reads.
 
-    `generation` is the pool's generation; the plan may hold addresses of its KV slots.
+    `planner` is the backend that made it. `generation` is the pool's generation; the plan may hold
+    addresses of its KV slots.
     """
 
     planner: AttentionBackend[Any]
@@ -103,8 +105,8 @@ HostUpdate = object
 class RowsOnHost(Protocol):
     """Brings rows of a pool in host memory to attention on the device.
 
-    Its plans are those of the backends with the feature `hisparse`, which read them with
-    `rows_read` (`sparse/host_rows.py`); this module does not know their type.
+    Backends with the feature `hisparse` pass what `plan` returns to `rows_read`
+    (`sparse/host_rows.py`); this module does not know its type.
     """
 
     def plan(self, batch: ForwardBatch) -> Any:
@@ -121,7 +123,12 @@ class RowsOnHost(Protocol):
 
 
 class AttentionBackend(ABC, Generic[Plan]):
-    """Attention of every layer over the paged pool. The constructor receives everything it uses."""
+    """The base of attention backends: one object attends in every layer over the paged KV pool. It
+    uses only what the constructor receives.
+
+    A batch is planned first, by `plan`, or by `capture_plan` once and `refresh` before each replay;
+    then each layer calls `forward`.
+    """
 
     facts: AttentionFacts
 

@@ -57,7 +57,8 @@ class LongRow:
 
 @dataclass(frozen=True, slots=True)
 class CapturedRows:
-    """Sizes for a backend with capture; slots and lengths are read from the batch.
+    """The part of a `ReferencePlan` for a captured step: sizes, and constant indices; slots and
+    lengths are read from the batch.
 
     `offsets` int32[n] are 0 to n - 1, for the n tokens of each of `batch_size` requests. `places`
     int32[context] are the indices of all tokens that a request may have.
@@ -70,7 +71,7 @@ class CapturedRows:
 
 @dataclass(slots=True)
 class ReferencePlan(AttentionPlan):
-    """Gather indices and masks, or the sizes of a captured step."""
+    """The plan of `ReferenceAttention`: gather indices and masks, or sizes of a captured step."""
 
     singles: SingleRows | None = None
     rows: list[LongRow] = field(default_factory=list)

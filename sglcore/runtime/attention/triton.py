@@ -43,7 +43,7 @@ class TritonPlan(AttentionPlan):
 
 
 class TritonAttention(AttentionBackend[TritonPlan]):
-    """Paged attention: decode in chunks, and extend with a prefix."""
+    """The attention backend in Triton: decode in chunks, and extend with a prefix."""
 
     facts = AttentionFacts(
         dtypes=("float32", "float16", "bfloat16"),

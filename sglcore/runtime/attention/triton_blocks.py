@@ -1,4 +1,6 @@
-"""Blocks of KV slots in Triton, for decode and extend attention."""
+"""Triton functions for decode and extend attention: load the keys and values of a block of KV
+slots, and test visibility words.
+"""
 
 # A kernel is not Python to a type checker.
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false, reportOperatorIssue=false

@@ -12,9 +12,9 @@ from sglcore.runtime.graphs.graph_segments import Pieces, record_pieces
 
 
 class BreakableGraphs(FullGraphs):
-    """Full decode graphs and segmented prefill graphs in one pool.
+    """A `PromptBackend`: full decode graphs and segmented prefill graphs in one pool.
 
-    `prompt_kind` names the latter in `path`.
+    `prompt_kind` is the name of the latter in `StepOutput.path`.
     """
 
     prompt_kind: str = "breakable"

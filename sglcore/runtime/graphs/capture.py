@@ -1,4 +1,6 @@
-"""Stream capture: the one primitive that a device provides, and the common rules around it."""
+"""Stream capture: `StreamCapture`, which a device implements to record the work queued on a stream,
+and `Recorder`, which uses it by the rules common to all devices.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ class CaptureError(RuntimeError):
 
 
 class Segment(Protocol):
-    """One piece of captured work."""
+    """A piece of captured work that can be replayed; `StreamCapture.capture` makes it."""
 
     def replay(self, update: HostUpdate | None = None) -> None:
         """Queue it on the current stream; returns when `update` is applied."""
@@ -31,7 +33,7 @@ class Segment(Protocol):
 
 
 class StreamCapture(Protocol):
-    """How a device records the work queued on a stream."""
+    """A device's way to record the work queued on a stream as a `Segment`."""
 
     def make_pool(self) -> object:
         """Return the memory that all graphs of one runner share."""

@@ -41,7 +41,7 @@ class CapturedBucket:
 
 
 class DecodeGraphs(SizedGraphs[CapturedBucket]):
-    """Decode graphs by batch size. Pads a batch to the next captured size and replays."""
+    """Captures and replays decode steps, padded to the next captured batch size."""
 
     def __init__(
         self,

@@ -14,7 +14,7 @@ from sglcore.runtime.streams import Streams
 
 @dataclass(frozen=True, slots=True)
 class FullStep:
-    """A captured forward and its output buffer.
+    """The `CapturedStep` of a forward that is one segment, with its output buffer.
 
     `step` keeps alive what the segment reads: model, batch, plan.
     """
@@ -32,7 +32,9 @@ class FullStep:
 
 
 class FullGraphs:
-    """The `GraphBackend` of decode graphs over a stream capture. `kind` is their name in `path`."""
+    """The `GraphBackend` that captures a whole decode forward as one segment, over a stream
+    capture. `kind` is the name of these graphs in `StepOutput.path`.
+    """
 
     kind: str = "full"
 

@@ -27,7 +27,9 @@ class CapturedStep(Protocol):
 
 
 class GraphBackend(Protocol):
-    """The capture mechanism of a device."""
+    """One kind of graph on a device: captures decode forwards of fixed shapes so that they can be
+    replayed. The factories in `DevicePackage.graphs` make it.
+    """
 
     @property
     def kind(self) -> str:
@@ -47,7 +49,7 @@ class GraphBackend(Protocol):
 
 
 class CapturedPrompt(Protocol):
-    """A captured prefill forward of a token bucket."""
+    """One captured prefill forward of a token bucket; `PromptBackend.capture_prompt` makes it."""
 
     def replay(self, num_tokens: int) -> Tensor:
         """Run it with the first `num_tokens` rows real, and return its output buffer.
@@ -59,14 +61,14 @@ class CapturedPrompt(Protocol):
 
 @runtime_checkable
 class PromptBackend(Protocol):
-    """A mechanism that also captures prefill.
+    """A `GraphBackend` that also captures prefill forwards.
 
-    Calls to the context's `segments` run between captured segments.
+    Calls that layers make through the context's `segments` run between captured segments.
     """
 
     @property
     def prompt_kind(self) -> str:
-        """The name of such graphs in `path`."""
+        """The name of prefill graphs in `StepOutput.path`."""
         ...
 
     def capture_prompt(self, forward: Forward, batch: ForwardBatch) -> CapturedPrompt:

@@ -24,7 +24,7 @@ from sglcore.step.sizing import size_text
 
 
 class RanksInGraphs(Protocol):
-    """The communication groups of a rank, as far as graphs are concerned."""
+    """The part of `Groups`, the communication groups of a rank, that the choice of graphs uses."""
 
     def reason_against_graphs(self, kind: str) -> str:
         """Return why the ranks cannot replay steps as this kind of graph; empty if they can."""

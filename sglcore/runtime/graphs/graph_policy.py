@@ -1,4 +1,6 @@
-"""The base of both graph policies: graphs by size, pool generations, inputs that graphs lack."""
+"""`SizedGraphs`, the base of `DecodeGraphs` and `PromptGraphs`, and its checks: whether pools have
+other addresses than at capture, and whether a batch has inputs that the graph lacks.
+"""
 
 from __future__ import annotations
 
@@ -71,7 +73,11 @@ def planned(view: ForwardBatch, context: ForwardContext) -> forward_context:
 
 
 class SizedGraphs(ABC, Generic[Captured]):
-    """Graphs of one kind of step, by size. Keeps alive what each graph reads."""
+    """Captures one graph for each size (requests of a decode, tokens of a prefill), and finds the
+    graph for a batch. Subclasses implement capture and replay.
+
+    Keeps alive what each graph reads.
+    """
 
     def __init__(
         self, registry: BufferRegistry, context: ForwardContext, forward: Forward, sizes: Iterable[int], most: int

@@ -59,7 +59,7 @@ class Pieces:
 
 
 class Uncaptured:
-    """Segments of a warm-up forward.
+    """The `Segments` of a warm-up forward, which runs before the capture.
 
     Every call returns zeros, so that no request's KV slot is written. Also allocates the memory
     between segments. `has_calls`: an operation used the segments.
@@ -78,7 +78,7 @@ class Uncaptured:
 
 
 class Captured:
-    """Segments of a forward under capture.
+    """The `Segments` of a forward under capture.
 
     `parts` are the finished segments and the calls between them.
     """

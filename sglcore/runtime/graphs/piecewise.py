@@ -84,9 +84,9 @@ class SplitForward:
 
 
 class PiecewiseGraphs(FullGraphs):
-    """Full decode graphs and compiled prefill graphs in one pool.
+    """A `PromptBackend`: full decode graphs and compiled prefill graphs in one pool.
 
-    `prompt_kind` names the latter in `path`.
+    `prompt_kind` is the name of the latter in `StepOutput.path`.
     """
 
     prompt_kind: str = "piecewise"

@@ -52,7 +52,7 @@ def token_buckets(most: int) -> tuple[int, ...]:
 
 
 class PromptGraphs(SizedGraphs[CapturedTokens]):
-    """Graphs of prefill and mixed steps, by number of tokens."""
+    """Captures and replays prefill and mixed steps, padded to the next token bucket."""
 
     def __init__(self, backend: PromptBackend, context: ForwardContext, forward: PromptForward) -> None:
         registry = forward.registry

@@ -26,7 +26,9 @@ class ShadowMismatch(RuntimeError):
 
 
 class Shadow:
-    """Compares every Nth replay. `replays` and `compared` are counters."""
+    """Compares every Nth replay with an eager forward of the same inputs. `replays` and `compared`
+    are counters.
+    """
 
     def __init__(self, every: int) -> None:
         if every < 1:
@@ -69,10 +71,12 @@ def _difference(one: Tensor, other: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """A copy of what a forward reads and overwrites, except KV slots.
+    """A copy of what a forward reads and overwrites, except KV slots: `write` restores it, so that
+    a second forward reads the same inputs.
 
-    It has the states of slots int[B], and rows of other tensors with their values. For models with
-    recurrent layers these rows include the kept state inputs of verified tokens.
+    `states` are those of `slots` int[B]; `rows` are other tensors, each with row indices and their
+    values. For models with recurrent layers these rows include the kept state inputs of verified
+    tokens.
     """
 
     pool: StatePool | None

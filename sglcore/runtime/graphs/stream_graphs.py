@@ -1,4 +1,6 @@
-"""All kinds of graphs for a device with stream capture."""
+"""`stream_graphs` makes the factories of full, breakable and piecewise graphs for
+`DevicePackage.graphs`, for a device with stream capture.
+"""
 
 from __future__ import annotations
 

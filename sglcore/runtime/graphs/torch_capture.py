@@ -21,7 +21,7 @@ ERRORS = "thread_local"
 
 
 class GraphSegment:
-    """One captured graph that takes no update."""
+    """The `Segment` of one captured graph that takes no update."""
 
     def __init__(self, graph: Any) -> None:
         self._graph = graph
@@ -37,7 +37,8 @@ class GraphSegment:
 
 
 class TorchCapture:
-    """Captures the work queued on a stream; other threads may use the device meanwhile.
+    """The `StreamCapture` of a graph class like torch's; other threads may use the device during a
+    capture.
 
     `error_mode`: the `capture_error_mode` of `capture_begin`; None: these graphs have no such
     parameter.
@@ -66,7 +67,9 @@ class TorchCapture:
 
 
 class Pool:
-    """The memory of torch's accelerator graphs: the pool id of the first captured graph."""
+    """The memory of torch's accelerator graphs, made by `AcceleratorCapture.make_pool`. `id` is the
+    pool id of the first captured graph; None before it.
+    """
 
     __slots__ = ("id",)
 
@@ -75,7 +78,7 @@ class Pool:
 
 
 class AcceleratorCapture:
-    """Captures with torch's device-independent graph class (torch 2.12 and later)."""
+    """The `StreamCapture` of torch's device-independent graph class (torch 2.12 and later)."""
 
     def make_pool(self) -> Pool:
         """Return an empty pool."""

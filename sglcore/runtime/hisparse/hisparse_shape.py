@@ -1,4 +1,6 @@
-"""The device memory for KV rows in host memory, as one value for budget and allocation."""
+"""`SwapShape`, the sizes of the device memory that KV rows in host memory need: the memory budget
+counts it, and the HiSparse coordinator allocates it.
+"""
 
 from __future__ import annotations
 

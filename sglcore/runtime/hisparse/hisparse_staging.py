@@ -111,7 +111,9 @@ def _runs(pages: NDArray[np.int32], most: int) -> Iterator[tuple[int, int]]:
 
 @dataclass(frozen=True, slots=True)
 class _PageRows:
-    """Pages of some requests, by their slots int [R], and the first page of each in a room."""
+    """The pages of R requests in a page table, and their pages in a staging room: `slots` int [R]
+    are the requests' slots, `base` int [R] the first page of each in the room.
+    """
 
     table: Tensor
     slots: Tensor
@@ -146,7 +148,8 @@ def follow(copying: torch.Stream, reading: torch.Stream) -> None:
 
 
 class StagingRooms:
-    """Rooms for the rows of the longest request.
+    """Buffers on the device, called rooms, into which the rows of a prefill step are copied from
+    host memory. Each has `num_rows` rows, enough for the longest request.
 
     Two if streams let copies overlap the forward, else one.
     """

@@ -1,4 +1,6 @@
-"""Checks which compilers the installed Triton has. Imports Triton only when called."""
+"""Tells why the core's Triton kernels cannot be compiled for a device, by the backends of the
+installed Triton ("nvidia", "amd", ...). Imports Triton only when called.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,7 @@ from importlib import import_module
 
 def triton_gap(compiler: str) -> str:
     """Return why the core's Triton kernels cannot run here with this compiler, a name in
-    `triton.backends`; "" if they can.
+    `triton.backends` such as "nvidia"; "" if they can, or if the interpreter runs them.
     """
     try:
         from sglcore.runtime.kernels.triton.rounding import INTERPRETED

@@ -1,4 +1,4 @@
-"""Declares operations of the kernel table."""
+"""`entry` and `optional` declare an operation of the kernel table as an `Entry`."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ Function = TypeVar("Function", bound=Kernel)
 
 @dataclass(eq=False)
 class Entry(Generic[K]):
-    """One declared operation of the kernel table. A table's attribute of the same name is the
-    function that runs.
+    """The declaration of one operation, a class attribute of `KernelTable`. The attribute of the
+    same name of a table object is the function that runs.
     """
 
     reference: Kernel

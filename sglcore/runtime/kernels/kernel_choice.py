@@ -26,7 +26,7 @@ REMEDY = "another --dtype or model, or --kernels reference, which is slow and ta
 
 
 class Refusals:
-    """The calls that kernels refused, for the ledger."""
+    """Collects the calls that kernels refused, and makes ledger rows of them."""
 
     def __init__(self) -> None:
         self._by_reason: dict[str, dict[tuple[str, str], Row]] = {}

@@ -1,4 +1,4 @@
-"""Values in MXFP4 (OCP Microscaling Formats 1.0).
+"""Dequantises weights in MXFP4 (OCP Microscaling Formats 1.0).
 
 4-bit floats, with an exponent for each group of 32.
 """

@@ -1,4 +1,5 @@
-"""The free memory of an accelerator, as torch's device-independent interface reports it.
+"""`device_memory`, the bring-up step that measures the free memory of an accelerator by torch's
+device-independent interface.
 
 Names no device.
 """

@@ -21,7 +21,7 @@ from sglcore.step.snapshot_copies import entering_slots, state_moves
 
 @dataclass(frozen=True, slots=True)
 class StateTensor:
-    """One tensor of a layer's state of one request."""
+    """Shape, without the slot dimension, and dtype of one tensor of a layer's recurrent state."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -46,7 +46,9 @@ class KeepsState(Protocol):
 
 
 class Runs(NamedTuple):
-    """The fields `run_*` of `ForwardInputs`, int32[T] each."""
+    """The fields `run_*` of `ForwardInputs`, int32[T] each: in a decode with several rows per
+    request, from which slot each run of rows reads its state, and to which it writes it.
+    """
 
     slots: Tensor
     targets: Tensor
@@ -79,7 +81,8 @@ def state_bytes(layers: Sequence[KeepsState]) -> int:
 
 
 class StatePool:
-    """One tensor [1 + max_requests + num_snapshots, *shape] for each layer and name.
+    """The recurrent states of all slots and snapshots: one tensor [1 + max_requests +
+    num_snapshots, *shape] for each layer and name.
 
     Row s is the state of slot s, row max_requests + n is snapshot n. `generation` changes when an
     address changes. A `SlotTable`.

@@ -21,7 +21,9 @@ def _goes_on() -> None:
 
 
 class Turn:
-    """The turn of one of two functions: `pause` lets the other run until it pauses or ends."""
+    """Belongs to one of two interleaved functions, which calls `pause` to let the other run until
+    that one pauses or ends.
+    """
 
     __slots__ = ("_skips", "_switch", "pause")
 

@@ -61,9 +61,9 @@ SETTLED = 4
 
 @dataclass(frozen=True, slots=True)
 class LayerCost:
-    """A layer's compute time and its wait time for other ranks.
+    """A layer's compute time and its wait time for other ranks, by rows; `layer_cost` measures it.
 
-    `parts`: the shares of both in each piece, which computes and then waits.
+    `parts`: for each piece, which computes and then waits, its shares of the two times.
     """
 
     compute: Affine

@@ -34,7 +34,7 @@ class ExpertInput:
 
 
 class Dispatched(Protocol):
-    """Rows in transit to their experts."""
+    """The handle of a launched dispatch: rows in transit to their experts."""
 
     def wait(self) -> ExpertInput:
         """Return the rows that arrived here; call once."""
@@ -42,7 +42,7 @@ class Dispatched(Protocol):
 
 
 class Combining(Protocol):
-    """Expert outputs in transit back to the rows' ranks."""
+    """The handle of a launched combine: expert outputs in transit back to the rows' ranks."""
 
     def wait(self) -> Tensor:
         """Return [T, K, H]: for each row of this rank the output of its K experts, 0 for no expert.
@@ -53,7 +53,7 @@ class Combining(Protocol):
 
 
 class Dispatcher(Protocol):
-    """Sends rows to their experts.
+    """Sends token rows to the ranks of their experts, and the experts' outputs back.
 
     Every rank makes the same calls in the same order, even with no rows.
     """
@@ -81,7 +81,9 @@ class Dispatcher(Protocol):
 
 
 class MakeDispatcher(Protocol):
-    """Makes dispatchers of one kind; `is_fixed` has the value that they have."""
+    """A callable that makes the dispatcher of a group, such as the class `RaggedDispatcher`;
+    `is_fixed` is that of its dispatchers.
+    """
 
     @property
     def is_fixed(self) -> bool:
@@ -98,7 +100,7 @@ class MakeDispatcher(Protocol):
 
 @dataclass(slots=True)
 class _Ragged:
-    """A ragged dispatch in progress.
+    """The `Dispatched` of a `RaggedDispatcher`.
 
     `order` int64 [S] are indices of the T * K choices in send order; `sent` and `received` count
     rows by rank.
@@ -117,7 +119,7 @@ class _Ragged:
 
 @dataclass(slots=True)
 class _RaggedBack:
-    """A ragged combine in progress, with the dispatch that it answers."""
+    """The `Combining` of a `RaggedDispatcher`, with the dispatch that it answers."""
 
     back: Handle
     dispatched: _Ragged
@@ -130,7 +132,7 @@ class _RaggedBack:
 
 
 class RaggedDispatcher:
-    """Sends one copy of a row per choice, by any backend with all-to-all.
+    """A `Dispatcher` that sends one copy of a row per choice, by any backend with all-to-all.
 
     The host waits for the counts.
     """
@@ -166,7 +168,7 @@ class RaggedDispatcher:
 
 @dataclass(slots=True)
 class _Fixed:
-    """A fixed dispatch in progress.
+    """The `Dispatched` of a `FixedDispatcher`.
 
     `experts` int32 [R] are the experts of all rows that arrive, padding included, numbered on this
     rank; R = ranks * experts per rank * `max_rows`. `places` [T, K] is what was dispatched, kept
@@ -183,7 +185,7 @@ class _Fixed:
 
 @dataclass(slots=True)
 class _FixedBack:
-    """A fixed combine in progress, with `max_rows` rows of each rank."""
+    """The `Combining` of a `FixedDispatcher`, with `max_rows` rows of each rank."""
 
     back: Handle
     places: Tensor
@@ -197,7 +199,8 @@ class _FixedBack:
 
 
 class FixedDispatcher:
-    """Gives every expert a place for each row of each rank, as low-latency libraries do.
+    """A `Dispatcher` with a place at every expert for each row of each rank, as in low-latency
+    libraries.
 
     Shapes are the same in every step; capacity is limited.
     """

@@ -1,4 +1,4 @@
-"""The bring-up decisions for several ranks, other than their number."""
+"""`choose_dispatcher`, the bring-up decision how token rows are sent to experts on other ranks."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ class CollectiveError(RuntimeError):
 
 
 class Handle(Protocol):
-    """A launched collective."""
+    """A launched collective, whose result `wait` returns."""
 
     def wait(self) -> Tensor:
         """Return the result; can be called repeatedly.
@@ -32,7 +32,7 @@ class Handle(Protocol):
 
 
 class Finished:
-    """A result that is already there."""
+    """The `Handle` of a result that is already there."""
 
     __slots__ = ("_result",)
 
@@ -49,7 +49,7 @@ class Finished:
 
 
 class Launched:
-    """Asynchronous work of a communication backend.
+    """The `Handle` of asynchronous work of a communication backend.
 
     Keeps inputs and output alive until the work is done, so that their memory is not reused before.
     """

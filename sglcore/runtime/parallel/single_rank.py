@@ -8,7 +8,9 @@ from sglcore.runtime.parallel.pending_collective import Finished, Handle
 
 
 class Alone:
-    """Every operation returns the local value."""
+    """Has the operations of `Group`, for one rank: each returns the local value without
+    communication.
+    """
 
     rank, size = 0, 1
 

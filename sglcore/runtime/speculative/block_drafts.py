@@ -23,7 +23,7 @@ from sglcore.runtime.speculative.drafter import DraftRows
 
 
 class BlockModel(Protocol):
-    """The draft model: it stores target features and fills in mask tokens."""
+    """The draft model of `BlockDrafter`: it stores target features and fills in mask tokens."""
 
     block_size: int
     mask_token_id: int
@@ -38,7 +38,8 @@ class BlockModel(Protocol):
 
 
 class BlockDrafter:
-    """Stores target features in the draft's KV slots, then runs each root with its masks.
+    """The `Drafter` of DFlash: stores target features in the draft's KV slots, then runs each root
+    (a request's last sampled token) with its masks.
 
     One forward per step.
     """

@@ -1,4 +1,6 @@
-"""What a start knows of a kind of drafts: the shape of its forwards, and its drafter."""
+"""Records that describe how a kind of drafts runs: `KindSteps` for kinds with a draft model,
+`LookupSteps` for the others. The modules of `kinds/` make them.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
-    """The shape of one runner's decode steps.
+    """The shape of one runner's decode steps, as `KindSteps.shape` returns it.
 
     `widths` are the possible rows per request. `feature_size` is the number of feature elements of
     each row. `aux_layers` are the layers before which a drafter reads the model (empty: the model
@@ -54,7 +56,7 @@ class DraftSizes:
 
 @dataclass(frozen=True, slots=True)
 class DrafterParts:
-    """What a drafter is made of."""
+    """The argument of `KindSteps.make`: what a drafter with a draft model is made of."""
 
     tokens: int
     """Maximum draft tokens per step."""

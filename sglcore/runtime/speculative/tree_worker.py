@@ -27,7 +27,7 @@ from sglcore.step.verification_rows import most_lens
 
 
 class Growing(Protocol):
-    """A drafter of trees."""
+    """A drafter of trees, which `TreeWorker` calls by `grow` in place of `advance`."""
 
     def grow(self, rows: DraftRows) -> DraftTree:
         """Do what `Drafter.advance` does, and return the structure of the tree."""

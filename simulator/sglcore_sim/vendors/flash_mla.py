@@ -81,7 +81,7 @@ def _attend(q: Tensor, keys: Tensor, scale: float, d_v: int, sink: Tensor | None
 
 
 def _check(q: Tensor, kv: Tensor, indices: Tensor, d_v: int, sink: Tensor | None, lens: Tensor | None) -> None:
-    """Check the preconditions of both kernels."""
+    """Raise RuntimeError for a call that breaks a precondition of both kernels."""
     tokens, heads, size = q.shape
     others = [x for x in (sink, lens) if x is not None]
     wanted = {
@@ -106,7 +106,7 @@ def _check(q: Tensor, kv: Tensor, indices: Tensor, d_v: int, sink: Tensor | None
 
 
 def _check_kernels(sim: Any, q: Tensor, use_legacy: bool, return_log2_lse: bool | None) -> None:
-    """Check that there is a kernel for the call on this chip."""
+    """Raise RuntimeError if no kernel serves the call on this chip."""
     major = sim.kind.properties["major"]
     wanted = {
         "a GPU of compute capability 9.0 or 10": major in (9, 10),

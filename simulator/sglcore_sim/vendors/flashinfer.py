@@ -176,7 +176,8 @@ class PagedWrapper:
 
 
 def _check_lists(query_starts: Tensor, indptr: Tensor, indices: Tensor, last: Tensor, page_size: int) -> None:
-    """Check the lists of a plan; values are checked only if they are on the host."""
+    """Raise ValueError for lists that no plan takes; values are checked only if they are on the
+    host."""
     wanted = {
         "lists of int32": all(x.dtype == torch.int32 and x.dim() == 1 for x in (query_starts, indptr, indices, last)),
         "offsets of batch_size + 1": len(query_starts) == len(indptr) == len(last) + 1,

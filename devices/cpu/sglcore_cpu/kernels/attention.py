@@ -111,8 +111,8 @@ class PagedAttention(AttentionBackend[PagedPlan]):
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """Attention of one layer: reads q [T, heads * D], writes `out`. `slots` and `seq_lens`: int32,
-    request slot and length of each row."""
+    """One call of `PagedAttention.attend`: `run` attends with the rows of q [T, heads * D] and
+    writes `out`. `slots` and `seq_lens`: int32, request slot and length of each row."""
 
     backend: PagedAttention
     layer: Attention

@@ -11,8 +11,9 @@ from sglcore_cpu.native import TYPES, Engine
 
 
 class NativeDraw:
-    """The kernel table's entry `draw`. Float16 logits, and logits with a stride in the vocabulary
-    dimension, go to `draw_rows`."""
+    """A callable, the kernel table's entry `draw`; its method `greedy` is the entry of that name.
+    Float16 logits, and logits with a stride in the vocabulary dimension, go to torch's
+    reference."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine

@@ -15,7 +15,8 @@ ENDED = "it ended in March 2026, and 2.8.0 is its last release on PyPI"
 
 @dataclass(frozen=True, slots=True)
 class Extension:
-    """The version of an installed extension, and that of the installed `torch` (empty: none)."""
+    """An installed extension, as `find_extension` returns it: its version, and that of the
+    installed `torch` (empty: none)."""
 
     version: str
     torch: str

@@ -1,4 +1,5 @@
-"""The decorator that marks a method as the implementation of a kernel table entry."""
+"""`implements` marks a method as the implementation of a kernel table entry; `entries` collects the
+marked methods of objects."""
 
 from __future__ import annotations
 
@@ -14,8 +15,8 @@ Takes = Callable[..., str]
 
 
 class Implementation(Generic[P, R]):
-    """A method that implements the kernel table entry of its name. `takes`: as in `Limited`; None:
-    it takes every call."""
+    """The descriptor that `implements` makes of a method, which implements the kernel table entry
+    of its name. `takes`: as in `Limited`; None: it takes every call."""
 
     def __init__(self, function: Callable[Concatenate[Any, P], R], takes: Takes | None) -> None:
         self._function, self._takes = function, takes

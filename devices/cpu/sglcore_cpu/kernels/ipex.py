@@ -82,8 +82,9 @@ def _rotated(x: Tensor, sin_cos: Tensor, first: Tensor, head_dim: int) -> Tensor
 
 
 class Blocks:
-    """A weight in the blocked format that the extension chose for this processor. It keeps the
-    `context` alive, because the handle that the linear operator takes points to it."""
+    """A weight in the blocked format that the extension chose for this processor; implements
+    `packed.Held`. It keeps the `context` alive, because the handle that the linear operator takes
+    points to it."""
 
     name = "blocks of ipex"
 
@@ -103,7 +104,7 @@ class Blocks:
 
 
 class BlockedWeight(ClosedWeight):
-    """A weight in the extension's blocked format."""
+    """A `ClosedWeight` whose form is `Blocks`, the extension's blocked format."""
 
     form: Blocks  # pyright: ignore[reportIncompatibleVariableOverride]
 

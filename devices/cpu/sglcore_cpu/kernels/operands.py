@@ -41,7 +41,8 @@ def type_of_norm(weight: Tensor, x: Tensor) -> int | None:
 
 
 def rows_of(x: Tensor) -> Rows | None:
-    """Describe the rows of x; None if two strides can not describe them."""
+    """Return where the rows along the last dimension of x are; None if two strides can not describe
+    them."""
     shape, strides = x.shape, x.stride()
     if len(shape) == 2 and strides[1] == 1:
         return shape[0], strides[0], 1, 0, shape[1]

@@ -67,6 +67,6 @@ class ClosedWeight(Tensor):
 
 
 class PackedWeight(ClosedWeight):
-    """A weight packed for the native kernels."""
+    """A `ClosedWeight` for the native kernels: its form has the operations that read it."""
 
     form: Form  # pyright: ignore[reportIncompatibleVariableOverride]

@@ -274,7 +274,8 @@ def _check_codes(codes: Tensor, bits: int) -> None:
 
 
 def _split(columns: int, group: int) -> tuple[int, int]:
-    """Return the group size that the kernels use, and how many of these groups share a scale."""
+    """Return the group size that the kernels use, and how many of these groups share a scale.
+    Raises ValueError unless `group` is a multiple of 32 or covers all columns."""
     if group >= columns and group not in GROUPS:
         return GROUPS[0], -(-columns // GROUPS[0])
     for unit in GROUPS:

@@ -168,7 +168,8 @@ def native_table(engine: Engine) -> KernelTable:
 
 
 def _mixtures(experts: Experts, has_tiles: bool) -> Mapping[str, Limited]:
-    """Return the entries for mixtures of experts."""
+    """Return the entries `moe`, `clamped_moe` and `relu2_moe`; with `has_tiles` each is a
+    `NativeExperts`, which may run torch's grouped products."""
     moe, clamped_moe, relu2_moe = experts.moe, experts.clamped_moe, experts.relu2_moe
     if has_tiles:
         moe = NativeExperts(moe, torch_moe, takes_grouped)

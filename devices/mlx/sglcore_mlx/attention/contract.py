@@ -43,7 +43,8 @@ class DecodeRows:
 
 
 class AttentionPlan(Protocol):
-    """A backend's preparation for some queries, shared by all layers."""
+    """A backend's preparation for the queries of one step, shared by all layers;
+    `DecodeAttention.plan` makes it."""
 
     def forward(self, q: mx.array, kv: mx.array, layer: LayerShape) -> mx.array:
         """Attend with q [B * N, heads, D] over kv [cells, 2, kv_heads, D]; returns [B * N, heads,
@@ -52,7 +53,8 @@ class AttentionPlan(Protocol):
 
 
 class DecodeAttention(Protocol):
-    """An attention backend. It holds constants only, and works under `mx.compile`."""
+    """An attention backend: `plan` once per step, then the plan's `forward` in each layer. It holds
+    constants only, and works under `mx.compile`."""
 
     facts: ClassVar[AttentionFacts]
 

@@ -12,7 +12,8 @@ from sglcore_mlx.models.contract import LayerShape
 
 
 class EncoderRows:
-    """B whole sequences, padded to the longest, so that a layer is one call."""
+    """Attention of a step with B whole sequences: `attend` pads them to the longest, so that a
+    layer is one call."""
 
     def __init__(self, offsets: NDArray[np.int32], layers: tuple[LayerShape, ...]) -> None:
         """`offsets` int32 [B + 1]: where each sequence's tokens begin."""

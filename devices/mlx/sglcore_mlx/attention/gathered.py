@@ -20,8 +20,8 @@ from sglcore_mlx.models.contract import LayerShape
 
 @dataclass(frozen=True, slots=True)
 class GatheredPlan:
-    """`cells` int32 [B, S]: KV slots of each request; `masks`: by sliding window, bool [B, 1, N,
-    S]."""
+    """The plan of `GatheredAttention`. `cells` int32 [B, S]: KV slots of each request; `masks`: by
+    sliding window, bool [B, 1, N, S]."""
 
     cells: mx.array
     masks: Mapping[int | None, mx.array]

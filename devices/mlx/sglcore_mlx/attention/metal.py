@@ -50,8 +50,8 @@ FLOATS = (mx.float32, mx.float16, mx.bfloat16)
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """A kernel's source and the names of its arrays, in order; `kernel`: MLX's kernel object, made
-    without a device."""
+    """A Metal kernel, as `program` makes it: its source and the names of its arrays, in order;
+    `kernel`: MLX's kernel object, made without a device."""
 
     name: str
     inputs: tuple[str, ...]

@@ -16,7 +16,7 @@ from sglcore_mlx.models.contract import LayerShape
 
 @dataclass(frozen=True, slots=True)
 class PagedPlan:
-    """Holds the queries' page table and lengths, which the kernel reads."""
+    """The plan of `MetalAttention`: the queries' page table and lengths, which the kernel reads."""
 
     rows: DecodeRows
     page_size: int

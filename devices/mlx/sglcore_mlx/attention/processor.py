@@ -17,7 +17,8 @@ from sglcore_mlx.models.contract import LayerShape
 
 @dataclass(frozen=True, slots=True)
 class ProcessorPlan:
-    """The plan of `GatheredAttention`, and the streams that share the work."""
+    """The plan of `ProcessorAttention`: that of `GatheredAttention`, and the streams that share the
+    work."""
 
     gathered: GatheredPlan
     streams: tuple[mx.Stream, ...]

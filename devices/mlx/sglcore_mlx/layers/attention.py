@@ -12,8 +12,8 @@ from sglcore_mlx.models.contract import LayerShape
 
 
 class AttentionLayer:
-    """Norms of query and key heads, rotary embedding, attention. `layer`: its shape for the
-    backends."""
+    """A callable layer: norms of query and key heads (if the model has them), rotary embedding,
+    attention. `layer`: its shape for the backends."""
 
     __slots__ = ("_layer_id", "_norm", "_rotary", "layer")
 

@@ -37,7 +37,7 @@ class LinearParts:
 
 
 class Identified(Protocol):
-    """A batch with token ids."""
+    """A batch with token ids, as `Embedding.embed` takes it."""
 
     @property
     def input_ids(self) -> mx.array:
@@ -46,7 +46,7 @@ class Identified(Protocol):
 
 
 class Linear(Protocol):
-    """A linear layer: y = x W^T + b."""
+    """A linear layer, callable: y = x W^T + b."""
 
     def __call__(self, x: mx.array) -> mx.array:
         """Map [T, in] to [T, out]."""
@@ -54,7 +54,7 @@ class Linear(Protocol):
 
 
 class PlainLinear:
-    """One product with a weight [out, in]; `bias` is [out]."""
+    """A `Linear` with a plain weight [out, in], one product; `bias` is [out] (None: none)."""
 
     __slots__ = ("_bias", "_turned")
 
@@ -71,7 +71,7 @@ class PlainLinear:
 
 
 class SplitLinear:
-    """A linear layer that computes shares of its outputs on several streams. For one row it is one
+    """A `Linear` that computes shares of its outputs on several streams. For one row it is one
     product, because splitting does not pay."""
 
     __slots__ = ("_shares", "_streams", "_whole")
@@ -119,7 +119,7 @@ class Packed:
 
 
 class QuantisedLinear:
-    """One product with a packed weight."""
+    """A `Linear` with a packed weight, one product; `bias` is [out] (None: none)."""
 
     __slots__ = ("_bias", "_packed")
 
@@ -134,7 +134,7 @@ class QuantisedLinear:
 
 
 class SideBySide:
-    """Several linear layers with one input; their weights can not be one array, because they are
+    """A `Linear` of several with one input, whose weights can not be one array because they are
     packed differently."""
 
     __slots__ = ("_parts",)
@@ -148,7 +148,8 @@ class SideBySide:
 
 
 class Ordered:
-    """A linear layer with reordered outputs, for weights that can not be reordered."""
+    """A `Linear` with reordered outputs, for weights that can not be reordered: output i is output
+    order[i] of the given one."""
 
     __slots__ = ("_linear", "_order")
 

@@ -30,7 +30,7 @@ Routing: TypeAlias = Callable[[mx.array], tuple[mx.array, mx.array]]
 
 
 class ExpertLinear(Protocol):
-    """A linear layer y = x W^T with the weight of each row's expert."""
+    """A callable linear layer y = x W^T with the weight of each row's expert."""
 
     def __call__(self, x: mx.array, experts: mx.array, is_sorted: bool) -> mx.array:
         """Map x [..., 1, in] and experts uint32 [..., K] to [..., K, 1, out]; x's dimensions before
@@ -40,8 +40,8 @@ class ExpertLinear(Protocol):
 
 
 class PlainExperts:
-    """A weight [experts, out, in], as a transposed view [experts, in, out]. `is_wide`: compute the
-    product in float32, with a temporary copy of the weight."""
+    """An `ExpertLinear` with a plain weight [experts, out, in], as a transposed view [experts, in,
+    out]. `is_wide`: compute the product in float32, with a temporary copy of the weight."""
 
     __slots__ = ("_is_wide", "_turned")
 
@@ -58,7 +58,7 @@ class PlainExperts:
 
 
 class QuantisedExperts:
-    """A packed weight [experts, out, in]."""
+    """An `ExpertLinear` with a packed weight [experts, out, in]."""
 
     __slots__ = ("_packed",)
 
@@ -82,7 +82,8 @@ class QuantisedExperts:
 
 
 class ExpertsSideBySide:
-    """Gate and up projections with separate weights, because they are packed differently."""
+    """An `ExpertLinear` of gate and up projections with separate weights, because they are packed
+    differently."""
 
     __slots__ = ("_gate", "_up")
 
@@ -159,7 +160,7 @@ def _turned(build: Scope, name: str, experts: int, inputs: int, outputs: int) ->
 
 
 class SparseMoe:
-    """A router and its experts."""
+    """An MoE block, callable from hidden states to hidden states: a router and its experts."""
 
     __slots__ = ("_mix", "_route")
 
@@ -212,7 +213,8 @@ class Relu2Experts:
 
 
 class LatentMoe:
-    """A router, and experts that work in a narrower latent space."""
+    """An MoE block, callable from hidden states to hidden states: a router, and experts that work
+    in a narrower latent space."""
 
     __slots__ = ("_experts", "_fc1", "_fc2", "_route")
 
@@ -229,7 +231,7 @@ class LatentMoe:
 
 
 class SoftmaxRouting:
-    """Selects the experts with the largest softmax probabilities."""
+    """The `Routing` that selects the experts with the largest softmax probabilities."""
 
     __slots__ = ("_normalize", "_top_k", "gate")
 
@@ -243,8 +245,8 @@ class SoftmaxRouting:
 
 
 class SigmoidRouting:
-    """Selects the experts with the largest biased sigmoids of float32 logits, within the best
-    groups (DeepSeek-V3, section 2.1.2)."""
+    """The `Routing` that selects the experts with the largest biased sigmoids of float32 logits,
+    within the best groups (DeepSeek-V3, section 2.1.2)."""
 
     __slots__ = ("_bias", "_gate", "_moe")
 

@@ -29,7 +29,8 @@ class RMSNorm:
 
 
 class HeadNorm:
-    """Norms per head of queries and keys, with separate weights, in one call."""
+    """RMS norm of each query head and each key head, in one call: one weight [head_dim] for all
+    query heads, one for all key heads."""
 
     __slots__ = ("_eps", "_weight")
 
@@ -49,7 +50,8 @@ class HeadNorm:
 
 
 class WholeNorm:
-    """One norm over all query heads together, and one over all key heads, with separate weights."""
+    """One RMS norm over all query heads together, and one over all key heads, with separate
+    weights."""
 
     __slots__ = ("_heads", "_k", "_q")
 

@@ -18,7 +18,8 @@ step's tokens; returns [T, count, D]."""
 
 class Rotary:
     """A model's rotary embedding for up to `max_positions`, on the first `rotary_dim` elements of
-    each head; element i is paired with i + rotary_dim / 2.
+    each head; element i is paired with i + rotary_dim / 2. `at` returns the function that rotates
+    heads.
 
     `is_fused`: use `mx.fast.rope`; otherwise the angles are computed once per step for all layers.
     Raises what `rotary_frequencies` raises.

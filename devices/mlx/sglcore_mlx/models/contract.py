@@ -36,7 +36,7 @@ class LayerShape:
 
 @dataclass(frozen=True, slots=True)
 class StateShape:
-    """Shape and dtype of one array of a layer's state of a request."""
+    """Shape and dtype of one array of a recurrent layer's state, for one request."""
 
     shape: tuple[int, ...]
     dtype: mx.Dtype

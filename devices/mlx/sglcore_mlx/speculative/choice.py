@@ -45,8 +45,8 @@ TREE_GAP = "this device verifies one draft token per position, no draft trees"
 
 @dataclass(frozen=True, slots=True)
 class Speculation:
-    """The drafter `kind`; the number of draft tokens per request and step is one of `lengths`,
-    ascending."""
+    """What a start has chosen: the drafter `kind`, and `lengths`, ascending, the possible numbers
+    of draft tokens per request and step."""
 
     kind: str
     lengths: tuple[int, ...]
@@ -81,7 +81,8 @@ class Speculation:
 
 
 class Described(Protocol):
-    """A model's configuration, and its layers with recurrent states."""
+    """The part of a model that `check_model` reads: its configuration, and its layers with
+    recurrent states."""
 
     config: Any
     state_layers: tuple[Any, ...]

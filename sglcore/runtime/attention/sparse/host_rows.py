@@ -1,4 +1,6 @@
-"""How sparse attention reads KV rows that are in host memory."""
+"""How sparse attention reads KV rows that may be in host memory: `rows_read` yields the rows of a
+layer wherever they are, and `HostRows` is one forward's access to those in host memory.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ ALL = slice(None)
 
 
 class HostRows(Protocol):
-    """Where a forward finds rows in host memory, made by `RowsOnHost.plan`."""
+    """One forward's access to KV rows in host memory: finds the rows that an indexer chose, and
+    yields tensors of rows to attend to. `RowsOnHost.plan` makes it.
+    """
 
     @property
     def table(self) -> Tensor:

@@ -23,11 +23,12 @@ if TYPE_CHECKING:
 
 
 class SparseLayer(Attention, ABC):
-    """A layer of sparse attention, as the runner, graphs and memory sizing see it.
+    """The base of sparse attention layers, callable from hidden states to hidden states. Its
+    attributes describe it to the runner, graphs and memory sizing.
 
     `rows` are the stored rows, by name; the first `value_size` elements of a row are its value.
-    `top_k` rows are chosen for each token (0: it sees all). `asks` is the feature that a backend
-    must name.
+    `top_k` rows are chosen for each token (0: it sees all). `asks` is the feature that the facts of
+    a backend must contain.
     """
 
     def __init__(
@@ -52,7 +53,9 @@ class SparseLayer(Attention, ABC):
 
     @property
     def features(self) -> frozenset[str]:
-        """The single feature `asks`, which covers everything that the layer needs."""
+        """`asks`, which covers everything that the layer needs, and `hisparse` if some of its rows
+        are in host memory.
+        """
         return self._features
 
     @property

@@ -1,4 +1,6 @@
-"""DFlash: a model that fills in a block of mask tokens in one forward."""
+"""`STEPS`, the `KindSteps` of DFlash: a draft model that fills in a block of mask tokens in one
+forward.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""EAGLE and EAGLE-3: a layer or a small model that reads the target's features."""
+"""`STEPS`, the `KindSteps` of EAGLE and EAGLE-3: a layer or a small model that reads the target's
+features.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Frozen MTP: a model that reads the target's KV slots and writes none."""
+"""`STEPS`, the `KindSteps` of frozen MTP: a draft model that reads the target's KV slots and writes
+none.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""`ngram` looks up the request's own text, `suffix` first the texts of other requests."""
+"""`NGRAM` and `SUFFIX`, the `LookupSteps` of two kinds of drafts: `ngram` looks up the request's
+own text, `suffix` first the texts of other requests.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""MTP: layers after the target's last one. One layer drafts all tokens, or each drafts one."""
+"""`STEPS`, the `KindSteps` of MTP: layers after the target's last one. One layer drafts all tokens,
+or each drafts one.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Any model with the target's vocabulary."""
+"""`STEPS`, the `KindSteps` of standalone drafts: any model with the target's vocabulary."""
 
 from __future__ import annotations
 
