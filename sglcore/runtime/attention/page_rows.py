@@ -17,7 +17,7 @@ from sglcore.runtime.memory.pools import CELL_MAJOR
 
 @dataclass(slots=True)
 class RowsPlan(AttentionPlan):
-    """The arguments of one library call.
+    """The plan of `PageRowsAttention`: the arguments of one library call.
 
     `pages` int32[B, pages], lengths int32[B], query offsets int32[B + 1], the maximum number of
     query tokens in a row, and the number of real tokens.

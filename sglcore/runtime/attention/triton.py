@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class TritonPlan(AttentionPlan):
-    """The host values that launches need.
+    """The plan of `TritonAttention`: the host values that launches need.
 
     `singles` leading rows have one token each (None: every row of q). The `rows` after them have up
     to `longest` tokens; `tokens` counts the tokens of all rows. `chunks` is fixed when the plan is

@@ -39,7 +39,8 @@ class EagerCall:
 
 @dataclass(frozen=True, slots=True)
 class Pieces:
-    """Segments and eager calls in order, and the output of the last.
+    """The `CapturedPrompt` of a forward in pieces: segments and eager calls in order, and the
+    output of the last.
 
     `step` keeps alive what they read: model, batch, weights.
     """

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Swapped:
-    """The host rows of a decode step.
+    """The `HostRows` of a decode step.
 
     `table` int32 [1, P] and `owners` int32 [T], all 0, name rows by their positions in the text.
     `copies` are the rows that the last choice needs from the host.

@@ -49,7 +49,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Staged:
-    """The parts of a step, and how chosen rows are named.
+    """The `HostRows` of a prefill step: its parts, and how chosen rows are named.
 
     `table` int32 [B, P] has the pages of each request in a staging room; `owners` int32 [T] is each
     token's row of it.

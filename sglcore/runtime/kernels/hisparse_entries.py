@@ -10,8 +10,8 @@ REACHING = ("norm_rope_store", "copy_rows")
 
 
 class HiSparseKernels:
-    """Operations on a cache of KV rows on the device. An entry is one KV row of a request, numbered
-    from 0.
+    """The part of `KernelTable` for a cache of KV rows on the device. An entry is one KV row of a
+    request, numbered from 0.
 
     K entries of a request are chosen in a step, and D are cached on the device, K <= D. All tables
     are int32, by request slot. Slot 0 is for padding. Row 0 of a pool is reserved.

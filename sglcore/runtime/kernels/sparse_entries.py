@@ -10,7 +10,8 @@ from sglcore.runtime.kernels.entry import entry
 
 
 class SparseKernels:
-    """H heads of D elements, with the last or first R elements rotated.
+    """The part of `KernelTable` for sparse attention: H heads of D elements, with the last or first
+    R elements rotated.
 
     A pool has rows [N, D]; row 0 is reserved. Any number of padding rows may name row 0. Lists of
     rows are int32, padded with -1 at the end.

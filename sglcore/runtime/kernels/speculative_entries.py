@@ -7,7 +7,7 @@ from sglcore.runtime.kernels.entry import entry
 
 
 class SpeculativeKernels:
-    """Operations on B requests with N tokens each: a root and N - 1 draft tokens.
+    """The part of `KernelTable` for B requests with N tokens each: a root and N - 1 draft tokens.
 
     The root is the last sampled token. Tables by slot, all int32: `last` [S] has the root,
     `lengths` [S] the number of KV slots before it, `proposals` [S, K] the draft tokens, N - 1 <= K,

@@ -67,7 +67,7 @@ Given: TypeAlias = Kernel | Limited | tuple[Limited, ...] | None
 
 
 class KernelTable(SpeculativeKernels, SparseKernels, HiSparseKernels):
-    """One function per operation.
+    """The functions of all declared operations, one for each: `table.linear(x, weight, bias)`.
 
     T tokens, H hidden size, D head size, I intermediate size, E experts, K per token. No entry
     reads a device value on the host, and every entry accepts T = 0. Results are new tensors unless

@@ -74,7 +74,8 @@ class Place(Enum):
 
 @dataclass(frozen=True, slots=True)
 class KeptRows:
-    """Rows of `size` elements, one for each `ratio` tokens of a page, or a ring.
+    """The format of rows that a layer stores: of `size` elements, one for each `ratio` tokens of a
+    page, or a ring.
 
     The row of position p is page * (page_size / ratio) + p % page_size // ratio. A ring has `ring`
     rows per page or slot for the last tokens; `span` of them make one block of `ratio`; p is at
@@ -153,7 +154,7 @@ class RowCounts:
 
 
 class RowPool:
-    """One tensor [rows, size] for each layer and name.
+    """A `KVPool` of KV rows: one tensor [rows, size] for each layer and name.
 
     `generation` changes when an address changes.
     """
@@ -244,7 +245,7 @@ def _pinned(shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
 
 
 class BaseSWAKVPool(RowPool):
-    """A pool with some rows that are kept for a sliding window only.
+    """A `RowPool` with some rows that are kept for a sliding window only.
 
     `window_table` names their pages; None: they are kept in the pages of all tokens.
     """

@@ -152,9 +152,9 @@ class TokenToKVPool(KVPool, Protocol):
 
 
 class MHATokenToKVPool:
-    """Keys and values of multi-head or grouped-query attention, cell-major.
+    """The `TokenToKVPool` of multi-head or grouped-query attention, cell-major.
 
-    One pair of tensors per layer.
+    One pair of tensors, keys and values, per layer.
     """
 
     layout: ClassVar[str] = CELL_MAJOR

@@ -32,7 +32,7 @@ class Rows(Enum):
 
 
 class RowMoves:
-    """The row moves of one step on one rank.
+    """Moves the token rows of one step between distributions, on one rank.
 
     `plan` has each shard's number of rows, `shard` is this rank's. A move may overwrite its input.
     A partial value is a summand: of a sum over the ranks of the shard for `LOCAL` rows, of a sum

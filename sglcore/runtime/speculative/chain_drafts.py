@@ -25,7 +25,7 @@ from sglcore.runtime.speculative.drafter import DraftRows
 
 
 class AutoregressiveDrafter(ABC):
-    """Runs one forward of a model for each draft token.
+    """The base of drafters that run one forward of a model for each draft token.
 
     The first forward has the target's rows, the others one row per request. `lookahead`: distance
     from the position of a KV slot to the position of the token that it holds.
@@ -89,7 +89,7 @@ class AutoregressiveDrafter(ABC):
 
 
 class FeatureDrafter(AutoregressiveDrafter):
-    """A draft model that reads features: EAGLE, EAGLE-3, and MTP layers."""
+    """The drafter with a model that reads features: EAGLE, EAGLE-3, and MTP layers."""
 
     lookahead = 1
 
@@ -106,7 +106,7 @@ class FeatureDrafter(AutoregressiveDrafter):
 
 
 class StandaloneDrafter(AutoregressiveDrafter):
-    """Any model with the same vocabulary as draft model.
+    """The drafter with any model with the target's vocabulary.
 
     In a verified step the first forward also has the rows of the new roots, so that they do not
     need a forward of their own, as they do after a prefill.

@@ -21,7 +21,7 @@ from sglcore.runtime.speculative.target_features import features_of
 
 
 class FrozenDrafter:
-    """Runs one forward per draft token, of one row per request.
+    """A `Drafter` that runs one forward per draft token, of one row per request.
 
     The input is the last token and the features of the token before it.
     """

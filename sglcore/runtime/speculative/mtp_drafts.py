@@ -55,8 +55,8 @@ class Window(NamedTuple):
 
 
 class MultiHeadDrafter:
-    """Runs one forward of each layer over the same KV slots; each layer proposes the next draft
-    token.
+    """A `Drafter` that runs one forward of each layer over the same KV slots; each layer proposes
+    the next draft token.
 
     All layers run at every step, even if fewer tokens are wanted, so that every KV slot is written.
     """

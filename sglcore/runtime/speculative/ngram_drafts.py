@@ -11,7 +11,8 @@ from sglcore.runtime.speculative.drafter import NONE, DraftRows
 
 
 class NgramDrafter:
-    """Proposes the tokens after the latest earlier occurrence of the longest matching suffix.
+    """A `Drafter` that proposes the tokens after the latest earlier occurrence of the longest
+    matching suffix.
 
     Suffixes have `least` to `most` tokens. If the text ends before enough tokens, the continuation
     is repeated.

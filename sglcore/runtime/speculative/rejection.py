@@ -60,7 +60,8 @@ class Chain:
 
 
 class Rejection:
-    """Acceptance by token.
+    """The acceptance rule `rejection`, token by token: it draws draft tokens with their
+    distributions, and verifies them.
 
     Depends only on the requests' seeds, lengths and distributions; no host reads.
     """
@@ -121,7 +122,9 @@ class Rejection:
 
 
 class BlockRejection(Rejection):
-    """Acceptance by block; `share` is the probability that a prefix is accepted."""
+    """The acceptance rule `block`: the longest prefix that its own random number accepts. In
+    `_accepted`, `share` is the probability that a prefix is accepted.
+    """
 
     def _accepted(self, logits: Tensor, state: SamplingState, chain: Chain, coins: Tensor) -> tuple[Tensor, Tensor]:
         count = chain.offered.sum(1, dtype=torch.int32)

@@ -143,7 +143,8 @@ class CellBits:
 
 
 class TreeTables:
-    """The trees of all slots, `held` int32[4, slots, N].
+    """Tables with the draft tree of every slot, `held` int32[4, slots, N], that a verification
+    reads.
 
     `parents`; `shifts`, depth minus node number; `ancestors`, a bit for each node on the path from
     the root, the node included; `words`, the same as `ForwardInputs.visible`.

@@ -68,7 +68,8 @@ def parents_of(hidden: Tensor, beams: Beams, depth: int) -> Tensor:
 
 
 class CellBeams(AutoregressiveDrafter):
-    """A draft with KV slots: one forward over the target's rows, then one per further depth.
+    """The base of drafters of trees with KV slots of their own: one forward over the target's rows,
+    then one per further depth.
 
     The later forwards have `shape.width` rows per request; the last depth needs none.
     """
@@ -131,15 +132,15 @@ class CellBeams(AutoregressiveDrafter):
 
 
 class TreeDrafter(CellBeams, FeatureDrafter):
-    """Draft trees from a model that reads features."""
+    """The drafter of trees with a model that reads features."""
 
 
 class StandaloneTreeDrafter(CellBeams, StandaloneDrafter):
-    """Draft trees from any model with the same vocabulary."""
+    """The drafter of trees with any model with the target's vocabulary."""
 
 
 class FrozenTreeDrafter(FrozenDrafter):
-    """Draft trees from a model without KV slots of its own.
+    """The drafter of trees with a model without KV slots of its own.
 
     All beams of a request have the same position and KV slots; each has the features of its own
     branch.

@@ -67,7 +67,7 @@ class Verified(NamedTuple):
 
 
 class SpeculativeWorker(TpModelWorker):
-    """Composes the target's runner and a drafter.
+    """The worker that runs the target by its runner, and a drafter.
 
     A decode step verifies up to `limits.draft_tokens` draft tokens per request; `length` chooses
     how many. Prefill works as in the plain worker.

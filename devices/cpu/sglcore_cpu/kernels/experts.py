@@ -23,8 +23,8 @@ GATED, CLAMPED, SQUARED = 0, 1, 2
 
 
 class Experts:
-    """Entries of the kernel table for experts, on one engine, as the table defines them. Each call
-    waits for its result."""
+    """Implements the kernel table's entries for experts by methods of the same names, on one
+    engine. Each call waits for its result."""
 
     def __init__(self, engine: Engine) -> None:
         self._empty = engine.empty

@@ -35,8 +35,8 @@ def takes_one(*call: object) -> str:
 
 
 class Latent:
-    """Entries of the kernel table for latent attention, on one engine, as the table defines them.
-    Each call waits for its result."""
+    """Implements the kernel table's entries for latent attention by methods of the same names, on
+    one engine. Each call waits for its result."""
 
     def __init__(self, engine: Engine) -> None:
         self._empty = engine.empty

@@ -12,8 +12,8 @@ from sglcore_cpu.native import Engine
 
 
 class Proposals:
-    """Entries of the kernel table that verification steps use, on one engine, as the table defines
-    them."""
+    """Implements the kernel table's entries that verification steps use by methods of the same
+    names, on one engine."""
 
     def __init__(self, engine: Engine) -> None:
         self._reference = KernelTable()

@@ -16,8 +16,8 @@ from sglcore_cpu.native import TYPES, Engine
 
 
 class Recurrent:
-    """Entries of the kernel table for recurrent layers, on one engine, as the table defines them.
-    Each call waits for its result."""
+    """Implements the kernel table's entries for recurrent layers by methods of the same names, on
+    one engine. Each call waits for its result."""
 
     def __init__(self, engine: Engine) -> None:
         self._empty = engine.empty

@@ -45,8 +45,8 @@ def takes_state(kv_gate: Tensor, state: Tensor, ape: Tensor, *others: object) ->
 
 
 class SparseAttention:
-    """Entries of the kernel table for sparse attention, on one engine, as the table defines them.
-    Each call waits for its result."""
+    """Implements the kernel table's entries for sparse attention by methods of the same names, on
+    one engine. Each call waits for its result."""
 
     def __init__(self, engine: Engine) -> None:
         self._empty = engine.empty

@@ -12,7 +12,8 @@ from sglcore_cpu.native import Engine
 
 
 class Trees:
-    """Entries of the kernel table for draft trees, on one engine, as the table defines them."""
+    """Implements the kernel table's entries for draft trees by methods of the same names, on one
+    engine."""
 
     def __init__(self, engine: Engine) -> None:
         self._reference = KernelTable()

@@ -21,8 +21,8 @@ L2_EPS = 1e-6
 
 
 class CausalConv:
-    """A depthwise causal convolution, followed by silu if `silu`. Its weight is `NAME.weight` of
-    the checkpoint, [channels, 1, taps] or in MLX's layout, [channels, taps, 1]."""
+    """A callable depthwise causal convolution, followed by silu if `silu`. Its weight is
+    `NAME.weight` of the checkpoint, [channels, 1, taps] or in MLX's layout, [channels, taps, 1]."""
 
     __slots__ = ("_bias", "_silu", "_weight", "tail")
 

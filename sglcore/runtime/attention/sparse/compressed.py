@@ -59,7 +59,7 @@ class Completed:
 
 @dataclass(slots=True)
 class CompressedPlan(AttentionPlan):
-    """The plan of one batch.
+    """The plan of `DeepseekV4AttnBackend` for one batch.
 
     `window` int32 [T, W]: the rows in each token's window; `window_out` int [T]: the row at which
     the token's own is stored. `blocks` int32 [T, X], by ratio: the blocks of layers that see all of

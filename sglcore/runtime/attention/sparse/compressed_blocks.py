@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Compressor:
-    """Compresses a block of tokens to one row: the sum of token values weighted by their gates.
+    """A callable that stores the row of each block that a forward completes: the sum of its tokens'
+    values weighted by their gates.
 
     The row is then normed with `weight` float32 [D] and rotated by the position of the block's
     first token. `ape` float32 [ratio, C] is added to the gates; `cos_sin_cache` is that of
@@ -50,7 +51,8 @@ class Compressor:
 
 @dataclass(frozen=True, slots=True)
 class C4Indexer:
-    """Chooses the complete blocks that each token attends to.
+    """A callable that chooses the complete blocks that each token attends to, and stores them in
+    the plan as `chosen`.
 
     Each block's key is scored by `heads` queries.
     """

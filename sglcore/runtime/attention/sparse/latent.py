@@ -27,7 +27,7 @@ LATENT = "latent"
 
 @dataclass(slots=True)
 class LatentPlan(AttentionPlan):
-    """The plan of one batch.
+    """The plan of `DeepseekSparseAttnBackend` for one batch.
 
     `chosen` int32 [T, K] are the rows that the last indexer chose for each token. `host` locates
     rows in host memory, if they are there.
