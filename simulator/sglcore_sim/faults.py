@@ -34,7 +34,8 @@ KINDS = MappingProxyType(
 
 
 class Fault(RuntimeError):
-    """A contract violation. `kind` is a key of KINDS; the text names the code of both sides."""
+    """A violation of the device's contract by the simulated program. `kind` is a key of KINDS; the
+    text names the code that caused it, of both sides for a race."""
 
     def __init__(self, kind: str, text: str) -> None:
         super().__init__(f"[{kind}] {text}")

@@ -209,7 +209,8 @@ def attention(
     sizes: MemorySizes,
     ledger: DecisionLedger,
 ) -> DecodeAttention:
-    """Select the backend for requests with one token; prompts always use `attention/dense.py`."""
+    """Select the backend for decode requests, of one token or a few to verify; prompts always use
+    `attention/dense.py`."""
     page_size = sizes.page_size
     kind = select_attention(
         package.attention,
