@@ -122,7 +122,8 @@ def compressed_config(config: ModelConfig) -> CompressedConfig:
 
 
 def _compressions(config: ModelConfig) -> tuple[Compression | None, ...]:
-    """Return each layer's compression, by its kind."""
+    """Return each layer's compression; None for a layer with a sliding window only. Raises
+    `ConfigError` for a wrong rate."""
     rates = dict(RATES) | config.words.get("compress_rates", {})
     rates |= {
         kind: config.words[f"compress_rate_{word}"]
@@ -160,7 +161,9 @@ def _hashed(config: ModelConfig) -> tuple[bool, ...]:
 
 
 def _each(config: ModelConfig, name: str, given: Sequence[Any], known: Sequence[Any]) -> Sequence[Any]:
-    """Return the entries for the model's own layers; entries for MTP layers may follow them."""
+    """Return the first entries of `given`, one for each of the model's own layers; entries for MTP
+    layers may follow them. Raises `ConfigError` for an entry that is not in `known`, or if there
+    are too few."""
     layers = config.num_hidden_layers
     unknown = next(((layer, kind) for layer, kind in enumerate(given[:layers]) if kind not in known), None)
     if unknown is not None:

@@ -1,5 +1,5 @@
-"""Default values of configurations, by architecture, and options that not every architecture
-knows."""
+"""`DEFAULTS`: the values that an architecture's `config.json` may leave out. `OPTIONS`: options
+that only some architectures know, with the value that changes nothing."""
 
 from __future__ import annotations
 

@@ -95,7 +95,8 @@ def gguf_config(header: GgufHeader) -> dict[str, Any]:
 
 
 def _count(header: GgufHeader, key: str, default: int | None = None) -> int:
-    """Return a number from 1 to `LARGEST`, or the default if it is missing."""
+    """Return the metadata's number `key`, from 1 to `LARGEST`; if it is missing, `default` (None:
+    it is required). Raises `CheckpointError` for any other value."""
     if default is not None and key not in header.metadata:
         return default
     found = header.need(key, int)
@@ -105,7 +106,8 @@ def _count(header: GgufHeader, key: str, default: int | None = None) -> int:
 
 
 def _number(header: GgufHeader, key: str) -> float:
-    """Return any number from 0 to `LARGEST`."""
+    """Return the metadata's number `key`, which must exist, from 0 to `LARGEST`. Raises
+    `CheckpointError` for any other value."""
     found = header.metadata[key]
     if isinstance(found, bool) or not isinstance(found, int | float) or not 0 <= found <= LARGEST:
         raise CheckpointError(f"{header.path} says {key} = {found!r:.60}", wanted=f"0 to {LARGEST}", remedy=REMEDY)
@@ -113,7 +115,8 @@ def _number(header: GgufHeader, key: str) -> float:
 
 
 def _check_sizes(header: GgufHeader, hidden: int, layers: int) -> None:
-    """Check the two numbers that memory depends on most against the tensors."""
+    """Raise `CheckpointError` unless the file has the tensors of `layers` blocks, and embeddings
+    with `hidden` columns: memory depends on these two numbers most."""
     blocks = {block[1] for tensor in header.tensors if (block := _BLOCK.fullmatch(tensor))}
     shape = header.tensors[EMBEDDING].shape
     if len(blocks) != layers or len(shape) != 2 or shape[1] != hidden:
@@ -145,7 +148,8 @@ def end_tokens(header: GgufHeader) -> tuple[int, ...]:
 
 
 def _usual_ends(header: GgufHeader) -> list[int]:
-    """Return the ids of `_ENDS` in the vocabulary, if they are control tokens."""
+    """Return the ids of the vocabulary's control tokens that are in `_ENDS`; empty if the file does
+    not say which tokens are control tokens."""
     kinds = header.metadata.get("tokenizer.ggml.token_type")
     if not isinstance(kinds, list) or CONTROL not in kinds:
         return []

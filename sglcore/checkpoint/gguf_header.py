@@ -156,7 +156,8 @@ def _mapped(path: Path) -> Iterator[mmap.mmap]:
 
 
 class _Reader:
-    """A position in the header."""
+    """Reads the mapped file from its start, one value after another; `header` makes the
+    `GgufHeader`."""
 
     def __init__(self, path: Path, data: mmap.mmap, texts: bool) -> None:
         self._path = path
@@ -165,7 +166,8 @@ class _Reader:
         self._at = 0
 
     def header(self) -> GgufHeader:
-        """Read the whole header."""
+        """Read the whole header, from the file's start. Raises `CheckpointError` for a file that is
+        no GGUF, is damaged, or is one of several parts."""
         if self._take(4) != MAGIC:
             raise self._damaged("it does not begin with GGUF")
         version = self._number("I")

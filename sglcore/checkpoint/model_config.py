@@ -375,7 +375,8 @@ def _sliding_windows(values: Mapping[str, Any], layers: int) -> tuple[int | None
 
 
 def _moe(values: Mapping[str, Any], layers: int) -> MoeConfig | None:
-    """Return the experts. With `num_local_experts`, `intermediate_size` is an expert's size."""
+    """Return the experts; None for a model without a number or a size of experts. With
+    `num_local_experts` and no `moe_intermediate_size`, `intermediate_size` is an expert's size."""
     names = ("num_experts", "num_local_experts", "n_routed_experts")
     experts = next((values[name] for name in names if values.get(name)), 0)
     size = values.get("moe_intermediate_size", values.get("intermediate_size" if "num_local_experts" in values else ""))

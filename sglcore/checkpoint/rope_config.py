@@ -151,7 +151,9 @@ def _llama3(config: ModelConfig, max_positions: int) -> Frequencies:
 
 
 def _longrope(config: ModelConfig, max_positions: int) -> Frequencies:
-    """LongRoPE (Ding et al. 2024): one factor for each frequency, from one of two lists."""
+    """Return LongRoPE's frequencies and attention factor (Ding et al. 2024). Each frequency is
+    divided by a number of `long_factor` if `max_positions` exceeds the original length, else of
+    `short_factor`."""
     rope = config.rope
     name = "long_factor" if max_positions > rope.original_max else "short_factor"
     factors = np.array(rope.scaling[name], dtype=np.float32)

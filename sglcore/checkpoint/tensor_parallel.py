@@ -26,9 +26,9 @@ Fits = Callable[[int, int], bool]
 
 @dataclass(frozen=True, slots=True)
 class Constraint:
-    """What is divided: `name`, of `size`, which must satisfy `fits(size, width)`. `axis`: the ranks
-    that divide it: those of a shard ("attn_tp"), all ranks ("tp"), or all ranks unless each holds
-    whole experts ("expert")."""
+    """A condition on the number of ranks, `width`: `fits(size, width)`. `name` names for messages
+    what is divided, and `size` is its number. `axis`: the ranks that divide it: those of a shard
+    ("attn_tp"), all ranks ("tp"), or all ranks unless each holds whole experts ("expert")."""
 
     name: str
     size: int
@@ -123,7 +123,7 @@ def check_divisible(config: ModelConfig, width: int, is_ours: bool = True) -> No
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Part number `rank`, from 0, of `size` equal parts."""
+    """A rank's share of a model: part number `rank`, from 0, of `size` equal parts."""
 
     rank: int
     size: int

@@ -1,4 +1,4 @@
-"""Every law of the kit, by level."""
+"""`LAWS`: every law of the kit, sorted by level. `laws_up_to` selects some by level and name."""
 
 from __future__ import annotations
 

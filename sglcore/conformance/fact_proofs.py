@@ -17,8 +17,9 @@ from sglcore.conformance.mutants import mutants_package as wrong
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """What holds a device to one fact. `reader`: the module of the core that reads the fact; `law`:
-    the name of a law that has this `mutant`.
+    """How one fact of a device is tested. `reader`: the module of the core that reads the fact;
+    `law`: the name of a law that finds a false value; `mutant`: a device with a false value, which
+    this law must catch.
     """
 
     reader: str

@@ -36,9 +36,10 @@ class Tolerance:
 
 @dataclass(frozen=True, slots=True)
 class Fixture:
-    """`cells`: `cells(built) -> HostCells` (`host_cells.py`) gives access to the KV slots of what a
-    bring-up built, on devices without the torch runtime; that runtime's pool is known to the
-    kit."""
+    """The content of a package's `conformance.toml`; `read_fixture` makes it. `cells`:
+    `cells(built) -> HostCells` (`host_cells.py`) gives access to the KV slots of what a bring-up
+    built, on devices without the torch runtime; None: it has no such function, and the kit knows
+    only the torch runtime's pool."""
 
     tolerances: tuple[Tolerance, ...] = ()
     cells: Ref | None = None

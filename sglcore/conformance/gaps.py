@@ -21,8 +21,9 @@ FILE = "gaps.toml"
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """`law` is a law's name, for all of its cases, or `name[case]`. `expiry` is the last day on
-    which the gap counts."""
+    """One [[gap]] of a package's `gaps.toml`: a law that the device does not satisfy yet. `law` is
+    a law's name, for all of its cases, or `name[case]`. `expiry` is the last day on which the gap
+    counts."""
 
     law: str
     reason: str

@@ -45,7 +45,7 @@ class Result:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drive:
-    """How a session runs prompts: its scheduler, and the arrivals."""
+    """Settings of a `Session`: how its scheduler runs prompts, and when they arrive."""
 
     overlap: bool = False
     """Whether a step is submitted before the previous one is collected."""
@@ -68,8 +68,9 @@ class Drive:
 
 
 class Session:
-    """One scheduler over a harness's worker. The worker and the pages keep what earlier sessions
-    left, and a further `begin` sees what the earlier one left."""
+    """Runs prompts through one scheduler on a harness's worker: `run`, or `begin`, `step` and
+    `end`. The worker and the pages keep what earlier sessions left, and a further `begin` sees what
+    the earlier one left."""
 
     def __init__(self, recorder: RecordingWorker, drive: Drive) -> None:
         recorder.next_scheduler()
@@ -155,7 +156,8 @@ class Session:
 
 
 class Harness:
-    """A started device and the recorder on its worker."""
+    """A started device on one of the kit's models, with a `RecordingWorker` around its worker.
+    Sessions run prompts on it."""
 
     def __init__(
         self,

@@ -21,7 +21,8 @@ MEMORY = 256 << 20
 
 
 class ReplayedStep:
-    """A step that runs again on the static buffers."""
+    """What `ReplayedGraphs.capture` returns: a replay calls the captured function again, which
+    reads the same static buffers."""
 
     def __init__(self, step: Callable[[], Tensor]) -> None:
         self._step = step

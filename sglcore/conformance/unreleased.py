@@ -14,8 +14,8 @@ from sglcore.conformance.target import Target
 
 
 class Counter(Protocol):
-    """Counts what started devices hold; closing must bring `held` back to its earlier value.
-    `what`: the unit of the count."""
+    """Counts what started devices hold (`Bytes` or `Parts`); closing a device must bring `held`
+    back to its value before the start. `what`: the unit of the count."""
 
     what: str
 

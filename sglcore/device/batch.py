@@ -90,7 +90,8 @@ def offsets_of(lengths: Sequence[int] | np.ndarray) -> Ints:
 
 
 class HostSampling(Protocol):
-    """Sampling state of a batch's rows, as the contract sees it."""
+    """The sampling state of a batch's rows, as the contract sees it: something to copy for a
+    forward. The scheduler of this repository gives a `sampling.params_batch.SamplingBatch`."""
 
     def copy_for_forward(self) -> HostSampling:
         """Return a copy that one forward may keep. Later changes to the original do not

@@ -78,9 +78,9 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Again:
-    """Run the functions of earlier `steps` again, as a package's order has them, with other inputs:
-    `instead` maps a need to the name of the value that replaces it. Provides the result of the last
-    step, or None if one of these values is None.
+    """A step of a bring-up order that runs the functions of earlier `steps` again, as a package's
+    order has them, with other inputs: `instead` maps a need to the name of the value that replaces
+    it. Provides the result of the last step, or None if one of these values is None.
     """
 
     provides: str
@@ -114,7 +114,7 @@ class Again:
 
 
 class BringUp:
-    """An immutable order of steps."""
+    """An immutable order of start-up steps; `run` starts a device by it."""
 
     __slots__ = ("steps",)
 

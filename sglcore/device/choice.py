@@ -18,8 +18,8 @@ VARIABLE = "SGLCORE_DEVICE"
 
 @dataclass(frozen=True, slots=True)
 class Requested:
-    """The requested device: its name, where the request came from, and the device's index. No name
-    means an automatic choice.
+    """The requested device: its name, where the request came from (`--device` or a variable), and
+    the device's index. No name means an automatic choice, no index the device's first one.
     """
 
     name: str | None = None

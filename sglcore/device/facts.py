@@ -12,7 +12,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What the runtime must know about a device, as plain host data."""
+    """What the core must know about a device, as plain host data. A package's `DevicePackage.facts`
+    returns it; the core reads its fields in place of the device's name.
+    """
 
     tensor_device: str
     """The device on which its tensor library allocates, such as "acme:0"; with its index if there

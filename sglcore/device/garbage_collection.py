@@ -1,4 +1,5 @@
-"""Disable Python's garbage collector while permanent objects are built, or a graph is captured."""
+"""`no_collection`: a context manager that disables Python's garbage collector while permanent
+objects are built, or a graph is captured."""
 
 from __future__ import annotations
 

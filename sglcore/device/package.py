@@ -50,8 +50,8 @@ class Adapting(type):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DevicePackage(metaclass=Adapting):
-    """One device, as data. `sglcore.devices` entry points name an instance of it, with its API
-    number as `[api-N]`.
+    """The declaration of one kind of device, as data. `sglcore.devices` entry points name an
+    instance of it, with its API number as `[api-N]`.
     """
 
     name: str

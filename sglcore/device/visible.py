@@ -18,9 +18,9 @@ has the same meaning.
 
 @dataclass(frozen=True, slots=True)
 class Visible:
-    """`devices` as the process numbers them. `hidden`: the variables that hide devices or change
-    their order, with their values; empty if there are none. `failure`: the reason why the runtime
-    cannot be used, if every device is hidden.
+    """What `visible_devices` returns: `devices` as the process numbers them. `hidden`: the
+    variables that hide devices or change their order, with their values; empty if there are none.
+    `failure`: the reason why the runtime cannot be used, if every device is hidden.
     """
 
     devices: tuple[DeviceInfo, ...]

@@ -207,9 +207,10 @@ class ModelWorker(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """Two workers over the same weights, tables and pages. A start keeps the faster one.
+    """Two workers over the same weights, tables and pages, with and without speculation. A start
+    measures both and keeps `bold` if it is clearly faster (`keep_faster` in engine/speed_trial.py).
 
-    They take turns; each may be dropped while the other goes on.
+    They run in turn; each may be dropped while the other goes on.
     """
 
     summary: str
@@ -217,7 +218,7 @@ class Trial:
     bold: ModelWorker
     """The worker that may be faster."""
     plain: ModelWorker
-    """The worker that is kept if the bold one is not faster."""
+    """The worker that is kept if the bold one is not clearly faster."""
     prompt: NDArray[np.int32]
     """int32[N]: the beginning of a text, which is the prompt of the trial."""
     leave: Callable[[], None]

@@ -25,7 +25,8 @@ Rows = Callable[[Tensor], Tensor]
 
 
 class OfIndex(Protocol):
-    """The projections of an indexer."""
+    """The projections of an indexer, as `CompressedAttention` takes them
+    (`layer_kinds.IndexProjections`): functions of token rows."""
 
     @property
     def queries(self) -> Rows:
@@ -44,7 +45,8 @@ class OfIndex(Protocol):
 
 
 class OfAttention(Protocol):
-    """The projections of attention."""
+    """The projections of attention, as `CompressedAttention` takes them
+    (`layer_kinds.CompressedProjections`): functions of token rows."""
 
     @property
     def latent(self) -> Rows:

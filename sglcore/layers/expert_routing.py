@@ -15,7 +15,8 @@ from sglcore.runtime.kernels.table import KernelTable
 
 
 class Routing(Protocol):
-    """Chooses the experts of tokens."""
+    """A router: maps hidden states [T, H] to the weights and the numbers of each token's
+    experts."""
 
     def __call__(self, hidden: Tensor, input_ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """[T, H] and, for a table by token id, the token ids int [T], to weights [T, K] with the

@@ -39,7 +39,8 @@ def reads_mxfp4(build: Scope) -> bool:
 
 
 class GatedMoe:
-    """A router and gated experts, perhaps with a limit of their factors."""
+    """A router and gated experts. If `spec.form` is "limited", `spec.limit` bounds their factors,
+    as in `LimitedMlp`."""
 
     __slots__ = ("_limit", "_moe", "_route", "w2", "w13")
 
@@ -139,7 +140,8 @@ def _codes(build: Scope, name: str, experts: int, outputs: int, inputs: int) -> 
 
 
 class Relu2Moe:
-    """A router, and experts down(max(up(x), 0)^2), perhaps in a narrower space."""
+    """A router, and experts down(max(up(x), 0)^2). With `spec.latent`, rows are projected to this
+    width before the experts, and back after their sum."""
 
     __slots__ = ("_moe", "_route", "fc1", "fc2", "w1", "w2")
 

@@ -1,5 +1,5 @@
-"""Rotary position embedding: the cosines and sines of every position, made once when the model is
-built."""
+"""Rotary position embedding: `cos_sin_cache` makes the cosines and sines of every position, once,
+when the model is built. Kernels rotate by this table."""
 
 from __future__ import annotations
 

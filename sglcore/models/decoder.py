@@ -28,7 +28,8 @@ class LayerState(NamedTuple):
 
 
 class SelfAttention:
-    """Attention between its input and output projections."""
+    """The `Mixer` of a layer with attention: input projections, attention over KV slots, and the
+    output projection."""
 
     __slots__ = ("attention", "o_proj", "qkv_proj")
     state = None
@@ -73,7 +74,8 @@ class SelfAttention:
 
 
 class Recurrent:
-    """A layer with a recurrent state instead of attention."""
+    """The `Mixer` of a layer with a recurrent state instead of attention: calls the state layer
+    `state`."""
 
     __slots__ = ("state",)
     attention = None

@@ -51,7 +51,7 @@ class Batch(Protocol):
 
 
 class Layer(Protocol):
-    """A function of token rows: [T, inputs] to [T, outputs]."""
+    """A callable on token rows: [T, inputs] to [T, outputs]."""
 
     def __call__(self, x: Array, /) -> Array:
         """[T, inputs] to [T, outputs]."""
@@ -165,7 +165,8 @@ class HyperConnection(Protocol):
 
 
 class HyperHead(Protocol):
-    """The start and the end of the streams."""
+    """Makes the n streams of each token from its embedding (`begin`), and one row from them after
+    the last layer (`end`)."""
 
     def begin(self, x: Array, /) -> Array:
         """[T, H] to [T, n, H]: n copies."""

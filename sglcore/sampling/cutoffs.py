@@ -107,7 +107,9 @@ def _first_reaching(sums: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _drop_after_(gaps: Tensor, last: Tensor, ties: Tensor) -> Tensor:
-    """Drop the gaps beyond `last`, and the gaps equal to `last` except the first `ties`."""
+    """Set to LIMIT, in place, the gaps above `last` and those equal to `last` except the first
+    `ties`; `last` and `ties` have one number per row. Returns `gaps`.
+    """
     side = (gaps - last[:, None]).clamp_(-1, 1)
     equal = side.abs().bitwise_xor_(1)
     late = equal.cumsum(-1, dtype=torch.int32).sub_(ties[:, None].clamp(max=LIMIT << 1).to(torch.int32)).clamp_(max=1)

@@ -13,7 +13,9 @@ ALIGN = 8
 
 
 def lay_out(arrays: Sequence[np.ndarray]) -> tuple[list[int], int]:
-    """Return the first word of each array, and the total number of words."""
+    """Return the index of the first word of each array in the common block, a multiple of `ALIGN`,
+    and the number of words of the block.
+    """
     starts, total = [], 0
     for array in arrays:
         starts.append(total)

@@ -194,7 +194,9 @@ class SamplingBatch:
         return SamplingBatch(**taken, bias_offsets=offsets)
 
     def append(self, rows: Sequence[SamplingRow]) -> "SamplingBatch":
-        """Return a new batch with these rows, of stream 0, added at the end."""
+        """Return a new batch: this one's rows, then `rows`, with stream 0 (the target model's draw,
+        see `noise.seed_words`).
+        """
         batches = (self, SamplingBatch.from_rows(rows))
         joined = {
             name: np.concatenate([getattr(batch, name) for batch in batches])

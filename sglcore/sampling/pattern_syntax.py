@@ -45,28 +45,28 @@ class Anchor(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Atom:
-    """One character, as the pattern that it must match."""
+    """A leaf of a pattern's tree: one character; `text` is the regular expression for it."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """Parts in sequence."""
+    """A node of a pattern's tree: its parts one after another."""
 
     parts: Sequence[Node]
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One of several parts."""
+    """A node of a pattern's tree: one of several alternatives."""
 
     parts: Sequence[Node]
 
 
 @dataclass(frozen=True, slots=True)
 class Repeat:
-    """A part repeated `low` to `high` times (None: no maximum)."""
+    """A node of a pattern's tree: a part repeated `low` to `high` times (None: no maximum)."""
 
     part: Node
     low: int

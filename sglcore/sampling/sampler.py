@@ -29,7 +29,7 @@ from sglcore.sampling.xtc import left_out
 
 
 class SamplingState(OfAnyLibrary[Tensor, PenaltyState]):
-    """The inputs of one sampling call, on the device."""
+    """`state.SamplingState` in torch tensors: the inputs of one sampling call, on the device."""
 
     __slots__ = ()
 

@@ -55,8 +55,8 @@ EMPTY, NEVER = Ends(0, 0, True), Ends(0, 0, False)
 
 @dataclass(frozen=True, slots=True)
 class Automaton:
-    """A pattern under a given set of satisfied anchors: `follow[i]` may come after pattern
-    character i.
+    """A pattern under a given set of satisfied anchors. `follow[i]`: the pattern characters that
+    may come after character i, as a bit mask; `ends`: those that may come first and last.
     """
 
     ends: Ends
@@ -224,8 +224,9 @@ def _build(root: Node) -> tuple[list[str], Automaton, Automaton, Automaton]:
 
 
 class _Builder:
-    """Numbers a pattern's characters in order of appearance, which does not depend on the satisfied
-    anchors.
+    """Builds an `Automaton` for one set of satisfied anchors, `holding`: `ends` visits the
+    pattern's tree and fills `places` and `follow`. Characters are numbered in order of appearance,
+    which does not depend on the anchors.
     """
 
     def __init__(self, holding: frozenset[Anchor]) -> None:

@@ -26,8 +26,8 @@ KEEP = -1
 
 
 class BatchBuilder:
-    """Convert the scheduler's choice to arrays. `last_tokens` int32[slots]: the last collected
-    token of each request slot.
+    """Converts the scheduler's choice of requests to the arrays of a `ScheduleBatch` (`build`).
+    `last_tokens` int32[slots]: the last collected token of each request slot.
     """
 
     def __init__(self, limits: Limits, compose: Compose, first_composition: int, memory: Memory | None = None) -> None:

@@ -17,7 +17,9 @@ from sglcore.schedule.steps_in_flight import BatchRecord
 
 
 class PrefillPolicy(Protocol):
-    """Decides how many tokens, and which layers, of a prompt a step computes."""
+    """Decides how many tokens, and which layers, of a prompt a step computes. `WholePrompts` and
+    `layered_prefill.slice_choice.Slicing` implement it.
+    """
 
     @property
     def is_on(self) -> bool:

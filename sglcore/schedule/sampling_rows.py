@@ -11,8 +11,8 @@ SLACK = 64
 
 
 class SamplingRows:
-    """Makes the SamplingBatch of a batch's requests. The tokens in `stop_ids` cannot be sampled
-    before `min_tokens`.
+    """Callable from the requests of a batch to their `SamplingBatch`. Each request's row is made at
+    its first call and kept. A request's `stop_ids` cannot be sampled before its `min_tokens`.
     """
 
     def __init__(self) -> None:

@@ -259,7 +259,10 @@ class Scheduler:
         return batch
 
     def _go_on(self, sliced: SlicedPrompt) -> ScheduleBatch | None:
-        """Plan either a step of the decode rows or the next slice of the sliced prompt, in turn."""
+        """Plan the next step while a prompt runs in slices: a decode step and a slice in turn, only
+        slices while no request decodes, and a further decode step first if its time must be
+        measured.
+        """
         running = self.running
         running.slide_windows()
         if running.rows.requests and (self._extended_last or self._prefill.takes_quiet()):
@@ -351,7 +354,10 @@ class Scheduler:
         return outputs
 
     def _take_rows(self, record: BatchRecord, result: BatchResult, first: int) -> list[EngineOutput]:
-        """Take the results of all rows from row `first` on, in any state."""
+        """Return the outputs of all rows from row `first` on. Rows of ended requests are only
+        counted, a row with invalid logits ends its request with an error, and chunks may have no
+        output yet.
+        """
         outputs = []
         bad, offsets, ids = result.bad_rows.tolist(), result.token_offsets.tolist(), result.token_ids.tolist()
         proposed = None if result.proposed is None else result.proposed.tolist()

@@ -1,4 +1,4 @@
-"""Statistics of a scheduler."""
+"""Statistics of a scheduler as plain numbers: current state and counters."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from sglcore.schedule.cache.request_pages import Memory
 
 
 class Levels(msgspec.Struct):
-    """Current state of the scheduler. `Scheduler.stats` reads it."""
+    """The part of `SchedulerStats` without counters: numbers of requests, pages and bytes now."""
 
     waiting: int = 0
     """Number of waiting requests."""
@@ -52,7 +52,9 @@ class Levels(msgspec.Struct):
 
 
 class SchedulerStats(Levels):
-    """The current state, and the scheduler's counters since its start."""
+    """What `Scheduler.stats` returns: the current state, and the scheduler's counters since its
+    start.
+    """
 
     evicted_pages: int = 0
     """KV pages that the prefix cache evicted."""

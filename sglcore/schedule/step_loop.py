@@ -112,7 +112,9 @@ class Loop:
         return self.scheduler.finish(record, result)
 
     def _abandon(self, error: BaseException) -> None:
-        """Collect what is in flight. Drop each step that has no ticket left or fails to collect."""
+        """After an error, collect what is in flight, and drop each step that has no ticket or fails
+        to collect. The outputs of both are kept for the next `step`.
+        """
         self._running = []
         for record in list(self.scheduler.in_flight):
             if record.ticket is None:

@@ -34,8 +34,9 @@ class WaitingQueue:
         insort(self._requests, request, key=by_turn)
 
     def first_of(self, most: int, tokens: int) -> list[Request]:
-        """Return the first requests: at most `most`, with at most `tokens` prompt
-        tokens in total.
+        """Return the first requests in order: at most `most`, and only up to the first one with
+        which their prompts have more than `tokens` tokens in total; that one and all later ones are
+        left out.
         """
         found: list[Request] = []
         for request in self._requests[:most]:

@@ -19,8 +19,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Once:
-    """Read a one-shot value of the host batch, by its attribute name. The next forward does not see
-    it.
+    """A `read=` source of a field: the attribute `name` of the host batch, which is a `OneShot`.
+    Each read takes its value, so the next forward gets the default.
     """
 
     name: str
@@ -37,7 +37,9 @@ STAGED = ("int32", "float32")
 
 
 class Axis(Enum):
-    """The dimension along which a field has entries."""
+    """What a field has one entry for: each request (REQUESTS) or each token (TOKENS). NONE:
+    neither.
+    """
 
     REQUESTS = "requests"
     TOKENS = "tokens"

@@ -155,7 +155,9 @@ class Started(NamedTuple):
 
 
 class StepTimes:
-    """Reports acceptance and times of verifications to a controller."""
+    """Times verifications from their submit (`begin`) to their result (`end`), and passes time and
+    accepted draft tokens to a `LengthController`.
+    """
 
     def __init__(self) -> None:
         self._started = deque[Started]()

@@ -15,8 +15,8 @@ Array = TypeVar("Array", bound=NDArray)
 
 @dataclass(frozen=True, slots=True)
 class RowPlan:
-    """The rows that emit: `emitting` int64[N] (None: all B rows), and the `token_offsets` int32[B +
-    1] of the results.
+    """The rows of a step that emit a token, as `plan_rows` finds them: `emitting` int64[N] (None:
+    all B rows), and the `token_offsets` int32[B + 1] of the results.
     """
 
     batch_size: int
@@ -44,7 +44,9 @@ class RowPlan:
         return rows if self.emitting is None else np.searchsorted(self.emitting, rows).astype(np.int32)
 
     def scatter_bad(self, bad: NDArray[np.bool_]) -> NDArray[np.bool_]:
-        """Return bool[B] from the flags bool[N] of the emitting rows."""
+        """Return bool[B] from the flags bool[N] of the emitting rows; False for rows that do not
+        emit.
+        """
         if self.emitting is None:
             return bad
         every = np.zeros(self.batch_size, dtype=bool)

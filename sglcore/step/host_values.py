@@ -19,7 +19,8 @@ Values = dict[str, Any]
 
 
 class HostReader:
-    """Reads a batch type's declared fields, for decode steps or for all others. The values of the
+    """Reads the values of a batch type's declared fields from a host batch, by name (`read`). A
+    reader is for decode steps, without the EXTEND fields, or for all other steps. The values of the
     fields in `staged` become tensors; all other values stay on the host.
     """
 

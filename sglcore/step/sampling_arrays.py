@@ -26,8 +26,8 @@ not need vocabulary-sized memory for each token.
 
 @dataclass(frozen=True, slots=True)
 class BatchSampling:
-    """Sampling inputs that stay valid for one composition: its `number`, the `needs` of the
-    emitting rows, and `penalised` int32[R], those with penalties.
+    """Sampling inputs that stay valid for one composition (the same requests in the same rows): its
+    `number`, the `needs` of the emitting rows, and `penalised` int32[R], those with penalties.
     """
 
     number: int

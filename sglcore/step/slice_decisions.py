@@ -1,4 +1,6 @@
-"""Start-up decisions for prompt slices (layered prefill), for workers of every tensor library."""
+"""Prompt slices (layered prefill) at start-up, for workers of every tensor library: parses the
+setting `prompt_slices`, and makes the ledger rows of the decisions.
+"""
 
 from __future__ import annotations
 

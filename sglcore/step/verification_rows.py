@@ -82,7 +82,9 @@ def _wide_masks(batch: ScheduleBatch, width: int) -> tuple[Ints | None, Ints | N
 
 
 def _wide_changes(batch: ScheduleBatch, width: int) -> dict[str, NDArray | None]:
-    """Return the logit additions of the wide rows."""
+    """Return the batch fields of the logit additions, with the numbers of the wide rows; additions
+    for tokens beyond the width are left out. Empty if the batch has none.
+    """
     if batch.change_rows is None or batch.change_nodes is None:
         return {}
     assert batch.change_ids is not None and batch.change_values is not None

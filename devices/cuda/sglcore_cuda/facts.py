@@ -1,4 +1,5 @@
-"""The facts of an NVIDIA GPU."""
+"""Declares the facts (`sglcore.device.facts.Facts`) of an NVIDIA GPU, such as its dtypes and
+default graph kind."""
 
 from __future__ import annotations
 

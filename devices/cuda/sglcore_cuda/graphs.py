@@ -1,4 +1,5 @@
-"""CUDA graphs."""
+"""Factories of the graph backends of an NVIDIA GPU (`full`, `breakable`, `piecewise`), with CUDA
+graphs through torch's classes."""
 
 from __future__ import annotations
 

@@ -20,7 +20,8 @@ sets, `V_CVT_PK_F32_FP8`); only generations with kernels that were compiled and 
 
 @dataclass(frozen=True, slots=True)
 class Capability:
-    """The relevant properties of one GPU. `target`: the compilers' name, for messages only."""
+    """The relevant properties of one GPU. `target`: the compilers' name of its architecture, such
+    as "gfx942", for messages only."""
 
     name: str
     target: str

@@ -1,4 +1,5 @@
-"""The facts of an AMD GPU. torch names its devices "cuda" on AMD GPUs too."""
+"""Declares the facts (`sglcore.device.facts.Facts`) of an AMD GPU. torch names its devices "cuda"
+on AMD GPUs too."""
 
 from __future__ import annotations
 

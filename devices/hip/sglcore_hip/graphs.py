@@ -1,4 +1,5 @@
-"""hipGraphs, through torch's `torch.cuda` names."""
+"""Factories of the graph backends of an AMD GPU (`full`, `breakable`, `piecewise`), with hipGraphs
+through torch's `torch.cuda` names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The facts of a Moore Threads GPU."""
+"""Declares the facts (`sglcore.device.facts.Facts`) of a Moore Threads GPU, such as its dtypes and
+page size."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""MUSA graphs. torch has no compiler for this device."""
+"""Factories of the graph backends of a Moore Threads GPU (`full`, `breakable`, `piecewise`), with
+MUSA graphs. torch has no compiler for this device."""
 
 from __future__ import annotations
 

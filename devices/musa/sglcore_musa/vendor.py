@@ -1,4 +1,4 @@
-"""Access to the extension's torch module."""
+"""`musa()` returns torch's module for the device, which the extension torch_musa registers."""
 
 from __future__ import annotations
 

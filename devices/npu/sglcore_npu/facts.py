@@ -1,4 +1,5 @@
-"""The facts of an Ascend NPU."""
+"""Declares the facts (`sglcore.device.facts.Facts`) of an Ascend NPU, such as its index dtype and
+page size."""
 
 from __future__ import annotations
 

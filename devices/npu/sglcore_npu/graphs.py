@@ -1,4 +1,5 @@
-"""NPU graphs, and the host's update of attention lengths at replay. torch has no compiler for this
+"""Factories of the graph backends of an Ascend NPU (`full`, `breakable`, `piecewise`), with NPU
+graphs, and the host's update of attention lengths at replay. torch has no compiler for this
 device."""
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""The facts of an Intel GPU."""
+"""Declares the facts (`sglcore.device.facts.Facts`) of an Intel GPU, such as streams and default
+graph kind."""
 
 from __future__ import annotations
 

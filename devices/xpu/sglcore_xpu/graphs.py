@@ -1,5 +1,6 @@
-"""SYCL graphs through torch's classes. A capture ignores other threads' work on other queues, so it
-has no error mode."""
+"""Factories of the graph backends of an Intel GPU (`full`, `breakable`, `piecewise`), with SYCL
+graphs through torch's classes. A capture ignores other threads' work on other queues, so it has no
+error mode."""
 
 from __future__ import annotations
 

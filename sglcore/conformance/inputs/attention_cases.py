@@ -123,8 +123,8 @@ def without_hidden(contents: Contents) -> Contents:
 
 
 class Probe:
-    """Stands in for a model: one attention layer on given rows, under the runner's own plan and
-    context."""
+    """Stands in for a runner's model: a callable from a batch to the output of one attention layer
+    on rows that were given before, under the runner's own plan and context."""
 
     def __init__(self, layer: BackendAttention, contents: Contents, device: str, dtype: torch.dtype) -> None:
         parts = (contents.queries, contents.new(contents.keys), contents.new(contents.values))
@@ -226,7 +226,8 @@ def expected_cells(contents: Contents, parts: list[Tensor], lengths: list[int], 
 
 
 def schedule_batch(contents: Contents, mode: ForwardMode, page_size: int) -> ScheduleBatch:
-    """Build the step as a scheduler would send it, with every page new to the device."""
+    """Build the step as a scheduler would send it, with every page new to the device; all token ids
+    are 3, because attention does not read them."""
     before = np.array([before for before, _ in contents.rows], np.int32)
     new = np.array([count for _, count in contents.rows], np.int32)
     zeros = np.zeros(len(new), np.int32)

@@ -37,8 +37,8 @@ WEIGHT = 0.15
 
 @dataclass(frozen=True, slots=True)
 class KernelCase:
-    """One call: its arguments on the host. Cases of one `kind` differ in rows and strides only; one
-    of them is watched to see which candidate computes it, which takes time."""
+    """One call of a kernel entry: its arguments on the host. Cases of one `kind` differ in rows and
+    strides only; one of them is watched to see which candidate computes it, which takes time."""
 
     text: str
     args: tuple[Any, ...]

@@ -36,14 +36,16 @@ Inputs = Iterator[tuple[Any, ...]]
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """An argument that `make(device)` makes on the device that uses it."""
+    """A kernel argument that is no host tensor: `make(device)` makes it on the device that uses
+    it."""
 
     make: Callable[[str], Any]
 
 
 class Draw:
-    """Seeded random tensors on the host; floating-point ones are exact in bfloat16. `float8`: the
-    dtype of rows in eight bits."""
+    """Seeded generator of random tensors on the host; floating-point ones are exact in bfloat16.
+    `dtype`: that of `values` and `rows`. `float8`: the 8-bit float of rows that are stored in eight
+    bits."""
 
     def __init__(self, seed: int, dtype: torch.dtype, float8: str = E4M3FN) -> None:
         self._generator = torch.Generator(device="cpu").manual_seed(seed)

@@ -1,5 +1,5 @@
-"""C3: every attention backend of the package against the reference, over a pool in which every KV
-slot that must not be read holds NaN."""
+"""Laws of level C3 (kernels and attention): every attention backend of the package against the
+reference, over a pool in which every KV slot that must not be read holds NaN."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""C1 and C2: the facts are true. Which values facts may have at all is a law of C0."""
+"""Laws of levels C1 (tiny run) and C2 (runner): the device behaves as its facts say.
+`laws_package.py` has the law of level C0 on the values that facts may have at all."""
 
 from __future__ import annotations
 
@@ -46,7 +47,8 @@ def computes_in(trial: Trial) -> None:
 
 
 class Watch(TorchDispatchMode):
-    """Refuses 64-bit integers on a type of device, as inputs and as results of operations."""
+    """Torch dispatch mode: inside, an operation that takes or returns a 64-bit integer tensor on
+    the given type of device raises LawBroken."""
 
     def __init__(self, device: str) -> None:
         super().__init__()

@@ -1,5 +1,5 @@
-"""C2: the graphs of a device by themselves: a capture replays on what its buffers hold now, and
-errors leave graphs usable."""
+"""Laws of level C2 (runner): the graphs of a device by themselves: a replay reads what the captured
+buffers hold now, and errors leave graphs usable."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""C3: every entry of the device's kernel table against the reference, with guards around the memory
-that it may write."""
+"""Laws of level C3 (kernels and attention): every entry of the device's kernel table against the
+reference, with guards around the memory that it may write."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""C2: requests with a grammar in one batch with requests without one."""
+"""Laws of level C2 (runner): requests with a grammar in one batch with requests without one."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""C2: requests that return pages, prompts that start from cached pages, and pages that left a
-sliding window."""
+"""Laws of level C2 (runner): requests that return pages, prompts that start from cached pages, and
+pages that left a sliding window."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""C0: the package by itself. Nothing runs on the device, so these laws also hold on a machine
-without it."""
+"""Laws of level C0 (package): the package by itself. Nothing runs on the device, so these laws also
+hold on a machine without it."""
 
 from __future__ import annotations
 
@@ -169,7 +169,8 @@ def imports_touch_no_device(trial: Trial) -> None:
 
 
 def order_checks(trial: Trial) -> None:
-    """Check the needs of the bring-up's steps, and that one provides the worker. No step runs."""
+    """Check that each step of the bring-up has its needs met by the given values or by earlier
+    steps, and that one step provides `worker`. Runs no step."""
     order = trial.target.order()
     try:
         order.check(GIVEN)

@@ -1,5 +1,5 @@
-"""C3: the device's pool of keys and values, in any layout: every KV slot is separate, and what is
-stored is read back."""
+"""A law of level C3 (kernels and attention): the device's pool of keys and values, in any layout.
+Every KV slot is separate, and what is stored is read back."""
 
 from __future__ import annotations
 

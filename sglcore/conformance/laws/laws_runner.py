@@ -1,4 +1,5 @@
-"""C1 and C2: whatever the schedule, the results are those of the reference."""
+"""Laws of levels C1 (tiny run) and C2 (runner): whatever the schedule, the results are those of the
+reference."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Level C4, text through the engine: streamed pieces, concurrent requests, refused and aborted
-requests, statistics. No law covers the HTTP server; `tests/serving` tests it."""
+"""Laws of level C4 (serving), text through the engine: streamed pieces, concurrent requests,
+refused and aborted requests, statistics. No law covers the HTTP server; `tests/serving` tests
+it."""
 
 from __future__ import annotations
 

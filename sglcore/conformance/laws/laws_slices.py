@@ -1,4 +1,5 @@
-"""C2: layered prefill together with decode steps, in each mode that the device supports."""
+"""A law of level C2 (runner): layered prefill together with decode steps, in each mode
+(`--prompt-lane`) that the device supports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""C2 over models with cache entries other than keys and values.
+"""Laws of level C2 (runner) over models with cache entries other than keys and values.
 
 Latent attention with an indexer, and compressed attention with a sliding window. The laws test the
 backend and kernels of the package for such layers, or the core's if the package has none.

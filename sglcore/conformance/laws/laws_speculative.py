@@ -1,4 +1,5 @@
-"""C2: draft tokens, several of a request verified in one step, change no result."""
+"""Laws of level C2 (runner): draft tokens, several of a request verified in one step, change no
+result."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Broken attention, for any backend: each defect changes its inputs or its outputs."""
+"""Broken attention, for any backend: each defect changes its inputs or its outputs. A defect is a
+function from a backend's class to a subclass, or from a backend to its replacement; its docstring
+is the text of its `Mutant`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Broken graphs, in place of a device's own whatever they are."""
+"""Broken graph backends, which replace a device's own of every kind. The docstring of a class is
+the text of its `Mutant`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Broken devices that handle recurrent states and sliding-window pages of requests wrongly."""
+"""Broken devices that handle recurrent states and sliding-window pages of requests wrongly: workers
+(`Changed`), and functions from a class of the runtime to a subclass. The docstring of each is the
+text of its `Mutant`."""
 
 from __future__ import annotations
 

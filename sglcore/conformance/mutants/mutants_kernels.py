@@ -1,4 +1,5 @@
-"""Broken kernels: one for each entry of the table, and the usual mistakes of kernels."""
+"""Broken kernels: one for each entry of the table, and the usual mistakes of kernels. Most are
+functions from an entry's function to a broken one; the docstring is the text of the `Mutant`."""
 
 from __future__ import annotations
 

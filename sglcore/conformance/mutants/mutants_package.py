@@ -18,7 +18,7 @@ HERE = "sglcore.conformance.mutants.mutants_package"
 
 
 def heavy_probe(named: bool, system: System) -> ProbeReport:
-    """Uses a tensor library."""
+    """A broken `DevicePackage.probe`: imports a tensor library."""
     import torch
 
     fact = Fact(True, f"torch {torch.__version__}")
@@ -26,14 +26,14 @@ def heavy_probe(named: bool, system: System) -> ProbeReport:
 
 
 def opening_probe(named: bool, system: System) -> ProbeReport:
-    """Opens a device node."""
+    """A broken `DevicePackage.probe`: opens a device node."""
     with open("/dev/zero", "rb"):
         fact = Fact(True, "it opens")
     return ProbeReport(fact, fact, fact, fact)
 
 
 def raising_probe(named: bool, system: System) -> ProbeReport:
-    """Assumes that a file is there."""
+    """A broken `DevicePackage.probe`: raises AssertionError if a file of the driver is missing."""
     text = system.read("/no/such/file")
     assert text is not None, "the driver's file is missing"
     fact = Fact(True, text)
@@ -41,50 +41,52 @@ def raising_probe(named: bool, system: System) -> ProbeReport:
 
 
 def silent_probe(named: bool, system: System) -> ProbeReport:
-    """Reports no hardware without a remedy."""
+    """A broken `DevicePackage.probe`: reports no hardware without a remedy."""
     fact = Fact(False, "nothing is there", "")
     return ProbeReport(fact, fact, fact, fact)
 
 
 def lying_probe(named: bool, system: System) -> ProbeReport:
-    """Reports hardware on every machine."""
+    """A broken `DevicePackage.probe`: reports hardware on every machine."""
     fact = Fact(True, "a module of that name can be found")
     return ProbeReport(fact, fact, fact, fact)
 
 
 def misnumbered_probe(named: bool, system: System) -> ProbeReport:
-    """Uses the system's device numbers, although the process may use only one device."""
+    """A broken `DevicePackage.probe`: gives the only device the system's number, 3, instead of 0,
+    its number in the process."""
     fact = Fact(True, "here")
     return ProbeReport(fact, fact, fact, fact, devices=(DeviceInfo(3, "the fourth"),))
 
 
 def listing_probe(named: bool, system: System) -> ProbeReport:
-    """Lists a device that may not be there."""
+    """A broken `DevicePackage.probe`: lists a device although it found no hardware."""
     fact = Fact(False, "no node", "plug it in")
     return ProbeReport(fact, fact, fact, fact, devices=(DeviceInfo(0, "perhaps"),))
 
 
 def unknown_as_nothing(named: bool, system: System) -> ProbeReport:
-    """Reports 0 for an unknown memory size."""
+    """A broken `DevicePackage.probe`: reports 0 instead of None for an unknown memory size."""
     fact = Fact(True, "here")
     return ProbeReport(fact, fact, fact, fact, devices=(DeviceInfo(0, "here", 0),))
 
 
 def blind_probe(named: bool) -> ProbeReport:
-    """Takes no system, so it examines the machine that it runs on."""
+    """A broken `DevicePackage.probe`: takes no `system`, so it examines the machine that it runs
+    on."""
     fact = Fact(True, "here")
     return ProbeReport(fact, fact, fact, fact)
 
 
 def asking_facts(index: int = 0) -> Facts:
-    """Returns facts that need a device."""
+    """A broken `DevicePackage.facts`: queries the current device, so it fails without one."""
     import torch
 
     return Facts(tensor_device=f"{torch.accelerator.current_device_index()}")
 
 
 def first_facts(index: int = 0) -> Facts:
-    """Returns the facts of the first device for every index."""
+    """A broken `DevicePackage.facts`: returns the facts of the first device for every index."""
     return Facts(tensor_device="meta:0")
 
 

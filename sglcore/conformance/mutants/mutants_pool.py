@@ -1,4 +1,5 @@
-"""Broken pools, in any layout: each defect is in the place where something is stored."""
+"""Broken pools, in any layout: each defect is in the place where something is stored. A defect is a
+function from a pool's class to a subclass; its docstring is the text of its `Mutant`."""
 
 from __future__ import annotations
 

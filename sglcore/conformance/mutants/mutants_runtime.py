@@ -15,7 +15,8 @@ from sglcore.runtime.kernels.table import KernelTable
 
 
 def pads_nothing(base: Any) -> type:
-    """A registry in which padding rows keep what an older batch left in them."""
+    """Return a subclass of a buffer registry in which padding rows keep what an older batch left in
+    them."""
 
     class PadsNothing(base):
         __slots__ = ()
@@ -28,7 +29,8 @@ def pads_nothing(base: Any) -> type:
 
 
 def stages_once(base: Any) -> type:
-    """A registry that takes the slots of the first batch for those of every batch."""
+    """Return a subclass of a buffer registry that uses the request slots of the first batch for
+    every batch."""
     first: list[Any] = []
 
     class StagesOnce(base):
@@ -45,7 +47,8 @@ def stages_once(base: Any) -> type:
 
 
 def rows_mix(table: KernelTable) -> KernelTable:
-    """A norm that adds 0 times the mean of all rows: garbage in one row reaches the others."""
+    """Return the table with norms that add 0 times the mean of all rows: NaN in one row reaches the
+    others."""
 
     def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         normed = table.rms_norm(x, weight, eps)

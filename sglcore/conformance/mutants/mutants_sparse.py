@@ -1,5 +1,6 @@
 """Broken devices that store or choose entries of sparse attention wrongly: defects in the kernel
-entries that the core's backends use."""
+entries that the core's backends use. A defect is a function from the entry's function, or from a
+class, to a broken one; its docstring is the text of its `Mutant`."""
 
 from __future__ import annotations
 

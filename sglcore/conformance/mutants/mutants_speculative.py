@@ -1,4 +1,6 @@
-"""Broken devices that fail only when several tokens of a request are in one decode step."""
+"""Broken devices that fail only when several tokens of a request are in one decode step. A defect
+is a function from a class of the runtime to a subclass; its docstring is the text of its
+`Mutant`."""
 
 from __future__ import annotations
 

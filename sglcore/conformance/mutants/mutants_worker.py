@@ -1,5 +1,5 @@
 """Broken workers: defects on the host side of the worker interface, so that they can be planted in
-any device."""
+any device. Most are subclasses of `Changed` with the text of the `Mutant` as docstring."""
 
 from __future__ import annotations
 

@@ -17,7 +17,8 @@ Block = Callable[..., Tensor]
 
 
 class OfAllShards:
-    """A block over the tokens of all data parallel ranks; each rank computes a partial sum."""
+    """Callable that runs a block on the tokens of all data parallel ranks: gathers their rows, runs
+    `inner`, which returns a partial sum on each rank, and returns the sum for this rank's rows."""
 
     __slots__ = ("_groups", "_inner")
 

@@ -22,7 +22,8 @@ from sglcore.runtime.parallel.row_distribution import Rows, moves_of_shard
 
 
 class DispatchedMoe:
-    """The whole gate on every rank, and this rank's experts."""
+    """Mixture of experts on several ranks: each has the whole router, and its own experts. Rows are
+    sent to the ranks of their experts, and the results come back."""
 
     __slots__ = ("_dispatcher", "_groups", "_moe", "_places", "_route", "w2", "w13")
 

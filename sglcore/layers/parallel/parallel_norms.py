@@ -33,8 +33,8 @@ class SharedNorm(RMSNorm):
 
 
 class SharedGroupNorm:
-    """As the kernel table's `gated_rms_norm` with the gate first, if each of `groups` is split over
-    several ranks."""
+    """Callable in place of the kernel table's `gated_rms_norm`, with the gate first, for rows whose
+    `groups` groups are each split over several ranks."""
 
     __slots__ = ("_group", "_groups")
 

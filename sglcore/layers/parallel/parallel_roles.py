@@ -127,7 +127,7 @@ def by_part(parts: Sequence[tuple[str, int]], ranges: Sequence[Range]) -> tuple[
 
 
 def runs(places: Sequence[int]) -> tuple[Range, ...]:
-    """Return ascending indices as ranges."""
+    """Return the ranges [first, last) of consecutive numbers in `places`, which are ascending."""
     found: list[Range] = []
     for place in places:
         if found and found[-1][1] == place:

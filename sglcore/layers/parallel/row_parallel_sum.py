@@ -14,7 +14,8 @@ from sglcore.runtime.parallel.process_group import AnyGroup
 
 
 class Summed:
-    """A layer with a partial sum on each rank; returns the sum over the ranks."""
+    """Callable that runs a layer, `inner`, whose result is a partial sum on each rank, and returns
+    the sum over the ranks (all-reduce)."""
 
     __slots__ = ("_group", "_inner")
 

@@ -29,7 +29,7 @@ class Lfm2ForCausalLM(CausalLM):
 
     @classmethod
     def own_name(cls, name: str) -> str:
-        """Map a name to those of other decoders."""
+        """Return the name that other decoders have for the tensor `name` of LFM2's checkpoint."""
         name = super().own_name(name)
         for theirs, ours in NAMES:
             name = name.replace(theirs, ours)

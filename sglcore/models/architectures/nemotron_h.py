@@ -28,7 +28,7 @@ class Relu2Mlp:
 
 
 class FeedForward:
-    """A feed-forward block in the place of attention."""
+    """The `Mixer` of a layer with a feed-forward block, `block`, in place of attention."""
 
     __slots__ = ("block",)
     attention = None

@@ -12,7 +12,8 @@ from sglcore.models.layer_kinds import Array, Batch, Build, Layer
 
 
 class NormAfterLayer:
-    """Both blocks read the residual sum without a norm."""
+    """A decoder layer that norms the results of attention and feed-forward; both read the residual
+    sum without a norm."""
 
     __slots__ = ("mlp", "post_attention_layernorm", "post_feedforward_layernorm", "self_attn")
 

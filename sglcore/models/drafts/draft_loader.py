@@ -182,7 +182,8 @@ def load_draft(
 def _standalone(
     config: EngineConfig, folder: Path, target: Architecture, *, ledger: DecisionLedger, **given: Any
 ) -> Draft:
-    """Load any model that generates text and has the target's vocabulary."""
+    """Load any model that generates text as the draft model. Raises ConfigError unless it has the
+    target's vocabulary size and, if both have a `tokenizer.json`, the same token ids."""
     found = read_config(folder)
     same(folder, "vocab_size", found.vocab_size, target.config.vocab_size)
     ours, theirs = (_tokens(each) for each in (folder, target.config.path))

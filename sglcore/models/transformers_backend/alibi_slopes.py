@@ -67,7 +67,8 @@ def slopes_of(bias: Tensor, heads: int, times: float) -> tuple[float, ...] | Non
 
 
 class Places:
-    """The key columns of a forward; all layers share them."""
+    """The columns that a position bias (ALiBi) adds to the keys of a forward, made from the
+    positions by `begin`; all layers share them."""
 
     __slots__ = ("_dtype", "columns")
 
@@ -82,12 +83,13 @@ class Places:
 
 
 class OnHost(TorchFunctionMode):
-    """Inside, tensors are made on the host instead of the meta device, and casts to another float
-    type do nothing: numbers that depend on no weight have contents, not rounded to the model's
-    dtype."""
+    """Torch function mode. Inside, tensors are made on the host instead of the meta device, and
+    casts to another float type do nothing: numbers that depend on no weight have contents, not
+    rounded to the model's dtype."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run a function with the host as device."""
+        """Run a function; the device "meta" becomes the host, and a cast to another float type
+        returns its input."""
         kwargs = dict(kwargs or {})
         if kwargs.get("device") == torch.device("meta"):
             kwargs["device"] = torch.device("cpu")

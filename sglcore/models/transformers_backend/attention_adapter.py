@@ -27,9 +27,10 @@ do not run without."""
 
 
 class PagedAttention:
-    """The attention of one module. `turn`: the rotary embedding that the module applied or leaves
-    to this call. `stores` is False if another call of the forward stores the same keys and values
-    in the layer's KV slots. `places` and `slopes`: the positions and slopes of an ALiBi bias."""
+    """Callable from queries, keys and values of one attention call of a module to its output, over
+    the paged pool. `turn`: the rotary embedding that the module applied or leaves to this call.
+    `stores` is False if another call of the forward stores the same keys and values in the layer's
+    KV slots. `places` and `slopes`: the positions and slopes of an ALiBi bias."""
 
     __slots__ = (
         "_columns",
@@ -102,8 +103,8 @@ class PagedAttention:
 
 
 class Several:
-    """The attention of a module that attends several times in a forward: after `begin`, each call
-    uses the next of `calls`."""
+    """Callable like `PagedAttention`, for a module that attends several times in a forward: after
+    `begin`, each call uses the next of `calls`."""
 
     __slots__ = ("_calls", "_next")
 

@@ -233,7 +233,8 @@ def tried(module: Callable[[Tensor], object], x: Tensor) -> Tensor | None:
 
 
 def is_same(found: Tensor, wanted: Tensor) -> bool:
-    """Whether two results are equal: float32 within a few roundings, half types to the bit."""
+    """Whether two results have the same shape, dtype and values: float32 within a few roundings,
+    half types to the bit."""
     if found.shape != wanted.shape or found.dtype is not wanted.dtype:
         return False
     exact = wanted.dtype is not torch.float32

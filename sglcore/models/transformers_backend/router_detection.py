@@ -184,8 +184,8 @@ def _numbers(module: nn.Module) -> set[int]:
 
 
 class _Trial:
-    """Rows through a router's twin: random ones, or such that give `logits`. `found`: the weights
-    and experts that it returned; None if it does not return these."""
+    """One run of a router's twin on rows: random ones, or with `logits` rows that give these.
+    `found`: the weights and experts that it returned; None if it does not return these."""
 
     def __init__(self, module: nn.Module, names: set[str], dtype: torch.dtype, logits: Tensor | None = None) -> None:
         generator = torch.Generator().manual_seed(0)

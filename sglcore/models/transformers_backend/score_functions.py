@@ -76,8 +76,9 @@ def _scores(shape: Tensor, product: Product) -> Scores:
 
 
 class Between(TorchFunctionMode):
-    """Inside, product `number`, counted from 1, is that of queries and keys, and the next product
-    with its scores is the attention. `number` None: the first product with a square result."""
+    """Torch function mode for one call of a module that computes attention itself. Inside, product
+    `number`, counted from 1, is that of queries and keys and gives `Scores`, and `attend` computes
+    the next product with these scores. `number` None: the first product with a square result."""
 
     def __init__(self, attend: Attend, number: int | None) -> None:
         super().__init__()
@@ -112,7 +113,8 @@ class Between(TorchFunctionMode):
 
 class Traced(TorchFunctionMode):
     """As `Between`, under a compiler: scores are computed too, and the compiler removes them
-    because nothing reads them. `numbers` are those of the two products."""
+    because nothing reads them. `numbers` are those of the product of queries and keys and of the
+    product with the values."""
 
     def __init__(self, attend: Attend, numbers: tuple[int, int]) -> None:
         super().__init__()
@@ -135,7 +137,8 @@ class Traced(TorchFunctionMode):
 
 
 class Last(TorchFunctionMode):
-    """Keeps the result of product `number`, which the class computes."""
+    """Torch function mode. Inside, product `number`, counted from 1, is computed as usual and kept
+    in `result`."""
 
     def __init__(self, number: int) -> None:
         super().__init__()

@@ -53,8 +53,8 @@ _LAYER = frozenset({"layer_idx", "name", "_own"})
 
 
 class Held:
-    """The states of some requests, served through transformers' cache interface: by name, [rows,
-    ...] each. A missing name means that the requests have no state yet."""
+    """Stands in for transformers' cache in one call of a module: the states of some requests by
+    name, [rows, ...] each. A missing name means that the requests have no state yet."""
 
     def __init__(self, states: dict[str, Tensor]) -> None:
         self.states = states
@@ -98,8 +98,9 @@ class Held:
 
 
 class MixerCall:
-    """Calls a module's own forward with hidden states and the cache. All other required arguments,
-    such as masks and positions, are None."""
+    """Callable from hidden states and the states of their requests to a module's results, by the
+    module's own forward. All its other required arguments, such as masks and positions, are
+    None."""
 
     def __init__(self, module: nn.Module) -> None:
         self._forward = module.forward

@@ -103,7 +103,8 @@ def described(folder: Path, raw: Mapping[str, Any], library: Library, task: str)
 
 
 def _length(file: Path, text: PreTrainedConfig) -> int:
-    """Return the longest context in tokens."""
+    """Return the longest context in tokens, from `max_position_embeddings` or `max_seq_len`;
+    `UNBOUNDED` if the configuration has neither."""
     try:
         return _whole(file, text, "max_position_embeddings")
     except AttributeError:

@@ -1,5 +1,5 @@
-"""Types of transformers whose models the engine gives the same log-probabilities for as
-transformers' own forward.
+"""`PROVEN`: the model types of transformers for which the engine gives the same log-probabilities
+as transformers' own forward.
 
 Written by tools/sweep_models.py, never by hand.
 """

@@ -33,8 +33,9 @@ experts stacked."""
 
 
 class Naming:
-    """The names of one model's class. `targets`: its weights by the class's names; modified in
-    place."""
+    """Callable that maps the tensor names in a checkpoint's files to the names in one transformers
+    class. `targets`: the class's weights by name; a call replaces a stacked or concatenated weight
+    in it by views of its parts, if the files have the parts."""
 
     def __init__(self, model: PreTrainedModel, targets: dict[str, Tensor]) -> None:
         found = get_model_conversion_mapping(model)
@@ -70,7 +71,9 @@ class Naming:
         return f"{module}.{_WEIGHT}" if suffix in _QUANTIZED and name not in self._known else name
 
     def _split(self, name: str, found: Mapping[str, tuple[int, ...]]) -> None:
-        """If a converter takes this name, replace its result in `targets` by the parts."""
+        """If a converter of transformers makes a stacked or concatenated weight from this name,
+        replace that weight in `targets` by views of its parts. Raises `ConfigError` for any other
+        conversion."""
         for converter in self._converters:
             stacked, pattern = converter.rename_source_key(name)
             if pattern is None or stacked not in self._known:
@@ -97,7 +100,9 @@ class Naming:
         found: Mapping[str, tuple[int, ...]],
         dim: int,
     ) -> None:
-        """Replace a concatenated weight by its parts, with the sizes that the files have."""
+        """Replace the concatenated weight `stacked` in `targets` by views of its parts along `dim`,
+        with the sizes that the files have. Raises `ConfigError` if these do not add up to its
+        size."""
         names = [name.replace(_plain(pattern), _plain(other)) for other in converter.source_patterns]
         sizes = [found[part][dim] if part in found else 0 for part in names]
         if sum(sizes) != self._targets[stacked].shape[dim]:

@@ -24,8 +24,8 @@ float16."""
 
 @dataclass(frozen=True, slots=True)
 class Codes:
-    """w = scales * (codes - zero) without `minima`, else scales * codes + minima. Scales are
-    float32 [N, groups]."""
+    """What the blocks of a type decode to: w = scales * (codes - zero) without `minima`, else
+    scales * codes + minima. Scales are float32 [N, groups]."""
 
     codes: Tensor
     scales: Tensor

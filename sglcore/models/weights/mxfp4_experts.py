@@ -19,7 +19,7 @@ PARTS = ("blocks", "scales")
 
 
 class Place(Protocol):
-    """A tensor in an open file."""
+    """A tensor in an open file, such as `weight_sources.PlainSource`."""
 
     @property
     def file(self) -> SafetensorsFile:
@@ -34,7 +34,8 @@ class Place(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Mxfp4Source:
-    """The weight [experts, inputs, outputs] of all experts of a layer.
+    """The `weight_sources.Source` of the weight [experts, inputs, outputs] of all experts of a
+    layer, stored in MXFP4.
 
     - `blocks`: uint8 [experts, outputs, inputs / 32, 16], two codes in a byte, the lower four bits
       first.

@@ -82,7 +82,8 @@ class QuantizedWeight:
 
 @dataclass(frozen=True, slots=True)
 class ScatteredWeight:
-    """Integer codes with scattered groups: column k belongs to group `group_of[k]`, int64 [K]."""
+    """A `Stored` weight of integer codes with scattered groups (act-order): column k belongs to
+    group `group_of[k]`, int64 [K]."""
 
     weight: QuantizedWeight
     group_of: Tensor

@@ -14,7 +14,7 @@ from sglcore.models.weights.quantized_weight import QuantizedWeight, Stored
 
 @dataclass(frozen=True, slots=True)
 class CutWeight:
-    """Ranges of the rows or of the columns of a stored weight.
+    """A `Stored` weight: ranges of the rows or of the columns of another one, `whole`.
 
     `shape` is the part's shape. Elements of the part after the ranges are zero.
     """

@@ -14,7 +14,7 @@ from sglcore.models.weights.weight_sources import Source
 
 @dataclass(frozen=True, slots=True)
 class ReorderedSource:
-    """A source with reordered rows: row i of the weight is row `order`[i] (int64 [N]) of
+    """A `Source` with reordered rows: row i of the weight is row `order`[i] (int64 [N]) of
     `source`."""
 
     source: Source
@@ -43,7 +43,7 @@ class ReorderedSource:
 
 @dataclass(frozen=True, slots=True)
 class ReorderedWeight:
-    """A stored weight with its rows in another order."""
+    """A `Stored` weight with reordered rows: row i is row `order`[i] (int64 [N]) of `weight`."""
 
     weight: Stored
     order: Tensor

@@ -62,7 +62,8 @@ class Source(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class MappedRows:
-    """Some rows of a matrix in its file, from byte `start`."""
+    """Some rows of a matrix as a view of its mapped file, which has them from byte `start` on. Call
+    `release` after they were read."""
 
     file: SafetensorsFile
     rows: Tensor
@@ -76,7 +77,7 @@ class MappedRows:
 
 @dataclass(frozen=True, slots=True)
 class PlainSource:
-    """A plain tensor."""
+    """The `Source` of a plain (not quantised) tensor: its entry in an open file."""
 
     file: SafetensorsFile
     entry: Entry
@@ -110,7 +111,7 @@ class PlainSource:
 
 @dataclass(frozen=True, slots=True)
 class CutSource:
-    """The part `cut` of a plain tensor, which this rank holds."""
+    """The `Source` of the part `cut` of a plain tensor, which this rank holds."""
 
     whole: PlainSource
     cut: Cut
@@ -137,7 +138,8 @@ class CutSource:
 
 @dataclass(frozen=True, slots=True)
 class QuantizedSource:
-    """The weight of a quantised layer, or a rank's part of it; `shape` is that of the part."""
+    """The `Source` of the weight of a quantised layer, or of a rank's part of it; `shape` is that
+    of the part."""
 
     layer: LayerTensors
     num_bytes: int
@@ -162,7 +164,7 @@ class QuantizedSource:
 
 @dataclass(frozen=True, slots=True)
 class PartSource:
-    """A part of a source: the whole tensor is read to the host, then cut.
+    """The `Source` of a part of another source: the whole tensor is read to the host, then cut.
 
     `shape` is the shape of the whole tensor, `part` the shape of the part.
     """

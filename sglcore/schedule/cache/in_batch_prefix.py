@@ -20,7 +20,10 @@ MOST_COMPARED = 8
 
 
 class InBatchPrefixes:
-    """The prompts that running requests prefill at the moment."""
+    """Tells which waiting requests should wait until a running one has prefilled their common
+    prefix (`must_wait`). Knows the running requests that `add` noted and whose prompts are not
+    cached yet.
+    """
 
     def __init__(self, memory: Memory) -> None:
         self._memory = memory

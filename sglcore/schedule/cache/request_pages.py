@@ -128,7 +128,10 @@ class Memory:
         return request.shared < pages and not request.is_duplicate
 
     def ask(self, request: Request, pages: int) -> None:
-        """Note that others wait for the request's first `pages` pages, as offered."""
+        """Note that others wait for the request's first `pages` pages, a number that
+        `offered_pages` returned: it must keep its state (in a snapshot) or its window pages there
+        for them.
+        """
         if pages > len(request.pages) and self.takes_snapshots:
             request.cuts.add(pages * self.page_size)
         if self.keeps_windows:
@@ -197,8 +200,9 @@ class Memory:
         return {end // self.page_size for end in request.cuts | (request.snapshots.keys() - {request.spare})}
 
     def _shareable(self, path: list[Node]) -> int:
-        """Return the largest number of leading pages of `path` after which a request
-        can continue.
+        """Return the largest number of leading pages of `path` after which a request can continue:
+        its state is in a snapshot there, and all window pages in sight are cached, as far as the
+        model has them.
         """
         depth = len(path)
         while True:

@@ -61,8 +61,8 @@ class Windows:
         return max(0, pages * self._page_size - self._seen) // self._page_size
 
     def reachable(self, path: Sequence[Node]) -> int:
-        """Return the largest number of leading pages of `path` after which a request
-        can continue.
+        """Return the largest number of leading pages of `path` after which a request can continue,
+        because all window pages in sight of its next token are cached.
         """
         depth = index = len(path)
         while index > self.first_seen(depth):

@@ -22,8 +22,8 @@ from sglcore.step.micro_batch_cut import CutTerms
 
 @dataclass(frozen=True, slots=True)
 class Reducer:
-    """How two votes for a field are combined. `neutral` is the vote of an idle shard; it changes no
-    result.
+    """How the votes of all shards for one field become one value: `join` combines two of them.
+    `neutral` is the vote of an idle shard; it changes no result.
     """
 
     join: Callable[[Any, Any], Any]
@@ -77,7 +77,7 @@ class StepVote:
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """Constants of all steps.
+    """What `agree` must know about workers and their ranks, the same for all steps.
 
     `width` ranks share the token rows of a shard. `buckets` are the captured graph sizes,
     ascending. `needs_equal_rows`: the transport between ranks needs the same number of rows from

@@ -11,7 +11,9 @@ from sglcore.schedule.scheduler import Scheduler
 
 
 class RemotePrompts:
-    """Requests of one scheduler that another engine prefills."""
+    """A scheduler's interface for requests that another engine prefills: `reserve` pages, then take
+    the prompt (`arrive`) or its failure (`fail`).
+    """
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler, self._running = scheduler, scheduler.running

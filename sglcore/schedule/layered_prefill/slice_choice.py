@@ -67,7 +67,9 @@ class Slicing:
         return record, further_slice(record)
 
     def _advance(self, running: RunningRequests, sliced: SlicedPrompt, record: BatchRecord) -> None:
-        """Plan the next layers: all that are left if no request decodes."""
+        """Choose the layers of the prompt's next slice and write them into `record`: as many as the
+        pace's budget allows, or all that are left if no request decodes.
+        """
         self._quiet = 0
         first, tokens, is_alone = sliced.done, sliced.tokens, not running.rows.requests
         sliced.done += (

@@ -12,7 +12,7 @@ from sglcore_sim.faces import in_tree, module
 
 
 class StreamBinding(in_tree.StreamBinding):
-    """`torch._C._XpuStreamBase`."""
+    """Stands in for `torch._C._XpuStreamBase`: a stream of the simulated GPU."""
 
     sycl_queue = in_tree.StreamBinding.address
 
@@ -23,20 +23,22 @@ class StreamBinding(in_tree.StreamBinding):
 
 
 class EventBinding(module.EventBinding):
-    """`torch._C._XpuEventBase`."""
+    """Stands in for `torch._C._XpuEventBase`: an event of the simulated GPU."""
 
     sycl_event = module.EventBinding.address
 
 
 class GraphBinding(in_tree.GraphBinding):
-    """`torch._C._XPUGraph`: its capture takes no error mode."""
+    """Stands in for `torch._C._XPUGraph`, a graph of the simulated GPU: its capture takes no error
+    mode."""
 
     def capture_begin(self, pool: tuple[int, int] | None = None) -> None:
         self.begin(pool)
 
 
 def plant(sim: Any) -> None:
-    """Make torch look like a build for Intel GPUs."""
+    """Make torch in this process look like a build for Intel GPUs: adds the missing names, which
+    run on the simulator `sim`."""
     xpu: Any = torch.xpu
     values = {
         **in_tree.bindings(sim, "xpu"),

@@ -14,8 +14,8 @@ from sglcore.models.layer_kinds import Array, Attention, Batch, Build, Layer
 
 
 class LatentProjections:
-    """Projections to queries and cache entries. Low-rank queries share their first product with the
-    cache entries."""
+    """The `layer_kinds.Projections` of a layer, to queries and cache entries. Low-rank queries
+    share their first product with the cache entries."""
 
     __slots__ = ("first", "norm", "queries", "rank")
 
@@ -89,7 +89,8 @@ class DeepseekV2ForCausalLM(CausalLM):
         )
 
     def make_experts(self, build: Build) -> Layer:
-        """Return the routed experts."""
+        """Return the routed experts. Raises `ConfigError` for a `topk_method` that is neither
+        greedy nor group-limited greedy."""
         method = build.config.words.get("topk_method", "greedy")
         if method not in ("greedy", "group_limited_greedy"):
             raise ConfigError(

@@ -26,8 +26,8 @@ class LanguagePart(CausalLM):
 
 
 class Qwen25VLForConditionalGeneration(LanguagePart, Qwen2ForCausalLM):
-    """Qwen 2's layers."""
+    """The decoder of Qwen 2.5-VL, with Qwen 2's layers."""
 
 
 class Qwen3VLForConditionalGeneration(LanguagePart, Qwen3ForCausalLM):
-    """Qwen 3's layers."""
+    """The decoder of Qwen 3-VL, with Qwen 3's layers."""
