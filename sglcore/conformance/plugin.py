@@ -127,8 +127,9 @@ def _records(config: pytest.Config) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class LawCase:
-    """One case of a law on one device. `mutant`: an index into the law's mutants, for a test of the
-    whole law against that mutant; None: a test of the device itself."""
+    """The parameter of one test of the kit: one case of a law on one device. `mutant`: an index
+    into the law's mutants, for a test of the whole law against that mutant; None: a test of the
+    device itself."""
 
     run: Run
     law: Law
@@ -263,7 +264,8 @@ def pytest_testnodedown(node: Any) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    """Print a line for each device on which laws ran, and write the result file."""
+    """Print a line for each device on which laws ran, and write its result to the file of
+    `--conform-result`, if given."""
     is_worker = hasattr(config, "workerinput")  # foreign: pytest-xdist's attribute of a worker
     ran = [] if is_worker else [run for run in config.stash[RUNS].values() if run.outcomes]
     if not ran:

@@ -26,7 +26,9 @@ _ASSIGNED = re.compile(r"^(\w+)\s*(?::[^=]+)?=\s*(.+)$", re.MULTILINE)
 
 @dataclass(frozen=True, slots=True)
 class System:
-    """What is visible below `root`, with the environment `environ` of the process."""
+    """A machine as a probe sees it: what is below `root`, with the environment `environ` of the
+    process.
+    """
 
     root: Path = Path("/")
     environ: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))

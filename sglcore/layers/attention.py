@@ -20,8 +20,8 @@ already."""
 
 
 class AttentionLayer:
-    """Attention from concatenated queries, keys and values. `layer` is the part that attention
-    backends see."""
+    """`layer_kinds.Attention` in torch: attention from concatenated queries, keys and values.
+    `layer` is the part that attention backends see."""
 
     __slots__ = (
         "_axes",

@@ -267,7 +267,9 @@ def _leaves(batch_type: type) -> Iterator[FieldSpec]:
 
 @cache
 def spec_of(batch_type: type, name: str) -> FieldSpec:
-    """Return one declaration by name. Raises KeyError, which lists the known names."""
+    """Return the declaration of a record's own field by name (not a dotted name of a nested
+    record). Raises KeyError, which lists the known names.
+    """
     for spec in specs(batch_type):
         if spec.name == name:
             return spec

@@ -152,7 +152,8 @@ def _driver(system: System) -> Fact:
 
 
 def _library(system: System) -> str | None:
-    """Return the library of the HIP or HSA runtime: the system's, or the copy in a torch build."""
+    """Return the path of the HIP or HSA runtime library: the system's, or else the copy in a torch
+    build; None if there is neither."""
     for name in LIBRARIES:
         found = system.library(name, *FOLDERS) or next(iter(system.glob(f"/site-packages/torch/lib/{name}")), None)
         if found is not None:

@@ -54,8 +54,8 @@ and bfloat16, so a backend must compute them in float32."""
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """The content of a case, on the host: each request's slot, pages, keys and values [length,
-    kv_heads, dim], and this step's queries [T, heads * dim]."""
+    """The content of a case, on the host, made by `draw_contents`: each request's slot, pages, keys
+    and values [length, kv_heads, dim], and this step's queries [T, heads * dim]."""
 
     rows: Rows
     slots: list[int]
@@ -72,8 +72,9 @@ class Contents:
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """The result of one attention step, on the host: its output, the pool's keys and values after
-    it, and `refreshed`, the output of the same step by a captured plan."""
+    """What `attend` returns, one attention step's result on the host: its output, the pool's keys
+    and values after it, and `refreshed`, the output of the same step by a captured plan (None: it
+    did not run)."""
 
     out: Tensor
     keys: Tensor

@@ -81,7 +81,8 @@ class Spoiler:
         self._spoil(self._free)
 
     def __call__(self, scheduler: Scheduler, step: int) -> None:
-        """Fill the pages that are free since the last call. The step must have been collected."""
+        """Fill with NaN the pages that became free since the last call. The step must have been
+        collected."""
         free = set(scheduler.running.memory.windows._pool.free_pages())
         freed, self._free = free - self._free, free
         if freed:

@@ -128,7 +128,8 @@ def _check_same_tokens(harness: Harness, first: Sequence[Result], second: Sequen
 
 
 def replay_is_eager(trial: Trial) -> None:
-    """Replay every bucket: large batches after small after large, with prompts in between."""
+    """Run batches that replay every bucket, large after small after large, with prompts in between,
+    and compare with the reference."""
     kind, model, *dtype = trial.case.split("/")
     buckets = BUCKETS if model == "dense" else (4,)
     given = {"dtype": dtype[0]} if dtype else {}

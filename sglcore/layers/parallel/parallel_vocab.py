@@ -43,8 +43,8 @@ class SharedEmbedding:
 
 
 class SharedHead:
-    """Hidden states to logits: concatenates the ranks' columns and drops the padding of the last
-    part."""
+    """An output layer whose vocabulary is divided among ranks: concatenates the ranks' columns of
+    logits and drops the padding of the last part."""
 
     __slots__ = ("_group", "_own", "_vocab_size")
 

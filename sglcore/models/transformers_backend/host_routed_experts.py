@@ -27,7 +27,8 @@ One = Callable[[Any, int, Tensor], Tensor]
 
 
 def take_routed(model: nn.Module) -> None:
-    """Replace the forward of every module of a model that reads the routing on the host."""
+    """Replace, in place, the forward of each module of the model that reads the routing on the
+    host."""
     modules = list(model.modules())
     asks = {kind: _asks(kind) for kind in set(map(type, modules))}
     sorted_ones = [each for each in modules if "expert_size" in asks[type(each)] and _names(each) == {"weight"}]

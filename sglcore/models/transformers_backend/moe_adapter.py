@@ -46,7 +46,8 @@ def has_experts(module: nn.Module) -> bool:
 
 
 def turned_weights(model: nn.Module) -> set[int]:
-    """Return the ids of stacked weights [E, in, out], which kernels take as [E, out, in]."""
+    """Return the `id()` of each stacked weight that a class stores as [E, in, out]; kernels take it
+    as [E, out, in]."""
     found: set[int] = set()
     for module in model.modules():
         if has_experts(module) and vars(module)["is_transposed"]:

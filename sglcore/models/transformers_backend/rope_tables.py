@@ -1,5 +1,5 @@
-"""Cosines and sines that a module of transformers' classes makes from positions: how they are
-doubled, and that they depend on their own position only."""
+"""Runs modules of transformers' classes that make cosines and sines from positions: finds how the
+results are doubled, and checks that each depends on its own position only."""
 
 from __future__ import annotations
 

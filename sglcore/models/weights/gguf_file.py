@@ -33,7 +33,8 @@ ONE_ROW = ".shared_expert_gate.weight"
 
 @dataclass(frozen=True, slots=True)
 class GgufSource:
-    """A tensor in the open `file`, or one expert's part of it, from byte `start` with `shape`.
+    """The `Source` of a tensor in the open `file`, or of one expert's part of it, from byte `start`
+    with `shape`.
 
     `paired_heads`: the number of heads in the rows if rotated pairs are neighbours; else 0.
     """

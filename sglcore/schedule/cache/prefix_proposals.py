@@ -32,7 +32,7 @@ ID_BYTES = np.dtype(np.int32).itemsize
 
 
 class PrefixProposals:
-    """Propose up to `count` draft tokens for each request from the cached pages of `memory`."""
+    """Proposes up to `count` draft tokens for each request, from the cached pages of `memory`."""
 
     def __init__(self, memory: Memory, count: int) -> None:
         self._memory = memory
@@ -54,7 +54,9 @@ class PrefixProposals:
         return proposals
 
     def following(self, request: Request) -> list[int]:
-        """Return up to `count` draft tokens for the request."""
+        """Return up to `count` draft tokens for the request; empty if no cached page goes on after
+        its text.
+        """
         if request.embeds is not None or request.node is None:
             return []
         standing, version = self._standing(request), self._memory.version

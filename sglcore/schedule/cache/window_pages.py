@@ -143,7 +143,9 @@ class Windows:
                     self._pool.give([node.window_page])
 
     def release(self, request: Request) -> None:
-        """Free the request's window pages."""
+        """Take all window pages from the request: its own become free, and those of nodes lose one
+        user.
+        """
         for page in [*request.kept_windows.values(), *request.window_pages]:
             self._drop(page)
         self.kept -= len(request.kept_windows)

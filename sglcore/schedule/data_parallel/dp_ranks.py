@@ -93,7 +93,9 @@ class Shards:
         return sum(scheduler.flush_prefix_cache() for scheduler in self.each)
 
     def stats(self) -> SchedulerStats:
-        """Return the sums over all shards, except for the names in `AT_ONCE`."""
+        """Return the sums over all shards, and for the names in `AT_ONCE` the largest value of a
+        shard.
+        """
         found = [structs.asdict(scheduler.stats()) for scheduler in self.each]
         return SchedulerStats(
             **{name: (max if name in AT_ONCE else sum)(one[name] for one in found) for name in found[0]}
