@@ -39,11 +39,14 @@ class MessageForm:
 
     def tools(self, tools: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
         """Return the tools for the template: unchanged, or if `described` as new objects in which a
-        missing description is ""."""
+        description that is missing or null is ""."""
         if not self.described:
             return list(tools)
-        functions = ({"description": "", **tool.get("function", tool)} for tool in tools)
-        return [{"type": "function", "function": function} for function in functions]
+        functions = (tool.get("function", tool) for tool in tools)
+        return [
+            {"type": "function", "function": {**function, "description": function.get("description") or ""}}
+            for function in functions
+        ]
 
 
 def as_template_reads(messages: Sequence[Message], form: MessageForm) -> list[dict[str, Any]]:

@@ -168,9 +168,11 @@ def test_numbers_of_calls_go_on_through_the_conversation() -> None:
 
 
 def test_tools_get_a_description_where_the_template_needs_one() -> None:
-    tools = [{"type": "function", "function": {"name": "f", "description": "d"}}, {"name": "g", "strict": True}]
+    null = {"type": "function", "function": {"name": "h", "description": None}}
+    tools = [{"type": "function", "function": {"name": "f", "description": "d"}}, {"name": "g", "strict": True}, null]
     assert MessageForm().tools(tools) == tools
     assert MessageForm(described=True).tools(tools) == [
         {"type": "function", "function": {"name": "f", "description": "d"}},
         {"type": "function", "function": {"name": "g", "description": "", "strict": True}},
+        {"type": "function", "function": {"name": "h", "description": ""}},
     ]
