@@ -61,8 +61,9 @@ class BatchBuilder:
         collected: int,
         saves: Ints | None = None,
     ) -> ScheduleBatch:
-        """Build a batch of the chosen decode rows and of chunks. `rows.seq_lens` must already
-        include this step.
+        """Build the batch of a step: the decode rows with the indices `chosen`, then a row for each
+        chunk. Call it once per step, with this step already in `rows.seq_lens`: it notes in `rows`
+        which pages the worker has been told of.
 
         `collected` is the number of the last collected step. Tokens of later steps are not known on
         the host: the input id of such a row is minus its request slot. `saves` int32[chosen]:

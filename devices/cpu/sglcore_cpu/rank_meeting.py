@@ -25,8 +25,9 @@ class Meeting:
     call waits for all ranks, with the GIL released."""
 
     def __init__(self, engine: Engine, address: int, rank: int, ranks: int, most: int) -> None:
-        """`address`: shared memory of `memory_size` bytes, initially zeros. `most` must be a
-        multiple of LINE."""
+        """`address`: the address of shared memory of `memory_size(ranks, most)` bytes, initially
+        zeros. `most`: the bytes of each of a rank's two buffers, a multiple of LINE; `exchange`
+        takes no larger tensor, `sum` takes any."""
         self.rank, self.ranks, self.most = rank, ranks, most
         self._own: dict[str, Any] = {"memory": address, "rank": rank, "ranks": ranks, "most": most}
         self._exchange, self._sum = engine.kernel("exchange_ranks").bind(), engine.kernel("sum_ranks").bind()

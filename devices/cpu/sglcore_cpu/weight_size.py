@@ -61,8 +61,9 @@ class Kept:
 
 
 def folder_bytes(files: Sequence[Path], raw: Mapping[str, Any], asked: EngineConfig) -> int:
-    """Estimate the bytes of safetensors files with the `config.json` `raw`; raises
-    `CheckpointError` for a damaged file."""
+    """Estimate the memory in bytes that the weights of safetensors files take once loaded with the
+    configuration `asked`, without tensor parallelism. `raw`: their `config.json`. Reads headers
+    only; raises `CheckpointError` for a damaged file."""
     quantization = read_quantization(raw)
     kept = Kept.of(asked, str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch."))
     entries = [entry for file in files for entry in read_entries(file)]
@@ -71,7 +72,9 @@ def folder_bytes(files: Sequence[Path], raw: Mapping[str, Any], asked: EngineCon
 
 
 def gguf_bytes(file: Path, asked: EngineConfig) -> int:
-    """Estimate the bytes of a GGUF file; raises `CheckpointError` for a damaged file."""
+    """Estimate the memory in bytes that the weights of a GGUF file take once loaded with the
+    configuration `asked`, without tensor parallelism. Reads the header only; raises
+    `CheckpointError` for a damaged file."""
     tensors = read_header(file).tensors
     is_wide = all(tensor.type == "F32" for tensor in tensors.values() if len(tensor.shape) > 1)
     kept = Kept.of(asked, "float32" if is_wide else "bfloat16")

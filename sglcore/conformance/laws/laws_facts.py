@@ -81,8 +81,9 @@ def _tensors(values: Sequence[Any]) -> Iterator[Tensor]:
 
 
 def integers_are_narrow(trial: Trial) -> None:
-    """Run prompts, decode steps, scores, penalties, cut-offs, bias and masks, with every torch
-    operation watched."""
+    """Run prompts, decode steps, scores, penalties, cut-offs, bias and masks; raise LawBroken if a
+    torch operation takes or returns a 64-bit integer tensor on the device, except operations that
+    return no other type, and conversions."""
     harness = trial.kit.harness("moe")
     prompts = random_prompts(3, (9, 4, 6))
     with Watch(harness.facts.tensor_device):

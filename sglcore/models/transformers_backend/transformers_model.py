@@ -152,8 +152,9 @@ def _empty_model(build: Build) -> PreTrainedModel:
 
 
 def _place(model: PreTrainedModel, build: Build) -> None:
-    """Replace the empty parameters by the loader's, and buffers by those that the class
-    initialises. The loader reads a buffer that checkpoints store as a parameter."""
+    """Replace the meta tensors of `model` by memory on the device. Parameters, and buffers that are
+    in the state dict, become targets that the loader fills later; the class initialises the other
+    buffers now."""
     weights, stored = build.weights, model.state_dict(keep_vars=True)
     made: dict[int, Any] = {}
     is_wide, turned = _kept(model, build.dtype), turned_weights(model)

@@ -124,9 +124,11 @@ class KVPool(Protocol):
 
 
 class TokenToKVPool(KVPool, Protocol):
-    """KV slots with keys and values per head. A forward calls `store` and `kv` for each layer.
+    """KV slots ("cells" in names) with keys and values per head. A forward calls `store` and `kv`
+    for each layer.
 
-    Callers that do not know the layout use `read_cells` and `write_cells`.
+    Callers that do not know the layout use `read_cells` and `write_cells`, which copy one layer's
+    slots in the dtype that attention computes in.
     """
 
     def store(self, layer_id: int, key: Tensor, value: Tensor, out_cache_loc: Tensor) -> None:

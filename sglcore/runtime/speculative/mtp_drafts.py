@@ -39,12 +39,12 @@ class HeadsModel(Protocol):
 
 
 class Window(NamedTuple):
-    """The last KV slots of B requests before the target's forward.
+    """The rows that every layer runs again: of each of B requests the last KV slots before the
+    target's forward, and in a verification also those of that forward; N rows per request.
 
-    In a verification also the KV slots of that forward. There are N rows per request, C >= N.
-    `slots` int32[B]; `batch` is a decode of all rows. `ids` int32[B, C] are the tokens after each
-    row, possibly with a few more; the first `known` int32[B] of them are text. `features` [B * N,
-    H] are the input of the first layer.
+    `slots` int32[B]: request slots. `batch`: a decode batch of the B * N rows. `ids` int32[B, C], C
+    >= N: the token after each row; entries from `known` int32[B] on (which may exceed C) are drafts
+    or padding. `features` [B * N, H]: the target's projected features, the input of layer 0.
     """
 
     slots: Tensor
