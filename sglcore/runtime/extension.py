@@ -1,5 +1,5 @@
 """`device_module` returns the torch module of a device that a vendor's extension registers, such as
-`torch.npu` of torch_npu, before bring-up imports it.
+`torch.acme` of torch_acme, before bring-up imports it.
 """
 
 from __future__ import annotations

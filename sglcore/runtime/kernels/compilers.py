@@ -1,5 +1,5 @@
 """Tells why the core's Triton kernels cannot be compiled for a device, by the backends of the
-installed Triton ("nvidia", "amd", ...). Imports Triton only when called.
+installed Triton. Imports Triton only when called.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from importlib import import_module
 
 def triton_gap(compiler: str) -> str:
     """Return why the core's Triton kernels cannot run here with this compiler, a name in
-    `triton.backends` such as "nvidia"; "" if they can, or if the interpreter runs them.
+    `triton.backends`; "" if they can, or if the interpreter runs them.
     """
     try:
         from sglcore.runtime.kernels.triton.rounding import INTERPRETED
