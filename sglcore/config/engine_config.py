@@ -163,9 +163,9 @@ class EngineConfig:
     )
     snapshot_memory: int | None = setting(
         None,
-        "Memory per device for saved states of recurrent layers, which the prefix cache"
-        " restores, in bytes, such as 1G. Only for models with such layers; default: up to a"
-        " quarter of the memory that is left.",
+        "Memory per device for saved states of recurrent layers, from which prefix-cache hits"
+        " and preempted requests continue, in bytes, such as 1G. Only for models with such layers."
+        " Default: 4 states for each running request, or less in little memory.",
         is_memory=True,
     )
     kv_cache_dtype: str = setting(

@@ -52,8 +52,10 @@ takes."""
 
 
 def attention_is_reference(trial: Trial) -> None:
-    """Check one backend in one mode, as the case `backend/mode[/extra]` names them, for each page
-    size. An extra feature is tested together with a sliding window if the backend has that too."""
+    """Compare one backend in one mode, as the case `backend/mode[/extra]` names them, with the
+    reference: its output, and the KV slots that it writes. Without an extra, and for `window`, at
+    several page sizes; `softcap` and `sinks` in up to two dtypes, with a sliding window if the
+    backend has that; `tree_mask` without one."""
     backend, mode, asked = (*trial.case.split("/"), "")[:3]
     extra = asked if asked in (*EXTRAS, TREE) else ""
     features = _facts_of(trial, backend).features

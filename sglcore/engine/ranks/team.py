@@ -142,8 +142,9 @@ class Maker:
         return Gathering(listener, self.placement.nodes, shared, look, self._check_devices).wait(seconds, where)
 
     def _told_by_cluster(self, node: int, where: str) -> bytes:
-        """Return the line of `host_spec` for a node that Ray starts: this node's configuration,
-        with the name of this node's device and no index."""
+        """Return the line of `host_spec` for node number `node`, which Ray starts: the leader's own
+        configuration, with `device` set to the name of the leader's device without an index.
+        `where`: HOST:PORT on which the leader listens."""
         config = replace(self.config, device=self.choice.package.name)
         return host_spec(config, replace(self.placement, node=node, leader=host_and_port(where)))
 

@@ -88,7 +88,8 @@ class WindowedAttention(AttentionBackend[WindowedPlan]):
         return super().cells_of(layer, batch)
 
     def rows_of(self, batch: ForwardBatch) -> list[tuple[Tensor, Tensor]]:
-        """Implements `AttentionBackend.rows_of`: the rows of both backends."""
+        """Implements `AttentionBackend.rows_of`: the pairs (tensor, rows written) of the
+        full-attention backend, if any, then of the window backend."""
         return [rows for part in self.parts for rows in part.rows_of(batch)]
 
     def plan(self, batch: ForwardBatch) -> WindowedPlan:

@@ -16,7 +16,8 @@ Takes = Callable[..., str]
 
 class Implementation(Generic[P, R]):
     """The descriptor that `implements` makes of a method, which implements the kernel table entry
-    of its name. `takes`: as in `Limited`; None: it takes every call."""
+    of its name. `takes(*call)` returns why a call is not for this method, "" if it is (see
+    `Limited`); None: it takes every call."""
 
     def __init__(self, function: Callable[Concatenate[Any, P], R], takes: Takes | None) -> None:
         self._function, self._takes = function, takes

@@ -15,10 +15,11 @@ FLOATS = ("F32", "F16", "BF16")
 
 
 class Weights:
-    """The tensors of a checkpoint; each is taken once, cast to `dtype` and kept. Nothing is read
-    before `read`.
+    """The tensors of a checkpoint, lazily. A model takes each once (`take` casts to `dtype`,
+    `take_raw` does not) and passes what it makes of it to `keep`; `read` reads what was kept.
 
-    Missing tensors are noted, and `check` names all of them. `has_offsets`: the offset that models
+    A tensor that is missing, or was taken before, gives zeros; `check` raises CheckpointError for
+    those, and for tensors that nothing has taken. `has_offsets`: the offset that models
     add to norm weights is already included, as in checkpoints that mlx_lm wrote (recognised by
     their transposed convolutions).
     """
