@@ -99,8 +99,8 @@ def sampling_inputs(batch: ScheduleBatch, rows: RowPlan, known: int, all_rows: b
 
 
 def _changes(batch: ScheduleBatch, rows: RowPlan) -> dict[str, NDArray]:
-    """Return the arrays of CHANGE_ARRAYS: the batch's `change_*` additions to logits, which hold for
-    this step only (such as those of DRY). {} if there are none."""
+    """Return the arrays of CHANGE_ARRAYS: the batch's `change_*` additions to logits, which hold
+    for this step only (such as those of DRY). {} if there are none."""
     if batch.change_rows is None or batch.change_ids is None or batch.change_values is None:
         return {}
     always = np.full_like(batch.change_ids, OFF)
