@@ -280,9 +280,11 @@ def _string(s: Scanner) -> Scan[str]:
             raise Malformed
         text += s.character()
     try:
-        return json.loads('"' + text)
+        value = json.loads('"' + text)
+        value.encode()  # half a surrogate pair could not be sent to a client
     except ValueError:
         raise Malformed from None
+    return value
 
 
 def _object(s: Scanner) -> Scan[str]:
