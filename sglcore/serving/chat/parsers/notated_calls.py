@@ -182,7 +182,7 @@ def _escaped(s: Scanner) -> Scan[str]:
             break
         digits += digit
     if wanted and len(digits) == wanted and int(digits, 16) <= sys.maxunicode:
-        return f"\\u{digits:0>4}" if wanted < 8 else json.dumps(chr(int(digits, 16)))[1:-1]
+        return json.dumps(chr(int(digits, 16)))[1:-1]
     return _ESCAPES.get(mark + digits) or text_as_json("\\" + mark + digits)[1:-1]
 
 
