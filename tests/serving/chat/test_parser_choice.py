@@ -1,0 +1,147 @@
+"""Which parsers a checkpoint gets: by each of their names, by evidence, and why there is none."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from sglcore.device.errors import ConfigError
+from sglcore.engine.tokenizers.text_codec import TextCodec
+from sglcore.serving.chat.conversation import MessageForm
+from sglcore.serving.chat.format import ChatFormat
+from sglcore.serving.chat.parser_choice import choose_reasoning, choose_tools, content_form, special_texts
+from sglcore.serving.chat.parsers.delta import text_of
+from sglcore.serving.chat.parsers.families import REASONING, TOOLS
+from tests.serving.chat.checkpoints import HERMES, PLAIN, codec_of, make_codec
+
+THOUGHTS = ("<think>", "</think>")
+ANSWERS = ("<response>", "</response>")
+
+
+@pytest.mark.parametrize("family", TOOLS, ids=lambda family: family.name)
+def test_each_name_of_a_tool_parser_is_known(family: object, codecs: dict[str, TextCodec]) -> None:
+    assert family in TOOLS
+    (known,) = (each for each in TOOLS if each is family)
+    for name in (known.name, *known.aliases):
+        with pytest.raises(ConfigError, match=f"the tool parser {known.name} cannot be used: .*no place for tools"):
+            choose_tools(codecs["plain"], name, None, MessageForm())
+
+
+@pytest.mark.parametrize("family", REASONING, ids=lambda family: family.name)
+def test_each_name_of_a_reasoning_parser_is_known(family: object, codecs: dict[str, TextCodec]) -> None:
+    (known,) = (each for each in REASONING if each is family)
+    for name in (known.name, *known.aliases):
+        chosen = choose_reasoning(codecs["plain"], name)
+        assert (chosen.family, chosen.reason, chosen.is_failure) == (known, "requested; its test passed", False)
+
+
+def test_each_name_belongs_to_one_parser() -> None:
+    for families in (TOOLS, REASONING):
+        names = [name for family in families for name in (family.name, *family.aliases)]
+        assert len(names) == len(set(names)) and not {"auto", "off", "none"} & set(names)
+
+
+@pytest.mark.parametrize("name", ["off", "none"])
+def test_a_parser_that_is_turned_off_is_no_failure(name: str, codecs: dict[str, TextCodec]) -> None:
+    for chosen in (choose_tools(codecs["hermes"], name, None, MessageForm()), choose_reasoning(codecs["hermes"], name)):
+        assert (chosen.family, chosen.reason, chosen.sample, chosen.is_failure) == (None, "turned off", None, False)
+
+
+@pytest.mark.parametrize("name", ["hermes", "Think", ""])
+def test_an_unknown_reasoning_parser_is_refused_with_the_known_names(name: str, codecs: dict[str, TextCodec]) -> None:
+    with pytest.raises(ConfigError, match=f"no reasoning parser '{name}'; wanted one of auto, off, granite, think,"):
+        choose_reasoning(codecs["hermes"], name)
+
+
+def test_reasoning_that_its_parser_can_not_read_is_a_failure_with_the_reason(tmp_path: Path) -> None:
+    codec = make_codec(tmp_path, HERMES, special=("think",))
+    found = ChatFormat.detect(codec)
+    assert found.reasoning_parser is None and found.reasoning_reason.startswith("think failed its test: it reads ")
+    row = found.rows[1]
+    assert (row.topic, row.requested, row.effective, row.downgrade) == ("reasoning parser", "auto", "off", True)
+    assert row.reason == found.reasoning_reason and row.remedy == "--reasoning-parser NAME tests one by name"
+    with pytest.raises(ConfigError, match="the reasoning parser think failed its test: it reads"):
+        choose_reasoning(codec, "qwen3")
+
+
+@pytest.mark.parametrize(
+    ("written", "added", "name", "source"),
+    [
+        (THOUGHTS, (), "think", "the chat template"),
+        ((), THOUGHTS, "think", "the tokenizer"),
+        (("<think>",), ("</think>",), None, ""),
+        ((), ("<think>",), None, ""),
+        ((*THOUGHTS, "<response></response>"), (), "granite", "the chat template"),
+        ((*THOUGHTS, *ANSWERS), (), "think", "the chat template"),
+        ((), (*THOUGHTS, *ANSWERS), "granite", "the tokenizer"),
+        ((), (*THOUGHTS, "<response>"), "think", "the tokenizer"),
+        (("[THINK]", "[/THINK]"), (), "mistral", "the chat template"),
+    ],
+)
+def test_reasoning_is_chosen_by_all_its_marks_in_one_place(
+    written: tuple[str, ...], added: tuple[str, ...], name: str | None, source: str, tmp_path: Path
+) -> None:
+    template = PLAIN + "".join("{% if never %}" + mark + "{% endif %}" for mark in written)
+    chosen = choose_reasoning(make_codec(tmp_path, template, added=added), "auto")
+    assert (chosen.family and chosen.family.name) == name and not chosen.is_failure
+    begin = f"{source} has {' and '.join(chosen.family.marks)};" if chosen.family else "neither the chat template nor"
+    assert chosen.reason.startswith(begin)
+
+
+def test_a_template_that_can_not_be_read_leaves_the_evidence_of_the_tokenizer(tmp_path: Path) -> None:
+    chosen = choose_reasoning(make_codec(tmp_path, "{% if %}", added=THOUGHTS), "auto")
+    assert chosen.family and chosen.family.name == "think" and chosen.reason.startswith("the tokenizer has")
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "name", "family"),
+    [("granite", "granite", "granite"), ("granite", "phi4_mini_json", "granite"), ("lfm2 silent", "pythonic", "lfm2")],
+)
+def test_a_parser_that_writes_calls_itself_needs_no_template_that_does(
+    checkpoint: str, name: str, family: str, codecs: dict[str, TextCodec]
+) -> None:
+    form = content_form(codecs[checkpoint].template)
+    for asked in (name, "auto"):
+        chosen = choose_tools(codecs[checkpoint], asked, None, form)
+        assert chosen.family and chosen.family.name == family
+        assert chosen.sample and chosen.sample.form == replace(form, write=chosen.family.write)
+
+
+@pytest.mark.parametrize("has_mark", [True, False])
+def test_a_template_that_writes_no_calls_needs_a_mark_of_theirs_in_the_tokenizer(
+    has_mark: bool, tmp_path: Path
+) -> None:
+    template = "{{ tools | tojson if tools }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    codec = make_codec(tmp_path, template, added=("<|tool_call|>",) * has_mark)
+    chosen = choose_tools(codec, "auto", None, MessageForm())
+    assert (chosen.family and chosen.family.name) == ("granite" if has_mark else None) and not chosen.is_failure
+    writes = "this server writes <|tool_call|>" if has_mark else "this checkpoint's chat template writes no tool calls"
+    assert chosen.reason.startswith(writes)
+
+
+@pytest.mark.parametrize(
+    ("template", "parts"),
+    [
+        ("{{ messages[0].content }}", False),
+        ("{{ messages[0].content is string }} {{ messages[0].content[0].text }}", True),
+        ("{% if messages[0].content is string %}{{ raise_exception('parts') }}{% endif %}{{ messages }}", True),
+        ("{{ messages[0].role }}", False),
+        ("{{ raise_exception('nothing') }}", False),
+    ],
+)
+def test_content_is_text_unless_the_template_reads_parts_alone(template: str, parts: bool, tmp_path: Path) -> None:
+    assert content_form(make_codec(tmp_path, template).template) == MessageForm(parts=parts)
+
+
+def test_special_tokens_are_texts_that_decoding_may_leave_out(tmp_path: Path) -> None:
+    assert special_texts(make_codec(tmp_path, PLAIN, special=("<a>",), added=("<b>",))) == {"<s>", "<a>"}
+
+
+def test_marks_of_a_call_that_is_none_are_shown_and_other_special_tokens_are_not(tmp_path: Path) -> None:
+    found = ChatFormat.detect(codec_of("mistral named", tmp_path))
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+    for text in ("see [ARGS] and [TOOL_CALLS]", "see [ARGS] and [TOOL_CALLS] no call"):
+        deltas = found.stream(tools=tools, reasoning_open=False).whole(f"{text}[INST]</s>")
+        assert text_of(deltas, "content") == text
