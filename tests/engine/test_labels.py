@@ -57,3 +57,19 @@ def test_probabilities_of_large_scores_are_numbers(problem: str | None, tmp_path
     (tmp_path / "config.json").write_text(json.dumps(raw))
     found = read_labels(tmp_path).probabilities(np.array([500.0, 0.0, 80.0], np.float32))
     assert found.tolist() == pytest.approx([1.0, 0.5, 1.0] if problem else [1.0, 0.0, 0.0])
+
+
+def test_a_label_that_is_not_named_has_its_number(tmp_path: Path) -> None:
+    raw = {"architectures": ["BertForSequenceClassification"], "id2label": {"0": "no", "2": "yes", "3": "both"}}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    assert read_labels(tmp_path).names == ("no", "LABEL_1", "yes")
+
+
+def test_a_single_score_that_no_function_has_ended_is_a_probability_by_a_sigmoid(tmp_path: Path) -> None:
+    """A softmax over one score is 1 for every text."""
+    raw = {"architectures": ["BertForSequenceClassification"], "id2label": {"0": "x"}}
+    ends = {"sbert_ce_default_activation_function": "torch.nn.modules.linear.Identity"}
+    (tmp_path / "config.json").write_text(json.dumps({**raw, **ends}))
+    labels = read_labels(tmp_path)
+    assert labels.independent and not labels.is_ended
+    assert labels.probabilities(np.array([0.3], np.float32)).tolist() == pytest.approx([1 / (1 + np.exp(-0.3))])

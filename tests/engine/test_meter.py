@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from sglcore.device.swap_counts import SwapCounts
+from sglcore.engine import metered_worker
 from sglcore.engine.metered_worker import Meter
 from tests.schedule.fake_worker import FakeWorker, make_limits
 
@@ -41,3 +44,36 @@ def test_steps_are_counted_by_their_path_and_timed_on_both_sides() -> None:
         assert meter.collect(meter.submit(step)) is step
     assert meter.paths == {"eager": 2, "full": 1}
     assert meter.submit_seconds > 0 and meter.wait_seconds > 0
+
+
+def test_a_meter_adds_up_and_passes_on_what_its_worker_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock that a step of the worker moves: 2 s to submit, 0.5 s to collect."""
+    clock, closed = [10.0], list[bool]()
+
+    class Worker:
+        limits: Any = make_limits()
+
+        def submit(self, batch: Any) -> Any:
+            clock[0] += 2.0
+            return batch
+
+        def collect(self, ticket: Any) -> Any:
+            clock[0] += 0.5
+            return ticket
+
+        def close(self) -> None:
+            closed.append(True)
+
+    monkeypatch.setattr(metered_worker, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    worker: Any = Worker()
+    meter = Meter(worker)
+    assert meter.limits is worker.limits
+    for swaps in (SwapCounts(5, 4, 3, 2, 1), None, SwapCounts(10, 20, 30, 40, 50)):
+        step: Any = SimpleNamespace(path="eager", swaps=swaps)
+        meter.collect(meter.submit(step))
+        clock[0] += 100.0
+    assert (meter.submit_seconds, meter.wait_seconds) == (6.0, 1.5)
+    assert meter.swaps == SwapCounts(15, 24, 33, 42, 51)
+    assert not closed
+    meter.close()
+    assert closed == [True]

@@ -94,3 +94,75 @@ def test_a_digest_is_that_of_the_configuration_and_the_weights_and_of_nothing_el
     assert len(set(found)) == len(found), "each change gives another digest"
     (folder / "README.md").write_text("more")
     assert digest_of(folder.rename(tmp_path / "two")) == found[-1]
+
+
+@pytest.mark.parametrize("suffix", ["safetensors", "gguf"])
+def test_a_digest_samples_blocks_from_one_end_to_the_other_and_the_size(suffix: str, tmp_path: Path) -> None:
+    """A GGUF file by itself has a digest of its own too."""
+    file = tmp_path / f"model.{suffix}"
+    size = 5 * SAMPLED_BLOCKS * BLOCK_BYTES
+
+    def digest(weights: bytes | bytearray) -> str:
+        file.write_bytes(weights)
+        return digest_of(file if suffix == "gguf" else tmp_path)
+
+    plain = digest(bytes(size))
+    for place in range(SAMPLED_BLOCKS):
+        weights = bytearray(size)
+        weights[(size - BLOCK_BYTES) * place // (SAMPLED_BLOCKS - 1)] = 1
+        assert digest(weights) != plain, place
+    assert len({digest(bytes(count)) for count in (0, 1, BLOCK_BYTES, BLOCK_BYTES + 1, size - 1, size)}) == 6
+    assert digest(bytes(size)) == plain
+
+
+def test_a_digest_does_not_depend_on_the_order_in_which_a_folder_lists_its_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("config.json", "one.safetensors", "two.safetensors"):
+        (tmp_path / name).write_text(name)
+    (tmp_path / "three.safetensors").mkdir()
+    files = list(tmp_path.iterdir())
+    found = set[str]()
+    for order in (files, files[::-1]):
+        monkeypatch.setattr(Path, "iterdir", lambda folder, order=order: iter(order))
+        found.add(digest_of(tmp_path))
+    assert len(found) == 1
+
+
+SIZES = {
+    "block_count": ("num_hidden_layers", 2),
+    "embedding_length": ("hidden_size", 32),
+    "feed_forward_length": ("intermediate_size", 64),
+    "attention.head_count": ("num_attention_heads", 4),
+    "attention.head_count_kv": ("num_key_value_heads", 1),
+    "vocab_size": ("vocab_size", 96),
+}
+"""Sizes of a card, with their names in a configuration of transformers."""
+
+
+def test_each_size_is_that_of_the_configuration_and_of_the_gguf_file(tmp_path: Path) -> None:
+    given: Any = dict(SIZES.values())
+    config = transformers.LlamaConfig(**given)
+    model = transformers.LlamaForCausalLM(config)
+    wanted = {name: getattr(config, theirs) for name, (theirs, _) in SIZES.items()}
+    file = tmp_path / "m.gguf"
+    card = read_card(write(model, file, "llama", lambda name: "Q8_0" if "mlp" in name else "F16"))
+    assert card.sizes == wanted
+    assert (card.modified, card.digest) == (file.stat().st_mtime, digest_of(file))
+    assert read_card(folder_of(tmp_path, given, a=np.zeros(4, np.float32))).sizes == wanted
+    inner: dict[str, object] = {"text_config": given, "hidden_size": 7, "model_type": None, "num_hidden_layers": "many"}
+    card = read_card(folder_of(tmp_path, inner, a=np.zeros(4, np.float32)))
+    assert card.sizes == wanted and card.family == "", "the text model's sizes, not those around it"
+
+
+def test_the_type_of_a_gguf_file_is_that_of_most_bytes_and_not_of_most_tensors(tmp_path: Path) -> None:
+    config = transformers.LlamaConfig(
+        vocab_size=512, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2
+    )
+    file = write(transformers.LlamaForCausalLM(config), tmp_path / "m.gguf", "llama", lambda name: embedding(name))
+    assert read_card(file).precision == "F16"
+
+
+def embedding(name: str) -> str:
+    """The type of a matrix: the two of the vocabulary are larger than all others together."""
+    return "F16" if "embed" in name or "lm_head" in name else "Q8_0"

@@ -11,13 +11,15 @@ from contextlib import closing
 from fcntl import F_DUPFD, fcntl
 from pathlib import Path
 from resource import RLIMIT_NOFILE, getrlimit, setrlimit
+from types import SimpleNamespace
 
 import pytest
 
 from sglcore.device.page_transfer import PeerLost
+from sglcore.engine import timed_read
 from sglcore.engine.disaggregation import tcp_frames
 from sglcore.engine.ranks import wire
-from sglcore.engine.timed_read import is_readable, read_exactly
+from sglcore.engine.timed_read import DAY, is_readable, read_exactly
 from tests.engine.drips import Drips
 
 CORE = Path(__file__).parents[2] / "sglcore"
@@ -173,3 +175,23 @@ def test_a_channel_that_is_closed_here_says_that_it_is_gone() -> None:
         channel.close()
         with pytest.raises(wire.Gone, match=os.strerror(9)):
             channel.receive()
+
+
+@pytest.mark.parametrize(
+    ("seconds", "milliseconds"),
+    [(0.0, 0.0), (-5.0, 0.0), (0.05, 50.0), (1.5, 1500.0), (DAY, DAY * 1e3), (1e9, DAY * 1e3)],
+)
+def test_a_wait_is_as_long_as_is_said_and_at_most_a_day(
+    seconds: float, milliseconds: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits: list[float] = []
+    poll = SimpleNamespace(register=lambda number, events: None, poll=lambda wait: waits.append(wait))
+    monkeypatch.setattr(timed_read.select, "poll", lambda: poll)
+    assert not is_readable(3, seconds)
+    assert waits == [pytest.approx(milliseconds)]
+
+
+def test_what_can_be_written_to_is_not_therefore_readable(ends: tuple[socket.socket, socket.socket]) -> None:
+    assert not is_readable(ends[0]) and not is_readable(ends[0].fileno())
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        is_readable(-1)

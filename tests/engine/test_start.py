@@ -28,6 +28,7 @@ from sglcore.engine.start import (
     choose_sampling,
     embedded_model,
     fetched,
+    has_draft,
     is_model,
     model_folder,
     no_progress,
@@ -279,3 +280,35 @@ def test_a_model_is_a_folder_with_a_configuration_or_a_gguf_file(tmp_path: Path)
     assert model_folder(EngineConfig(model=str(gguf))) == gguf
     with pytest.raises(ConfigError, match="there is no model at .*other"):
         model_folder(EngineConfig(model=str(other)))
+
+
+@pytest.mark.parametrize(
+    ("given", "requested"), [({}, "auto"), ({"prefix_cache": True}, "on"), ({"prefix_cache": False}, "off")]
+)
+def test_the_ledger_says_what_was_requested_of_the_prefix_cache(given: dict[str, bool], requested: str) -> None:
+    assert choose_prefix_cache(resolve_config(given, {}), LIMITS).requested == requested
+
+
+def test_a_folder_has_a_draft_if_that_has_a_configuration(tmp_path: Path) -> None:
+    assert has_draft(embedded_model()) and not has_draft(tmp_path)
+    (tmp_path / "draft").mkdir()
+    assert not has_draft(tmp_path)
+    (tmp_path / "draft" / "config.json").write_text("{}")
+    assert has_draft(tmp_path) and not has_draft(tmp_path / "draft")
+
+
+@pytest.mark.parametrize("widths", [{"tp": 2}, {"dp": 2}, {"ep": 2}])
+def test_ranks_are_started_as_is_said_and_looked_after(widths: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[Any, ...]] = []
+    worker: Any = SimpleNamespace(limits=LIMITS, check=lambda: None)
+
+    def start_ranks(*given: Any) -> Any:
+        asked.append(given)
+        return worker, {"load": 2.0}
+
+    monkeypatch.setattr("sglcore.engine.ranks.ranks_start.start_ranks", start_ranks)
+    config: Any = EngineConfig(device="cpu", **widths)  # pyright: ignore[reportArgumentType]
+    options: Any = "options"
+    started = start(config, no_progress, ranks=options)
+    assert asked == [(config, embedded_model(), started.choice, started.ledger, no_progress, options)]
+    assert started.worker is worker and started.check is worker.check and started.seconds["load"] == 2.0

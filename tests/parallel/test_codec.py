@@ -7,6 +7,7 @@ import socket
 import threading
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -14,6 +15,7 @@ from sglcore.device.batch import CaptureHiddenMode, ForwardMode, OneShot, Schedu
 from sglcore.device.plan import StepPlan
 from sglcore.device.swap_counts import SwapCounts
 from sglcore.device.worker import BatchResult, TokenLogprobs
+from sglcore.engine.ranks import codec
 from sglcore.engine.ranks.codec import decode, encode
 from sglcore.engine.ranks.wire import Channel, Gone, Kind
 from sglcore.sampling.params import SamplingParams
@@ -159,3 +161,23 @@ def test_who_waits_is_told_when_its_own_side_hangs_up() -> None:
     channel.hang_up()
     thread.join(60)
     assert told and not thread.is_alive()
+
+
+@pytest.mark.parametrize("change", [-1, 1])
+def test_a_record_of_another_number_of_fields_is_refused(change: int) -> None:
+    """Another version of sglcore may have sent it."""
+    tag, values = len(codec.RECORDS) - 2, [1, 2, 3, 4, 5, 6][: 5 + change]
+    assert codec.RECORDS[tag] is SwapCounts
+    head = msgspec.msgpack.encode({tag: values})
+    with pytest.raises(ValueError, match=f"found {5 + change} values of SwapCounts; wanted 5"):
+        decode(bytearray(len(head).to_bytes(8, "little") + head))
+
+
+@pytest.mark.parametrize("dtype", ["int32", "bool", "float32", "int64", "float64", "uint8"])
+def test_arrays_of_every_type_and_layout_arrive_as_they_were(dtype: str) -> None:
+    """Three arrays one after the other, none of a multiple of eight bytes, and two that do not lie
+    in a row."""
+    plain = np.arange(15).reshape(3, 5).astype(dtype)
+    for given in (plain, plain.T, plain[:, ::2], plain[:0], np.array(1, dtype)):
+        record = TokenLogprobs(*[given] * len(dataclasses.fields(TokenLogprobs)))
+        check_same(decode(bytearray(encode(record))), record)
