@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import sglcore
+from sglcore.engine.process_end import drop_output
 
 ROOT = Path(sglcore.__file__).parent
 ENDS = """
@@ -51,3 +52,16 @@ def test_every_process_of_ours_ends_so() -> None:
     assert tuple(others) == LOADS_NOTHING
     project = tomllib.loads((ROOT.parent / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     assert project["scripts"] == {"sglcore": "sglcore.cli.__main__:command"}
+
+
+def test_output_that_nobody_reads_is_dropped_and_errors_are_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with (tmp_path / "out").open("w") as out, (tmp_path / "err").open("w") as err:
+        monkeypatch.setattr(sys, "stdout", out)
+        monkeypatch.setattr(sys, "stderr", err)
+        print("buffered")
+        drop_output()
+        print("later", flush=True)
+        print("an error", file=sys.stderr)
+    assert (tmp_path / "out").read_text() == "" and (tmp_path / "err").read_text() == "an error\n"

@@ -6,6 +6,7 @@ import os
 import socket
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -149,3 +150,80 @@ def test_ray_that_is_not_installed_is_named_with_the_remedy(monkeypatch: pytest.
     monkeypatch.setattr(launch_ray, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="Ray is requested, and it is not installed.*pip install ray"):
         launch_ray.RayHosts("auto", 1, {"CPU": 1.0})
+
+
+def test_a_cluster_that_has_not_enough_says_what_hosts_have_and_not_rays_own_marks(
+    ray: FakeRay, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ray.has_room = False
+    has = {"CPU": 8.0, "node:10.0.0.1": 1.0, "node:__internal_head__": 1.0}
+    monkeypatch.setattr(launch_ray.ray_module(), "cluster_resources", lambda: has)
+    hosts = launch_ray.RayHosts("auto", 2, {"CPU": 2.0})
+    with pytest.raises(
+        ConfigError, match=r"it has \{'CPU': 8.0, 'node:10.0.0.1': 1.0\}; wanted \{'CPU': 2.0\} on each"
+    ):
+        hosts.begin((b"one\n",), 1.0)
+    hosts.close()
+
+
+@pytest.mark.parametrize("ended", [1, 2, 3])
+def test_the_node_that_has_ended_is_named_by_its_number(
+    ended: int, ray: FakeRay, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Child:
+        """A child that ends when it is told to; the given one has ended with exit code 7."""
+
+        def __init__(self, module: str, spec: bytes, variables: dict[str, str]) -> None:
+            code = 7 if int(spec) == ended else None
+            closing = SimpleNamespace(close=lambda: None)
+            self._process = SimpleNamespace(poll=lambda: code, wait=lambda: code, stdin=closing)
+
+    monkeypatch.setattr(launch_ray, "ChildActor", Child)
+    monkeypatch.setattr(launch_ray, "ENDING", 0.0)
+    hosts = launch_ray.RayHosts("auto", 4, {"CPU": 1.0})
+    hosts.begin((b"1", b"2", b"3"), 1.0)
+    with pytest.raises(WorkerLost, match=f"node {ended} ended with exit code 7; its log on that host"):
+        hosts.check()
+    hosts.close()
+    assert all(each.is_killed and each.options["max_concurrency"] == 2 for each in ray.actors)
+
+
+def test_all_nodes_are_waited_for_before_their_actors_are_killed(ray: FakeRay, monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[tuple[int, int, float]] = []
+    module = launch_ray.ray_module()
+
+    def wait(ends: list[Any], num_returns: int, timeout: float) -> tuple[list[Any], list[Any]]:
+        waits.append((len(ends), num_returns, timeout))
+        assert not any(each.is_killed for each in ray.actors)
+        return ends, []
+
+    monkeypatch.setattr(launch_ray, "NODE", "no.such.module")
+    monkeypatch.setattr(module, "wait", wait)
+    hosts = launch_ray.RayHosts("auto", 3, {"CPU": 1.0})
+    hosts.begin((b"1\n", b"2\n"), 1.0)
+    hosts.close()
+    assert waits == [(2, 2, launch_ray.ENDING)] and all(each.is_killed for each in ray.actors)
+
+
+@pytest.mark.parametrize(("chosen", "kept"), [(None, "0"), ("1", "1")])
+def test_a_cluster_that_is_started_here_reports_its_use_to_nobody_unless_that_is_wanted(
+    chosen: str | None, kept: str, ray: FakeRay, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = "RAY_USAGE_STATS_ENABLED"
+    monkeypatch.setattr(os, "environ", {**os.environ, **({} if chosen is None else {name: chosen})})
+    if chosen is None:
+        os.environ.pop(name, None)
+    launch_ray.RayHosts("auto", 1, {"CPU": 1.0}).close()
+    assert os.environ.get(name) == chosen
+    launch_ray.RayHosts("local", 1, {"CPU": 1.0}).close()
+    assert os.environ[name] == kept
+
+
+@pytest.mark.parametrize(("cores", "asked"), [(10_000.5, 10_001), (10_000.0, 10_000)])
+def test_a_part_of_a_core_is_a_core_of_a_cluster_that_is_started_here(
+    cores: float, asked: int, ray: FakeRay, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[dict[str, Any]] = []
+    monkeypatch.setattr(launch_ray.ray_module(), "init", lambda where, **options: given.append(options))
+    launch_ray.RayHosts("local", 1, {"CPU": cores}).close()
+    assert given[0]["num_cpus"] == asked and given[0]["object_store_memory"] == launch_ray.OBJECT_STORE_BYTES
