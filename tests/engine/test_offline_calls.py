@@ -34,7 +34,7 @@ class Taking:
         self.waiting: list[tuple[RequestOutput, Completion]] = []
         self.bad: Any = None
         self.error: BaseException = KeyboardInterrupt()
-        self.fails = False
+        self.fails = self.is_newest_first = False
 
     @property
     def has_work(self) -> bool:
@@ -52,7 +52,7 @@ class Taking:
     def step(self) -> list[TextDelta]:
         if self.fails:
             raise self.error
-        output, sample = self.waiting.pop(0)
+        output, sample = self.waiting.pop(-1 if self.is_newest_first else 0)
         sample.finish_reason, sample.text = "stop", "done"
         return [TextDelta(output.request_id, sample.index, "done", (1,), "stop")]
 
@@ -144,6 +144,19 @@ def test_progress_counts_the_samples_of_the_call_and_no_others(
         assert told == [("generating", done, 3) for done in (1, 1, 2, 3)]
         assert [each.index for each in stream] == [1, 2]
         assert not llm._streams and llm.engine.aborted == ["r0"]
+
+
+def test_a_call_leaves_an_open_stream_where_it_is_and_else_no_work(opened: Callable[..., Any]) -> None:
+    with opened() as llm:
+        llm.engine.is_newest_first = True
+        stream = llm.stream("other", SamplingParams(n=3))
+        assert next(stream).index == 2
+        llm.generate(["a", "b"], SamplingParams(n=2))
+        assert len(llm.engine.waiting) == 2, "its next part is computed when it is asked for"
+        assert [each.index for each in stream] == [1, 0]
+        llm.engine.add("of another caller", SamplingParams())
+        llm.generate("a", SamplingParams())
+        assert not llm.engine.has_work
 
 
 def test_a_sample_that_ended_does_not_end_its_prompt() -> None:

@@ -9,13 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 
+from sglcore.device.ledger import Row
 from sglcore.engine.core import Engine, check_ids, cut_tokens, read_prompt
 from sglcore.engine.start import embedded_model
+from sglcore.engine.structured_output.grammar_vocabulary import Vocabulary
 from sglcore.engine.tokenizers.text_codec import TextError
 from sglcore.sampling.grammar_spec import Grammar, TokenRules
 from sglcore.sampling.params import SamplingParams
 from sglcore.schedule.request_errors import RequestError
-from tests.engine.test_ended_requests import ConstantWorker
+from tests.engine.test_ended_requests import TOKEN, ConstantWorker
 from tests.schedule.fake_worker import make_limits
 
 CODEC: Any = None
@@ -107,3 +109,40 @@ def test_a_request_has_the_seed_that_it_names_or_a_new_one(seed: int | None) -> 
     seeds = [sample.seed for samples in found for sample in samples]
     assert len(set(seeds)) == (1 if seed is not None else 2) and seed in (None, seeds[0])
     engine.close()
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_tokens_end_where_the_text_has_ended_at_a_stop_string(overlap: bool) -> None:
+    """At most one step more runs, which was submitted before the text was known."""
+    engine = Engine(ConstantWorker(make_limits(vocab_size=2147)), embedded_model(), overlap=overlap)
+    stop = engine.codec.decode([TOKEN] * 2)
+    output = engine.add([1, 2], SamplingParams(max_tokens=40, stop=(stop,)))
+    steps = 0
+    while engine.has_work:
+        engine.step()
+        steps += 1
+    assert output.outputs[0].stop_cause == stop and steps <= 4
+    engine.scheduler.audit()
+    engine.close()
+
+
+def test_the_grammar_library_is_told_all_ends_of_a_text_and_the_ledger_which_it_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[Any] = []
+    row = Row("grammar", "auto", "some", "it is installed")
+
+    def open_grammars(backend: str, vocabulary: Vocabulary) -> Any:
+        asked.append((backend, vocabulary.size, vocabulary.eos_ids))
+        return "grammars", row
+
+    monkeypatch.setattr("sglcore.engine.core.open_grammars", open_grammars)
+    rows: list[Row] = []
+    for record in (rows.append, None):
+        worker = ConstantWorker(make_limits(vocab_size=2147))
+        engine = Engine(worker, embedded_model(), grammar_backend="some", record=record)
+        engine.eos_ids = frozenset((9, 2, 5))
+        grammars: Any = engine._open_grammars()
+        assert grammars == "grammars"
+        engine.close()
+    assert asked == [("some", 2147, (2, 5, 9))] * 2 and rows == [row]

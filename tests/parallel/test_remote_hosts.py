@@ -200,7 +200,7 @@ def test_a_node_that_says_why_it_fails_ends_the_start_for_all() -> None:
     node, failing = say(address, 1), Channel(connect(address), EPOCH)
     failing.wait_at_most(PATIENCE)
     failing.send(Kind.FAILED, b"there is no model")
-    with pytest.raises(ConfigError, match=r"host 127\.0\.0\.1: there is no model"):
+    with pytest.raises(ConfigError, match=r"host 127\.0\.0\.1: there is no model") as told:
         gathered(listener, 3)
     frame = node.receive()
     assert frame.kind is Kind.FAILED and b"there is no model" in frame.body
@@ -209,6 +209,7 @@ def test_a_node_that_says_why_it_fails_ends_the_start_for_all() -> None:
             each.receive()
         each.close()
     listener.close()
+    assert told.tb is not None, "channels are closed, and not only forgotten"
 
 
 def test_a_leader_of_no_other_nodes_waits_for_none() -> None:
