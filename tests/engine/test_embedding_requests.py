@@ -95,7 +95,7 @@ def test_a_text_is_read_up_to_what_one_step_and_the_context_hold(context: int, s
     asked: list[Any] = []
     codec: Any = SimpleNamespace(
         encode=lambda text, **how: asked.append(how["most"]) or [5],
-        encode_texts=lambda *texts, limit: asked.append(limit) or ([5, 6], [0, 1]),
+        encode_texts=lambda *texts, limit: asked.append((texts, limit)) or ([5, 6], [0, 1]),
         prompted=lambda prompt, name: f"{name} {prompt}",
     )
     engine, worker = opened(max_model_len=context, max_batch_tokens=step)
@@ -108,7 +108,7 @@ def test_a_text_is_read_up_to_what_one_step_and_the_context_hold(context: int, s
     engine.codec = codec
     engine.score([("a", "b")])
     engine.close()
-    assert asked == [most] and worker.segments == [[0, 1]]
+    assert asked == [(("a", "b"), most)] and worker.segments == [[0, 1]]
 
 
 @pytest.mark.parametrize(

@@ -159,6 +159,22 @@ def test_a_call_leaves_an_open_stream_where_it_is_and_else_no_work(opened: Calla
         assert not llm.engine.has_work
 
 
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), TextError("no tokenizer")])
+def test_a_worker_is_closed_however_the_start_of_its_engine_ends(
+    error: BaseException, opened: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed: list[str] = []
+
+    def broken(worker: Any, *given: Any, **how: Any) -> None:
+        monkeypatch.setattr(worker, "close", lambda: closed.append("worker"))
+        raise error
+
+    monkeypatch.setattr(llm_module, "Engine", broken)
+    with pytest.raises(type(error)):
+        opened()
+    assert closed == ["worker"]
+
+
 def test_a_sample_that_ended_does_not_end_its_prompt() -> None:
     ended, other = Completion(0, 0, finish_reason="stop"), Completion(1, 0)
     assert RequestOutput("r", None, [1], [ended]).finished

@@ -107,3 +107,8 @@ def test_each_role_has_its_side_of_the_pages(started: Any) -> None:
 def test_only_a_port_that_is_named_moves_on_with_the_number_of_the_replica(address: str | None, third: str) -> None:
     assert options_of(ServerConfig(role="prompt", pages_address=address), 2).address == third
     assert options_of(ServerConfig(role="prompt", pages_address=address)).address == (address or "")
+
+
+def test_peers_are_the_addresses_between_commas() -> None:
+    server = ServerConfig(role="decode", peers=("a:1, ,b:2,", "", " [::1]:3 "))
+    assert options_of(server).peers == ("a:1", "b:2", "[::1]:3")

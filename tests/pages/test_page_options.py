@@ -94,6 +94,12 @@ def test_a_worker_whose_pages_can_not_be_sent_says_why(why: str) -> None:
         check_worker(started)
 
 
+def test_a_worker_that_knows_nothing_of_pages_can_not_send_any() -> None:
+    started: Any = SimpleNamespace(worker=SimpleNamespace(limits=LIMITS))
+    with pytest.raises(ConfigError, match="its device cannot export pages"):
+        check_worker(started)
+
+
 def test_nothing_is_proposed_where_prompts_come_from_elsewhere_and_all_else_stays() -> None:
     config = EngineConfig(speculative="auto", page_size=8)
     assert settled(config, DECODE) == EngineConfig(speculative="off", page_size=8)

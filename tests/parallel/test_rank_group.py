@@ -14,11 +14,11 @@ from sglcore.device.batch import ForwardMode, ScheduleBatch
 from sglcore.device.errors import ConfigError, WorkerLost
 from sglcore.device.plan import StepPlan
 from sglcore.device.worker import Ticket
-from sglcore.engine.ranks.codec import decode
+from sglcore.engine.ranks.codec import decode, encode
 from sglcore.engine.ranks.wire import Gone, Kind
 from sglcore.sampling.params import SamplingParams
 from sglcore.sampling.params_batch import SamplingBatch
-from tests.parallel.test_leader import Far, far, grouped
+from tests.parallel.test_leader import Far, far, grouped, result
 from tests.parallel.test_watch import CAUSED, FOLLOWED
 from tests.schedule.drive import Drive
 from tests.schedule.fake_worker import make_limits
@@ -134,3 +134,34 @@ def test_ranks_are_all_told_to_end_before_one_of_them_is_waited_for() -> None:
         assert not closing.is_alive() and ended == ["at the end"]
         assert [member.process.poll() for member in ranks.members] == [0, 0], "none was killed"
         assert isinstance(ranks, Far) and np.all([channel.fileno() == -1 for channel in ranks.near])
+
+
+@pytest.mark.parametrize(("count", "shards"), [(3, 1), (6, 2), (6, 3), (2, 2)])
+def test_each_shard_has_consecutive_ranks_and_its_first_one_answers(count: int, shards: int) -> None:
+    each = count // shards
+    with far(count) as ranks, grouped(ranks, shards) as (group, _):
+        for channel in ranks.steps:
+            channel.wait_at_most(5.0)
+        for shard in range(shards):
+            ticket = group.submit(batch_of(1, shard=shard))
+            own = range(shard * each, (shard + 1) * each)
+            assert [ranks.steps[rank].receive().kind for rank in own] == [Kind.STEP] * each
+            ranks.steps[own[0]].send(Kind.RESULT, encode(result(ticket.step)))
+            assert group.collect(ticket).step == ticket.step
+            assert [ranks.steps[rank].receive().kind for rank in own] == [Kind.COLLECT] * each
+        for channel in ranks.steps:
+            channel.wait_at_most(0.001)
+            with pytest.raises(TimeoutError):
+                channel.receive()
+            channel.wait_at_most(5.0)
+            channel.send(Kind.CLOSED)
+
+
+def test_ranks_are_told_to_end_though_one_has_left_before() -> None:
+    with far(3) as ranks:
+        with grouped(ranks, 1):
+            ranks.steps[0].close()
+            for channel in ranks.steps[1:]:
+                channel.send(Kind.CLOSED)
+        for channel in ranks.steps[1:]:
+            assert channel.receive().kind is Kind.CLOSE
