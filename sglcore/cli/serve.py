@@ -71,7 +71,7 @@ def _placed(config: EngineConfig, server: ServerConfig) -> tuple[Placement, Engi
     from sglcore.engine.ranks.rank_launch import find_placement
 
     if config.nodes > 1 and server.ray is not None:
-        config, server = replace(config, leader=config.leader or f"ray:{server.ray}"), replace(server, ray=None)
+        config = replace(config, leader=config.leader or f"ray:{server.ray}")
     placement = find_placement(config)
     if placement.nodes == 1:
         return placement, config, server
@@ -85,7 +85,7 @@ def _placed(config: EngineConfig, server: ServerConfig) -> tuple[Placement, Engi
         raise ConfigError(
             f"--restart is given, and {placement.restarter} starts all nodes again", remedy="leave --restart out"
         )
-    return placement, config, server
+    return placement, config, replace(server, ray=None) if config.nodes > 1 else server
 
 
 def _follow(placement: Placement, config: EngineConfig, server: ServerConfig, *, quiet: bool) -> int:
