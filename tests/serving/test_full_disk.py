@@ -232,6 +232,35 @@ def test_what_a_batch_has_is_kept_where_there_is_room_for_it(tmp_path: Path, mon
     store.close()
 
 
+def test_a_batch_that_failed_is_written_as_soon_as_there_is_room_however_long_that_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, tries = BatchStore(tmp_path), 0
+    real = store._update
+
+    def update(batch: Any) -> None:
+        nonlocal tries
+        tries += 1
+        if tries < 9:
+            raise FULL_DISK
+        real(batch)
+
+    async def play() -> None:
+        runner = asyncio.create_task(BatchRunner(store, call_well, 1, wait=0.001).run())
+        async with asyncio.timeout(PATIENCE):
+            while store._unwritten or tries < 9:
+                await asyncio.sleep(0.002)
+        runner.cancel()
+        await asyncio.gather(runner, return_exceptions=True)
+
+    name = begun(store)
+    monkeypatch.setattr(store, "_update", update)
+    store.fail(store.get("batches", name, "batch_id"), errors={"data": []})
+    asyncio.run(play())
+    assert store.get("batches", name, "batch_id")["status"] == "failed" and tries == 9
+    store.close()
+
+
 def test_a_batch_that_can_not_be_kept_waits_for_none_of_its_lines(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

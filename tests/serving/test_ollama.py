@@ -251,6 +251,15 @@ def test_log_probabilities_stand_beside_their_text(stage: Stage, client: ollama.
     assert parts[1].message.content == "Rain" and len(parts[1].logprobs or ()) == 1
 
 
+def test_a_token_that_ends_a_call_and_goes_on_with_text_is_scored_once(stage: Stage, client: ollama.Client) -> None:
+    stage.speak(*call("weather", "{}"), content("So."), content(" Rain"))
+
+    parts = list(client.chat(tools=TOOLS, logprobs=True, stream=True, **ASKED))
+
+    assert [part.message.content for part in parts if part.message.content] == ["So.", " Rain"]
+    assert sum(len(part.logprobs or ()) for part in parts) == parts[-1].eval_count == 4
+
+
 @pytest.mark.parametrize("name", [MODEL, f"{MODEL}:latest", None])
 def test_the_tag_of_a_name_may_be_left_out(stage: Stage, name: str | None) -> None:
     stage.speak(content("A"))

@@ -155,6 +155,9 @@ def test_slots_tell_what_each_sample_does_and_of_those_that_wait_nothing() -> No
     assert slots[0]["next_token"] == [{"has_next_token": True, "n_remain": 7, "n_decoded": 2}]
     assert (slots[1]["request_id"], slots[1]["n_prompt_tokens_processed"]) == ("queued", 0)
     assert slots[3] == {"id": 3, "n_ctx": 64, "is_processing": False}
+    frontend.stats = EngineStats  # as of before the first step
+    early = call(frontend, "GET", "/slots").json()
+    assert [slot.get("request_id") for slot in early] == ["begun", None, None, None]
 
 
 def test_generate_says_the_same_as_completions(server: Server) -> None:

@@ -195,6 +195,10 @@ def said(role: str, text: str) -> dict[str, Any]:
             [{"type": "reasoning", "summary": [{"type": "summary_text", "text": "S."}]}],
             [{"role": "assistant", "reasoning_content": "S."}],
         ),
+        (
+            [{**THOUGHT, "summary": [{"type": "summary_text", "text": "S."}]}],
+            [{"role": "assistant", "reasoning_content": "Hm."}],
+        ),
         ([{"type": "reasoning", "summary": []}], []),
         (
             [
