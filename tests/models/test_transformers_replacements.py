@@ -488,6 +488,20 @@ def test_norms_of_queries_and_of_keys_have_each_their_own_epsilon(monkeypatch: P
     assert compare(model, tmp_path) < 2e-4
 
 
+def test_heads_are_normed_before_a_rotation_by_the_classs_own_angles(monkeypatch: Patch, tmp_path: Path) -> None:
+    model = tiny_model("qwen3", sizes_of("qwen3"))
+    rotary = type(model.model.rotary_emb)
+    own = rotary.forward
+
+    def later_otherwise(self: Any, x: Tensor, position_ids: Tensor) -> Any:
+        is_late = position_ids[..., None] > 40
+        made = own(self, x, position_ids)
+        return tuple(torch.where(is_late, each.repeat_interleave(2, -1)[..., : each.shape[-1]], each) for each in made)
+
+    monkeypatch.setattr(rotary, "forward", later_otherwise)
+    assert compare(model, tmp_path) < 2e-4
+
+
 class Normed(Qwen3Attention):
     """Attention in which something else also uses the normed queries, if `reads`."""
 
