@@ -39,8 +39,8 @@ from sglcore.device.errors import WorkerLost
 from sglcore.engine.ranks.codec import decode, encode
 from sglcore.engine.ranks.wire import Channel, Kind
 from tests.parallel.engine import RankedEngine
+from tests.parallel.ranks.test_serve_ranks import ranks_of
 from tests.parallel.soak import held, resident, soak
-from tests.parallel.test_serve_ranks import ranks_of
 
 SIZES = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 16, "num_attention_heads": 16}
 """A Llama of 200 million weights."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 
 from tests.architecture.rules import sources
@@ -21,13 +22,18 @@ start-up order, which the contract for device packages names."""
 
 
 def crowded_folders(root: Path) -> list[str]:
-    """Find folders of the core and of device packages with more than MOST_FILES modules."""
+    """Find folders of the core, of device packages and of `tests` with more than MOST_FILES
+    modules."""
     counts: dict[Path, int] = defaultdict(int)
-    for source in sources(root):
-        counts[Path(source.name).parent] += 1
+    for name in (*(source.name for source in sources(root)), *_tests(root)):
+        counts[Path(name).parent] += 1
     return [
         f"{folder}: {count} modules, at most {MOST_FILES}" for folder, count in counts.items() if count > MOST_FILES
     ]
+
+
+def _tests(root: Path) -> Iterator[str]:
+    return (path.relative_to(root).as_posix() for path in (root / "tests").rglob("*.py"))
 
 
 def repeated_names(root: Path) -> list[str]:

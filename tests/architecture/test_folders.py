@@ -30,7 +30,7 @@ def test_each_listed_name_is_repeated() -> None:
     assert [name for name in REPEATED if names.count(name) < 2] == []
 
 
-@pytest.mark.parametrize("folder", ["sglcore/runtime", "devices/one/sglcore_one/kernels"])
+@pytest.mark.parametrize("folder", ["sglcore/runtime", "devices/one/sglcore_one/kernels", "tests/runtime"])
 def test_one_module_too_many_is_found(tmp_path: Path, folder: str) -> None:
     write(tmp_path, *(f"{folder}/x{number}.py" for number in range(MOST_FILES)))
     assert crowded_folders(tmp_path) == []

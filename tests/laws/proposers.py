@@ -33,8 +33,8 @@ from tests.checkpoints import llama, save
 from tests.drafts import TARGET, dflash, eagle, eagle3, next_token, next_tokens
 from tests.frozen_drafts import frozen
 from tests.laws.engine import TokenEngine, Watched
-from tests.laws.test_speculative_laws import CONTEXT, SAMPLING, VOCABULARY, Ran
-from tests.laws.test_speculative_laws import run as run_texts
+from tests.laws.speculation.test_speculative_laws import CONTEXT, SAMPLING, VOCABULARY, Ran
+from tests.laws.speculation.test_speculative_laws import run as run_texts
 
 TOKENS, BLOCK = 3, 5
 TREE = MappingProxyType({"draft_width": 3, "draft_depth": 3, "draft_tokens": 7})

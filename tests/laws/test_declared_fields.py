@@ -15,7 +15,7 @@ from sglcore.models.architectures.mistral import MistralForCausalLM
 from sglcore.runtime.registry_builders import build_decode_registry, build_prefill_registry
 from tests.checkpoints import mistral, save
 from tests.laws.engine import TokenEngine, check_logprobs, random_prompts
-from tests.runtime.test_declared_fields import apart, forgotten
+from tests.runtime.batches.test_declared_fields import apart, forgotten
 from tests.runtime.wider import WiderBatch, WiderSchedule, one_for_real_tokens, widened
 
 pytestmark = pytest.mark.needs("graphs.full")

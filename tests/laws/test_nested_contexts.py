@@ -14,9 +14,9 @@ from sglcore.runtime import model_runner
 from sglcore.runtime.attention.contract import AttentionBackend
 from sglcore.runtime.forward_context import forward_context, get_forward_context, has_forward_context
 from sglcore.runtime.speculative.drafter import DraftRows
-from tests.laws import test_speculative_laws as laws
 from tests.laws.proposers import PROPOSERS, Proposers, plain_fixture, proposers_fixture
-from tests.laws.test_speculative_laws import Ran, check_same
+from tests.laws.speculation import test_speculative_laws as laws
+from tests.laws.speculation.test_speculative_laws import Ran, check_same
 
 Patch = pytest.MonkeyPatch
 pytestmark = pytest.mark.needs("graphs.native")

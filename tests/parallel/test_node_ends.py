@@ -22,7 +22,7 @@ from sglcore.engine.ranks.rank_launch import Placement
 from sglcore.engine.ranks.rank_process import LEADER_GONE
 from sglcore.engine.ranks.wire import Channel, Frame, Gone, Kind, listen
 from sglcore.engine.start import embedded_model
-from tests.parallel.test_nodes import PATIENCE, Process, order, pair
+from tests.parallel.nodes.test_nodes import PATIENCE, Process, order, pair
 
 Word = Kind | type[Exception] | None
 """What a node hears in a round: a frame, an error, or nothing."""

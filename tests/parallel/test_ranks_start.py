@@ -29,7 +29,7 @@ from sglcore.engine.ranks.spec import RankSpec
 from sglcore.engine.ranks.team import SILENCES, Team
 from sglcore.engine.ranks.wire import LONGEST_HELLO, Channel, Gone, Kind, connect, listen
 from sglcore.engine.start import embedded_model, no_progress
-from tests.parallel.test_leader import EPOCH, SOON, Process
+from tests.parallel.nodes.test_leader import EPOCH, SOON, Process
 from tests.schedule.fake_worker import make_limits
 
 CONFIG = EngineConfig(tp=2)
