@@ -54,6 +54,7 @@ REPOSITORIES = {
     },
     "owner/torch": {**PLAIN, "pytorch_model.bin": b"x"},
     "owner/gguf": {"m-Q4_K_M.gguf": b"4", "m-Q8_0.gguf": b"8", "m-BF16.gguf": b"b", "mmproj-F16.gguf": b"p"},
+    "owner/folders": {"Q4_0/m-Q4_0.gguf": b"4", "Q8_0/m-Q8_0.gguf": b"8"},
     "owner/gated": {**PLAIN, "model.safetensors": b"w"},
     "owner/gated-gguf": {"m-Q4_K_M.gguf": b"4"},
 }
@@ -87,25 +88,27 @@ def test_only_what_the_engine_reads_is_fetched_and_then_the_cache_answers_withou
         ("owner/two", {"runs_code": True, "revision": "main"}),
         ("owner/gguf", {}),
         ("owner/gguf:q8_0", {}),
+        ("owner/folders:Q8_0", {}),
         ("owner/pieces", {}),
     ]
-    one, two, usual, named, pieces = fetch(names, tmp_path, hub.url)
+    one, two, usual, named, inner, pieces = fetch(names, tmp_path, hub.url)
     assert one[1] == ["1_Pooling/config.json", "config.json", "model.safetensors", "tokenizer.json"]
     assert two[1] == ["config.json", INDEX, "one.safetensors", "remote.py", "tokenizer.json", "two.safetensors"]
     assert pieces[1] == ["config.json", "merges.txt", "model.safetensors", "tokenizer.model"]
     assert (Path(usual[0]).name, Path(named[0]).name) == ("m-Q4_K_M.gguf", "m-Q8_0.gguf")
+    assert Path(inner[0]).parts[-2:] == ("Q8_0", "m-Q8_0.gguf")
     assert commit_of(Path(one[0])) == commit_of(Path(named[0])) == COMMIT
     assert one[2][-1] == ["download (MiB)", 3, 3]
     hub.asked.clear()
     pinned = [(name, {**options, "revision": COMMIT}) for name, options in names]
     assert [each[:2] for each in fetch(pinned, tmp_path, hub.url)] == [
-        each[:2] for each in (one, two, usual, named, pieces)
+        each[:2] for each in (one, two, usual, named, inner, pieces)
     ]
     assert not hub.asked
     for offline in ({"HF_HUB_OFFLINE": "1"}, {}):
         url = hub.url if offline else "http://127.0.0.1:9"
         assert [each[:2] for each in fetch(names, tmp_path, url, **offline)] == [
-            each[:2] for each in (one, two, usual, named, pieces)
+            each[:2] for each in (one, two, usual, named, inner, pieces)
         ]
 
 
