@@ -154,6 +154,12 @@ def test_each_value_that_stands_behind_a_beginning_is_checked() -> None:
     assert not checked(question(UNIQUE, "[1, 1]", "<a>")).said
 
 
+@pytest.mark.parametrize("items", [["<a>", "<a> x"], ["<a>[1, 1]", 2]])
+def test_a_beginning_inside_a_value_begins_no_other_value(items: list[Any]) -> None:
+    found = checked(question(UNIQUE, f"<a>{json.dumps(items)}</a> and <a>[3]</a>", "<a>"))
+    assert found.error is None and not found.said
+
+
 @pytest.mark.parametrize(
     ("limits", "schema", "text", "ended"),
     [

@@ -406,6 +406,12 @@ def test_an_id_that_the_model_writes_is_the_calls_id() -> None:
     assert [call.call_id for call in calls_of(parser("mistral").whole(text))] == ["abcdefghi", "123456789"]
 
 
+@pytest.mark.parametrize("rest", ['"id": "abcdefghi", "name": "f"', '"name": "f", "id": "abcdefghi"'])
+def test_an_id_behind_arguments_that_come_before_the_name_is_the_calls_id(rest: str) -> None:
+    [found] = calls_of(parser("mistral").whole(f'[TOOL_CALLS] [{{"arguments": {{"a": 1}}, {rest}}}]'))
+    assert (found.name, found.arguments, found.call_id) == ("f", '{"a": 1}', "abcdefghi")
+
+
 def test_an_id_that_holds_a_number_is_the_calls_id() -> None:
     text = "".join(
         f"<|tool_call_begin|>{name}<|tool_call_argument_begin|>{{}}<|tool_call_end|>"
