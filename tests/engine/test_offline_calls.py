@@ -89,7 +89,7 @@ EMBEDS = PromptEmbeds(np.zeros((2, 4), np.float32))
         *(([1, 2], 1), ((1, 2), 1), (np.array([1, 2]), 1), ([np.int32(1), 2], 1), (range(3), 1)),
         *(([[1, 2]], 1), (["a"], 1), ([EMBEDS, "a"], 2), ([1, "a"], 2), (("a", [1, 2], "c"), 3), ([], 0), ([[]], 1)),
     ],
-    ids=str,
+    ids=range(18),
 )
 def test_one_prompt_is_told_from_several(opened: Callable[..., Any], prompts: Any, count: int) -> None:
     with opened() as llm:

@@ -20,7 +20,7 @@ from tools.install_linters import program
 
 pytestmark = pytest.mark.needs("clients")
 
-SCRIPTS = Path(__file__).parents[2] / "javascript"
+SCRIPTS = Path(__file__).parents[1] / "javascript"
 BUILT = Path(__file__).parents[3] / "build" / "javascript"
 PATIENCE = 300.0
 """Seconds after which a test gives up."""
