@@ -111,7 +111,14 @@ def own_names(names: Mapping[str, str]) -> Iterator[None]:
         ours = parameter_of(error)
         if ours is None:
             raise
-        found, comma, wanted = str(error).rpartition(", wanted ")
+        found, mark, rest = _split(str(error))
         own = names.get(ours, ours)
-        text = own + found.removeprefix(ours) + comma + re.sub(r"\w+", lambda word: names.get(word[0], word[0]), wanted)
+        text = own + found.removeprefix(ours) + mark + re.sub(r"\w+", lambda word: names.get(word[0], word[0]), rest)
         raise InvalidRequest(text, param=own) from None
+
+
+def _split(text: str) -> tuple[str, str, str]:
+    """Return what an error found, the mark after it, and what was wanted or the remedy; the last
+    two are empty if it says neither."""
+    mark = next((each for each in (", wanted ", "; ") if each in text), "")
+    return text.rpartition(mark) if mark else (text, "", "")
