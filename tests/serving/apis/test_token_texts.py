@@ -111,6 +111,12 @@ def test_a_text_is_filled_in_behind_both_of_its_sides_in_the_marks_of_the_model(
     assert [given[1] for given in served.codec.needed] == ["suffix"]
 
 
+@pytest.mark.parametrize("first", range(len(FILL)))
+def test_of_several_sets_of_marks_the_first_of_our_list_is_used(first: int) -> None:
+    known = FILL[first:]
+    assert fill_marks(frontend(*(mark for marks in reversed(known) for mark in marks))) == FILL[first]
+
+
 @pytest.mark.parametrize("missing", range(3))
 def test_a_model_that_has_some_of_the_marks_fills_in_nothing(missing: int) -> None:
     some = [mark for marks in FILL for place, mark in enumerate(marks) if place != missing]

@@ -238,7 +238,10 @@ CALL = {"id": "a", "function": {"name": "f", "arguments": "{}"}}
             {"content": [{"type": "text", "text": "a"}, {"type": "refusal", "refusal": "no"}]},
             {"content": [{"type": "text", "text": "a"}, {"type": "text", "text": "no"}]},
         ),
-        ({"tool_calls": [{**CALL, "index": 0}]}, {"tool_calls": [{**CALL, "type": "function"}]}),
+        (
+            {"tool_calls": [{**CALL, "index": place, "id": name} for place, name in enumerate("abc")]},
+            {"tool_calls": [{**CALL, "type": "function", "id": name} for name in "abc"]},
+        ),
     ],
 )
 def test_an_answer_that_is_sent_back_is_a_message_of_the_template(given: Any, plain: Any) -> None:

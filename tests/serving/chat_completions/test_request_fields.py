@@ -342,7 +342,7 @@ def test_prompts_are_one_text_or_one_list_of_ids_or_several(prompt: Any, wanted:
 
 def test_the_first_field_that_is_not_supported_is_refused_and_one_that_asks_for_nothing_is_not() -> None:
     reasons = {"first": "there is none", "second": "there is no other"}
-    for nothing in (None, False, [], {}):
+    for nothing in (None, False, 0, 0.0, "", [], {}):
         refuse_fields({"first": nothing}, reasons)
     for value, name in (({"second": 1, "first": "x"}, "first"), ({"second": ["x"], "third": 1}, "second")):
         with pytest.raises(InvalidRequest, match=f"{name}: {reasons[name]}") as refused:
