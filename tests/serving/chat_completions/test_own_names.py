@@ -51,7 +51,7 @@ def test_two_fields_that_contradict_each_other_both_have_their_own_names() -> No
 
 def test_an_error_that_says_nothing_of_what_was_wanted_names_its_field_once() -> None:
     with pytest.raises(InvalidRequest) as refused, own_names({"stop_regex": "options.stop_regex", "stop": "words"}):
-        SamplingParams(stop_regex=r"stop(?=stop)")
+        SamplingParams(stop_regex=(r"stop(?=stop)",))
     said = str(refused.value)
     assert refused.value.param == "options.stop_regex" and said.count("stop_regex") == 1
     assert said.startswith("options.stop_regex") and "name texts in words" in said
