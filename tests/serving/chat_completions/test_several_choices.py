@@ -74,10 +74,12 @@ class Served(Application):
         self.fingerprint = ""
         self.limit: int | None = None
         self.silent = False
+        self.named: list[dict[str, Any]] = []
 
     async def generate(self, prompt: Any, params: Any, **named: Any) -> Generation:
         """Return the deltas as a generation."""
         place, self.made = self.made, self.made + 1
+        self.named.append(named)
         first = [delta(each, 10 + 4 * place + 2 * each, "" if self.silent else "Ab") for each in range(params.n)]
         last = [delta(each, 11 + 4 * place + 2 * each, f"c{place}{each}", "stop") for each in range(params.n)]
         made = Generation(place, prompt, [*first, *last], self.steps)
@@ -232,3 +234,26 @@ def test_a_limit_and_fields_without_effect_are_told_side_by_side(
     answer = served.send("POST", path, {**PATHS[path], "stream": stream, "user": user})
     told = answer.headers.get(CUT), answer.headers.get(WARNINGS)
     assert told == (None if limit is None else str(limit), None if user is None else f"ignored: {user and 'user'}")
+
+
+@pytest.mark.parametrize(
+    ("given", "special", "progress"),
+    [
+        ({}, True, False),
+        ({"add_special_tokens": True}, True, False),
+        ({"add_special_tokens": False}, False, False),
+        ({"add_special_tokens": None, "return_progress": True}, True, False),
+        ({"stream": True, "return_progress": True}, True, True),
+        ({"stream": True}, True, False),
+    ],
+)
+@pytest.mark.parametrize("count", [1, 3])
+def test_each_prompt_is_run_as_the_request_says_under_an_id_of_the_answer(
+    served: Served, given: Any, special: bool, progress: bool, count: int
+) -> None:
+    answer = served.send("POST", COMPLETIONS, {"prompt": ["a"] * count, **given})
+    name = answer.text.partition('"id":"')[2].partition('"')[0]
+    assert answer.status_code == 200 and name.startswith("cmpl-")
+    assert [(each["special"], each["progress"]) for each in served.named] == [(special, progress)] * count
+    ids = [(each["request_id"], each["answer_id"]) for each in served.named]
+    assert ids == ([(name, "")] if count == 1 else [(f"{name}-{place}", name) for place in range(count)])
