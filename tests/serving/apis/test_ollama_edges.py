@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from sglcore.config.server_config import ServerConfig
-from sglcore.serving.apis.ollama import models, route
+from sglcore.serving.apis.ollama import route
 from sglcore.serving.apis.ollama.body import OllamaChatBody, OllamaGenerateBody
 from sglcore.serving.apis.ollama.request import chat_request, plain_prompt
 from sglcore.serving.replicas.server_errors import InvalidRequest
@@ -162,27 +162,3 @@ def test_a_model_is_shown_by_the_newer_field_first_under_the_name_that_is_asked_
     found = described.send("POST", "/api/show", given)
     assert found.status_code == 200, found.text
     assert found.json()["modelfile"].splitlines()[0] == f"FROM {name}"
-
-
-@pytest.mark.parametrize(
-    ("count", "wanted"),
-    [
-        (0, "0"),
-        (999, "999"),
-        (1_000, "1.0K"),
-        (999_900, "999.9K"),
-        (1_000_000, "1.0M"),
-        (1_000_000_000, "1.0B"),
-        (7_240_000_000, "7.2B"),
-        (1_000_000_000_000, "1.0T"),
-        (1_500_000_000_000_000, "1500.0T"),
-    ],
-)
-def test_a_number_of_parameters_has_the_largest_unit_that_fits(count: int, wanted: str) -> None:
-    assert models.short(count) == wanted
-
-
-@pytest.mark.parametrize(("labels", "wanted"), [(0, ["embedding"]), (1, []), (3, [])])
-def test_an_encoder_embeds_unless_it_has_labels(labels: int, wanted: list[str]) -> None:
-    frontend: Any = SimpleNamespace(info=SimpleNamespace(generates=False, limits={"num_labels": labels}))
-    assert models.capabilities(frontend) == wanted
