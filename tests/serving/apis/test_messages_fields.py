@@ -17,6 +17,7 @@ from sglcore.serving.apis.anthropic.request import message_request, unused
 from sglcore.serving.chat.run import ChatRequest
 from sglcore.serving.replicas.server_errors import Failure, InvalidRequest
 from tests.serving.scripted import CACHED, PROMPT, Script, ScriptedGeneration
+from tests.serving.stubs import Application, make_frontend
 
 USER: Any = {"role": "user", "content": "q"}
 TOOL: Any = {"name": "f", "input_schema": {"type": "object"}}
@@ -119,6 +120,7 @@ def test_an_answer_at_the_end_alone_is_gone_on_with(last: Any, continues: bool) 
     ("messages", "param"),
     [
         ([("user", "q"), ("assistant", [MADE])], "messages[1]"),
+        ([("user", "q"), ("user", "r"), ("assistant", "a"), ("assistant", [MADE])], "messages[3]"),
         ([("user", "q"), ("assistant", [RESULT])], "messages[1].content[0]"),
         ([("user", [*text("a"), MADE])], "messages[0].content[1]"),
         ([("user", "q"), ("assistant", [MADE]), ("user", [{**RESULT, "content": [*text("a"), {"type": "image"}]}])],
@@ -250,11 +252,13 @@ def test_what_a_message_can_not_have_is_refused_by_its_field(given: Any, param: 
         ({"thinking": {"type": "enabled", "display": "full"}}, ["thinking.display"]),
         ({"tools": [{**TOOL, "strict": True}]}, ["tools.strict"]),
         ({"tools": [{**TOOL, "strict": False}]}, []),
+        ({"tools": [TOOL, {**TOOL, "strict": True}, TOOL]}, ["tools.strict"]),
         ({"tools": [{**TOOL, "strict": True}], "tool_choice": {"type": "auto"}}, ["tools.strict"]),
         ({"tools": [{**TOOL, "strict": True}], "tool_choice": {"type": "any"}}, []),
         ({"tools": [{**TOOL, "strict": True}], "tool_choice": {"type": "tool", "name": "f"}}, []),
         ({"tools": [{**TOOL, **CACHE, "defer_loading": True}]}, ["tools.cache_control", "tools.defer_loading"]),
         ({"system": [{**text("s")[0], **CACHE}]}, ["content.cache_control"]),
+        ({"system": [*text("s"), {**text("s")[0], **CACHE}]}, ["content.cache_control"]),
         ({"system": text("s")}, []),
         ({"messages": [{"role": "user", "content": [{**text("s")[0], **CACHE}]}]}, ["content.cache_control"]),
         ({"messages": [USER, {"role": "assistant", "content": [{**MADE, **CACHE}]}]}, ["content.cache_control"]),
@@ -308,3 +312,16 @@ def test_a_model_was_made_at_a_time_of_utc(monkeypatch: pytest.MonkeyPatch) -> N
         monkeypatch.undo()
         time.tzset()
     assert found == ["1970-01-01T00:00:00Z", "2023-11-14T22:13:20Z"]
+
+
+def test_a_count_names_what_it_ignores_and_refuses_models_that_are_not_served() -> None:
+    served = Application(make_frontend())
+    plain = {"messages": [USER]}
+    counts = []
+    for more in ({}, {"system": "s"}, {"model": "demo", "speed": "fast", **CACHE}):
+        answer = served.send("POST", "/v1/messages/count_tokens", {**plain, **more})
+        counts.append((answer.json()["input_tokens"], answer.headers.get("x-sglcore-warnings")))
+    assert counts[0] == (counts[0][0], None) != counts[1] and counts[1][1] is None
+    assert counts[2] == (counts[0][0], "ignored: cache_control, speed")
+    refused = served.send("POST", "/v1/messages/count_tokens", {**plain, "model": "other"})
+    assert (refused.status_code, refused.json()["error"]["type"]) == (404, "not_found_error")

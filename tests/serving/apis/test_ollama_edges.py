@@ -42,7 +42,7 @@ def post(stage: Stage, path: str, body: Any) -> httpx.Response:
 
 
 def messages(*given: Any) -> list[Any]:
-    return chat_request(OllamaChatBody.model_validate({"messages": [USER, *given]}), FRONTEND).messages[1:]
+    return list(chat_request(OllamaChatBody.model_validate({"messages": [USER, *given]}), FRONTEND).messages[1:])
 
 
 def turn(*calls: tuple[str | None, str]) -> dict[str, Any]:

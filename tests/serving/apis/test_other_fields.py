@@ -10,8 +10,10 @@ import pytest
 from pydantic import ValidationError
 
 from sglcore.config.server_config import ServerConfig
+from sglcore.engine.outputs import TextDelta
 from sglcore.sampling.params import SamplingParams
 from sglcore.serving.apis.others.llama_body import NEVER, LlamaCompletionBody, llama_params
+from sglcore.serving.apis.others.llama_server import _stop
 from sglcore.serving.apis.others.sglang import GenerateBody, _ending, _params, _prompts
 from sglcore.serving.replicas.server_errors import InvalidRequest
 from tests.serving.stubs import Application, gives, make_frontend
@@ -238,3 +240,71 @@ def test_requests_of_other_servers_keep_to_the_limits_of_this_one(path: str, fit
     assert served.send("POST", path, fits).status_code == 200
     refused = served.send("POST", path, over)
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, param)
+
+
+def parts(path: str, body: Any, *deltas: TextDelta) -> list[Any]:
+    answer = Application(make_frontend(gives(*deltas))).send("POST", path, {**body, "stream": True})
+    assert answer.status_code == 200, answer.text
+    lines = [line.removeprefix("data: ") for line in answer.text.splitlines() if line]
+    return [line if line == "[DONE]" else json.loads(line) for line in lines]
+
+
+def test_tokens_without_text_and_text_without_tokens_are_parts_of_a_stream_of_llama_server() -> None:
+    found = parts(
+        "/completion",
+        {"prompt": "a", "return_tokens": True},
+        TextDelta("r", 0, "", (5,)),
+        TextDelta("r", 0, "A", (6, 7)),
+        TextDelta("r", 0, "", ()),
+        TextDelta("r", 0, "B", ()),
+        TextDelta("r", 0, "C", (8,), "stop"),
+    )
+    assert [(each["content"], each["tokens"], each["stop"]) for each in found] == [
+        ("", [5], False),
+        ("A", [6, 7], False),
+        ("B", [], False),
+        ("C", [8], False),
+        ("", [], True),
+    ]
+
+
+@pytest.mark.parametrize(("path", "body"), [("/completion", {"prompt": "a"}), ("/generate", {"text": "a"})])
+def test_a_stream_in_which_all_failed_ends_with_the_error_and_without_a_sign_of_its_end(path: str, body: Any) -> None:
+    *_, last = parts(path, body, TextDelta("r", 0, "A", (5,)), TextDelta("r", 0, "", (), "error", None, "planted"))
+    assert "planted" in last["error"]["message"]
+
+
+@pytest.mark.parametrize("failed", [0, 1])
+def test_of_several_samples_one_may_fail_and_the_stream_of_sglang_ends_as_any(failed: int) -> None:
+    ends = [
+        TextDelta("r", place, "", (), "error", None, "planted") if place == failed
+        else TextDelta("r", place, "A", (5,), "length")
+        for place in range(2)
+    ]  # fmt: skip
+    *found, last = parts("/generate", {"text": "a", "sampling_params": {"n": 2}}, *ends)
+    kinds = {each["index"]: each["meta_info"]["finish_reason"]["type"] for each in found}
+    assert last == "[DONE]" and kinds == {failed: "error", 1 - failed: "length"}
+
+
+@pytest.mark.parametrize(
+    ("reason", "cause", "wanted"),
+    [
+        ("stop", None, ("eos", "")),
+        ("stop", 2, ("eos", "")),
+        ("stop", ".", ("word", ".")),
+        ("length", None, ("limit", "")),
+        ("abort", None, ("none", "")),
+        (None, None, ("none", "")),
+    ],
+)
+def test_an_ending_of_llama_server_has_its_kind_and_its_word(reason: Any, cause: Any, wanted: tuple[str, str]) -> None:
+    sample: Any = SimpleNamespace(finish_reason=reason, stop_cause=cause)
+    found = _stop(sample)
+    assert (found["stop_type"], found["stopping_word"]) == wanted
+
+
+@pytest.mark.parametrize(("given", "wanted"), [(None, -1), (-1, -1), (7, 7)])
+def test_the_settings_of_an_answer_have_the_limit_that_was_asked_for(given: int | None, wanted: int) -> None:
+    served = Application(make_frontend(gives(TextDelta("r", 0, "A", (5,), "stop"))))
+    answer = served.send("POST", "/completion", {"prompt": "a", "n_predict": given}).json()
+    assert answer["generation_settings"]["n_predict"] == wanted

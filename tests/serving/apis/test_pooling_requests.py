@@ -3,6 +3,7 @@ of the model, and what is made of its numbers."""
 
 from __future__ import annotations
 
+import asyncio
 import base64
 from functools import cache
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 
 from sglcore.config.server_config import ServerConfig
+from sglcore.serving.apis.pooling import request
 from sglcore.serving.apis.pooling.body import EmbeddingBody
 from sglcore.serving.apis.pooling.request import UNIT, _cosine, _shortened
 from sglcore.serving.replicas.engine_frontend import Pooled
@@ -271,3 +273,47 @@ def test_the_older_endpoint_of_ollama_gives_the_vector_as_it_is() -> None:
     assert other.status_code == 404
     told = served.application.send("POST", "/api/embeddings", {"prompt": "x", "options": {}, "keep_alive": 1})
     assert told.headers["x-sglcore-warnings"] == "ignored: keep_alive, options"
+
+
+@pytest.fixture
+def beside(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The calls outside the event loop, for texts of more than four characters."""
+    found: list[str] = []
+    real = asyncio.to_thread
+
+    async def noted(work: Any, *given: Any) -> Any:
+        found.append("beside")
+        return await real(work, *given)
+
+    monkeypatch.setattr(request, "LONG_TEXT", 4)
+    monkeypatch.setattr(asyncio, "to_thread", noted)
+    return found
+
+
+@pytest.mark.parametrize(("texts", "is_long"), [(["abcd"], False), (["ab", "cd"], False), (["abc", "de"], True)])
+def test_texts_are_encoded_alike_in_the_loop_and_beside_it(texts: Any, is_long: bool, beside: list[str]) -> None:
+    served = Served()
+    served.post("/v1/embeddings", {"input": texts})
+    assert served.asked == [[served.ids(text) for text in texts]] and len(beside) == is_long
+    served.post("/v1/embeddings", {"input": [[5] * 9]})
+    assert len(beside) == is_long, "ids are not encoded"
+
+
+def test_long_documents_are_shortened_alike_in_the_loop_and_beside_it(beside: list[str]) -> None:
+    served, documents = Served(), ["Once upon a time", "A", "The end of it"]
+    shown = [served.frontend.codec.first_tokens(text, 2) for text in documents]
+    body = {"query": "q", "documents": documents, "max_tokens_per_doc": 2}
+    found = {each["index"]: each["document"]["text"] for each in served.post("/v1/rerank", body)["results"]}
+    assert [found[place] for place in range(3)] == shown != documents and beside
+
+
+def test_each_input_has_the_label_of_its_own_row_and_all_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    served = Served(labels=3)
+    served.vectors = {(5,): [0.0, 1.0, 0.0], (6, 7): [0.5, 0.25, 0.25], (8,): [0.25, 0.25, 0.5]}
+    labels = SimpleNamespace(probabilities=lambda row: row, names=("sad", "glad", "mad"))
+    monkeypatch.setattr(request, "read_labels", lambda path: labels)
+    monkeypatch.setattr(served.frontend, "model_path", "folder", raising=False)
+    found = served.post("/v1/classify", {"input": [[5], [6, 7], [8]]})
+    assert [(each["index"], each["label"]) for each in found["data"]] == [(0, "glad"), (1, "sad"), (2, "mad")]
+    assert [each["probs"] for each in found["data"]] == [served.vectors[ids] for ids in served.asked[0]]
+    assert found["usage"] == {"prompt_tokens": 4, "total_tokens": 4}

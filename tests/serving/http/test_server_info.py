@@ -142,3 +142,18 @@ def test_the_metrics_are_text_of_their_own_kind() -> None:
     answer = call(make_frontend(), "GET", "/metrics")
     assert answer.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
     assert "sglcore_build_info" in answer.text
+
+
+def test_each_engine_has_its_own_counters_in_the_order_of_the_engines() -> None:
+    frontend: Any = with_engines()
+    (first,) = frontend.supervisor.replicas.values()
+    process = SimpleNamespace(name="process 8")
+    frontend.supervisor.replicas[5] = SimpleNamespace(
+        number=5, process=process, report_age=2.0, state="ready", stats=NUMBERS
+    )
+    engines = call(frontend, "GET", "/server_info/stats").json()["replicas"]
+    assert [(each["number"], each["process"], each["state"]) for each in engines] == [
+        (3, first.process.name, "silent"),
+        (5, "process 8", "ready"),
+    ]
+    assert [each["prompt_tokens"] for each in engines] == [STATS.prompt_tokens, NUMBERS.prompt_tokens]

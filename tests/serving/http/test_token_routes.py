@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from sglcore.serving.apis.server import token_routes
 from sglcore.serving.replicas.metrics.health import Health
 from tests.serving.stubs import Application, make_frontend
 
@@ -136,3 +137,28 @@ def test_tokens_are_told_before_the_model_is_there() -> None:
     served = Application(make_frontend(health=Health()))
     assert tokens(served, prompt=TEXT)["max_model_len"] is None
     assert served.send("POST", "/detokenize", {"tokens": [5]}).status_code == 200
+
+
+def test_many_tokens_are_read_alike_in_the_loop_and_beside_it(
+    served: Application, frontend: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids = frontend.codec.encode(TEXT)
+    size = frontend.codec.tokenizer.get_vocab_size(with_added_tokens=True)
+    found: list[Any] = []
+    for most in (len(ids), len(ids) - 1):
+        monkeypatch.setattr(token_routes, "LONG_TEXT", most)
+        refused = served.send("POST", "/detokenize", {"tokens": [*ids[1:], size]})
+        answers = [tokens(served, prompt=TEXT, return_token_strs=True), refused.json()["error"]["message"]]
+        found.append([*answers, served.send("POST", "/detokenize", {"tokens": ids}).json()])
+    assert found[0] == found[1] and len(found[0][0]["token_strs"]) == len(ids)
+
+
+@pytest.mark.parametrize(
+    "special", [{"bos_token": "<s>"}, {"eos_token": "</s>"}, {"pad_token": "<p>"}, {"unk_token": "?"}]
+)
+def test_each_special_token_is_told_under_its_own_name(special: dict[str, str]) -> None:
+    other: Any = make_frontend()
+    other.codec.template = SimpleNamespace(special_tokens=special, source=lambda: "{{ a }}")
+    found = Application(other).send("GET", "/tokenizer_info").json()
+    assert {name: text for name, text in found.items() if name.endswith("_token") and text is not None} == special
+    assert found["chat_template"] == "{{ a }}"
