@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import pytest
 from pydantic import ValidationError
 
@@ -242,9 +244,23 @@ def test_requests_of_other_servers_keep_to_the_limits_of_this_one(path: str, fit
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, param)
 
 
-def parts(path: str, body: Any, *deltas: TextDelta) -> list[Any]:
-    answer = Application(make_frontend(gives(*deltas))).send("POST", path, {**body, "stream": True})
+@cache
+def shared() -> tuple[Any, Application]:
+    """A frontend and the application over it, made once."""
+    frontend = make_frontend()
+    return frontend, Application(frontend)
+
+
+def ask(path: str, body: Any, *deltas: TextDelta) -> httpx.Response:
+    frontend, served = shared()
+    frontend.generate = gives(*deltas)
+    answer = served.send("POST", path, body)
     assert answer.status_code == 200, answer.text
+    return answer
+
+
+def parts(path: str, body: Any, *deltas: TextDelta) -> list[Any]:
+    answer = ask(path, {**body, "stream": True}, *deltas)
     lines = [line.removeprefix("data: ") for line in answer.text.splitlines() if line]
     return [line if line == "[DONE]" else json.loads(line) for line in lines]
 
@@ -270,8 +286,8 @@ def test_tokens_without_text_and_text_without_tokens_are_parts_of_a_stream_of_ll
 
 @pytest.mark.parametrize(("path", "body"), [("/completion", {"prompt": "a"}), ("/generate", {"text": "a"})])
 def test_a_stream_in_which_all_failed_ends_with_the_error_and_without_a_sign_of_its_end(path: str, body: Any) -> None:
-    *_, last = parts(path, body, TextDelta("r", 0, "A", (5,)), TextDelta("r", 0, "", (), "error", None, "planted"))
-    assert "planted" in last["error"]["message"]
+    found = parts(path, body, TextDelta("r", 0, "A", (5,)), TextDelta("r", 0, "", (), "error", None, "planted"))
+    assert "planted" in found[-1]["error"]["message"] and "[DONE]" not in found
 
 
 @pytest.mark.parametrize("failed", [0, 1])
@@ -305,6 +321,5 @@ def test_an_ending_of_llama_server_has_its_kind_and_its_word(reason: Any, cause:
 
 @pytest.mark.parametrize(("given", "wanted"), [(None, -1), (-1, -1), (7, 7)])
 def test_the_settings_of_an_answer_have_the_limit_that_was_asked_for(given: int | None, wanted: int) -> None:
-    served = Application(make_frontend(gives(TextDelta("r", 0, "A", (5,), "stop"))))
-    answer = served.send("POST", "/completion", {"prompt": "a", "n_predict": given}).json()
+    answer = ask("/completion", {"prompt": "a", "n_predict": given}, TextDelta("r", 0, "A", (5,), "stop")).json()
     assert answer["generation_settings"]["n_predict"] == wanted

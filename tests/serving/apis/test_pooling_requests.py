@@ -317,3 +317,12 @@ def test_each_input_has_the_label_of_its_own_row_and_all_are_counted(monkeypatch
     assert [(each["index"], each["label"]) for each in found["data"]] == [(0, "glad"), (1, "sad"), (2, "mad")]
     assert [each["probs"] for each in found["data"]] == [served.vectors[ids] for ids in served.asked[0]]
     assert found["usage"] == {"prompt_tokens": 4, "total_tokens": 4}
+
+
+def test_the_tag_latest_may_be_added_for_vectors_too_and_is_told_as_it_was_given() -> None:
+    served = Served()
+    for name in ("second", "second:latest"):
+        assert served.post("/api/embed", {"model": name, "input": "x"})["model"] == name
+        assert served.post("/api/embeddings", {"model": name, "prompt": "x"})["embedding"]
+    for path, body in (("/api/embed", {"input": "x"}), ("/api/embeddings", {"prompt": "x"})):
+        assert "second:7b" in served.post(path, {**body, "model": "second:7b"}, 404)
