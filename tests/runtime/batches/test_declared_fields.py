@@ -223,7 +223,7 @@ def test_a_step_with_an_input_that_was_not_captured_is_not_replayed() -> None:
     site, desk = make_site(batch_type=Sometimes, buckets=(1,)), Desk()
     desk.extend({1: [3]})
     paths = [site.runner.forward(site.runner.init_batch(widened(desk.decode(1), weights=w)))[1] for w in (None, ONE)]
-    assert paths == ["recorded:1", "eager"]
+    assert paths == ["recorded:1", "eager:weights:weights_cpu"]
 
 
 ONE = np.ones(1, np.float32)
