@@ -28,6 +28,20 @@ class ModernBertLayer:
         return hidden + self.mlp(self.mlp_norm(hidden))
 
 
+class ModernBertHead:
+    """The classification head: a linear layer, GELU and a norm, then the scores."""
+
+    def __init__(self, build: Build, labels: int) -> None:
+        head, size = build.at("head"), build.config.hidden_size
+        self.dense = head.linear("dense", size, size, build.config.raw.get("classifier_bias", False))
+        self.gelu, self.norm = build.activation("gelu"), _norm(head, "norm")
+        self.scores = build.linear("classifier", size, labels, bias=True)
+
+    def __call__(self, pooled: Array) -> Array:
+        """[B, H] to [B, labels]."""
+        return self.scores(self.norm(self.gelu(self.dense(pooled))))
+
+
 class ModernBertModel(Architecture):
     """The encoder, with its classification head if it has labels."""
 
@@ -52,12 +66,8 @@ class ModernBertModel(Architecture):
         )
         self.final_norm = _norm(build, "final_norm")
         self.attention_layers = tuple(layer.attention.layer for layer in self.layers)
-        self.has_head = config.pooling is not None and config.pooling.labels > 0
-        if config.pooling is not None and config.pooling.labels:
-            head, size = build.at("head"), config.hidden_size
-            self.dense = head.linear("dense", size, size, raw.get("classifier_bias", False))
-            self.gelu, self.head_norm = build.activation("gelu"), _norm(head, "norm")
-            self.classifier = build.linear("classifier", size, config.pooling.labels, bias=True)
+        labels = 0 if config.pooling is None else config.pooling.labels
+        self.head = ModernBertHead(build, labels) if labels else None
 
     @classmethod
     def own_name(cls, name: str) -> str:
@@ -74,9 +84,7 @@ class ModernBertModel(Architecture):
 
     def classify(self, pooled: Array) -> Array:
         """[B, H] to [B, labels]; raises `ConfigError` for a configuration without labels."""
-        if not self.has_head:
-            return super().classify(pooled)
-        return self.classifier(self.head_norm(self.gelu(self.dense(pooled))))
+        return super().classify(pooled) if self.head is None else self.head(pooled)
 
 
 def _norm(build: Build, name: str) -> Any:
