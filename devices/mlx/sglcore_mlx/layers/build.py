@@ -100,7 +100,8 @@ class Build(Scope):
     ) -> SparseMoe | LatentMoe:
         """Implements `layer_kinds.Build.experts`. Raises `ConfigError` for limited experts, and for
         routers other than softmax and sigmoid."""
-        scope, route = self.at(name), self._routing(self.at(name), moe, routing)
+        scope = self.at(name)
+        route = self._routing(scope, moe, routing)
         if spec.form == "limited":
             raise self._refusal("limited experts")
         if spec.form == "clamped":
