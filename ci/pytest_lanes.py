@@ -69,12 +69,13 @@ class LaneRun:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_ignore_collect(self, collection_path: Path) -> bool | None:
-        """Skip, except on the host's lane, files of `tests/` that have no `needs(` in them or in
-        their folder's conftest.py: their tests run on the host only, so they are not imported."""
+        """Skip, except on the host's lane, files of `tests/` that have no `needs(` in them or in a
+        conftest.py above them: their tests run on the host only, so they are not imported."""
         is_shared = collection_path.is_relative_to(ROOT / "tests") and collection_path.name.startswith("test_")
         if HOST in self.lane.capabilities or not is_shared or not collection_path.is_file():
             return None
-        files = (collection_path, collection_path.with_name("conftest.py"))
+        folders = (folder for folder in collection_path.parents if folder.is_relative_to(ROOT / "tests"))
+        files = (collection_path, *(folder / "conftest.py" for folder in folders))
         return None if any("needs(" in file.read_text() for file in files if file.is_file()) else True
 
     @pytest.hookimpl(wrapper=True)

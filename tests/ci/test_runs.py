@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from ci.lanes import ROOT, Lane, lanes
+from ci import pytest_lanes
+from ci.lanes import HOST, ROOT, Lane, lanes
 from ci.pytest_lanes import LaneRun
 from ci.run import Failure, classify, command, environ, report, run, run_all
 from ci.selection import Selection
@@ -243,3 +244,25 @@ def test_a_run_on_the_wrong_lane_says_which_lane_is_right() -> None:
         shutil.rmtree(folder)
     able = next(lane.name for lane in lanes() if not lane.needs_hardware and "streams" in lane.capabilities)
     assert f"1 tests need streams, which lane {lanes()[0].name} does not offer; run them on {able}" in ran.stdout
+
+
+def test_a_devices_lane_imports_files_with_needs_of_their_own_or_of_a_folder_above(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pytest_lanes, "ROOT", tmp_path)
+    device, host = (Lane(name="x", device="x", capabilities=frozenset(given)) for given in ((), (HOST,)))
+    of_device, of_host = (LaneRun(lane, Selection(lane), "") for lane in (device, host))
+    laws = tmp_path / "tests" / "laws"
+    texts = {
+        laws / "states" / "deep" / "test_x.py": "",
+        laws / "conftest.py": 'pytest.mark.needs("streams")',
+        tmp_path / "tests" / "engine" / "test_own.py": 'pytestmark = pytest.mark.needs("streams")',
+        tmp_path / "tests" / "engine" / "test_host.py": "",
+        tmp_path / "devices" / "x" / "tests" / "test_y.py": "",
+    }
+    for file, text in texts.items():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    ignored = [file.name for file in texts if of_device.pytest_ignore_collect(file)]
+    assert ignored == ["test_host.py"]
+    assert not any(of_host.pytest_ignore_collect(file) for file in texts)
