@@ -54,6 +54,13 @@ class WorkerLost(SglcoreError):
     exit_code = 1
 
 
+def one_line(error: BaseException, most: int = 300) -> str:
+    """Return an error's type and text in one line of at most about `most` characters, as the reason
+    of a refused candidate."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:most]}" if text else type(error).__name__
+
+
 def no_space(error: BaseException) -> str:
     """Return one line about a full disk; empty for any other error."""
     if not isinstance(error, OSError) or error.errno not in NO_SPACE:

@@ -16,6 +16,7 @@ import torch
 from sglcore.checkpoint.rope_config import mrope_axes
 from sglcore.config.engine_config import EngineConfig
 from sglcore.device.bring_up import Again, BringUp
+from sglcore.device.errors import SglcoreError, one_line
 from sglcore.device.facts import Facts
 from sglcore.device.ledger import DecisionLedger, Row
 from sglcore.device.package import DevicePackage, Ref, resolve
@@ -23,8 +24,9 @@ from sglcore.device.worker import Limits
 from sglcore.runtime.attention.backend_selection import choose_attention, shape_of
 from sglcore.runtime.attention.contract import AttentionBackend
 from sglcore.runtime.attention.layer import Attention
+from sglcore.runtime.attention.trial import failure_of
 from sglcore.runtime.attention.windowed import WindowedAttention
-from sglcore.runtime.graphs.graph_backend import PromptBackend
+from sglcore.runtime.graphs.graph_backend import GraphBackend, PromptBackend
 from sglcore.runtime.graphs.graph_choice import capture, make_backend
 from sglcore.runtime.hisparse.hisparse_bring_up import asks_for_hisparse, hisparse, hisparse_config
 from sglcore.runtime.hisparse.hisparse_coordinator import HiSparseCoordinator
@@ -73,6 +75,7 @@ from sglcore.step.sizing import MemorySizes
 from sglcore.step.slice_decisions import slice_budget
 
 if TYPE_CHECKING:
+    from sglcore.runtime.graph_runner import GraphRunner
     from sglcore.runtime.parallel.rank_groups import Groups
 
 MODEL_LOADER: Ref = "sglcore.models.checkpoint:load_checkpoint"
@@ -197,8 +200,14 @@ def attention(
         shape = shape_of(found, model.config.is_encoder)
         if speculation is not None and speculation.tree is not None:
             shape = replace(shape, features=shape.features | {TREE_MASK})
-        backend = choose_attention(config, package, facts, str(model.dtype), shape, cells, whom, ledger)
-        return backend(shape, table, cells, kernels, hisparse)
+
+        def built(kind: type[AttentionBackend]) -> AttentionBackend:
+            return kind(shape, table, cells, kernels, hisparse)
+
+        def tried(backend: type[AttentionBackend], captured: bool) -> str:
+            return failure_of(partial(built, backend), found, model.dtype, getattr(torch, facts.index_dtype), captured)
+
+        return built(choose_attention(config, package, facts, str(model.dtype), shape, cells, whom, ledger, tried))
 
     if windows is None or pools.token_to_kv.layout == ROWS:
         return make(layers, pools.req_to_token, pools.token_to_kv, "the model")
@@ -228,7 +237,8 @@ def runner(
     halves: Halves | None = None,
 ) -> ModelRunner:
     """Return the runner with its registries; if `make_backend` returns a graph mechanism, capture
-    the graphs and wait for them.
+    the graphs and wait for them. With `config.graph` "auto", a capture that fails is a row of the
+    ledger, and steps run eagerly.
     """
     backend = make_backend(config, package, facts, streams, attention, ledger, groups)
     cells = kernels.cache_locations if model.config.is_encoder else _cache_locations(kernels, pools, facts, ledger)
@@ -257,16 +267,39 @@ def runner(
             poison=config.poison,
             eager_input_no_copy=config.eager_input_no_copy,
             is_narrow=facts.index_dtype == "int32",
-            needs_host_lengths=facts.needs_host_lengths,
+            needs_host_lengths=facts.needs_host_lengths or attention.facts.needs_host_lengths,
             reads_history=model.reads_history,
         ),
         extensions,
         streams,
     )
     if backend is not None:
-        told = partial(progress, "capturing graphs")
-        made.graphs = capture(config, facts, backend, made, ledger, told, shape.widths, shape.takes_prompts)
+        made.graphs = _captured(config, facts, backend, made, ledger, progress, shape)
     return made
+
+
+def _captured(
+    config: EngineConfig,
+    facts: Facts,
+    backend: GraphBackend,
+    made: ModelRunner,
+    ledger: DecisionLedger,
+    progress: Progress,
+    shape: StepShape,
+) -> GraphRunner | None:
+    """Return the captured graphs; None, with a row, if the capture fails and `config.graph` is
+    "auto". Raises if it fails otherwise, or if memory is too small."""
+    try:
+        told = partial(progress, "capturing graphs")
+        return capture(config, facts, backend, made, ledger, told, shape.widths, shape.takes_prompts)
+    except (SglcoreError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        if config.graph != "auto":
+            raise
+        why = f"a step could not be captured: {one_line(error)}; every step runs eagerly"
+        ledger.record(Row("graph", config.graph, "off", why, "--graph off, or another library", downgrade=True))
+        return None
 
 
 def _extensions(

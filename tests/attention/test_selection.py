@@ -24,7 +24,7 @@ from sglcore.runtime.attention.backend_selection import (
     select_attention,
     shape_of,
 )
-from sglcore.runtime.attention.contract import AttentionFacts, AttentionShape
+from sglcore.runtime.attention.contract import AttentionBackend, AttentionFacts, AttentionShape
 from sglcore.runtime.attention.layer import Attention
 from sglcore.runtime.attention.reference import ReferenceAttention
 from sglcore.runtime.attention.sparse.latent import DeepseekSparseAttnBackend
@@ -133,10 +133,42 @@ def test_a_candidate_whose_library_is_missing_is_refused_with_the_import_error()
 
 
 @pytest.mark.usefixtures("broken_modules")
-def test_a_candidate_that_fails_for_another_reason_ends_the_start_with_its_own_error() -> None:
-    with pytest.raises(RuntimeError, match="driver too old") as caught:
-        choose({"fast": "attention_raises:Fast", **refs("Wide")})
-    assert any("attention_raises:Fast" in note for note in caught.value.__notes__)
+def test_a_candidate_whose_library_fails_on_import_is_refused_with_its_error() -> None:
+    backend, rows = choose({"fast": "attention_raises:Fast", **refs("Wide")})
+    assert backend is Wide and "fast refused: RuntimeError: driver too old; its library does not fit" in rows[0].reason
+    with pytest.raises(ConfigError, match="fast refused: RuntimeError: driver too old"):
+        choose({"fast": "attention_raises:Fast"}, "fast")
+
+
+class Restless(Wide):
+    """Its library fails when it is asked for the device."""
+
+    @classmethod
+    def unavailable(cls) -> str:
+        raise AttributeError("module 'fast' has no attribute 'capability'")
+
+
+class Borrowed(Wide):
+    facts = replace(Wide.facts, library="a library")
+
+
+def test_a_candidate_that_cannot_say_whether_it_runs_is_refused() -> None:
+    backend, rows = choose(refs("Restless", "Wide"))
+    assert backend is Wide and "Restless refused: AttributeError: module 'fast' has no attribute" in rows[0].reason
+
+
+@pytest.mark.parametrize(("failure", "chosen"), [("", Borrowed), ("its first call failed", Wide)])
+def test_only_a_candidate_that_calls_a_library_is_tried(failure: str, chosen: type[AttentionBackend]) -> None:
+    tried = list[type[AttentionBackend]]()
+
+    def trial(backend: type[AttentionBackend]) -> str:
+        tried.append(backend)
+        return failure
+
+    ledger = DecisionLedger()
+    assert select_attention(refs("Borrowed", "Wide"), NEEDS, None, "toy", ledger, tried=trial) is chosen
+    assert tried == [Borrowed]
+    assert (f"Borrowed refused: {failure}" in ledger.rows[0].reason) == bool(failure)
 
 
 @pytest.mark.parametrize("ref", ["attention_nowhere:Fast", f"{__name__}:Nothing"])

@@ -28,6 +28,7 @@ class FlashAttention(PageRowsAttention):
         dtypes=("float16", "bfloat16"),
         features=frozenset({"sliding_window", "softcap", "mixed", "capture"}),
         takes_stored=True,
+        library="flash_attn_interface",
     )
 
     @classmethod

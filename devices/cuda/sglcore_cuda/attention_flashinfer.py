@@ -82,6 +82,8 @@ class FlashInferAttention(AttentionBackend[FlashInferPlan]):
         dtypes=("float16", "bfloat16"),
         features=frozenset({"sliding_window", "softcap", "mixed", "capture"}),
         takes_stored=True,
+        library="flashinfer",
+        needs_host_lengths=True,
     )
 
     def __init__(self, *given: Any, **named: Any) -> None:

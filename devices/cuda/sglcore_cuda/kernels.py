@@ -3,13 +3,13 @@ GPU's capability, and preferred to them, library kernels for DeepSeek's attentio
 
 from __future__ import annotations
 
+from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from sglcore.device.errors import DeviceError
 from sglcore.device.package import resolve
-from sglcore.runtime.attention.contract import Unavailable
-from sglcore.runtime.kernels.table import KernelTable
+from sglcore.runtime.kernels.table import KernelTable, Limited
 from sglcore_cuda.capability import Capability, read_capability
 
 if TYPE_CHECKING:
@@ -50,11 +50,12 @@ def with_libraries(table: KernelTable, capability: Capability) -> KernelTable:
     For each library that cannot be used, the table's `refused` holds the reason.
     """
     for library, (entry, reference) in LIBRARIES.items():
-        try:
-            table = table.replace(**{entry: resolve(reference, "cuda")(capability)})
-        except Unavailable as reason:
-            table = table.refusing(f"{library} refused for {entry}: {reason}")
+        table = table.offering(library, entry, partial(_made, reference, capability))
     return table
+
+
+def _made(reference: str, capability: Capability) -> Limited:
+    return resolve(reference, "cuda")(capability)
 
 
 def tuning(capability: Capability) -> Tuning:

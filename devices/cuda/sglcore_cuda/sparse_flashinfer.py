@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from sglcore.runtime.attention.contract import Unavailable
-from sglcore.runtime.kernels.table import Limited
+from sglcore.runtime.kernels.table import Limited, Trial
 from sglcore_cuda.capability import Capability
 
 UPGRADE = "pip install -U 'sglcore-cuda[flashinfer]'"
@@ -39,7 +39,13 @@ def entry(capability: Capability) -> Limited:
     missing = sorted(NEEDED - (inspect.signature(known).parameters.keys() if known is not None else set()))
     if missing:
         raise Unavailable(f"its top_k_page_table_transform has no {', '.join(missing)}: {UPGRADE}")
-    return Limited(index_top_k, takes)
+    return Limited(index_top_k, takes, Trial(_try))
+
+
+def _try(logits: Tensor, lens: Tensor, table: Tensor, token_slots: Tensor, rows_per_page: int, k: int) -> Tensor:
+    """Choose from one entry of one token."""
+    one = torch.ones(1, dtype=torch.int32, device="cuda")
+    return index_top_k(torch.zeros(1, 1, device="cuda"), one, one.view(1, 1), one - 1, rows_per_page, k)
 
 
 def takes(logits: Tensor, lens: Tensor, table: Tensor, token_slots: Tensor, rows_per_page: int, k: int) -> str:

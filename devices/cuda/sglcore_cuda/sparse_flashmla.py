@@ -7,7 +7,10 @@ by the log-sum-exp that each call returns.
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +18,7 @@ from torch import Tensor
 
 from sglcore.runtime.attention.contract import Unavailable
 from sglcore.runtime.kernels.row_codec import RowCodec
-from sglcore.runtime.kernels.table import Limited
+from sglcore.runtime.kernels.table import Limited, Trial
 from sglcore_cuda.capability import Capability
 
 try:
@@ -40,9 +43,30 @@ def entry(capability: Capability) -> Limited:
     major = capability.version[0]
     if major not in (HOPPER, BLACKWELL):
         raise Unavailable(f"it needs a GPU of compute capability 9.0 or 10, this one is {capability}")
+    function = partial(sparse_mqa, is_legacy=_chooses_legacy(major))
+    return Limited(function, takes, Trial(partial(_try, function)))
+
+
+def _chooses_legacy(major: int) -> bool | None:
+    """Return whether calls for rows of `SHORT` elements take the older of two sets of kernels.
+
+    None: the library has one set, as DeepSeek's own build. Raises `Unavailable` for a build with
+    two that lacks the older ones, which all other rows need.
+    """
+    if "use_legacy" not in inspect.signature(flash_mla.flash_mla_sparse_fwd).parameters:
+        return None
     if not flash_mla.has_legacy():
         raise Unavailable("it was built without its kernels for rows of 576: pip install --no-deps sgl-flash-mla")
-    return Limited(partial(sparse_mqa, is_newer=major == BLACKWELL), takes)
+    return major != BLACKWELL
+
+
+def _try(function: Callable[..., Tensor], q: Tensor, *call: Any) -> Tensor:
+    """Attend with one token of zeros to one entry of zeros, and to none."""
+    queries = torch.zeros(1, *q.shape[1:], dtype=q.dtype, device="cuda")
+    lists = torch.full((1, STEP + 1), -1, dtype=torch.int32, device="cuda")
+    lists[0, 0] = 0
+    rows = queries[:, 0].contiguous()
+    return function(queries, rows, lists, None, None, None, 1.0, call[-2], None)
 
 
 def takes(
@@ -80,13 +104,14 @@ def sparse_mqa(
     value_size: int,
     codec: RowCodec | None,
     *,
-    is_newer: bool,
+    is_legacy: bool | None,
 ) -> Tensor:
-    """Implements `KernelTable.sparse_mqa`; `is_newer`: the GPU is a Blackwell. Launches depend only
-    on sizes, so it can be captured; does not wait."""
+    """Implements `KernelTable.sparse_mqa`; `is_legacy`: rows of `SHORT` elements take the older
+    kernels too, None: the library has one set. Launches depend only on sizes, so it can be
+    captured; does not wait."""
     if not q.shape[0]:
         return q.new_empty(0, q.shape[1], value_size)
-    is_legacy = not is_newer or q.shape[2] != SHORT
+    named = {} if is_legacy is None else {"use_legacy": is_legacy or q.shape[2] != SHORT}
 
     def attend(pool: Tensor, lists: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
         found, _, sums = flash_mla.flash_mla_sparse_fwd(
@@ -97,7 +122,7 @@ def sparse_mqa(
             value_size,
             attn_sink=sink,
             topk_length=_lengths(lists),
-            use_legacy=is_legacy,
+            **named,
         )
         return found, sums
 

@@ -87,6 +87,7 @@ class AiterAttention(AttentionBackend[AiterPlan]):
         dtypes=("float16", "bfloat16"),
         features=frozenset({"softcap", "mixed", "capture"} | ({"sliding_window"} if DECODES_WINDOWS else set())),
         takes_stored=True,
+        library="aiter",
     )
 
     @classmethod

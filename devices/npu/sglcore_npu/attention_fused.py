@@ -64,6 +64,8 @@ class FusedAttention(AttentionBackend[FusedPlan]):
         dtypes=("float16", "bfloat16"),
         features=frozenset({"mixed", "capture"}),
         takes_stored=True,
+        library="torch_npu",
+        needs_host_lengths=True,
     )
 
     def __init__(self, *given: Any) -> None:

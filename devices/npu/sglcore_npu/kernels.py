@@ -3,13 +3,16 @@ reference."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from sglcore.runtime.kernels.table import KernelTable, Limited, takes_one_dtype
+from sglcore.runtime.kernels.table import KernelTable, Limited, Trial, takes_one_dtype
 from sglcore_npu import sparse
 
 FRACTAL_NZ = 29
@@ -21,6 +24,8 @@ STORED = (torch.float16, torch.bfloat16)
 LARGE = 1 << 20
 """From this number of elements, a weight is streamed from memory, and the layout pays."""
 
+MOST_ROWS = 1024
+"""Rows of a table in the call that tries an operator."""
 WIDEST_HEAD, MOST_HEADS = 896, 1000
 """Exclusive limits of the rotary operator: head size and number of heads."""
 
@@ -122,15 +127,35 @@ entry's name."""
 
 
 def kernels() -> KernelTable:
-    """Implements `DevicePackage.kernels`. If torch_npu does not register an operator, its entry
-    stays the reference, with a reason for the ledger."""
-    offered = {each.function.__name__: each for operator, each in OPERATORS.items() if offers(operator)}
-    refused = (
-        f"{operator} refused for {each.function.__name__}: this torch_npu does not register it; install a newer one"
-        for operator, each in OPERATORS.items()
-        if each.function.__name__ not in offered
-    )
-    return KernelTable().replace(**offered).refusing(*refused)
+    """Implements `DevicePackage.kernels`. Where torch_npu does not register an operator, or the
+    operator fails for a small call, the entry stays the reference, with a reason for the ledger."""
+    table = KernelTable()
+    for operator, function in OPERATORS.items():
+        table = table.offering(operator, function.function.__name__, partial(_offered, operator, function))
+    return table
+
+
+def _offered(operator: str, given: Limited) -> Limited:
+    """Return the function with its trial. Raises ImportError if the operator is not registered.
+
+    The conversion of weights is tried here, because no layer chooses it.
+    """
+    if not offers(operator):
+        raise ImportError("this torch_npu does not register it; install a newer one")
+    if given.function is pack_linear:
+        torch.ops.npu.npu_format_cast(torch.zeros(BLOCK, BLOCK, dtype=torch.float16, device="npu"), FRACTAL_NZ).cpu()
+        return given
+    return replace(given, trial=Trial(partial(_try, given.function)))
+
+
+def _try(function: Callable[..., Any], *call: Any) -> Any:
+    """Call a function with zeros of the dtypes and sizes of `call`, at most `MOST_ROWS` rows."""
+    return function(*(_zeros(arg) if isinstance(arg, Tensor) else arg for arg in call))
+
+
+def _zeros(arg: Tensor) -> Tensor:
+    rows = min(arg.shape[0], MOST_ROWS) if arg.dim() > 1 else arg.shape[0]
+    return torch.zeros(rows, *arg.shape[1:], dtype=arg.dtype, device="npu")
 
 
 def offers(operator: str) -> bool:

@@ -5,13 +5,14 @@ Every refusal has a reason.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
+from typing import Protocol
 
 from sglcore.config.engine_config import EngineConfig
-from sglcore.device.errors import ConfigError
+from sglcore.device.errors import ConfigError, SglcoreError, one_line
 from sglcore.device.facts import Facts
 from sglcore.device.ledger import DecisionLedger, Row
 from sglcore.device.package import DevicePackage, Ref, resolve
@@ -88,6 +89,14 @@ def refusal(facts: AttentionFacts, needs: AttentionNeeds) -> str:
     return f"it lacks {', '.join(missing)}" if missing else ""
 
 
+class Tried(Protocol):
+    """Tries a backend that calls a library, before a model is given it."""
+
+    def __call__(self, backend: type[AttentionBackend], captured: bool) -> str:
+        """Return how the backend fails, empty if it does not. `captured`: graphs capture it too."""
+        ...
+
+
 def select_attention(
     candidates: Mapping[str, Ref],
     needs: AttentionNeeds,
@@ -95,11 +104,13 @@ def select_attention(
     package: str,
     ledger: DecisionLedger,
     whom: str = "the model",
+    tried: Callable[[type[AttentionBackend]], str] | None = None,
 ) -> type[AttentionBackend]:
     """Return the first candidate that serves the needs of `whom`; record it in the ledger.
 
-    An explicit choice is used or refused, never replaced. A candidate without its library is
-    refused, with the import error as the reason. Raises ConfigError if no candidate serves.
+    `tried` returns how a candidate that calls a library fails, or an empty text. An explicit choice
+    is used or refused, never replaced. A candidate whose library is missing, or fails in any way,
+    is refused with the error as the reason. Raises ConfigError if no candidate serves.
     """
     if explicit is not None and explicit not in candidates:
         raise ConfigError(
@@ -109,6 +120,8 @@ def select_attention(
     refused: list[str] = []
     for name in (explicit,) if explicit is not None else candidates:
         backend, reason = _consider(candidates[name], needs, package)
+        if backend is not None and not reason and backend.facts.library and tried is not None:
+            reason = tried(backend)
         if backend is not None and not reason:
             why = f"requested; serves {whom}" if explicit else "; ".join([f"first that serves {whom}", *refused])
             ledger.record(Row("attention", explicit or "auto", name, why, "choose with --attention-backend"))
@@ -129,8 +142,10 @@ def choose_attention(
     cells: KVPool,
     whom: str,
     ledger: DecisionLedger,
+    tried: Tried | None = None,
 ) -> type[AttentionBackend]:
-    """Return the first backend that serves a shape over these KV slots.
+    """Return the first backend that serves a shape over these KV slots. `tried(backend, captured)`
+    returns how a backend that calls a library fails.
 
     If stream graphs are configured for a model that decodes, it must also support capture; with
     `config.graph` "auto", one without capture is taken if no other serves. Raises as
@@ -148,14 +163,18 @@ def choose_attention(
     )
     # Candidates after the package's own; they do not replace a candidate of the same name.
     offered = {**package.attention, **(OF_ROWS if cells.layout == ROWS else {}), **package.attention}
-    select = partial(select_attention, offered, explicit=config.attention_backend, package=package.name)
+
+    def select(needs: AttentionNeeds, captured: bool) -> type[AttentionBackend]:
+        trial = None if tried is None else partial(tried, captured=captured)
+        return select_attention(offered, needs, config.attention_backend, package.name, ledger, whom, trial)
+
     try:
-        return select(needs, whom=whom, ledger=ledger)
+        return select(needs, captured)
     except ConfigError:
         if not captured or config.graph != "auto":
             raise
         # Graphs are optional with `auto`: a backend without capture is better than none.
-        return select(replace(needs, features=shape.features), whom=whom, ledger=ledger)
+        return select(replace(needs, features=shape.features), captured=False)
 
 
 def _consider(ref: Ref, needs: AttentionNeeds, package: str) -> tuple[type[AttentionBackend] | None, str]:
@@ -165,4 +184,12 @@ def _consider(ref: Ref, needs: AttentionNeeds, package: str) -> tuple[type[Atten
         return None, str(error)
     except ImportError as error:
         return None, f"{error}; install the library it needs"
-    return backend, backend.unavailable() or refusal(backend.facts, needs)
+    except SglcoreError:
+        raise
+    except Exception as error:
+        return None, f"{one_line(error)}; its library does not fit, install the one that the package names"
+    try:
+        reason = backend.unavailable()
+    except Exception as error:
+        reason = one_line(error)
+    return backend, reason or refusal(backend.facts, needs)

@@ -54,6 +54,13 @@ class AttentionFacts:
     layouts: tuple[str, ...] | None = (CELL_MAJOR,)
     """Layouts of the pools that the backend reads. None: any, because it only calls
     `read_cells`."""
+    library: str = ""
+    """The vendor's library whose functions it calls: a start tries them with one token, and takes
+    the next backend if they fail. Empty: it calls none."""
+    needs_host_lengths: bool = False
+    """Whether decode results depend on `seq_lens_cpu`, which must then be exact: with speculation
+    each step waits for the tokens accepted by the one before. If False, `plan` takes upper bounds
+    there, and `refresh` also a batch without `*_cpu` mirrors."""
 
     def takes_layout(self, layout: str) -> bool:
         """Return whether the backend reads a pool of this layout."""

@@ -69,7 +69,7 @@ def choose(table: KernelTable, entry: Entry[K], call: Call, refusals: Refusals |
     described = [described_as(arg) for arg in call]
     candidates = table.candidates[entry.name]
     for place, candidate in enumerate(candidates, 1):
-        reason = candidate.takes(*described)
+        reason = candidate.refusal(*described)
         if not reason:
             return cast("K", candidate.function)
         if refusals is not None:

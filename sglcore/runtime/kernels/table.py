@@ -16,7 +16,7 @@ from typing import Any, Self, TypeAlias
 
 from torch import Tensor
 
-from sglcore.device.errors import ConfigError
+from sglcore.device.errors import ConfigError, SglcoreError, one_line
 from sglcore.runtime.kernels import reference_kernels, reference_recurrent
 from sglcore.runtime.kernels.entry import Entry, Kernel, entry, optional
 from sglcore.runtime.kernels.hisparse_entries import HiSparseKernels
@@ -48,6 +48,39 @@ def takes_one_dtype(*call: object) -> str:
     return "" if len(found) < 2 else f"it takes tensors of one dtype, not of {' and '.join(found)}"
 
 
+class Trial:
+    """Small calls of a vendor's library, made once before a model is given its function: a library
+    that fails is a refused candidate with a reason, not the end of a start.
+    """
+
+    def __init__(self, run: Callable[..., object]) -> None:
+        """`run` has the parameters of the entry, as `Limited.takes`. It calls the library on the
+        current device with small arguments of these dtypes and sizes and returns the results; it
+        raises whatever the library raises.
+        """
+        self._run = run
+        self._failures: dict[str, str] = {}
+
+    def failure(self, *call: object) -> str:
+        """Return how the library failed for such a call, empty if it did not. The first time for
+        each dtype and size, it runs and waits for the device.
+        """
+        key = ", ".join(f"{arg.dtype}{list(arg.shape)}" if isinstance(arg, Tensor) else str(arg) for arg in call)
+        if key not in self._failures:
+            self._failures[key] = self._tried(call)
+        return self._failures[key]
+
+    def _tried(self, call: tuple[object, ...]) -> str:
+        try:
+            found = self._run(*call)
+            for each in found if isinstance(found, tuple) else (found,):
+                if isinstance(each, Tensor):
+                    each.cpu()
+        except Exception as error:
+            return f"its first call failed: {one_line(error)}"
+        return ""
+
+
 @dataclass(frozen=True, slots=True)
 class Limited:
     """A function that takes only some calls of its entry.
@@ -60,6 +93,14 @@ class Limited:
 
     function: Kernel
     takes: Callable[..., str] = takes_all
+    trial: Trial | None = None
+    """For a function that calls a vendor's library: how it is tried before it is chosen. None: it
+    is not tried."""
+
+    def refusal(self, *call: object) -> str:
+        """Return why the function does not get calls with these arguments: what `takes` says, or
+        else how its trial failed; empty if it gets them. A first trial waits for the device."""
+        return self.takes(*call) or ("" if self.trial is None else self.trial.failure(*call))
 
 
 Given: TypeAlias = Kernel | Limited | tuple[Limited, ...] | None
@@ -411,6 +452,19 @@ class KernelTable(SpeculativeKernels, SparseKernels, HiSparseKernels):
         behind = {**self.candidates, **gone}
         new = {name: (one, *behind.get(name, ())) if isinstance(one, Limited) else one for name, one in entries.items()}
         return self._like(type(self)(**{**behind, **new}))
+
+    def offering(self, library: str, entry: str, make: Callable[[], Limited]) -> Self:
+        """Return the table with the library's function for `entry`, which `make` returns; or, if
+        `make` raises, the same table with the reason in `refused`.
+        """
+        try:
+            return self.replace(**{entry: make()})
+        except ImportError as reason:
+            return self.refusing(f"{library} refused for {entry}: {reason}")
+        except SglcoreError:
+            raise
+        except Exception as error:
+            return self.refusing(f"{library} refused for {entry}: {one_line(error)}")
 
     def refusing(self, *reasons: str) -> Self:
         """Return the same table with these reasons added to `refused`."""
