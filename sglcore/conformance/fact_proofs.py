@@ -34,9 +34,7 @@ PROOFS: Mapping[str, Proof] = MappingProxyType(
         "dtypes": Proof("sglcore.checkpoint.dtype", "computes_in", lies.COARSE),
         "preferred_dtype": Proof("sglcore.checkpoint.dtype", "facts_agree", wrong.PREFERS_OTHER),
         "page_size": Proof("sglcore.runtime.bring_up", "facts_agree", wrong.NO_PAGES),
-        "needs_host_lengths": Proof(
-            "sglcore.runtime.graphs.graph_choice", "attention_is_reference", lies.READS_LENGTHS
-        ),
+        "needs_host_lengths": Proof("sglcore.runtime.bring_up", "attention_is_reference", lies.READS_LENGTHS),
         "allows_mixed_batches": Proof("sglcore.runtime.bring_up", "joins_and_leaves", lies.REFUSES_MIXED),
         "has_streams": Proof("sglcore.runtime.streams", "facts_agree", wrong.HOST_STREAMS),
         "has_pinned_memory": Proof("sglcore.runtime.registry_builders", "copies_are_ordered", lies.LATE_COPIES),

@@ -37,9 +37,10 @@ class Facts:
     page_size: int = 16
     """Default number of tokens per KV page."""
     needs_host_lengths: bool = False
-    """Whether a forward needs the lengths of its requests on the host. If False, a replay may lack
-    the `*_cpu` mirrors of a batch. If True, every forward has them, and one without them is
-    refused.
+    """Whether its graphs, or every attention on it, need the exact lengths of requests on the host.
+    What one attention backend needs is in its own facts. If either is True, every forward has them,
+    and one without them is refused; if both are False, a replay may lack the `*_cpu` mirrors of a
+    batch.
     """
     allows_mixed_batches: bool = True
     """Whether one step may have prompts and decode rows."""

@@ -50,6 +50,9 @@ class Limits:
     can_overlap: bool = True
     """`submit` may be called before the previous ticket was collected. Slices of a prompt that
     bring no results are in flight in addition."""
+    against_overlap: str = ""
+    """Why `can_overlap` is False, for the ledger; empty if it is True or there is no reason but the
+    kind of worker."""
     runs_ahead: bool = False
     """`submit` returns before the step has run."""
     lookahead: int = 0

@@ -215,7 +215,8 @@ def choose_overlap(config: EngineConfig, limits: Limits) -> tuple[bool, Row]:
     configured if the worker can; by default only if the worker runs ahead of the host."""
     requested = "auto" if config.overlap is None else _switch(config.overlap)
     if config.overlap is not False and not limits.can_overlap:
-        return False, Row("overlap", requested, "off", IN_TURN, downgrade=config.overlap is True)
+        why = limits.against_overlap or IN_TURN
+        return False, Row("overlap", requested, "off", why, downgrade=config.overlap is True)
     if config.overlap is not None:
         return config.overlap, Row("overlap", requested, requested, "requested", "SGLCORE_OVERLAP=0 or 1")
     if limits.runs_ahead:

@@ -62,7 +62,7 @@ class RunnerOptions:
     is_narrow: bool = False
     """No device tensor may hold 64-bit integers."""
     needs_host_lengths: bool = False
-    """No forward runs without host mirrors of its lengths."""
+    """No forward runs without exact lengths on the host, because graphs or attention need them."""
     reads_history: bool = False
     """The model reads the token history."""
 

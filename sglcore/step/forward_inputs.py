@@ -77,8 +77,9 @@ class ForwardInputs(Generic[Array]):
     worker.
 
     A padded view has more rows than the `num_token_non_padded` real ones. `*_cpu` fields are host
-    mirrors; they are None only where the device alone knows the lengths, which never happens on a
-    device with `needs_host_lengths` among its facts. A KV slot is an index into the KV pool.
+    mirrors; they are None only where the device alone knows the lengths, which never happens if the
+    facts of the device or of its attention have `needs_host_lengths`. A KV slot is an index into
+    the KV pool.
     """
 
     forward_mode: ForwardMode = batch_field(axis=NONE, split=Split.COPY, read="forward_mode", default=ForwardMode.IDLE)

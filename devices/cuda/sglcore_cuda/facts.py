@@ -13,8 +13,7 @@ BFLOAT16: tuple[int, int] = (8, 0)
 
 def facts(index: int = 0) -> Facts:
     """Implements `DevicePackage.facts`: streams, graphs and pinned memory; dtypes by the GPU's
-    compute capability, if the GPU is present. FlashInfer plans each replay on the host, so it needs
-    host lengths."""
+    compute capability, if the GPU is present."""
     capability = torch.cuda.get_device_capability(index) if torch.cuda.device_count() > index else BFLOAT16
     has_bfloat16 = capability >= BFLOAT16
     return Facts(
@@ -23,7 +22,6 @@ def facts(index: int = 0) -> Facts:
         dtypes=("float32", "bfloat16", "float16") if has_bfloat16 else ("float32", "float16"),
         preferred_dtype=None if has_bfloat16 else "float16",
         page_size=16,
-        needs_host_lengths=True,
         has_streams=True,
         has_pinned_memory=True,
         reaches_pinned_memory=True,

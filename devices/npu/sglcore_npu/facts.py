@@ -13,9 +13,8 @@ RESERVED = 248
 
 
 def facts(index: int = 0) -> Facts:
-    """Implements `DevicePackage.facts`: KV slot indices are int32, pages have the attention
-    operator's size, and a replay needs lengths from the host. Generations before A2, and 310P, do
-    not support bfloat16."""
+    """Implements `DevicePackage.facts`: KV slot indices are int32, and pages have the
+    attention operator's size. Generations before A2, and 310P, do not support bfloat16."""
     npu = device_module("torch_npu", "npu", index)
     has_bfloat16 = npu is None or npu.is_bf16_supported()
     return Facts(
@@ -24,7 +23,6 @@ def facts(index: int = 0) -> Facts:
         dtypes=("float32", "bfloat16", "float16") if has_bfloat16 else ("float32", "float16"),
         preferred_dtype=None if has_bfloat16 else "float16",
         page_size=128,
-        needs_host_lengths=True,
         has_streams=True,
         has_pinned_memory=True,
         default_graph="full",

@@ -73,13 +73,13 @@ class Contents:
 @dataclass(frozen=True, slots=True)
 class Seen:
     """What `attend` returns, one attention step's result on the host: its output, the pool's keys
-    and values after it, and `refreshed`, the output of the same step by a captured plan (None: it
-    did not run)."""
+    and values after it, and `again`, the outputs of the same step run in other ways, by what the
+    way is called; one that could not run is left out."""
 
     out: Tensor
     keys: Tensor
     values: Tensor
-    refreshed: Tensor | None
+    again: Mapping[str, Tensor]
 
 
 def draw_contents(seed: int, rows: Rows, *harnesses: Harness, lift: float = 0.0) -> Contents:
@@ -163,12 +163,16 @@ def attend(
     harness: Harness,
     mode: ForwardMode,
     contents: Contents,
-    again: Callable[[Any, Probe], Tensor | None] | None = None,
+    again: Mapping[str, Callable[[Any, Probe], Tensor | None]] = MappingProxyType({}),
     extra: str = "",
 ) -> Seen:
     """Run one step of attention on a harness, in a pool with NaN in every KV slot that the contents
-    do not fill. `again(backend, probe)` runs the same step a second time in another way; `extra` is
-    one of `EXTRAS` or `TREE`, requested in addition to what the model does, or empty."""
+    do not fill.
+
+    `again`: functions of (backend, probe) that run the same step in another way, or return None
+    where that is impossible, by what the way is called. `extra` is one of `EXTRAS` or `TREE`,
+    requested in addition to what the model does, or empty.
+    """
     runner = copy(harness.started.built["runner"])
     pool = harness.pool
     device, dtype = harness.facts.tensor_device, getattr(torch, harness.geometry.dtype)
@@ -191,8 +195,9 @@ def attend(
             staged.visible = words_of_trees(len(contents.rows)).to(device)
         out = runner.run_eager(staged).to("cpu", copy=True)
         keys, values = (part.to("cpu", copy=True) for part in pool.read_cells(0, cells))
-        refreshed = again(runner.attn_backend, probe) if again is not None else None
-        return Seen(out, keys, values, None if refreshed is None else refreshed.to("cpu", copy=True))
+        outputs = {name: way(runner.attn_backend, probe) for name, way in again.items()}
+        found = {name: each.to("cpu", copy=True) for name, each in outputs.items() if each is not None}
+        return Seen(out, keys, values, found)
 
 
 def words_of_trees(rows: int) -> Tensor:

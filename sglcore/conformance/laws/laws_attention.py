@@ -3,12 +3,13 @@ reference, over a pool in which every KV slot that must not be read holds NaN.""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -36,7 +37,8 @@ from sglcore.conformance.target import Target
 from sglcore.device.batch import ForwardMode
 from sglcore.device.errors import ConfigError
 from sglcore.device.facts import Facts
-from sglcore.runtime.attention.contract import AttentionFacts, Bucket
+from sglcore.runtime.attention.contract import AttentionFacts, AttentionPlan, Bucket
+from sglcore.runtime.forward_batch import ForwardBatch
 from sglcore.runtime.forward_context import ForwardContext, forward_context
 from sglcore.runtime.memory.pools import POOL_KINDS
 from sglcore.step.host_values import host_arrays
@@ -49,6 +51,9 @@ ANY_HEADS = (16, 80)
 CLAIMED = ((9, 1), (0, 12), (7, 5))
 """Requests, as (tokens before this step, new tokens), that run in each size that a backend says it
 takes."""
+
+BEYOND = 5
+"""The most tokens by which an upper bound of a length exceeds it."""
 
 
 def attention_is_reference(trial: Trial) -> None:
@@ -85,33 +90,67 @@ def _check_start(
     for seed, rows in enumerate(batches[-1:] if extra else batches):
         contents = draw_contents(seed, rows, harness, reference, lift=LIFT if extra in EXTRAS else 0.0)
         contents = without_hidden(contents) if extra == TREE else contents
-        again = partial(_refreshed, harness.facts.needs_host_lengths) if mode == "decode" else None
+        again = _other_ways(harness.facts) if mode == "decode" else {}
         found = attend(harness, forward_mode, contents, again, extra)
         wanted = attend(reference, forward_mode, contents, extra=extra)
         text = f"{trial.case}, {harness.geometry.dtype}, pages of {size}, rows {rows}"
         _check_output(trial, harness, found.out, wanted.out, text)
         _check_pool(harness, contents, found, text)
-        if found.refreshed is not None:
-            _check_output(trial, harness, found.refreshed, wanted.out, f"{text}, by a captured plan")
+        for way, out in found.again.items():
+            _check_output(trial, harness, out, wanted.out, f"{text}, {way}")
     return True
+
+
+def _other_ways(facts: Facts) -> Mapping[str, Callable[[Any, Probe], Tensor | None]]:
+    """Return the other ways to run a decode step: each takes the backend and the probe that ran the
+    step, and returns the output, or None where the backend has no such way."""
+    return {
+        "by a captured plan": partial(_refreshed, facts.needs_host_lengths),
+        "by a plan of upper bounds of the lengths": partial(_bounded, facts.needs_host_lengths),
+    }
 
 
 def _refreshed(needs_host_lengths: bool, backend: Any, probe: Probe) -> Tensor | None:
     """Run the step of `probe` again, by a plan for capture that is refreshed with its batch,
-    without lengths on the host unless the device needs them there. Returns the output; None if the
-    backend has no plans for capture, or if only the vendor's own graph can run this one."""
+    without lengths on the host unless the device or the backend needs them there. Returns the
+    output; None if the backend has no plans for capture, or if only the vendor's own graph can run
+    this one."""
     view = probe.view
     if "capture" not in backend.facts.features or view is None:
         return None
     plan = backend.capture_plan(Bucket(view.batch_size, view.num_tokens))
-    if not needs_host_lengths:
+    if not needs_host_lengths and not backend.facts.needs_host_lengths:
         view = replace(view, **{spec.name: None for spec in host_arrays(type(view))})
     if backend.refresh(plan, view) is not None:
         return None
-    view.plan_record = None
+    return _run_planned(backend, probe, view, plan)
+
+
+def _bounded(needs_host_lengths: bool, backend: Any, probe: Probe) -> Tensor | None:
+    """Run the step of `probe` again with lengths on the host that are up to `BEYOND` tokens above
+    those on the device, as in a speculative step that is queued before the previous one has
+    decided. Returns the output; None if the device or the backend needs exact lengths."""
+    view = probe.view
+    if needs_host_lengths or backend.facts.needs_host_lengths or view is None:
+        return None
+    most = backend.req_to_token_pool.max_tokens
+    bounds = {}
+    for spec in host_arrays(type(view)):
+        mirror = getattr(view, spec.name)
+        if mirror is not None:
+            bounds[spec.name] = np.minimum(mirror + np.arange(len(mirror), 0, -1, dtype=np.int32) % BEYOND + 1, most)
+    view = replace(view, **bounds)
+    return _run_planned(backend, probe, view, backend.plan(view))
+
+
+def _run_planned(backend: Any, probe: Probe, view: ForwardBatch, plan: AttentionPlan) -> Tensor:
+    """Run `probe` on a batch under this plan, with no runner around it; its own `view` stays."""
+    kept, view = probe.view, replace(view, plan_record=None)
     view.mark_forward_metadata_ready(plan)
     with forward_context(ForwardContext(backend, view, probe.attention_layers)):
-        return probe(view)
+        found = probe(view)
+    probe.view = kept
+    return found
 
 
 def attention_takes_what_it_says(trial: Trial) -> None:
@@ -223,9 +262,10 @@ LAWS: tuple[Law, ...] = (
     Law(
         name="attention_is_reference",
         level="C3",
-        says="Attention gives what the reference gives, reads and writes no cell but its own, planned or refreshed.",
+        says="Attention gives what the reference gives, reads and writes no cell but its own, planned, "
+        "refreshed, or planned for upper bounds of the lengths.",
         check=attention_is_reference,
-        mutants=(*broken.MUTANTS, *broken.FORGETS_EXTRAS, broken.HALF_SCORES, READS_LENGTHS),
+        mutants=(*broken.MUTANTS, *broken.FORGETS_EXTRAS, broken.HALF_SCORES, broken.BELIEVES_BOUNDS, READS_LENGTHS),
         needs=frozenset({"torch_runtime", "attention"}),
         tolerance=TOLERANCE,
         cases=attention_cases,

@@ -145,7 +145,7 @@ def kernels_reach_the_host(trial: Trial) -> None:
 def lengths_are_on_the_host(trial: Trial) -> None:
     """Check lengths of decode steps and of prompts; a batch without lengths is refused before
     anything runs."""
-    harness = trial.kit.harness("dense")
+    harness = trial.kit.harness("dense", **({"attention_backend": trial.case} if trial.case else {}))
     for mode, rows in ((ForwardMode.DECODE, ((5, 1), (3, 1))), (ForwardMode.EXTEND, ((0, 4), (2, 3)))):
         _check_mirrors(harness, mode, rows)
 
@@ -170,6 +170,13 @@ def _check_mirrors(harness: Harness, mode: ForwardMode, rows: Rows) -> None:
 def _where(holds: Callable[[Facts], bool]) -> Callable[[Target], tuple[str, ...]]:
     """Return the law's only case on devices with facts that require it, and no case on others."""
     return lambda target: one_case(target) if holds(target.facts()) else ()
+
+
+def _need_lengths(target: Target) -> tuple[str, ...]:
+    """Return "" if the device needs lengths on the host, then the names of the attention backends
+    that do."""
+    own = ("",) if target.facts().needs_host_lengths else ()
+    return (*own, *(name for name, kind in target.usable_attention().items() if kind.facts.needs_host_lengths))
 
 
 def _torch_law(name: str, says: str, check: Any, *mutants: Any, cases: Any = one_case, **more: Any) -> Law:
@@ -216,6 +223,6 @@ LAWS: tuple[Law, ...] = (
         lengths_are_on_the_host,
         broken.LOSES_LENGTHS,
         broken.OLD_LENGTHS,
-        cases=_where(lambda facts: facts.needs_host_lengths),
+        cases=_need_lengths,
     ),
 )

@@ -147,6 +147,32 @@ def forgets_lengths(base: Any) -> type:
     return ForgetsLengths
 
 
+def believes_bounds(base: Any) -> type:
+    """A decode step sees as many tokens as the host says, which may be an upper bound."""
+
+    class BelievesBounds(base):
+        __slots__ = ()
+
+        def plan(self, batch: ForwardBatch) -> AttentionPlan:
+            return super().plan(_as_on_host(batch))
+
+        def attend(self, q: Tensor, layer: Any, batch: ForwardBatch, plan: Any) -> Tensor:
+            return super().attend(q, layer, _as_on_host(batch), plan)
+
+    return BelievesBounds
+
+
+def _as_on_host(batch: ForwardBatch) -> ForwardBatch:
+    """Return a decode batch with the host's lengths on the device; another batch, or one without
+    lengths on the host, as it is."""
+    host = batch.seq_lens_cpu
+    if host is None or batch.extend_seq_lens_cpu is not None:
+        return batch
+    given = batch.seq_lens.clone()
+    given[: len(host)] = torch.from_numpy(host).to(given.device)
+    return replace(batch, seq_lens=given)
+
+
 class HalfScores(ReferenceAttention):
     """The reference's attention, but scores that it computes itself, for softcap or sinks, are
     rounded to 16 bits."""
@@ -203,6 +229,12 @@ def takes_all_for_cells(backend: Any) -> Any:
     return backend
 
 
+def _without_host_lengths(backend: Any) -> Any:
+    """Return the backend with facts that do not need exact lengths on the host."""
+    backend.facts = replace(backend.facts, needs_host_lengths=False)
+    return backend
+
+
 def _mutant(subclass: Callable[[Any], type]) -> Mutant:
     def change(backend: Any) -> Any:
         return become(backend, subclass)
@@ -210,6 +242,11 @@ def _mutant(subclass: Callable[[Any], type]) -> Mutant:
     return in_runtime(*words_of(subclass), attention=change)
 
 
+BELIEVES_BOUNDS = in_runtime(
+    *words_of(believes_bounds),
+    lambda facts: replace(facts, needs_host_lengths=False),
+    attention=lambda backend: become(_without_host_lengths(backend), believes_bounds),
+)
 FORGETS_LENGTHS = _mutant(forgets_lengths)
 POWERS_OF_TWO = _mutant(powers_of_two)
 TAKES_ALL_FOR_CELLS = in_runtime(*words_of(takes_all_for_cells), attention=takes_all_for_cells)

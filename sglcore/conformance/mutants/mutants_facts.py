@@ -106,6 +106,8 @@ def reads_lengths(backend: Any) -> Any:
     replay, and return it.
     """
 
+    backend.facts = replace(backend.facts, needs_host_lengths=False)
+
     def subclass(base: Any) -> type:
         class ReadsLengths(base):
             __slots__ = ()

@@ -143,7 +143,7 @@ def capture(
         prompts=prompts,
         streams=runner.streams,
         shadow=config.shadow,
-        needs_host_lengths=facts.needs_host_lengths,
+        needs_host_lengths=runner.options.needs_host_lengths,
         halves=None if against else runner.halves,
     )
     if not captured.buckets:

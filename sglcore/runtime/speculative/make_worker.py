@@ -25,19 +25,18 @@ from sglcore.runtime.token_table import TokenTable
 def make_drafter(
     speculation: Speculation,
     draft_runner: ModelRunner | None,
-    is_exact: bool = False,
     draft_heads: Sequence[ModelRunner] = (),
     slots: int = 1,
 ) -> Drafter:
     """Return the drafter for requests in `slots` slots.
 
     `draft_runner` runs its model, if it has one; `draft_heads` run the layers after the first if
-    each layer proposes one token. `is_exact`: the host must give exact lengths.
+    each layer proposes one token.
     """
     if not DRAFT_KINDS[speculation.kind].has_model:
         return lookup_steps(speculation.kind).make(speculation.tokens)
     assert draft_runner is not None
-    sizes = speculation.tokens, speculation.tree
+    sizes, is_exact = (speculation.tokens, speculation.tree), draft_runner.options.needs_host_lengths
     return model_steps(speculation.kind).make(DrafterParts(*sizes, draft_runner, draft_heads, slots, is_exact))
 
 
@@ -59,6 +58,19 @@ def cells_of_drafts(speculation: Speculation, drafter: Drafter) -> int:
     return max(drafter.tokens, written)
 
 
+def _against_overlap(speculation: Speculation, target: ModelRunner, draft: ModelRunner | None) -> str:
+    """Return why a step must wait for the tokens accepted by the one before, or an empty text."""
+    if not DRAFT_KINDS[speculation.kind].has_model and lookup_steps(speculation.kind).from_host:
+        return f"{speculation.kind} proposes tokens on the host, which must know the text"
+    for runner in (target, draft):
+        if runner is None or not runner.options.needs_host_lengths:
+            continue
+        names = [type(part).__name__ for part in runner.attn_backend.parts if part.facts.needs_host_lengths]
+        what = " and ".join(names) or "the device"
+        return f"{what} needs exact lengths on the host, which the tokens accepted by the step before decide"
+    return ""
+
+
 def make_speculative_worker(
     speculation: Speculation,
     runner: ModelRunner,
@@ -70,15 +82,17 @@ def make_speculative_worker(
 ) -> SpeculativeWorker:
     """Return the worker that verifies draft tokens in its decode steps.
 
-    A step has decode rows or prefill rows, never both. If a forward needs host lengths, or the host
-    proposes tokens, each step waits for the one before.
+    A step has decode rows or prefill rows, never both. Each step waits for the one before if a
+    forward of the target or of the draft needs exact lengths on the host, or the host proposes
+    tokens.
     """
     # Data-parallel shards agree on the number of draft tokens of each step.
     is_agreed = runner.extensions.ranks is not None and runner.extensions.ranks.has_shards
     has_model = DRAFT_KINDS[speculation.kind].has_model
     from_host = not has_model and lookup_steps(speculation.kind).from_host
     slots = limits.max_requests + 1
-    drafter = make_drafter(speculation, draft_runner, facts.needs_host_lengths, draft_heads, slots)
+    drafter = make_drafter(speculation, draft_runner, draft_heads, slots)
+    why = limits.against_overlap or _against_overlap(speculation, runner, draft_runner)
     limits = replace(
         limits,
         draft_tokens=drafter.tokens,
@@ -90,7 +104,8 @@ def make_speculative_worker(
         allows_mixed_batches=False,
         # The positions of tokens to verify are their indices in the text.
         takes_mrope=False,
-        can_overlap=limits.can_overlap and not facts.needs_host_lengths and not from_host,
+        can_overlap=limits.can_overlap and not why,
+        against_overlap=why,
     )
     feature_size = runner.model.feature_size if isinstance(runner.model, FeatureModel) else None
     lengths = () if is_agreed else speculation.lengths

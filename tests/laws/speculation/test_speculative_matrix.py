@@ -88,6 +88,12 @@ def runners_of(engine: TokenEngine) -> list[Any]:
     return [*own.get("runners", ()), *([own["runner"]] if "runner" in own else [])]
 
 
+def all_runners(engine: TokenEngine) -> list[Any]:
+    """Return the runners of the target and of the draft model."""
+    worker: Any = engine.worker
+    return [worker.runner, *runners_of(engine)]
+
+
 @pytest.mark.parametrize("proposer", PROPOSERS)
 def test_whatever_proposes_changes_no_text(
     proposers: Proposers, plain: tuple[Ran, Ran], proposer: str, graph: str
@@ -97,6 +103,8 @@ def test_whatever_proposes_changes_no_text(
     # each.
     engine, watched = check(proposers, plain, proposer, overlap=overlap, graph=graph, graph_buckets=(1, 2, 5))
     may_overlap = engine.worker.limits.can_overlap
+    waits = PROPOSERS[proposer].waits or any(each.options.needs_host_lengths for each in all_runners(engine))
+    assert may_overlap != waits and bool(engine.worker.limits.against_overlap) == waits
     assert watched.most == 1 + (overlap and may_overlap)
     assert not (PROPOSERS[proposer].waits and may_overlap)
     assert bool(engine.paths - {"eager"}) == (graph != "off"), engine.paths
