@@ -199,6 +199,7 @@ GARBLED: dict[str, Callable[[Channel], None]] = {
     "silent": lambda channel: None,
     "no msgpack": lambda channel: channel.send(Kind.HELLO, b"\xc1"),
     "empty": lambda channel: channel.send(Kind.HELLO),
+    "another word": lambda channel: channel.send(Kind.HELLO, msgspec.msgpack.encode(["rïght", 0, "steps", 1])),
     "a number": lambda channel: channel.send(Kind.HELLO, msgspec.msgpack.encode(7)),
     "too few": lambda channel: channel.send(Kind.HELLO, msgspec.msgpack.encode(["right", 0])),
     "too many": lambda channel: channel.send(Kind.HELLO, msgspec.msgpack.encode(["right", 0, "steps", 1, 2])),

@@ -234,7 +234,7 @@ def _greet(listener: socket.socket, epoch: int, secret: str, found: dict[tuple[i
     except (Gone, TimeoutError, ValueError, TypeError, msgspec.DecodeError):
         channel.close()
         return
-    if not secrets.compare_digest(str(known), secret):
+    if not secrets.compare_digest(str(known).encode(), secret.encode()):
         channel.close()
         return
     channel.wait_at_most(None)
