@@ -16,6 +16,7 @@ import time
 from collections import deque
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -98,7 +99,8 @@ class TcpPages:
         host, _, port = address.rpartition(":")
         with ExitStack() as stack:
             try:
-                stream = stack.enter_context(socket.create_connection((host, int(port)), timeout=GREETING))
+                where = host.strip("[]"), int(port)
+                stream = stack.enter_context(socket.create_connection(where, timeout=GREETING))
                 send_frame(stream, Kind.HELLO, parts=(self._hello(self._secret),))
                 answer = receive_frame(stream, most=LONGEST_HELLO, seconds=GREETING)
             except (OSError, PeerLost) as error:
@@ -301,16 +303,19 @@ class TcpPages:
 
 def _listen(address: str) -> socket.socket:
     host, _, port = address.rpartition(":")
+    host = host.strip("[]")
     try:
-        return socket.create_server((host, int(port)))
+        return socket.create_server((host, int(port)), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     except OSError as error:
         raise ConfigError(
             f"cannot listen for pages at {address}: {error}", remedy="give --pages-address another port"
         ) from None
 
 
-def _name(where: tuple[str, int]) -> str:
-    return f"{where[0]}:{where[1]}"
+def _name(where: tuple[Any, ...]) -> str:
+    """Return HOST:PORT of a socket's address, with an IPv6 host in brackets."""
+    host, port = where[:2]
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def wait_for(transfer: TcpPages, address: str, seconds: float) -> int:
