@@ -96,7 +96,8 @@ def _check(file: Path, given: Mapping[str, Any]) -> None:
     for name in given:
         if name not in _TABLES:
             raise ConfigError(f"{file} has [{name}]", wanted=f"some of {', '.join(_TABLES)}")
-    several = given.get("hosts", {}).get("count") != 1
+    hosts = given.get("hosts")
+    several = not isinstance(hosts, dict) or hosts.get("count") != 1
     for name, (needed, optional) in _TABLES.items():
         is_needed = name in ("device", "hosts", "inside") or (name == "between" and several)
         if name not in given and not is_needed:
