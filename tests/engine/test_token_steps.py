@@ -10,13 +10,15 @@ import pytest
 
 from sglcore.device.batch import ScheduleBatch
 from sglcore.device.worker import BatchResult, Ticket
+from sglcore.engine.core import Engine
+from sglcore.engine.start import embedded_model
 from sglcore.engine.token_engine import SampleGroup, TokenEngine
 from sglcore.sampling.grammar_spec import Grammar, Thinking, TokenRules
 from sglcore.sampling.params import SamplingParams
 from sglcore.schedule.request import Request
 from sglcore.schedule.request_errors import RequestError
 from sglcore.schedule.request_output import EngineOutput
-from tests.engine.test_ended_requests import ConstantWorker, known
+from tests.engine.test_ended_requests import TOKEN, ConstantWorker, known
 from tests.schedule.fake_worker import make_limits
 
 FREE = SamplingParams(max_tokens=4)
@@ -150,6 +152,25 @@ def test_outputs_after_a_failure_go_through_the_page_side_as_those_of_a_step_do(
     assert not side.sent
     assert [(each.request_id, each.finish_reason) for each in engine.drain()] == [("ours", "error")]
     assert side.sent == [[("ours", "error"), ("theirs", "error")]]
+    engine.close()
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_an_output_has_the_text_of_the_steps_before_a_failure_and_its_reason(overlap: bool) -> None:
+    """At once: the next step may never come."""
+    worker = Fragile(make_limits(vocab_size=2147, runs_ahead=True))
+    engine = Engine(worker, embedded_model(), overlap=overlap)
+    output = engine.add([1, 2], SamplingParams(max_tokens=8))
+    for _ in range(3):
+        engine.step()
+    worker.fails = True
+    with pytest.raises(RuntimeError, match="the device is gone"):
+        engine.step()
+    (sample,) = output.outputs
+    assert output.finished and sample.finish_reason == "error" and "the device is gone" in sample.error
+    assert sample.token_ids == [TOKEN] * 3, "the step that was in flight is collected"
+    assert sample.text == engine.codec.decode([TOKEN] * 3) and not engine.has_work
+    assert engine.add([1, 2], SamplingParams(), output.request_id).request_id == output.request_id
     engine.close()
 
 

@@ -36,13 +36,15 @@ class Actor:
 
 class FakeRay:
     """A cluster. `has_room`: whether a placement group finds room; `lost`: the actors are gone with
-    their machines; `is_joined`: this process is already part of it."""
+    their machines; `is_joined`: this process is already part of it; `waits`: the seconds that each
+    placement group was waited for."""
 
     def __init__(self, address: str = "127.0.0.1", has_room: bool = True) -> None:
         self.address, self.has_room, self.lost = address, has_room, False
         self.is_joined = False
         self.joined: list[str] = []
         self.groups: list[tuple[list[dict[str, float]], str]] = []
+        self.waits: list[float] = []
         self.actors: list[Actor] = []
         self.events: list[str] = []
 
@@ -70,7 +72,12 @@ class FakeRay:
 
     def _group(self, bundles: list[dict[str, float]], strategy: str) -> Any:
         self.groups.append((bundles, strategy))
-        return SimpleNamespace(wait=lambda timeout_seconds: self.has_room)
+
+        def wait(timeout_seconds: float) -> bool:
+            self.waits.append(timeout_seconds)
+            return self.has_room
+
+        return SimpleNamespace(wait=wait)
 
     def _remote(self, kind: Any) -> Any:
         def start(options: dict[str, Any], *given: Any) -> Actor:

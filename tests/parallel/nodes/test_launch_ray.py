@@ -43,7 +43,7 @@ def test_a_node_that_ray_starts_holds_its_part_and_gives_its_place_back(ray: Fak
     alone.worker.close()
     assert ray.joined == ["local"]
     here = {"CPU": 1.0, f"node:{ray.address}": launch_ray.PINNED}
-    assert ray.groups == [([here, {"CPU": 1.0}], "STRICT_SPREAD")]
+    assert ray.groups == [([here, {"CPU": 1.0}], "STRICT_SPREAD")] and ray.waits == [120.0]
     (actor,) = ray.actors
     assert actor.options["scheduling_strategy"] == 1 and actor.options["num_cpus"] == 1.0
     assert actor.options["max_restarts"] == 0, "all ranks start again, or none"
@@ -95,11 +95,36 @@ def test_an_actor_has_the_devices_of_its_bundle_and_its_child_the_line_and_the_v
     assert len(ray.groups[0][0]) == 3 and all(each.is_killed for each in ray.actors)
 
 
-def test_a_child_has_its_module_its_line_and_its_variables(ray: FakeRay, capfd: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("bundle", "options"),
+    [
+        ({"CPU": 2.0}, (2.0, 0.0, None)),
+        ({"GPU": 4.0}, (0.0, 4.0, None)),
+        ({"NPU": 1.0}, (0.0, 0.0, {"NPU": 1.0})),
+    ],
+)
+def test_an_actor_requests_nothing_that_its_bundle_does_not_have(
+    bundle: dict[str, float], options: tuple[float, float, Any], ray: FakeRay, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray's own default is one CPU, for which its bundle would have no room."""
+    monkeypatch.setattr(launch_ray, "NODE", "no.such.module")
+    hosts = launch_ray.RayHosts("auto", 2, bundle)
+    hosts.begin((b"one\n",), 1.0)
+    hosts.close()
+    (actor,) = ray.actors
+    assert tuple(actor.options[name] for name in ("num_cpus", "num_gpus", "resources")) == options
+
+
+def test_a_child_has_its_module_its_line_and_its_variables(
+    ray: FakeRay, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A variable of its own takes precedence over the actor's."""
     actor = launch_ray.ChildActor("timeit", b"line\n", {"ACTOR_WORD": "given"})
     assert actor.place() == (ray.address, actor._process.pid)
+    assert os.getsid(actor._process.pid) == actor._process.pid, "a signal for the actor's group is not for its child"
     actor._process.kill()
     assert actor.wait() == -9
+    monkeypatch.setenv("ACTOR_WORD", "of the actor")
     command = "import os, sys; print(sys.stdin.readline().strip(), os.environ['ACTOR_WORD'], 'PATH' in os.environ)"
     popen = launch_ray.subprocess.Popen
     with pytest.MonkeyPatch.context() as patch:
@@ -117,7 +142,9 @@ def test_a_cluster_that_is_started_here_has_room_for_the_ranks(
     hosts = launch_ray.RayHosts(address, 1, {"CPU": float(room)})
     hosts.close()
     hosts.close()
+    assert not [each for each in threading.enumerate() if each.name.startswith("ray")], "its thread ends with it"
     found = given[0].get("num_cpus")
+    assert given[0].get("include_dashboard") is (None if address == "auto" else False)
     assert found == (None if address == "auto" else max(room, os.cpu_count() or 1)) and ray.events == ["left"]
 
 
@@ -144,6 +171,30 @@ def test_a_head_that_is_not_there_is_not_waited_for(ray: FakeRay) -> None:
     with pytest.raises(ConfigError, match=f"no Ray cluster can be joined at '127.0.0.1:{port}': .*refused"):
         launch_ray.RayHosts(f"127.0.0.1:{port}", 1, {"CPU": 1.0})
     assert ray.joined == [f"127.0.0.1:{port}"]
+
+
+@pytest.mark.parametrize(
+    ("address", "asked"),
+    [
+        ("head:6379", ("head", 6379)),
+        ("[fd00::1]:6379", ("fd00::1", 6379)),
+        ("auto", None),
+        ("local", None),
+        ("head", None),
+    ],
+)
+def test_a_head_is_looked_for_at_its_host_and_port_for_some_seconds(
+    address: str, asked: tuple[str, int] | None, ray: FakeRay, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: list[Any] = []
+    monkeypatch.setattr(socket, "create_connection", lambda *given: tried.append(given) or socket.socket())
+    launch_ray.RayHosts(address, 1, {"CPU": 1.0}).close()
+    assert tried == ([] if asked is None else [(asked, launch_ray.HEAD_SECONDS)]) and ray.joined == [address]
+
+
+@pytest.mark.parametrize("text", ["cause", "story\ncause", "story\n\n  cause \n", "story\r\ncause\r\n"])
+def test_the_cause_of_a_remote_error_is_in_its_last_line(text: str) -> None:
+    assert launch_ray.last_line(text) == "cause" and launch_ray.last_line("\n") == ""
 
 
 def test_ray_that_is_not_installed_is_named_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from sglcore.engine.ranks.codec import decode, encode
 from sglcore.engine.ranks.wire import Gone, Kind
 from sglcore.sampling.params import SamplingParams
 from sglcore.sampling.params_batch import SamplingBatch
-from tests.parallel.nodes.test_leader import Far, far, grouped, result
+from tests.parallel.nodes.test_leader import Far, Process, far, grouped, result
 from tests.parallel.nodes.test_watch import CAUSED, FOLLOWED
 from tests.schedule.drive import Drive
 from tests.schedule.fake_worker import make_limits
@@ -133,7 +133,8 @@ def test_ranks_are_all_told_to_end_before_one_of_them_is_waited_for() -> None:
         closing.join(30.0)
         assert not closing.is_alive() and ended == ["at the end"]
         assert [member.process.poll() for member in ranks.members] == [0, 0], "none was killed"
-        assert isinstance(ranks, Far) and np.all([channel.fileno() == -1 for channel in ranks.near])
+        channels = (*ranks.near, *(member.control for member in ranks.members))
+        assert isinstance(ranks, Far) and np.all([channel.fileno() == -1 for channel in channels])
 
 
 @pytest.mark.parametrize(("count", "shards"), [(3, 1), (6, 2), (6, 3), (2, 2)])
@@ -165,3 +166,41 @@ def test_ranks_are_told_to_end_though_one_has_left_before() -> None:
                 channel.send(Kind.CLOSED)
         for channel in ranks.steps[1:]:
             assert channel.receive().kind is Kind.CLOSE
+
+
+class Freeing(Process):
+    """A process that frees its device for a while after its last word."""
+
+    def wait(self, timeout: float) -> int:
+        self.code = 0 if self.code is None else self.code
+        return self.code
+
+
+def test_ranks_that_have_said_that_they_are_closed_have_the_time_to_end() -> None:
+    with far(2) as ranks, grouped(ranks, 1) as (group, _):
+        for member in ranks.members:
+            member.process = Freeing()
+        for channel in ranks.steps:
+            channel.send(Kind.CLOSED)
+        group.close()
+        assert [member.process.poll() for member in ranks.members] == [0, 0], "none was killed"
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_leaves_while_its_group_is_closed_is_no_failure(rank: int) -> None:
+    with far(2) as ranks, grouped(ranks, 1) as (group, ended):
+        for member in ranks.members:
+            member.process = Freeing()
+        closing = threading.Thread(target=group.close)
+        closing.start()
+        for channel in ranks.steps:
+            channel.wait_at_most(5.0)
+            assert channel.receive().kind is Kind.CLOSE
+        ranks.control[rank].close()
+        group._watcher.join(30.0)
+        group.check()
+        for channel in ranks.steps:
+            channel.send(Kind.CLOSED)
+        closing.join(30.0)
+        assert not closing.is_alive() and ended == ["at the end"]
+        group.check()

@@ -3,6 +3,8 @@ are no node's."""
 
 from __future__ import annotations
 
+import socket
+import struct
 import time
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -210,6 +212,34 @@ def test_a_node_that_says_why_it_fails_ends_the_start_for_all() -> None:
         each.close()
     listener.close()
     assert told.tb is not None, "channels are closed, and not only forgotten"
+
+
+def test_a_connection_that_is_reset_before_it_is_accepted_is_no_node() -> None:
+    listener, address = listen(None, "127.0.0.1")
+    with connect(address) as reset:
+        reset.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    node = say(address, 1)
+    (found,) = gathered(listener, 2)
+    assert found.facts.node == 1
+    for each in (listener, node, found.channel):
+        each.close()
+
+
+def test_nodes_hear_why_the_start_ends_though_one_of_them_has_left() -> None:
+    listener, address = listen(None, "127.0.0.1")
+    ours, theirs = socket.socketpair()
+    theirs.close()
+    node = say(address, 2)
+    gathering = Gathering(listener, 4, {"a": 1}, lambda *word: None, lambda facts, address: None)
+    gathering.found[1] = joined(Channel(ours, EPOCH), 1)
+    failing = Channel(connect(address), EPOCH)
+    failing.send(Kind.FAILED, b"there is no model")
+    with pytest.raises(ConfigError, match="there is no model"):
+        gathering.wait(PATIENCE, "here")
+    frame = node.receive()
+    assert frame.kind is Kind.FAILED and b"there is no model" in frame.body
+    for each in (listener, node, failing):
+        each.close()
 
 
 def test_a_leader_of_no_other_nodes_waits_for_none() -> None:
