@@ -240,3 +240,85 @@ def test_a_step_in_flight_is_collected_before_the_worker_is_closed(overlap: bool
     engine.close()
     engine.close()
     assert worker.calls == ["submit", "collect", "close"]
+
+
+def test_other_engines_are_left_before_the_worker_is_closed_and_once() -> None:
+    class Leaving(Sending):
+        def close(self) -> None:
+            worker.calls.append("pages")
+
+    worker, side = Counted(), Leaving()
+    engine = TokenEngine(worker, frozenset(), open_pages=lambda engine: side)  # pyright: ignore[reportArgumentType]
+    engine.close()
+    engine.close()
+    assert worker.calls == ["pages", "close"]
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("prefix_cache", [True, False])
+def test_an_engine_overlaps_steps_and_shares_prefixes_only_if_it_is_told_to(overlap: bool, prefix_cache: bool) -> None:
+    worker = Counted(runs_ahead=True, vocab_size=2147)
+    engine = Engine(worker, embedded_model(), overlap=overlap, prefix_cache=prefix_cache)
+    engine.add([3] * 20, FREE)
+    engine.step()
+    assert worker.calls == (["submit"] if overlap else ["submit", "collect"])
+    while engine.has_work:
+        engine.step()
+    output = engine.add([3] * 20, FREE)
+    while engine.has_work:
+        engine.step()
+    assert (output.cached_tokens > 0) is prefix_cache
+    engine.close()
+
+
+@pytest.mark.parametrize("prompt", ["Once upon a time", [5, 6, 7]], ids=["text", "ids"])
+def test_an_output_has_the_text_of_its_prompt_if_there_is_one_and_its_ids(prompt: Any) -> None:
+    engine = Engine(ConstantWorker(make_limits(vocab_size=2147)), embedded_model())
+    output = engine.add(prompt, FREE)
+    is_text = isinstance(prompt, str)
+    assert output.prompt == (prompt if is_text else None)
+    assert output.prompt_token_ids == (engine.codec.encode(prompt) if is_text else prompt)
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    ("ignores", "stops", "cause"),
+    [
+        (False, (), TOKEN),
+        (True, (), None),
+        (True, (TOKEN,), TOKEN),
+        (True, (TOKEN + 1,), None),
+        (False, (TOKEN + 1,), TOKEN),
+        (False, (TOKEN,), TOKEN),
+    ],
+)
+def test_a_request_may_ignore_the_ends_of_a_text_but_not_its_own_stop_tokens(
+    ignores: bool, stops: tuple[int, ...], cause: int | None
+) -> None:
+    """The worker draws the end of a text at each step."""
+    engine = TokenEngine(ConstantWorker(make_limits(vocab_size=2147)), frozenset({TOKEN}))
+    engine.add("r", [1, 2], SamplingParams(max_tokens=3, ignore_eos=ignores, stop_token_ids=stops), 0)
+    outputs = [each for _ in range(9) if engine.has_work for each in engine.step()]
+    tokens = [token for each in outputs for token in each.token_ids]
+    assert (outputs[-1].finish_reason, outputs[-1].stop_cause) == ("length" if cause is None else "stop", cause)
+    assert tokens == [TOKEN] * (3 if cause is None else 1)
+    engine.close()
+
+
+def test_each_sample_ends_once_and_the_others_go_on() -> None:
+    engine = TokenEngine(ConstantWorker(make_limits()), frozenset())
+    engine.add("r", [1, 2], SamplingParams(max_tokens=9, n=3), 0)
+    engine.step()
+
+    def told(outputs: list[EngineOutput]) -> list[tuple[int, str | None, int | str | None]]:
+        return [(each.index, each.finish_reason, each.stop_cause) for each in outputs]
+
+    assert told(engine.end_sample("r", 1, "word")) == [(1, "stop", "word")]
+    assert told(engine.end_sample("r", 0, None)) == [(0, "abort", None)]
+    assert engine.end_sample("r", 1, None) == [] == engine.end_sample("r", 7, "word") == engine.abort("other")
+    assert {each.index for each in engine.step()} <= {2} and engine.has_work
+    assert told(engine.abort("r")) == [(2, "abort", None)]
+    while engine.has_work:
+        assert engine.step() == []
+    assert engine.abort("r") == []
+    engine.close()

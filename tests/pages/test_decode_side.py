@@ -36,6 +36,7 @@ class Played:
         self.open: set[int] = set()
         self.cancelled: list[int] = []
         self.drains = True
+        self.closed = 0
         self._offered = 0
 
     @property
@@ -72,7 +73,8 @@ class Played:
     def fileno(self) -> int:
         return -1
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        self.closed += 1
 
 
 class Playing:
@@ -245,8 +247,14 @@ def test_where_no_engine_is_left_all_that_wait_end_in_one_step(count: int) -> No
     playing.engine.close()
 
 
-@pytest.mark.parametrize("word", [Refusal(1, "broken"), "it is gone"], ids=["broken", "gone"])
-def test_a_prompt_that_nobody_wants_any_more_is_asked_of_no_other_engine(word: Refusal | str, playing: Playing) -> None:
+@pytest.mark.parametrize(
+    "word",
+    [Refusal(1, "broken"), Refusal(1, "too long", refused=True), First(1, 9, 0), "it is gone"],
+    ids=["broken", "refused", "written", "gone"],
+)
+def test_a_prompt_that_nobody_wants_any_more_is_asked_of_no_other_engine(
+    word: First | Refusal | str, playing: Playing
+) -> None:
     playing.add("a")
     playing.hear()
     playing.transfer.drains = False

@@ -289,3 +289,12 @@ def test_messages_that_have_arrived_are_work_though_nothing_is_computed() -> Non
     for played.has_news in (False, True):
         found.append(side.has_work)
     assert found == [False, True]
+
+
+def test_connections_are_closed_with_the_engine() -> None:
+    closed: list[str] = []
+    transfer: Any = SimpleNamespace(close=lambda: closed.append("transfer"), fileno=lambda: 7)
+    side = PromptSide(transfer, transfer)
+    assert (side.fileno(), side.lacks) == (7, "")
+    side.close()
+    assert closed == ["transfer"]

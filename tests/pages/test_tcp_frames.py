@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import socket
 import struct
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 
 from sglcore.device.page_transfer import PeerLost, Progress, Transfer
+from sglcore.engine.disaggregation import tcp_frames, tcp_transfer
 from sglcore.engine.disaggregation.tcp_frames import MAGIC, Connection, Frame, Kind, Lost, receive_frame, send_frame
 from tests.pages.test_tcp_pages import Ends, heard, ints, is_hung_up, until
 
@@ -97,6 +99,70 @@ def test_the_first_reason_of_an_end_is_told_once_and_fails_what_was_not_sent(sta
     connection.close()
     assert not any(thread.is_alive() for thread in connection._threads) and connection._stream.fileno() == -1
     assert [each for each in posted if isinstance(each, Lost)] == posted[:1]
+
+
+@pytest.mark.parametrize("is_damaged", [False, True])
+def test_a_peer_is_lost_with_the_reason_that_its_stream_gives(is_damaged: bool, stack: ExitStack) -> None:
+    connection, far, posted = connected(stack)
+    if is_damaged:
+        far.sendall(HEAD.pack(MAGIC, 0, 0, 0, 0))
+    else:
+        far.close()
+    until(lambda: bool(posted))
+    why = (
+        "another engine sent data that is not a frame of this protocol"
+        if is_damaged
+        else "it has closed the connection"
+    )
+    assert posted == [Lost(4, why)] and connection.name == "host:1"
+
+
+def test_a_peer_to_which_nothing_can_be_sent_is_lost_and_no_frame_follows(
+    stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For example one that does not read."""
+    tried: list[int] = []
+
+    def send(stream: socket.socket, kind: Kind, region: int, lease: int, parts: Any) -> None:
+        tried.append(lease)
+        raise TimeoutError("timed out")
+
+    connection, far, posted = connected(stack)
+    monkeypatch.setattr(tcp_frames, "send_frame", send)
+    transfers = [Transfer(), Transfer()]
+    for lease, transfer in enumerate(transfers):
+        connection.queue(Kind.PAGES, lease=lease, ends=transfer)
+    why = "sending to it failed: timed out"
+    until(lambda: len(posted) == 3)
+    assert Lost(4, why) in posted and posted.count(Frame(4, Kind.BEAT)) == 2 and tried == [0]
+    assert [(each.progress, each.reason) for each in transfers] == [(Progress.FAILED, why)] * 2 and is_hung_up(far)
+
+
+@pytest.mark.parametrize("is_asked", [True, False])
+def test_a_greeting_that_is_too_long_is_not_waited_for(
+    is_asked: bool, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its sender could fill the memory of either side."""
+    monkeypatch.setattr(tcp_transfer, "GREETING", 60.0)
+    ends = Ends(stack)
+    greeting = HEAD.pack(MAGIC, Kind.HELLO if is_asked else Kind.WELCOME, 0, 0, tcp_transfer.LONGEST_HELLO + 1)
+    if is_asked:
+        host, _, port = ends.source.address.rpartition(":")
+        stream = stack.enter_context(socket.create_connection((host, int(port))))
+        stream.sendall(greeting)
+        assert is_hung_up(stream)
+        return
+    listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+
+    def answer() -> None:
+        stream = stack.enter_context(listener.accept()[0])
+        stream.sendall(greeting)
+
+    answering = threading.Thread(target=answer)
+    answering.start()
+    with pytest.raises(PeerLost, match="there is no prompt engine at .* is not a frame of this protocol"):
+        ends.target.connect(f"127.0.0.1:{listener.getsockname()[1]}")
+    answering.join(30.0)
 
 
 @pytest.mark.parametrize("layers", [None, (0, 1), (1, 2)])

@@ -59,7 +59,7 @@ def test_a_cluster_in_which_the_program_was_before_is_not_left(ray: FakeRay) -> 
     hosts = launch_ray.RayHosts("local", 1, {"CPU": 1.0})
     hosts.begin((), 1.0)
     hosts.close()
-    assert ray.joined == [] and ray.events == ["removed"]
+    assert ray.joined == [] and ray.events == ["removed"] and ray.waits == [1.0]
 
 
 def test_a_cluster_without_so_many_hosts_is_refused_with_what_it_has(ray: FakeRay, folder: Path) -> None:

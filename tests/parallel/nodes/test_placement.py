@@ -36,7 +36,9 @@ FIND = "sglcore.engine.ranks.rank_launch.find_spec"
 def test_a_launcher_that_restarts_all_nodes_does_it_instead_of_the_server(
     environ: Mapping[str, str], settings: dict[str, Any], restarter: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert placed(environ, **settings).restarter == restarter
+    found = placed(environ, **settings)
+    assert found.restarter == restarter and found.row("auto").reason == found.reason
+    assert found.row("auto", "by cable").reason == f"{found.reason}; by cable"
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
     config = resolve_config({"tp": 4, **settings}, {})

@@ -3,6 +3,7 @@ started with, and which network it uses."""
 
 from __future__ import annotations
 
+import os
 import socket
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -21,7 +22,7 @@ from sglcore.device.worker import Limits
 from sglcore.engine.ranks import rank_process
 from sglcore.engine.ranks.codec import decode, encode
 from sglcore.engine.ranks.rank_process import HOST_INTERFACE, LEADER_GONE, start_rank, tell_interface
-from sglcore.engine.ranks.spec import RankSpec
+from sglcore.engine.ranks.spec import RankSpec, spawn_local
 from sglcore.engine.ranks.wire import Channel, Gone, Kind
 from tests.parallel.nodes.test_rank_control import Recorded, steps_of
 from tests.schedule.fake_worker import make_limits
@@ -144,13 +145,25 @@ def test_a_rank_whose_leader_leaves_while_it_introduces_itself_has_lost_it(
 @pytest.mark.parametrize("beat", [0.25, 7.0])
 def test_a_rank_beats_as_often_as_its_leader_says(beat: float, monkeypatch: pytest.MonkeyPatch) -> None:
     beats: list[Any] = []
+    told: list[tuple[Any, ...]] = []
     monkeypatch.setattr(rank_process.signal, "signal", lambda *given: None)
-    monkeypatch.setattr(rank_process, "tell_interface", lambda *given: None)
+    monkeypatch.setattr(rank_process, "tell_interface", lambda *given: told.append(given))
     monkeypatch.setattr(rank_process, "_channel", lambda spec, place, use: use)
     monkeypatch.setattr(rank_process, "Control", lambda channel, seconds: beats.append(seconds) or channel)
     monkeypatch.setattr(rank_process, "serve", lambda spec, place, steps, control: beats.append((steps, control)))
-    assert rank_process.run(RankSpec({}, "", PLACE.as_plain(), "unix:none", 7, "word", beat=beat)) == 0
-    assert beats == [beat, ("steps", "control")]
+    spec = RankSpec({}, "", PLACE.as_plain(), "unix:none", 7, "word", beat=beat)
+    assert rank_process.run(spec) == 0
+    assert beats == [beat, ("steps", "control")] and told == [(spec, PLACE, os.environ)]
+
+
+def test_a_rank_is_not_in_the_group_of_its_leader() -> None:
+    """A signal from the terminal is for the leader, which closes its ranks."""
+    process: Any = spawn_local(RankSpec({}, "", PLACE.as_plain(), "unix:none", 7, "word"))
+    try:
+        assert os.getsid(process.pid) == process.pid
+    finally:
+        process.kill()
+        process.wait(30.0)
 
 
 @pytest.mark.parametrize("neighbours", [1, 2])

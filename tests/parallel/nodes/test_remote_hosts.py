@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import socket
 import struct
+import sys
 import time
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -221,6 +222,19 @@ def test_a_connection_that_is_reset_before_it_is_accepted_is_no_node() -> None:
     node = say(address, 1)
     (found,) = gathered(listener, 2)
     assert found.facts.node == 1
+    for each in (listener, node, found.channel):
+        each.close()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have one loopback address")
+def test_a_node_is_known_by_its_own_address_and_the_leader_by_that_at_which_it_was_reached() -> None:
+    listener, address = listen(None, "")
+    stream = socket.create_connection(("127.0.0.3", listener.getsockname()[1]), source_address=("127.0.0.2", 0))
+    node = Channel(stream, EPOCH)
+    node.send(Kind.HELLO, facts(1))
+    (found,) = gathered(listener, 2)
+    assert (found.address, found.reached) == ("127.0.0.2", "127.0.0.3") and address.startswith("tcp:")
+    assert RemoteHost(found, 1.0, 1.0).address == "127.0.0.2"
     for each in (listener, node, found.channel):
         each.close()
 

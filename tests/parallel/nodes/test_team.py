@@ -36,7 +36,10 @@ def maker(placement: Placement = ALONE, spawn: Any = None, resource: str = "", v
     return Maker(config, choice, communication, Topology(tp=WORLD), spawn, TOLD, placement)
 
 
-def test_all_ranks_of_one_machine_meet_in_a_folder_that_goes_with_the_start() -> None:
+def test_all_ranks_of_one_machine_meet_in_a_folder_in_memory_that_goes_with_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(team, "_folder", lambda: str(tmp_path))
     spawned: list[RankSpec] = []
 
     def spawn(spec: RankSpec) -> Any:
@@ -52,7 +55,11 @@ def test_all_ranks_of_one_machine_meet_in_a_folder_that_goes_with_the_start() ->
         assert [(each.rank, each.local, each.neighbours) for each in places] == [(n, n, WORLD) for n in range(WORLD)]
         (meeting,) = {each.meeting for each in places}
         home = Path(meeting.removeprefix("file://")).parent
-        assert home.is_dir() and {each.address for each in spawned} == {f"unix:{home / 'ranks'}"}
+        assert (
+            home.is_dir()
+            and home.parent == tmp_path
+            and {each.address for each in spawned} == {f"unix:{home / 'ranks'}"}
+        )
         assert {(each.epoch, each.secret, each.beat, each.own_address) for each in spawned} == {(7, "s", 0.5, "")}
         assert [each.config["device"] for each in spawned] == ["x:3", "x:4", "x:5", "x:6"]
     assert not home.exists() and found.listener.fileno() == -1
@@ -119,6 +126,8 @@ def test_each_node_is_ordered_its_ranks_and_those_here_get_the_leaders_address()
         assert (order.address, order.port, order.epoch, order.secret, order.beat) == ("127.0.0.1", 5, 7, "s", 0.5)
         assert order.silence == 0.5 * team.SILENCES and order.interface_variables == ("X_IFNAME",)
         assert order.decided == {"speculative": None}
+        (remote,) = found.hosts
+        assert (remote.address, remote._beat, remote._silence) == ("10.0.0.2", 0.5, 0.5 * team.SILENCES)
         assert [(each["local"], each["neighbours"]) for each in order.ranks] == [(2, 4), (3, 4)]
         assert list(here) == [0, 1]
         for spec in spawned:
@@ -215,3 +224,13 @@ def test_ranks_share_a_folder_in_memory_where_there_is_one(
 
 def test_a_longer_address_stands_in_brackets() -> None:
     assert team._url("fd00::1", 5) == "tcp://[fd00::1]:5" and team._url("10.0.0.1", 5) == "tcp://10.0.0.1:5"
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
+def test_ranks_meet_at_a_port_that_is_free_at_the_address_of_their_leader(address: str) -> None:
+    if not team._is_own(address):
+        pytest.skip(f"the machine has no address {address}")
+    port = team._free_port(address)
+    assert port > 0
+    with socket.create_server((address, port), family=socket.AF_INET6 if ":" in address else socket.AF_INET):
+        assert not team._is_own("203.0.113.7")
