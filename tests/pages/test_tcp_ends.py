@@ -75,6 +75,15 @@ def test_an_engine_whose_secret_is_wrong_is_told_so_and_then_hung_up_on(stack: E
     assert ends.source.peers == (ends.at_source,)
 
 
+@pytest.mark.parametrize("kind", [kind for kind in Kind if kind is not Kind.HELLO])
+def test_a_greeting_in_another_frame_is_none(kind: Kind, stack: ExitStack) -> None:
+    ends = Ends(stack)
+    host, _, port = ends.source.address.rpartition(":")
+    stream = stack.enter_context(socket.create_connection((host, int(port)), timeout=30))
+    send_frame(stream, kind, parts=(msgspec.msgpack.encode(tcp_transfer.Hello(asdict(LAYOUT), "word")),))
+    assert is_hung_up(stream) and ends.source.peers == (ends.at_source,)
+
+
 @pytest.mark.parametrize("kind", [Kind.REFUSED, Kind.BEAT, Kind.HELLO])
 def test_an_engine_that_is_not_welcome_hangs_up(kind: Kind, stack: ExitStack) -> None:
     end = TcpPages(Memory(), LAYOUT)
