@@ -118,6 +118,19 @@ def test_a_caller_whose_channel_breaks_is_told_the_cause_that_comes_a_moment_lat
         later.join()
 
 
+def test_a_caller_waits_for_the_cause_no_longer_than_it_takes_to_come() -> None:
+    with far(2) as ranks:
+        ranks.watch.patience = replace(ranks.watch.patience, settle=60.0)
+        with grouped(ranks, 1) as (group, _):
+            ticket = group.submit(batch_of(1))
+            ranks.say(1, Kind.FAILED, CAUSED)
+            ranks.steps[0].close()
+            begin = time.monotonic()
+            with pytest.raises(WorkerLost, match="rank 1 failed in its model: no room"):
+                group.collect(ticket)
+            assert time.monotonic() - begin < 60.0
+
+
 def test_ranks_are_all_told_to_end_before_one_of_them_is_waited_for() -> None:
     with far(2) as ranks, grouped(ranks, 1) as (group, ended):
         closing = threading.Thread(target=group.close)

@@ -160,6 +160,16 @@ def test_a_word_to_a_host_that_has_left_is_the_end_of_its_channel(monkeypatch: p
     RemoteHost(Joined(NodeFacts(1, "", 0, 0, 1, {}), other, "a", "b"), 1.0, 5.0).close()
 
 
+def test_a_host_to_which_nothing_can_be_sent_is_hung_up_on_so_that_it_is_lost_at_once() -> None:
+    class Broken(Scripted):
+        def send(self, kind: Kind) -> None:
+            raise Gone("the other end is gone")
+
+    channel: Any = Broken([0.0], [])
+    RemoteHost(Joined(NodeFacts(1, "", 0, 0, 1, {}), channel, "a", "b"), 1.0, 5.0).end()
+    assert channel.is_hung_up
+
+
 def facts(node: int, **shared: int) -> bytes:
     return msgspec.msgpack.encode(NodeFacts(node, "", 0, 0, 1, {"a": 1, **shared}))
 
