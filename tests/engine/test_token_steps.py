@@ -95,6 +95,25 @@ def test_a_compiler_is_given_all_that_binds_an_output() -> None:
     engine.close()
 
 
+def test_each_sample_follows_a_grammar_by_itself_from_the_end_of_the_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Starting(Compiler):
+        def start_after(self, prompt: Any) -> Any:
+            begun.append((prompt.tolist(), object(), object()))
+            return begun[-1][1:]
+
+    begun: list[Any] = []
+    compiler = Starting()
+    compiler.is_done = True
+    engine = compiling(compiler)
+    requests = engine.add("bound", [1, 2], replace(BOUND, n=3), 0)
+    assert not begun
+    monkeypatch.setattr(engine, "_queue", lambda group: None)
+    engine.step()
+    assert [prompt for prompt, *_ in begun] == [[1, 2]] * 3 and len({id(matcher) for _, matcher, _ in begun}) == 3
+    assert [(each.matcher, each.change) for each in requests] == [(matcher, change) for _, matcher, change in begun]
+    engine.close()
+
+
 def test_a_request_that_can_never_run_is_refused_before_its_grammar_is_compiled() -> None:
     compiler = Compiler()
     engine = compiling(compiler, max_model_len=32)

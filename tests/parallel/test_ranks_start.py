@@ -46,10 +46,12 @@ def choice_of(*, is_host: bool = True, index: int = 0, devices: int = 0, talks: 
 
 class Ranks:
     """Ranks that connect and report as soon as they are started. `reports`: the report of each
-    rank; `codes`: exit codes of ranks that end before they connect."""
+    rank; `codes`: exit codes of ranks that end before they connect; `told`: the progress that each
+    reports before."""
 
     def __init__(self, reports: dict[int, tuple[Kind, Any]], codes: dict[int, int] | None = None) -> None:
         self.reports, self.codes = reports, codes or {}
+        self.told: list[tuple[str, int, int]] = []
         self.specs: list[RankSpec] = []
         self.processes: list[Process] = []
         self.ends: list[Channel] = []
@@ -63,6 +65,8 @@ class Ranks:
             for channel, use in ((steps, "steps"), (control, "control")):
                 channel.send(Kind.HELLO, msgspec.msgpack.encode([spec.secret, rank, use, 1]))
                 channel.wait_at_most(5.0)
+            for word in self.told:
+                control.send(Kind.PROGRESS, msgspec.msgpack.encode(word))
             kind, values = self.reports[rank]
             control.send(kind, msgspec.msgpack.encode(values))
             steps.send(Kind.CLOSED)
@@ -124,6 +128,16 @@ def test_a_start_tells_each_rank_its_secret_and_beat_and_takes_the_decisions_of_
         assert len(closed) == len(told)
         ranks.check_ended()
     assert told[0].secret != told[1].secret and told[0].epoch != told[1].epoch
+
+
+def test_a_start_says_how_far_its_first_rank_is(closed: list[Team]) -> None:
+    ranks, found = Ranks({rank: ready(rank) for rank in range(2)}), list[tuple[str, int, int]]()
+    ranks.told = [("weights", 1, 2), ("weights", 2, 2)]
+    options = RankOptions(ranks.spawn, SOON)
+    told: Any = lambda *word: found.append(word)  # noqa: E731
+    start_ranks(CONFIG, embedded_model(), choice_of(), DecisionLedger(), told, options)[0].close()
+    ranks.check_ended()
+    assert found == ranks.told
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="open files are counted as Linux lists them")

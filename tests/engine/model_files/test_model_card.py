@@ -46,6 +46,15 @@ def test_most_bytes_name_the_type_and_packed_weights_are_not_counted(tmp_path: P
     assert card.digest != plain.digest
 
 
+@pytest.mark.parametrize("quantization", [None, {}, {"quant_method": None}, {"bits": 4}])
+def test_a_quantization_without_a_method_is_told_by_the_type_of_the_weights(
+    quantization: dict[str, object] | None, tmp_path: Path
+) -> None:
+    config: dict[str, object] = {"quantization_config": quantization, "text_config": None, "hidden_size": 7}
+    card = read_card(folder_of(tmp_path, config, a=np.zeros((2, 4), np.int8), b=np.zeros(1, np.float32)))
+    assert (card.precision, card.family, card.sizes) == ("I8", "", {"embedding_length": 7})
+
+
 def test_a_gguf_file_tells_the_same_of_the_same_model(tmp_path: Path) -> None:
     sizes: Any = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=64, num_key_value_heads=1, **sizes))

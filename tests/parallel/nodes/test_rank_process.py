@@ -3,6 +3,7 @@ started with, and which network it uses."""
 
 from __future__ import annotations
 
+import io
 import os
 import socket
 from dataclasses import asdict, replace
@@ -154,6 +155,22 @@ def test_a_rank_beats_as_often_as_its_leader_says(beat: float, monkeypatch: pyte
     spec = RankSpec({}, "", PLACE.as_plain(), "unix:none", 7, "word", beat=beat)
     assert rank_process.run(spec) == 0
     assert beats == [beat, ("steps", "control")] and told == [(spec, PLACE, os.environ)]
+
+
+@pytest.mark.parametrize("code", [0, LEADER_GONE])
+def test_the_process_of_a_rank_runs_the_spec_on_its_standard_input(code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[RankSpec] = []
+    opened: list[Any] = []
+
+    def opens(*given: Any, **how: Any) -> io.BytesIO:
+        opened.append((given, how))
+        return io.BytesIO(msgspec.json.encode(spec) + b"\nmore")
+
+    spec = RankSpec({"tp": 2}, CHOSEN.encode(), PLACE.as_plain(), "unix:a", 7, "word", 0.5, "10.0.0.2", ("X", "Y"))
+    monkeypatch.setattr(rank_process, "open", opens, raising=False)
+    monkeypatch.setattr(rank_process, "run", lambda given: ran.append(given) or code)
+    assert rank_process.main() == code and ran == [spec]
+    assert opened == [((0, "rb"), {"closefd": False})], "the descriptor stays open and is not given to other files"
 
 
 def test_a_rank_is_not_in_the_group_of_its_leader() -> None:
