@@ -13,6 +13,8 @@ MOST_WRITTEN_OUT = 1 << 14
 """Maximum of `written_out` for one pattern: compilers expand counts, and look ahead over the
 expanded pattern at each token."""
 _COUNT = re.compile(r"\{(\d{1,18})(?:,\d*)?\}")
+_OPENING = re.compile(r"\((?:\?(?:P?<\w+>|[a-zA-Z-]*:))?")
+"""The beginning of a group, with its name or flags."""
 
 
 def refuse_large(grammar: Grammar) -> None:
@@ -40,11 +42,12 @@ def written_out(pattern: str) -> int:
     while place < len(pattern):
         letter, end = pattern[place], place + 1
         count = _COUNT.match(pattern, place) if letter == "{" else None
+        opening = _OPENING.match(pattern, place)
         if count is not None:
             total, last, end = total - last + last * int(count[1]), last * int(count[1]), count.end()
-        elif letter == "(":
+        elif opening is not None:
             outer.append((longest, total))
-            longest, total, last = 0, 0, 0
+            longest, total, last, end = 0, 0, 0, opening.end()
         elif letter == ")" and outer:
             last = max(longest, total)
             longest, before = outer.pop()

@@ -23,9 +23,10 @@ class RuledTokens:
         self, rules: TokenRules, vocabulary: Vocabulary, inner: CompiledGrammar | None, *, has_end: bool = False
     ) -> None:
         self._inner = inner
-        self.allowed = frozenset(rules.allowed)
+        ends = vocabulary.eos_ids if has_end else ()
+        self.allowed = frozenset((*rules.allowed, *ends) if rules.allowed else ())
         self.mask = np.full(-(-vocabulary.size // 32), 0 if rules.allowed else -1, dtype=np.int32)
-        for token in (*rules.allowed, *(vocabulary.eos_ids if has_end else ())):
+        for token in self.allowed:
             self.mask.view(np.uint32)[token >> 5] |= np.uint32(1 << (token & 31))
         spelled = (word for each in rules.bad_words for word in (each, " " + each))
         encoded = (vocabulary.tokenizer.encode(word, add_special_tokens=False).ids for word in spelled)

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from datetime import datetime
 from functools import wraps
+from string import Formatter
 from typing import Any, ClassVar
 
 from jinja2 import Template, TemplateError, nodes
@@ -30,9 +31,13 @@ MAX_WIDTH = 100_000
 MAX_BITS = 4096
 """Maximum bits of a whole number that `*` or `**` computes."""
 
-_WIDE_FORMAT = re.compile(r"\d{6,}")
-_WIDTH_FROM_VALUE = re.compile(r":[^{}]*\{|%[^%a-zA-Z]*\*")
-_PADS = frozenset({"ljust", "rjust", "center", "zfill", "expandtabs", "indent", "wordwrap"})
+_WIDE = re.compile(r"(?!0)\d{6,}|[{*]")
+"""A width or precision of more than five digits, or one that a value gives."""
+_PERCENT = re.compile(r"%(?:\([^()]*\))?[-#0 +]*((?:\*|\d+)?(?:\.(?:\*|\d*))?)[hlL]?(.?)", re.DOTALL)
+"""A field of a format for `%`: its width and precision, and its kind, which is "(" if its key has
+parentheses."""
+_PADS = frozenset({"ljust", "rjust", "center", "zfill", "expandtabs", "indent", "wordwrap", "batch", "slice", "round"})
+"""Methods and filters whose work grows with a number that they are given."""
 
 
 class TemplateLimit(TemplateError):
@@ -104,7 +109,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
     def made(self, value: Any) -> Any:
         """Return the value unchanged, after counting its characters or items. Raises
         TemplateLimit."""
-        if isinstance(value, str | list | tuple):
+        if isinstance(value, str | bytes | list | tuple):
             self._spent.made += len(value)
             if self._spent.made > self._bounds.made:
                 raise TemplateLimit(f"it makes more than {self._bounds.made} characters in all its intermediate values")
@@ -117,8 +122,9 @@ class Sandbox(ImmutableSandboxedEnvironment):
         name = obj.__name__ if callable(obj) and not isinstance(obj, LoopContext) and _named(obj) else ""
         if name in _PADS:
             _check_width((*args, *kwargs.values()))
-        if isinstance(obj, LoopContext) and args:
-            args = (self.turns(args[0]), *args[1:])
+        if isinstance(obj, LoopContext):
+            args = tuple(map(self.turns, args))
+            kwargs = {name: self.turns(items) for name, items in kwargs.items()}
         return self.made(super().call(context, obj, *args, **kwargs))
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
@@ -127,7 +133,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         method."""
         inner = super().wrap_str_format(value)
         if inner is not None:
-            _check_format(value.__self__)
+            _check_widths(value.__self__, (spec or "" for _, _, spec, _ in Formatter().parse(value.__self__)))
         return inner
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
@@ -135,11 +141,11 @@ class Sandbox(ImmutableSandboxedEnvironment):
         Raises TemplateLimit. Overrides Jinja's method."""
         self._step()
         numbers: list[int] = [value for value in (left, right) if isinstance(value, int)]
-        sized = [value for value in (left, right) if isinstance(value, str | list | tuple)]
+        sized = [value for value in (left, right) if isinstance(value, str | bytes | list | tuple)]
         if operator == "*" and sized and numbers and len(sized[0]) * max(numbers[0], 0) > MAX_WIDTH:
             raise TemplateLimit(f"it repeats to more than {MAX_WIDTH} characters")
-        if operator == "%" and isinstance(left, str):
-            _check_format(left)
+        if operator == "%" and isinstance(left, str | bytes):
+            _check_percent(left)
         bits = sum(value.bit_length() for value in numbers) if operator == "*" else 0
         if operator == "**" and len(numbers) == 2:
             bits = numbers[0].bit_length() * max(numbers[1], 0)
@@ -157,9 +163,10 @@ class Sandbox(ImmutableSandboxedEnvironment):
         def bounded(*args: Any, **kwargs: Any) -> Any:
             self._step()
             if name in _PADS:
-                _check_width((*args, *kwargs.values()))
+                own = 2 if args[0] is self else 1  # the filtered value, after the environment for some filters
+                _check_width((*args[own:], *kwargs.values()))
             if name == "format":
-                _check_format(str(args[0]))
+                _check_percent(str(args[0]))
             return self.made(function(*args, **kwargs))
 
         return bounded
@@ -205,8 +212,13 @@ def _check_width(values: Iterable[Any]) -> None:
         raise TemplateLimit(f"it pads to {wide[0]} characters, more than {MAX_WIDTH}")
 
 
-def _check_format(form: str) -> None:
-    if _WIDE_FORMAT.search(form) or _WIDTH_FROM_VALUE.search(form):
+def _check_percent(form: str | bytes) -> None:
+    text = form if isinstance(form, str) else form.decode("latin-1")
+    _check_widths(form, ("*" if field[2] == "(" else field[1] for field in _PERCENT.finditer(text)))
+
+
+def _check_widths(form: str | bytes, widths: Iterable[str]) -> None:
+    if any(map(_WIDE.search, widths)):
         raise TemplateLimit(f"its format {form!r:.40} may be wider than {MAX_WIDTH} characters")
 
 

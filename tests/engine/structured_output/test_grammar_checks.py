@@ -249,6 +249,17 @@ def test_what_took_long_to_check_is_compiled_where_it_holds_up_only_its_like(sec
         ("((", 0),
         ("a{x}{2}", 5),
         ("[abc", 1),
+        (r"\\{9}\)(\(a){4}\{5}", 21),
+        ("[^]a]{3}[^]{2}]", 4),
+        ("[\\\n]{2}[\n]{2}.{3}", 7),
+        ("a|b{3}|c{2}", 3),
+        ("(a{5}|b)(c|d{0}){2}", 7),
+        ("ab|{3}", 2),
+        ("a){2}b", 4),
+        ("a{0}b{01}{x{3}", 5),
+        (f"a{{{10**17}}}", 10**17),
+        ("a\\", 2),
+        ("(?:ab){3}(?<n>a){2}(?P<name>b){4}(?i:c)(?s-m:d){2}", 15),
     ],
 )
 def test_the_size_of_a_pattern_is_what_its_counts_write_out(pattern: str, size: int) -> None:

@@ -168,3 +168,33 @@ def test_a_trigger_is_text_whatever_its_characters_mean_in_a_pattern(backend: An
     assert follow(grammar, f"one {trigger}12") is False
     assert follow(grammar, f"one {trigger}12{trigger[::-1]} more") is True
     assert follow(grammar, f"one {trigger}word") is None
+
+
+@pytest.mark.parametrize("backend", [Llguidance, Xgrammar])
+@pytest.mark.parametrize(
+    ("rest", "end"),
+    [(" ", " "), ("\n", "\n\n"), (' name="q">', "\\"), ("\t\u00e9", "\u3000"), ("", "\n"), ("  x", "</a> ")],
+)
+def test_a_tag_begins_and_ends_with_all_its_characters(backend: Any, rest: str, end: str) -> None:
+    tag = {"begin": f"<a{rest}", "schema": {"type": "boolean"}, "end": end}
+    grammar = compiled(backend(VOCABULARY), {"structures": [tag], "triggers": ["<a"]})
+    assert follow(grammar, f"so <a{rest}true{end}and") is True
+    assert follow(grammar, f"so <a{rest}true{end}<a{rest}false{end}") is True
+    assert follow(grammar, f"so <a{rest}true") is False
+    assert follow(grammar, f"so <a{rest}true{end.strip()}and") is (True if end.strip() == end else None)
+    assert not rest or follow(grammar, f"so <a{rest.strip()}true{end}and") is (True if rest.strip() == rest else None)
+
+
+@pytest.mark.parametrize("backend", [Llguidance, Xgrammar])
+def test_each_tag_has_its_own_schema_and_end_also_behind_one_trigger(backend: Any) -> None:
+    kinds = {"a": ("integer", "1", "!"), "b": ("boolean", "true", "?"), "c": ("null", "null", "")}
+    tags = [
+        {"begin": f"<{name}>", "schema": {"type": kind}, "end": f"{mark}</{name}>"}
+        for name, (kind, _, mark) in kinds.items()
+    ]
+    for triggers in (["<"], ["<a", "<b", "<c"], ["<c", "<a", "<b"]):
+        grammar = compiled(backend(VOCABULARY), {"structures": tags, "triggers": triggers})
+        for name in kinds:
+            for other, (_, value, mark) in kinds.items():
+                right = name == other
+                assert follow(grammar, f"<{name}>{value}{mark}</{name}>") is (True if right else None), (name, other)

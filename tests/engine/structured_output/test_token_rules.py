@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 from sglcore.engine.structured_output.grammar_cache import open_grammars
 from sglcore.engine.structured_output.grammar_llguidance import Llguidance
@@ -134,3 +135,64 @@ def test_after_reasoning_without_a_form_only_the_allowed_tokens_may_come() -> No
     assert all(matcher.accept(token) for token in mark)
     assert allowed(matcher) == taken(matcher) == set(rules.allowed)
     grammars.close()
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [
+        TokenRules(tuple({*ids("fox"), *ids("fox fox"), *ids("o")}), ()),
+        TokenRules(tuple({*ids("fox"), *ids("fox fox")}), ("fox fox fox",)),
+        TokenRules((), ("foxes", "fox fox fox")),
+    ],
+)
+def test_beside_a_form_too_the_mask_is_what_is_taken(rules: TokenRules) -> None:
+    matcher = started(rules, "fox( fox)*")
+    tried = {EOS, *ids("fox fox"), *ids("of dog a"), *range(0, SIZE, 101)}
+    for token in (*ids("fox fox"), None):
+        found = allowed(matcher)
+        assert found <= tried and not matcher.error
+        for each in tried:
+            is_taken = matcher.accept(each)
+            assert is_taken is (each in found), each
+            matcher.rollback(int(is_taken))
+        assert token is None or matcher.accept(token)
+    assert EOS in allowed(matcher)
+
+
+def test_tokens_that_one_of_two_rules_refuses_count_for_neither() -> None:
+    first, second = ids("fox"), ids(" fox")
+    matcher = started(TokenRules((), ("fox fox fox",)), "fox( fox){1,9}")
+    assert len(first) > 0 and all(matcher.accept(token) for token in (*first, *second))
+    *begin, last = second
+    for _ in range(3):
+        assert all(matcher.accept(token) for token in begin)
+        assert not matcher.accept(last) and last not in allowed(matcher)
+        matcher.rollback(len(begin))
+    assert not matcher.accept(ids("dog")[0])
+    matcher.rollback(0)
+    assert EOS in allowed(matcher)
+    matcher.rollback(len(second))
+    assert all(matcher.accept(token) for token in second) and EOS in allowed(matcher)
+
+
+def test_matchers_of_the_same_rules_go_their_own_ways() -> None:
+    *begin, last = ids(LONG)
+    rules = RuledTokens(TokenRules((), (LONG,)), VOCABULARY, None)
+    first, second = rules.start(), rules.start()
+    assert all(first.accept(token) for token in begin)
+    assert last not in allowed(first) and last in allowed(second) and last in allowed(rules.start())
+    assert second.accept(begin[0]) and not first.accept(last) and second.accept(last)
+
+
+@pytest.mark.parametrize("size", [33, 64, 65])
+def test_masks_have_the_bits_of_the_models_vocabulary(size: int) -> None:
+    listed = (0, 31, 32, size - 1)
+    words = Tokenizer(models.WordLevel({f"w{token}": token for token in range(size)}, unk_token="w0"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()  # pyright: ignore[reportAttributeAccessIssue]
+    vocabulary = Vocabulary(words, size, (5,))
+    rules = RuledTokens(TokenRules(listed, ("w31", f"w{size - 1}")), vocabulary, None)
+    found = np.zeros(-(-size // 32), np.int32)
+    rules.start().fill(found)
+    assert np.flatnonzero(np.unpackbits(found.view(np.uint8), bitorder="little")).tolist() == [0, 32][: 1 + (size > 33)]
+    free = RuledTokens(TokenRules((), ("w31", "w32")), vocabulary, None).start()
+    assert [token for token in range(size) if not free.accept(token)] == [31, 32]
