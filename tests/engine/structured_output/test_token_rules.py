@@ -150,8 +150,8 @@ def test_beside_a_form_too_the_mask_is_what_is_taken(rules: TokenRules) -> None:
     tried = {EOS, *ids("fox fox"), *ids("of dog a"), *range(0, SIZE, 101)}
     for token in (*ids("fox fox"), None):
         found = allowed(matcher)
-        assert found <= tried and not matcher.error
-        for each in tried:
+        assert not matcher.error
+        for each in tried | found:
             is_taken = matcher.accept(each)
             assert is_taken is (each in found), each
             matcher.rollback(int(is_taken))
