@@ -74,6 +74,23 @@ def test_of_many_tokens_some_are_tried_from_the_first_to_the_last() -> None:
     assert len(tried) == MOST_TRIED and (tried[0], tried[-1]) == (0, 68) and tried == sorted(set(tried) - set(EOS))
 
 
+@pytest.mark.parametrize("slow", [5, 6, 7])
+def test_the_time_of_a_mask_is_that_of_the_slowest_one(slow: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock runs only in masks: by 8 seconds in the first one of each matcher, then by 4 after
+    one token and by 1 after the others."""
+    clock = [0.0]
+
+    class Timed(Matcher):
+        def fill(self, words: NDArray[np.int32]) -> None:
+            clock[0] += 8.0 if self.steps == 0 else 4.0 if self.grammar.tried[-1] == slow else 1.0
+            super().fill(words)
+
+    grammar = Followed(5, 6, 7)
+    grammar.start = lambda: Timed(grammar)
+    monkeypatch.setattr("time.thread_time", lambda: clock[0])
+    assert first_steps(grammar, VOCABULARY) == 4.0 and grammar.tried == [5, 6, 7]
+
+
 @pytest.mark.parametrize("step", [0, 1, 2])
 def test_a_grammar_that_gives_up_at_one_of_its_first_steps_is_refused_with_the_reason(step: int) -> None:
     with pytest.raises(GrammarError, match="cannot be enforced: too large; wanted a smaller or simpler one"):

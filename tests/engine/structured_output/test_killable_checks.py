@@ -99,7 +99,7 @@ def test_no_more_checks_run_at_the_lowest_priority_than_the_limit(slow: int, tmp
 
 @pytest.mark.parametrize("young_seconds", [0.0, PATIENCE], ids=["slow", "young"])
 def test_a_check_that_gets_no_time_is_refused_for_now_after_the_longest_wait(young_seconds: float) -> None:
-    with Started(Act(waits=True), most_seconds=0.1, young_seconds=young_seconds) as checks:
+    with Started(Act(waits=True), seconds=0.05, most_seconds=0.1, young_seconds=young_seconds) as checks:
         found = checks.told()
     assert re.fullmatch(r"other checks took the time, and this one was not done in \d+\.\d s", found.busy)
     assert float(found.busy.split()[-2]) >= 0.1 and not found.ended

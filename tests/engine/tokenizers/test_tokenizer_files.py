@@ -5,10 +5,11 @@ from __future__ import annotations
 import base64
 import json
 import sys
+import unicodedata
 from collections.abc import Sequence
 from logging import INFO
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import tiktoken
@@ -21,6 +22,7 @@ from sglcore.engine.start import embedded_model
 from sglcore.engine.tokenizers.converted_tokenizer import FILES, _spelled
 from sglcore.engine.tokenizers.text_codec import TextCodec
 from sglcore.engine.tokenizers.tiktoken_tokenizer import _tekken, has_ranks
+from sglcore.engine.tokenizers.tokenizer_code import Form
 from tests.engine.tokenizers.test_converted_tokenizer import SAMPLES, trained, write
 from tests.engine.tokenizers.test_ranks_tokenizer import (
     LISTS,
@@ -155,6 +157,17 @@ def test_a_text_of_a_tekken_file_is_cut_between_tokens_and_of_two_texts_the_seco
         assert codec.encode(found, special=False) == ids[:count], count
     joined, segments = codec.encode_texts("a", "b c")
     assert segments == [0, 0, 0, *[1] * (len(joined) - 3)]
+
+
+@pytest.mark.parametrize("form", get_args(Form))
+def test_a_text_is_put_into_the_form_that_the_code_beside_the_ranks_names(form: Form, tmp_path: Path) -> None:
+    normalized = f"def tokenize(self, text):\n    return unicodedata.normalize({form!r}, text)\n"
+    oracle = write_marked(tmp_path, "qwen.tiktoken", marked(LISTS["numbered"], normalized=normalized))
+    codec = TextCodec(tmp_path)
+    for text in ("A\u0301 e\u0302 \u00c1", "\ufb01n \uff21\uff11 \u00bd x\u00b2", "\u1100\u1161 \uac00", "plain"):
+        formed = unicodedata.normalize(form, text)
+        assert codec.encode(text) == oracle.encode(formed, allowed_special="all"), text
+        assert codec.decode(codec.encode(text)) == formed
 
 
 def entries(*tokens: bytes) -> list[dict[str, Any]]:
