@@ -130,6 +130,7 @@ def test_an_added_token_is_text_unless_it_is_special(name: str, text: str, speci
     extended = Tokenizer.from_str(marked().to_str())
     extended.add_tokens([AddedToken(f"{text} {text}", special=special, normalized=False)])
     added = extended.token_to_id(f"{text} {text}")
+    assert added is not None
     backend = open_backend(name, Vocabulary(extended, extended.get_vocab_size(), (EOS,)))
     words = np.zeros(-(-extended.get_vocab_size() // 32), np.int32)
     backend.compile(Grammar("regex", "[a-z ]{0,99}")).start().fill(words)

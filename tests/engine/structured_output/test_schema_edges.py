@@ -100,6 +100,32 @@ def test_bounds_that_are_merged_are_checked_together(name: str, inner: str) -> N
     check_schema({"properties": {"a": {"exclusiveMinimum": 0}, "b": {**part, "type": "number"}}})
 
 
+@pytest.mark.parametrize("kind", [None, "number", ["integer", "null"], ["integer"]])
+@pytest.mark.parametrize("whole", [0, 3, -3, 2.0])
+@pytest.mark.parametrize("width", [0, 0.25, 0.999, 1, 1.5])
+@pytest.mark.parametrize("other", ["inclusive", "exclusive"])
+def test_a_narrow_range_beside_an_excluded_whole_number_is_refused(
+    kind: Any, whole: float, width: float, other: str
+) -> None:
+    """The bound that excludes the number is the one nearer to 0; the other one is `width` away."""
+    is_open, near, far = (
+        other == "exclusive",
+        "exclusiveMinimum",
+        "exclusiveMaximum" if other == "exclusive" else "maximum",
+    )
+    if whole < 0:
+        near, far = "exclusiveMaximum", "exclusiveMinimum" if is_open else "minimum"
+    end = whole - width if whole < 0 else whole + width
+    schema = {"items": {near: whole, far: end, **({} if kind is None else {"type": kind})}}
+    low, high = sorted((whole, end))
+    if width >= 1:
+        check_schema(schema)
+    else:
+        with pytest.raises(GrammarError, match=f"a number between {low} and {high} with a whole number as exclusive"):
+            check_schema(schema)
+    check_schema({"items": {**schema["items"], "type": "integer"}})
+
+
 @pytest.mark.parametrize(
     ("text", "is_taken"),
     [
@@ -137,6 +163,14 @@ def test_of_several_tags_those_whose_schema_is_not_enforced_are_named_with_their
     assert json.loads(found[0].schema) == LOOSE
     assert left_out_of(Grammar("json_schema", json.dumps(LOOSE))) == [LeftOut(json.dumps(LOOSE), ("#/uniqueItems",))]
     assert left_out_of(Grammar("json_schema", json.dumps(WHOLE))) == []
+
+
+def test_the_beginning_of_a_tag_keeps_its_blanks() -> None:
+    tag = {"begin": " <a>\n ", "schema": LOOSE, "end": ""}
+    (found,) = left_out_of(Grammar("structural_tag", json.dumps({"structures": [tag], "triggers": [" <"]})))
+    assert found.begin == tag["begin"]
+    assert verdict("<a>[1, 1] and\n<a>\n [1, 1]", found.begin) == ((), "")
+    assert verdict("so <a>\n [1, 1]", found.begin) == (("#/uniqueItems",), "")
 
 
 def verdict(text: str, begin: str = "") -> tuple[tuple[str, ...], str]:
