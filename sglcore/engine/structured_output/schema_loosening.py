@@ -191,7 +191,7 @@ def _are_apart(node: Mapping[str, Any], schema: Mapping[str, Any]) -> bool:
     """Return whether no value can match two of the schemas of `oneOf` in `node`, as far as types,
     constants or a discriminator in `schema` show it."""
     parts = node["oneOf"]
-    if "discriminator" in schema or not isinstance(parts, list):
+    if "discriminator" in schema or not isinstance(parts, list) or len(parts) < 2:
         return True
     kinds = [part.get("type") if isinstance(part, dict) else None for part in parts]
     if all(isinstance(kind, str) for kind in kinds) and len(set(kinds)) == len(kinds):
