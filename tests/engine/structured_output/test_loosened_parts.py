@@ -76,6 +76,29 @@ def test_a_format_is_checked_wherever_a_left_out_part_has_it(schema: Any, value:
 
 
 @pytest.mark.parametrize(
+    ("rule", "broken", "kept"),
+    [
+        ({"dependentRequired": {"b": ["c"]}}, {"b": 1}, {"b": 1, "c": 2}),
+        ({"dependentSchemas": {"b": {"required": ["c"]}}}, {"b": 1}, {"b": 1, "c": 2}),
+        ({"unevaluatedProperties": False}, {"b": 1}, {"a": [1]}),
+        ({"dependencies": {"b": ["c"]}}, {"b": 1}, {"b": 1, "c": 2}),
+        ({"propertyNames": {"maxLength": 1}}, {"bb": 1}, {"b": 1}),
+        ({"if": {"required": ["b"]}, "then": {"required": ["c"]}}, {"b": 1}, {"c": 1}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("items", [[ITEM], ITEM])
+def test_keywords_of_every_draft_are_checked_beside_lists_of_items(
+    items: Any, rule: dict[str, Any], broken: Any, kept: Any
+) -> None:
+    """A list of schemas for items was in JSON Schema before 2020-12."""
+    schema = {"properties": {"a": {"type": "array", "items": items}}, **rule}
+    left_out = loosened(schema).left_out
+    assert left_out == (f"#/{next(iter(rule))}",)
+    assert not_kept(schema, broken, left_out) == list(left_out) and not_kept(schema, kept, left_out) == []
+
+
+@pytest.mark.parametrize(
     ("names", "wanted"),
     [
         ({"const": "a"}, {"properties": {"a": ITEM}, "additionalProperties": False}),
