@@ -74,13 +74,14 @@ def test_a_file_replaces_the_setting_of_its_name_alone(tmp_path: Path) -> None:
         (None, {}, "saved"),
         ("talk", {}, "talk"),
         (NAMED, {}, "talk"),
+        (NAMED[:1], {}, None),
         (None, {JINJA: "file"}, "file"),
         (None, {MORE: "more"}, "saved"),
     ],
     ids=str,
 )
 def test_a_processors_file_is_read_where_the_settings_have_no_template(
-    setting: Any, files: dict[str, str], wanted: str, tmp_path: Path
+    setting: Any, files: dict[str, str], wanted: str | None, tmp_path: Path
 ) -> None:
     saved = {"chat_template.json": json.dumps({"chat_template": "saved"})}
     folder = folder_with(tmp_path, {} if setting is None else {"chat_template": setting}, {**saved, **files})
