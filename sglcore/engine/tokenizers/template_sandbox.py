@@ -163,8 +163,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         def bounded(*args: Any, **kwargs: Any) -> Any:
             self._step()
             if name in _PADS:
-                own = 2 if args[0] is self else 1  # the filtered value, after the environment for some filters
-                _check_width((*args[own:], *kwargs.values()))
+                _check_width((*args[1:], *kwargs.values()))  # without the value that is filtered
             if name == "format":
                 _check_percent(str(args[0]))
             return self.made(function(*args, **kwargs))
