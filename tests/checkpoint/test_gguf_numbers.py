@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from sglcore.checkpoint.gguf_architectures import ARCHITECTURES, SPARSE_LLAMA
-from sglcore.checkpoint.gguf_config import LARGEST, checkpoint_name, gguf_config, token_id
-from sglcore.checkpoint.gguf_header import read_header
+from sglcore.checkpoint.gguf_config import LARGEST, checkpoint_name, end_tokens, gguf_config, token_id
+from sglcore.checkpoint.gguf_header import GgufHeader, GgufTensor, is_gguf, read_header
 from sglcore.device.errors import CheckpointError
 from tests.checkpoint.test_gguf_headers import listed, raw, tensor, text
 from tests.checkpoint.test_gguf_metadata import COLUMNS, METADATA, SHAPES, header, renamed
@@ -179,3 +179,55 @@ def test_plain_vectors_alone_do_not_decide_the_type() -> None:
     vectors = {**SHAPES, "output_norm.weight": (COLUMNS,)}
     assert gguf_config(header(shapes=vectors, kind="F16"))["dtype"] == "float16"
     assert gguf_config(header(shapes=vectors, kind="Q4_K"))["dtype"] == "bfloat16"
+
+
+def test_truths_are_read_as_truths_alone_and_in_lists(tmp_path: Path) -> None:
+    entry = text("truth") + struct.pack("<IB", 7, 1), text("number") + struct.pack("<IB", 0, 1)
+    found = read_header(raw(tmp_path, *entry, listed("truths", 7, 2, b"\1\0"))).metadata
+    assert found["truth"] is True and found["number"] == 1 and found["number"] is not True
+    assert found["truths"] == [True, False] and all(isinstance(each, bool) for each in found["truths"])
+
+
+def test_an_empty_list_of_any_kind_takes_no_bytes(tmp_path: Path) -> None:
+    entries = [listed(f"list {kind}", kind, 0, b"") for kind in range(13)]
+    found = read_header(raw(tmp_path, *entries, text("after") + struct.pack("<IB", 0, 9)), texts=True).metadata
+    assert found == {**{f"list {kind}": [] for kind in range(13)}, "after": 9}
+
+
+@pytest.mark.parametrize("shape", [(31,), (33,), (1,), (33, 2)])
+def test_vectors_too_are_of_whole_blocks(shape: tuple[int, ...], tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=f"'t' has rows of {shape[0]} elements, and Q8_0 has blocks of 32"):
+        read_header(raw(tmp_path, tensors=[tensor("t", *shape, kind=8)], data=bytes(512)))
+
+
+def test_a_name_in_capital_letters_is_no_gguf_file(tmp_path: Path) -> None:
+    (tmp_path / "m.GGUF").touch()
+    assert not is_gguf(tmp_path / "m.GGUF")
+
+
+def test_an_unknown_architecture_is_told_the_names_that_files_may_have() -> None:
+    with pytest.raises(CheckpointError) as refused:
+        gguf_config(header(renamed("falcon")))
+    names = [name for name in ARCHITECTURES if name != SPARSE_LLAMA]
+    assert refused.value.found == "m.gguf has the architecture 'falcon'"
+    assert refused.value.wanted == f"one of {', '.join(names)}"
+
+
+def test_a_vocabulary_is_as_large_as_its_embeddings() -> None:
+    given = {**METADATA, "llama.vocab_size": 5, "tokenizer.ggml.tokens": ["a"] * 7}
+    assert gguf_config(header(given))["vocab_size"] == SHAPES["token_embd.weight"][0]
+
+
+@pytest.mark.parametrize("name", [*SHAPES, "output.weight"])
+def test_any_matrix_of_another_type_decides_in_which_type_is_computed(name: str) -> None:
+    shapes = {**SHAPES, "output.weight": SHAPES["token_embd.weight"]}
+    tensors = {each: GgufTensor(each, "F16", shape, 0, 0) for each, shape in shapes.items()}
+    found = {**tensors, name: GgufTensor(name, "F32", shapes[name], 0, 0)}
+    assert gguf_config(GgufHeader(Path("m.gguf"), METADATA, tensors, {}))["dtype"] == "float16"
+    assert gguf_config(GgufHeader(Path("m.gguf"), METADATA, found, {}))["dtype"] == "bfloat16"
+
+
+@pytest.mark.parametrize("shapes", [{}, {"token_embd.weight": ()}])
+def test_tokens_that_end_a_text_are_known_without_embeddings(shapes: dict[str, tuple[int, ...]]) -> None:
+    given = {"tokenizer.ggml.eos_token_id": 500_000}
+    assert end_tokens(header(given, shapes)) == (500_000,)
