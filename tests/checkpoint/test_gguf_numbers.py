@@ -231,3 +231,9 @@ def test_any_matrix_of_another_type_decides_in_which_type_is_computed(name: str)
 def test_tokens_that_end_a_text_are_known_without_embeddings(shapes: dict[str, tuple[int, ...]]) -> None:
     given = {"tokenizer.ggml.eos_token_id": 500_000}
     assert end_tokens(header(given, shapes)) == (500_000,)
+
+
+@pytest.mark.parametrize("kind", ["", 0, False])
+def test_a_scaling_without_a_name_is_not_taken_for_none(kind: Any) -> None:
+    with pytest.raises(CheckpointError, match=f"scales positions by {kind!r}; wanted none, linear or yarn"):
+        positions(scaling__type=kind)
