@@ -133,3 +133,13 @@ def test_a_piece_is_made_of_its_parts_with_the_best_score_first(tmp_path: Path) 
     for pair, wanted in (([-1.0, -5.0], [3, 2, 4]), ([-5.0, -1.0], [0, 4, 4])):
         own = {**values, "ggml.tokens": tokens[:5], "ggml.scores": [*scores[:3], *pair]}
         assert codec_of(tmp_path, own).encode("abcbc", special=False) == wanted
+
+
+LLAMA3 = ("llama-bpe", "llama3", "llama-v3", "smaug-bpe")
+OTHERS = ("qwen2", "deepseek-r1-qwen", "dbrx", "chatglm-bpe", "glm4", "gpt-2", "gpt2", "olmo", "smollm", "refact")
+
+
+@pytest.mark.parametrize("pre", [*LLAMA3, *OTHERS])
+def test_a_word_that_no_merges_make_is_a_token_by_the_rules_of_llama_3_alone(pre: str, tmp_path: Path) -> None:
+    values = {**SMALL, "ggml.pre": pre, "ggml.tokens": ["a", "b", "ab", "aba"], "ggml.merges": ["a b"]}
+    assert codec_of(tmp_path, values).encode("aba", special=False) == ([3] if pre in LLAMA3 else [2, 0])
