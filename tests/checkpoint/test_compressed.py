@@ -137,6 +137,14 @@ def test_the_layer_that_predicts_one_more_token_has_a_window_and_learned_experts
     assert (found.window, found.main_rope) == (whole.window, whole.main_rope)
 
 
+@pytest.mark.parametrize("count", [0, 1, 3, 4, 9])
+def test_the_first_layers_choose_experts_by_a_tokens_id(tmp_path: Path, count: int) -> None:
+    found = read(tmp_path, {**PUBLISHED, "n_hash_layers": count})
+    assert found.is_hashed == tuple(layer < count for layer in range(4))
+    kinds = ["hash_moe" if layer < count else "moe" for layer in range(4)]
+    assert read(tmp_path, {**SAVED, "mlp_layer_types": kinds}).is_hashed == found.is_hashed
+
+
 def test_layers_of_the_saved_form_count_if_a_file_has_both(tmp_path: Path) -> None:
     both = {**SAVED, "compress_ratios": [0, 0, 0, 0], "num_hash_layers": 4}
     assert read(tmp_path, both) == read(tmp_path, SAVED)

@@ -191,6 +191,23 @@ def test_whole_experts_are_divided_by_none(tp: int, ep: int, is_legal: bool) -> 
             check_topology(config, topology)
 
 
+@pytest.mark.parametrize(
+    ("dp", "ep", "fitting"),
+    [
+        (1, 1, (1, 2, 4)),
+        (1, 2, (2, 4, 8, 16)),
+        (1, 4, (4, 8, 16)),
+        (2, 1, (2, 4)),
+        (2, 2, (2, 4, 8, 16, 32)),
+        (4, 2, (4, 8, 16, 32, 64)),
+        (2, 4, (4, 8, 16, 32)),
+        (3, 1, ()),
+    ],
+)
+def test_widths_that_fit_are_multiples_of_the_other_axes(dp: int, ep: int, fitting: tuple[int, ...]) -> None:
+    assert legal_tp(read("Qwen3MoeForCausalLM", **EXPERTS), Topology(dp * ep, dp, ep)) == fitting
+
+
 def test_experts_that_ranks_can_not_share_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="ep is 2, and this model has no experts; --ep 1"):
         check_topology(read(), Topology(2, 1, 2))
@@ -258,14 +275,15 @@ def test_key_heads_that_are_fewer_than_ranks_are_held_by_several(heads: int, siz
     assert [Shard(rank, size).kv_heads(heads) for rank in range(size)] == wanted
 
 
-def test_an_error_of_a_gguf_file_names_that_file(tmp_path: Path) -> None:
-    file = tmp_path / "model.gguf"
+def gguf(folder: Path, kv_heads: int) -> Path:
+    """A GGUF file of a Llama with four heads."""
+    file = folder / "model.gguf"
     writer = GGUFWriter(file, "llama")
     writer.add_context_length(64)
     writer.add_embedding_length(16)
     writer.add_block_count(1)
     writer.add_head_count(4)
-    writer.add_head_count_kv(3)
+    writer.add_head_count_kv(kv_heads)
     writer.add_feed_forward_length(16)
     writer.add_layer_norm_rms_eps(1e-6)
     for name, rows in (("token_embd", 8), ("blk.0.attn_q", 16)):
@@ -274,6 +292,19 @@ def test_an_error_of_a_gguf_file_names_that_file(tmp_path: Path) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+    return file
+
+
+def test_an_error_of_a_gguf_file_names_that_file(tmp_path: Path) -> None:
+    file = gguf(tmp_path, 3)
     with pytest.raises(ConfigError) as refused:
         read_config(file)
     assert str(refused.value).startswith(f"{file} gives 4 query heads for 3 key-value heads")
+
+
+def test_a_gguf_file_is_read_for_its_task_and_for_architectures_that_run(tmp_path: Path) -> None:
+    file = gguf(tmp_path, 2)
+    for task, said in (("auto", "None"), ("generate", "None"), ("embed", "lasttoken, length 1")):
+        assert str(read_config(file, ("LlamaForCausalLM",), task).pooling) == said
+    with pytest.raises(ConfigError, match="the architecture 'LlamaForCausalLM' is not supported; wanted one that"):
+        read_config(file, ("Qwen2ForCausalLM",))

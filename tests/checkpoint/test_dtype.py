@@ -41,6 +41,30 @@ WIDE = "auto does not compute in the checkpoint's float64"
             "float16",
             "the checkpoint's bfloat16 is converted: this device computes in float16, float32",
         ),
+        (
+            "auto",
+            "bfloat16",
+            ("float32",),
+            None,
+            "float32",
+            "the checkpoint's bfloat16 is converted: this device computes in float32",
+        ),
+        (
+            "auto",
+            "float16",
+            ("bfloat16", "float32"),
+            "float32",
+            "float32",
+            "the checkpoint's float16 is converted: this device computes in bfloat16, float32",
+        ),
+        (
+            "auto",
+            "float32",
+            ("float16", "bfloat16"),
+            "bfloat16",
+            "bfloat16",
+            "the checkpoint's float32 is converted: this device computes in float16, bfloat16",
+        ),
     ],
 )
 def test_the_decision_has_its_reason_and_how_to_change_it(
@@ -48,7 +72,8 @@ def test_the_decision_has_its_reason_and_how_to_change_it(
 ) -> None:
     row = choose_dtype(asked, stored, Facts("cpu", dtypes=dtypes, preferred_dtype=preferred))
     assert (row.topic, row.requested, row.effective, row.reason) == ("dtype", asked, effective, reason)
-    assert (row.remedy, row.downgrade) == ("--dtype", "is converted" in reason)
+    # Float32 has every value of the other types.
+    assert (row.remedy, row.downgrade) == ("--dtype", "is converted" in reason and effective != "float32")
 
 
 @pytest.mark.parametrize("name", ["float64", "float8", "int8", "auto16"])

@@ -10,11 +10,16 @@ from typing import Any
 import pytest
 
 from sglcore.checkpoint.encoder_config import ENCODERS
+from sglcore.checkpoint.model_config import read_config
 from sglcore.checkpoint.pooling_config import MODES, Pooling, read_pooling, read_prompts
 from sglcore.device.errors import ConfigError
 from sglcore.models.architecture_registry import ARCHITECTURES
 
 CLASSIFIER = "BertForSequenceClassification"
+SIZES = {
+    **dict.fromkeys(("hidden_size", "intermediate_size", "vocab_size", "max_position_embeddings"), 64),
+    **dict.fromkeys(("num_hidden_layers", "num_attention_heads", "num_key_value_heads"), 2),
+}
 
 
 def write(folder: Path, name: str, value: Any) -> None:
@@ -37,6 +42,8 @@ def modules(folder: Path, *kinds: str, pooling: Any = None) -> None:
         ({"pooling_mode": ["mean", "cls"]}, ("mean", "cls")),
         ({"pooling_mode_mean_tokens": True, "pooling_mode_cls_token": True}, ("cls", "mean")),
         ({"pooling_mode_cls_token": False}, ("mean",)),
+        ({"pooling_mode": "max", "pooling_mode_cls_token": True}, ("max",)),
+        ({"pooling_mode": None, "pooling_mode_cls_token": True}, ("cls",)),
         *[({switch: True}, (mode,)) for mode, switch in MODES.items()],
     ],
 )
@@ -79,6 +86,17 @@ def test_every_model_without_an_output_layer_makes_vectors(tmp_path: Path) -> No
             assert found.reason.endswith("usual for encoders" if architecture in ENCODERS else "usual for decoders")
 
 
+def test_files_as_sentence_transformers_writes_them_are_served(tmp_path: Path) -> None:
+    """With every switch, and with settings that change nothing."""
+    switches = {**dict.fromkeys(SWITCHES, False), "pooling_mode_cls_token": True}
+    pooling = {"word_embedding_dimension": 8, **switches, "include_prompt": True}
+    modules(tmp_path, "Transformer", "Pooling", "Normalize", pooling=pooling)
+    for lowers in ({}, {"do_lower_case": False}, {"do_lower_case": None}):
+        write(tmp_path, "sentence_bert_config.json", {"max_seq_length": 512, **lowers})
+        found = read_pooling(tmp_path, "BertModel", {})
+        assert found is not None and (found.modes, found.is_normalized) == (("cls",), True)
+
+
 def test_modules_lie_where_the_list_says(tmp_path: Path) -> None:
     listed = [{"path": "", "type": "a.Transformer"}, {"path": "other", "type": "a.Pooling"}]
     write(tmp_path, "modules.json", listed)
@@ -98,6 +116,11 @@ def test_modules_lie_where_the_list_says(tmp_path: Path) -> None:
         ({"num_labels": 1}, "Sigmoid: usual for its number of labels"),
         ({"num_labels": 0}, "Identity: usual for its number of labels"),
         ({"num_labels": 1, "id2label": {"0": "a", "1": "b"}}, "Identity: usual for its number of labels"),
+        (
+            {"sentence_transformers": {"version": "5"}, "sbert_ce_default_activation_function": "a.Sigmoid"},
+            "Sigmoid: config.json",
+        ),
+        ({"num_labels": 1, "sbert_ce_default_activation_function": "Identity"}, "Identity: config.json"),
         ({"sentence_transformers": {"activation_fn": "a.Sigmoid"}}, "Sigmoid: config.json"),
         (
             {
@@ -169,14 +192,22 @@ def test_lower_case_that_the_tokenizer_does_not_make_is_refused(tmp_path: Path) 
     [
         ("BertModel", "auto", "mean, length 1"),
         ("Qwen3Model", "auto", "lasttoken, length 1"),
+        ("BertModel", "embed", "mean, length 1"),
+        ("BertForMaskedLM", "embed", "mean, length 1"),
+        ("Qwen3Model", "embed", "lasttoken, length 1"),
         ("Qwen3ForCausalLM", "embed", "lasttoken, length 1"),
         ("Qwen3ForCausalLM", "auto", "None"),
+        ("Qwen3ForCausalLM", "generate", "None"),
+        (CLASSIFIER, "embed", "cls, scores of 2 labels"),
+        ("Qwen3ForSequenceClassification", "embed", "lasttoken, scores of 2 labels"),
     ],
 )
 def test_without_files_the_architecture_and_the_task_decide(
     tmp_path: Path, architecture: str, task: str, said: str
 ) -> None:
     assert str(read_pooling(tmp_path, architecture, {}, task)) == said
+    write(tmp_path, "config.json", {**SIZES, "architectures": [architecture]})
+    assert str(read_config(tmp_path, ARCHITECTURES, task).pooling) == said
 
 
 @pytest.mark.parametrize(
@@ -209,7 +240,10 @@ def test_a_pooling_has_words(pooling: Pooling, said: str) -> None:
     assert str(pooling) == said
 
 
-@pytest.mark.parametrize(("architecture", "task"), [("BertModel", "generate"), (CLASSIFIER, "generate")])
+@pytest.mark.parametrize(
+    ("architecture", "task"),
+    [("BertModel", "generate"), (CLASSIFIER, "generate"), ("Qwen3ForSequenceClassification", "generate")],
+)
 def test_a_task_that_is_not_the_checkpoints_is_refused(tmp_path: Path, architecture: str, task: str) -> None:
     with pytest.raises(ConfigError, match=r"task"):
         read_pooling(tmp_path, architecture, {}, task)

@@ -141,6 +141,12 @@ def test_without_a_number_of_experts_there_are_none(given: dict[str, Any]) -> No
     assert read(**EXPERTS, **given).moe is None
 
 
+@pytest.mark.parametrize("name", ["num_experts", "n_routed_experts"])
+@pytest.mark.parametrize("given", [{}, {"n_shared_experts": 2}, {"moe_intermediate_size": None}], ids=str)
+def test_experts_without_a_size_are_none(name: str, given: dict[str, Any]) -> None:
+    assert read(**{name: 4}, num_experts_per_tok=2, **given).moe is None
+
+
 @pytest.mark.parametrize(
     ("given", "size"),
     [

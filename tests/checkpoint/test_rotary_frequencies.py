@@ -47,11 +47,17 @@ SCALED: tuple[tuple[str, Mapping[str, Any]], ...] = (
     *(("yarn", {**YARN, "factor": factor}) for factor in (0.5, 1.0, 1.5, 4.0)),
     *(("yarn", {**YARN, "factor": factor, "mscale": 0.7, "mscale_all_dim": 1.3}) for factor in (0.5, 1.0, 4.0)),
     ("yarn", {**YARN, "factor": 4.0, "attention_factor": 0.5}),
+    ("yarn", {**YARN, "factor": 4.0, "attention_factor": None, "mscale": 0.7}),
+    ("yarn", {**YARN, "factor": 4.0, "mscale_all_dim": 1.3}),
+    ("yarn", {**YARN, "factor": 4.0, "mscale": 0.7, "mscale_all_dim": 0}),
+    ("yarn", {**YARN, "factor": 4.0, "beta_fast": 0, "beta_slow": 0}),
+    ("yarn", {**YARN, "factor": 4.0, "beta_fast": None, "beta_slow": 4}),
     ("yarn", {**YARN, "factor": 4.0, "beta_fast": 8.0, "beta_slow": 0.5}),
     ("yarn", {**YARN, "factor": 4.0, "truncate": False}),
     ("yarn", {**YARN, "factor": 4.0, "beta_fast": 2.0, "beta_slow": 2.0, "truncate": False}),
     *(("longrope", {**LONG, **YARN, "factor": factor}) for factor in (0.5, 1.0, 4.0)),
     ("longrope", {**LONG, **YARN, "factor": 4.0, "attention_factor": 0.5}),
+    ("longrope", {**LONG, **YARN, "factor": 4.0, "attention_factor": None}),
 )
 
 
