@@ -156,11 +156,11 @@ class Own:
         Compares the attention of a twin to random queries, keys and values, some of them `LARGE`,
         for the tokens of the last walk; and its bias for these tokens with that for `FAR_TOKENS`.
         """
-        for name in self._buffers:
-            window = _window(self.module.get_buffer(name))
-            if window is not None and not window < min(LENGTHS[-1], call.window or LENGTHS[-1]):
-                raise refusal(self.module, f"its own mask has a window of {window}, which is not tested")
-            call = replace(call, window=window or call.window)
+        windows = [_window(self.module.get_buffer(name)) for name in self._buffers]
+        window = min((each for each in windows if each is not None), default=None)
+        if window is not None and not window < min(LENGTHS[-1], call.window or LENGTHS[-1]):
+            raise refusal(self.module, f"its own mask has a window of {window}, which is not tested")
+        call = replace(call, window=window or call.window)
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             torch.manual_seed(0)
             wanted, (query, key, value) = self._by_class()

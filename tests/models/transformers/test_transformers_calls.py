@@ -1,10 +1,15 @@
-"""Kernels under transformers' classes are chosen for the calls that the layers make."""
+"""Kernels under transformers' classes are chosen for the calls that the layers make, and nothing of
+a call stays."""
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
+from typing import Any
 
 import pytest
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from tests.kernels.test_takes import recording
 from tests.models.steps import Steps
@@ -41,3 +46,19 @@ def test_kernels_are_chosen_for_the_calls_that_layers_make(
     for name in entries:
         assert called[name] <= asked[name], f"{name} was not asked for {called[name] - asked[name]}"
     assert called["linear"] and called["embedding"] and sum(map(len, called.values())) > 4
+
+
+@pytest.mark.parametrize("kind", ["gemma3_text", "gpt_neo", "bloom", "jamba", "mixtral", "diffllama", "stablelm"])
+def test_no_tensor_of_a_step_stays(kind: str, tmp_path: Path) -> None:
+    """One that stays would take a step's memory between steps."""
+    model, seen = load(tiny_model(kind, sizes_of(kind)), tmp_path), []
+
+    def note(module: Any, args: Any, named: Any) -> None:
+        given = (each for each in (*args, *named.values()) if isinstance(each, Tensor) and each.is_floating_point())
+        seen.extend(StorageWeakRef(each.untyped_storage()) for each in given)
+
+    for module in model._decoder.modules():
+        module.register_forward_pre_hook(note, with_kwargs=True)
+    Steps(model).hidden({1: [5, 9, 7], 2: [3]})
+    gc.collect()
+    assert len(seen) > 10 and all(each.expired() for each in seen)

@@ -429,7 +429,8 @@ def test_logits_are_float32_in_whatever_a_model_computes(half: Any) -> None:
 
 
 def test_a_step_without_tokens_gives_none(half: Any) -> None:
-    assert half(ForwardBatch(num_tokens=0)).shape == (0, 64)
+    found = half(ForwardBatch(num_tokens=0))
+    assert (found.shape, found.dtype) == ((0, 64), torch.bfloat16)
 
 
 def used_up(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> Any:

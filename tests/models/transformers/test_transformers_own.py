@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import softmax
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from sglcore.device.errors import ConfigError
 from sglcore.models.transformers_backend.eager_attention import Own, find_own, try_own
@@ -55,10 +57,12 @@ class Attends(nn.Module):
         return out.transpose(1, 2).reshape(hidden_states.shape), None
 
 
-def tried(changed: Callable[[Tensor, Tensor], Tensor]) -> AttentionCall:
-    """The attention call of a Llama with changed scores in its first layer."""
-    model = empty("llama")
+def tried(changed: Callable[[Tensor, Tensor], Tensor], kind: str = "llama", **buffers: Tensor) -> AttentionCall:
+    """The attention call of a model with changed scores in its first layer, which has buffers."""
+    model = empty(kind)
     model.model.layers[0].self_attn = Attends(changed)
+    for name, buffer in buffers.items():
+        model.model.layers[0].self_attn.register_buffer(name, buffer)
     owns = find_own(list(model.modules()))
     calls = walk(model)
     return try_own([own for own in owns if own.settle()], calls)[0]
@@ -104,6 +108,82 @@ def test_scores_that_become_something_else_are_refused(changed: Any, words: str)
 def test_scores_that_differ_only_where_queries_and_keys_are_large_are_refused(changed: Any) -> None:
     with pytest.raises(ConfigError, match="attention differs, by"):
         tried(changed)
+
+
+def masked(kind: str, *windows: int) -> AttentionCall:
+    """The call of a class with a mask for each of `windows` in a buffer, in addition to the
+    model's."""
+    back = torch.arange(256)[:, None] - torch.arange(256)
+    shown = {f"shown{window}": ((back >= 0) & (back < window))[None, None] for window in windows}
+
+    def changed(scores: Tensor, mask: Tensor) -> Tensor:
+        scores, size = scores + mask, scores.shape[-1]
+        for each in shown.values():
+            scores = torch.where(each[..., :size, :size], scores, torch.finfo(torch.float32).min)
+        return scores
+
+    return tried(changed, kind, **shown)
+
+
+@pytest.mark.parametrize(
+    ("kind", "own", "window"),
+    [
+        ("llama", (256,), None),
+        ("llama", (7,), 7),
+        ("llama", (255,), 255),
+        ("llama", (7, 5), 5),
+        ("llama", (5, 7), 5),
+        ("llama", (256, 7), 7),
+        ("llama", (5, 9, 7, 256), 5),
+        ("mistral", (256,), 6),
+        ("mistral", (5,), 5),
+        ("mistral", (1,), 1),
+        ("mistral", (9, 4), 4),
+    ],
+)
+def test_the_smallest_window_of_the_model_and_of_the_class_is_the_layers(
+    kind: str, own: tuple[int, ...], window: int | None
+) -> None:
+    """Mistral has a window of six tokens here; a mask of 256 hides nothing more."""
+    assert masked(kind, *own).window == window
+
+
+@pytest.mark.parametrize("own", [6, 7, 200])
+def test_a_window_that_the_models_own_hides_is_refused(own: int) -> None:
+    with pytest.raises(ConfigError, match=f"its own mask has a window of {own}, which is not tested"):
+        masked("mistral", own)
+
+
+def of_code(forward: Callable[..., Any], module: str = "transformers.models.made") -> nn.Module:
+    """A module of a class with this forward."""
+    return type("Made", (nn.Module,), {"__module__": module, "forward": forward})()
+
+
+@pytest.mark.parametrize(
+    ("module", "may_attend"),
+    [
+        (of_code(lambda self, x: softmax(x, dim=-1)), True),
+        (of_code(lambda self, x: nn.Softmax(dim=-1)(x)), True),
+        (of_code(lambda self, x: nn.functional.scaled_dot_product_attention(x, x, x)), True),
+        (of_code(lambda self, x: softmax(ALL_ATTENTION_FUNCTIONS["eager"](x), dim=-1)), False),
+        (of_code(lambda self, x: x.sigmoid()), False),
+        (of_code(lambda self, x: softmax(x, dim=-1), "torch.nn.made"), False),
+    ],
+    ids=["softmax", "Softmax", "torch's attention", "transformers' attention", "no softmax", "not transformers'"],
+)
+def test_attention_of_a_class_is_looked_for_where_its_code_may_compute_it(module: nn.Module, may_attend: bool) -> None:
+    assert [own.module for own in find_own([module])] == [module] * may_attend
+
+
+@pytest.mark.parametrize("kind", ["gpt_neo", "mamba2"])
+def test_trials_of_random_numbers_leave_those_of_the_process_as_they_are(kind: str, tmp_path: Path) -> None:
+    """After a load, two processes with other seeds draw other numbers."""
+    model, drawn = tiny_model(kind, sizes_of(kind)), []
+    for seed in (3, 4):
+        torch.manual_seed(seed)
+        load(model, tmp_path / str(seed))
+        drawn.append(torch.rand(2))
+    assert not torch.equal(*drawn)
 
 
 def test_a_window_that_is_lost_is_seen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -110,6 +110,19 @@ def test_slopes_that_are_others_with_many_tokens_are_refused(
         load(tiny_model("bloom", {**sizes_of("bloom"), "max_position_embeddings": 8192}), tmp_path)
 
 
+def test_layers_that_attend_with_few_tokens_alone_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    own = BloomBlock.forward
+
+    def forward(self: Any, hidden_states: Tensor, *given: Any, **named: Any) -> Any:
+        if hidden_states.shape[1] > 1000 and self.self_attention.layer_idx == 0:
+            return hidden_states, None
+        return own(self, hidden_states, *given, **named)
+
+    monkeypatch.setattr(BloomBlock, "forward", forward)
+    with pytest.raises(ConfigError, match="BloomForCausalLM .* other layers attend with many tokens than with few"):
+        load(tiny_model("bloom", {**sizes_of("bloom"), "max_position_embeddings": 8192}), tmp_path)
+
+
 def test_layers_whose_biases_are_parts_of_one_tensor_have_each_its_own(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

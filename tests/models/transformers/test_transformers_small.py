@@ -4,6 +4,7 @@ compared in its place."""
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +18,15 @@ from transformers.utils import logging
 from sglcore.device.errors import ConfigError
 from sglcore.models.single_steps import CONTEXT
 from sglcore.models.transformers_backend import equivalence_check, small_config
-from sglcore.models.transformers_backend.equivalence_check import LENGTH, OTHER, _loaded, _save, difference, whole
+from sglcore.models.transformers_backend.equivalence_check import (
+    LENGTH,
+    OTHER,
+    _loaded,
+    _save,
+    difference,
+    random_model,
+    whole,
+)
 from sglcore.models.transformers_backend.small_config import PARAMETERS, _kind, shrunk
 from sglcore.models.transformers_backend.transformers_config import Library, described, transformers_config
 from sglcore.models.transformers_backend.transformers_model import _kept
@@ -63,6 +72,33 @@ def test_a_language_part_has_a_dtype_and_sizes_of_its_own(dtype: Any, wanted: st
     assert found.dtype == wanted
     sizes = (found.hidden_size, found.vocab_size, found.num_hidden_layers, found.context_length)
     assert sizes == (96, 111, 3, 80)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "the rope type 'dynamic'"),
+        ({"attn_temperature_tuning": True}, "has attn_temperature_tuning"),
+        ({"attn_temperature_tuning": False}, None),
+    ],
+    ids=str,
+)
+def test_options_for_a_whole_batch_are_refused_in_a_language_part_too(
+    text: dict[str, Any], words: str | None, tmp_path: Path
+) -> None:
+    raw = {**fuyu(**text).to_dict(), "architectures": ["FuyuForCausalLM"]}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    with nullcontext() if words is None else pytest.raises(ConfigError, match=words):
+        assert transformers_config(tmp_path).context_length == SIZES["max_position_embeddings"]
+
+
+def test_a_random_model_has_values_in_every_weight_and_runs_plainly() -> None:
+    """GPT-2 begins with biases of zero and norms of one, and drops numbers in training."""
+    given: Any = transformers.GPT2Config(vocab_size=97, n_embd=64, n_layer=2, n_head=4)
+    model = random_model(Library(given))
+    assert model.config._attn_implementation == "eager" and not model.training
+    assert {each.dtype for each in model.parameters()} == {torch.float32}
+    assert all(0.05 < float(each.detach().std()) < 0.5 for each in model.parameters())
 
 
 def test_the_class_is_made_plain_whatever_the_files_quantisation(tmp_path: Path) -> None:

@@ -1,5 +1,5 @@
 """Which residual sums wait for the norm after them: the fused kernel overwrites both operands, so
-nothing else may have a part in them."""
+nothing else may have a part in them; and which layer made the heads that are turned."""
 
 from __future__ import annotations
 
@@ -155,3 +155,59 @@ def test_a_norm_has_heads_if_all_its_calls_have_as_many(given: list[Tensor], hea
             norm(each)
     _join(trace)
     assert (norm.heads, norm.is_transposed) == heads
+
+
+def view(x: Tensor) -> Tensor:
+    """[1, T, 8] as two heads of four elements [1, T, 2, 4]."""
+    return x.view(1, -1, 2, 4)
+
+
+def read_since(x: Tensor, linear: PackedLinear, norm: Norm) -> Tensor:
+    """Use a layer's result before its heads are turned."""
+    made = linear(x)
+    torch.mul(made, 2)
+    return view(made).transpose(1, 2)
+
+
+def linear_twice(x: Tensor, linear: PackedLinear, norm: Norm) -> Tensor:
+    """Use a layer for something else too."""
+    linear(x * 2)
+    return view(linear(x)).transpose(1, 2)
+
+
+def norm_twice(x: Tensor, linear: PackedLinear, norm: Norm) -> Tensor:
+    """Use a norm for something else too."""
+    norm(view(x * 2))
+    return norm(view(linear(x))).transpose(1, 2)
+
+
+@pytest.mark.parametrize(
+    ("run", "giver"),
+    [
+        (lambda x, linear, norm: view(linear(x)).transpose(1, 2), "linear"),
+        (lambda x, linear, norm: linear(x).view(1, 3, 1, 8).transpose(1, 2), "linear"),
+        (lambda x, linear, norm: linear(x * 2 + 1).view(1, 3, 4, 2).transpose(1, 2), "linear"),
+        (lambda x, linear, norm: linear(x).view(1, 2, 3, 4), None),
+        (lambda x, linear, norm: linear(x)[..., :4].view(1, 3, 1, 4).transpose(1, 2), None),
+        (lambda x, linear, norm: view(linear(x))[..., :2].transpose(1, 2), None),
+        (lambda x, linear, norm: view(linear(x))[:, 1:].transpose(1, 2), None),
+        (lambda x, linear, norm: view(linear(x)).transpose(1, 2).contiguous(), None),
+        (lambda x, linear, norm: view(linear(x) * 2).transpose(1, 2), None),
+        (lambda x, linear, norm: view(x).transpose(1, 2), None),
+        (read_since, None),
+        (linear_twice, None),
+        (lambda x, linear, norm: norm(view(linear(x))).transpose(1, 2), "norm"),
+        (lambda x, linear, norm: norm(view(linear(x)).transpose(1, 2)), "norm"),
+        (lambda x, linear, norm: norm(view(linear(x)))[:, :, :1].transpose(1, 2), None),
+        (lambda x, linear, norm: norm(view(linear(x))).transpose(1, 2) * 2, None),
+        (norm_twice, None),
+    ],
+)
+def test_heads_are_a_layers_if_they_are_its_whole_result(
+    run: Callable[[Tensor, PackedLinear, Norm], Tensor], giver: str | None
+) -> None:
+    linear = PackedLinear(nn.Linear(8, 8, bias=False, device="meta"), "linear")
+    norm, trace = Norm("norm", empty(4), NormForm(1e-5, None)), Trace()
+    with trace.watching([linear, norm]):
+        heads = run(empty(*SHAPE), linear, norm)
+    assert trace.giver_of(heads) is {"linear": linear, "norm": norm, None: None}[giver]
