@@ -288,8 +288,13 @@ def test_values_of_the_library_are_of_the_kinds_that_are_wanted(made: Any) -> No
 
 
 SIZED = """conv_L_cache moe_latent_size type_vocab_size draft_vocab_size target_hidden_size max_seq_len mamba_d_conv
-    mamba_d_state o_lora_rank q_lora_rank index_topk hc_sinkhorn_iters block_multiple_of"""
-SCALES = "logits_scaling attention_multiplier query_pre_attn_scalar attn_logit_softcapping rope_theta hc_eps factor"
+    mamba_d_state o_lora_rank q_lora_rank index_topk hc_sinkhorn_iters block_multiple_of n_group topk_group o_groups
+    sliding_window_pattern full_attention_interval kv_lora_rank qk_nope_head_dim v_head_dim index_n_heads index_head_dim
+    hc_mult compress_rate_csa compress_rate_hca mamba_n_heads mamba_n_groups mamba_expand decoder_sparse_step
+    linear_num_key_heads linear_num_value_heads linear_key_head_dim linear_value_head_dim linear_conv_kernel_dim"""
+SCALES = """logits_scaling attention_multiplier query_pre_attn_scalar attn_logit_softcapping rope_theta hc_eps factor
+    global_rope_theta local_rope_theta rope_local_base_freq final_logit_softcapping compress_rope_theta
+    block_ffn_dim_multiplier low_freq_factor high_freq_factor"""
 
 
 @pytest.mark.parametrize("name", [*SIZED.split(), *SCALES.split()])

@@ -149,6 +149,21 @@ def test_what_every_model_has_some_of_is_counted_from_one() -> None:
     assert {KINDS[name][0] for name in (*COUNTS, "max_position_embeddings")} == {"a whole number above zero"}
 
 
+COUNTED = """num_experts_per_tok head_dim intermediate_size first_k_dense_replace num_experts num_local_experts
+    n_routed_experts n_shared_experts moe_intermediate_size shared_intermediate_size local_attention max_window_layers
+    shared_expert_intermediate_size num_labels num_hash_layers num_nextn_predict_layers index_topk_freq
+    index_skip_topk_offset"""
+"""Numbers of which a model may have none."""
+
+
+@pytest.mark.parametrize("name", COUNTED.split())
+def test_what_a_model_may_have_none_of_is_counted_from_zero(name: str, tmp_path: Path) -> None:
+    assert all(KINDS[name][1](value) for value in (0, 1)) and not any(KINDS[name][1](value) for value in (-1, 0.0))
+    given = {**BASE, "architectures": ["LlamaForCausalLM"], name: -1}
+    with pytest.raises(ConfigError, match=f"has {name} = -1; wanted a whole number; download"):
+        config_of(tmp_path, given)
+
+
 OWN = {"added_tokens", "block_rope", "first_position", "compression_config", "quantization_config", "pad_token_id"}
 """Names that are checked by their readers, or that do not come from a checkpoint."""
 MAPPINGS = re.compile(r"(config\.|^)(words|raw|values|scaling|rope\.scaling)$")
