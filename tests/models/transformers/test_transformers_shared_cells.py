@@ -6,13 +6,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from sglcore.models.transformers_backend import transformers_model
-from sglcore.models.transformers_backend.attention_adapter import attention_layers
+from sglcore.models.transformers_backend.alibi_slopes import Places
+from sglcore.models.transformers_backend.attention_adapter import PagedAttention, Several, attention_layers
 from sglcore.models.transformers_backend.shape_walk import AttentionCall, walk
 from tests.models.transformers.test_transformers_models import empty, sizes_of
 from tests.models.transformers_cases import compare, compare_served, load, tiny_model
@@ -90,3 +93,79 @@ def test_only_what_nobody_wrote_to_and_what_is_read_alike_is_the_same(
     model = empty("gemma4_text")
     change(model.model.layers[3].self_attn)
     assert [call.cells for call in walk(model)] == [0, 1, 0, cells]
+
+
+def call(module: nn.Module, cells: int, **facts: Any) -> AttentionCall:
+    """A call of attention by two heads that reads the keys and values of call `cells`."""
+    plain: dict[str, Any] = {"head_dim": 8, "value_dim": 8, "window": None, "softcap": None, "sinks": None}
+    return AttentionCall(module, num_heads=2, num_kv_heads=1, scaling=0.5, cells=cells, **{**plain, **facts})
+
+
+def attached(*calls: AttentionCall, is_encoder: bool = False) -> tuple[Any, list[Several]]:
+    """The layers of these calls, and the attentions that begin anew with a forward."""
+    weights = SimpleNamespace(device=torch.device("cpu"))
+    build: Any = SimpleNamespace(config=SimpleNamespace(is_encoder=is_encoder), weights=weights, dtype=torch.float32)
+    return attention_layers(nn.Module(), calls, {}, build, Places(torch.float32))
+
+
+@pytest.mark.parametrize(
+    ("keys", "values", "slopes", "wide"),
+    [
+        (8, 8, None, 8),
+        (12, 8, None, 12),
+        (8, 12, None, 12),
+        (8, 8, (0.5, 0.25), 16),
+        (8, 14, (0.5, 0.25), 32),
+        (14, 8, (0.5, 0.25), 32),
+    ],
+)
+@pytest.mark.parametrize("is_encoder", [False, True])
+def test_a_layer_is_as_wide_as_the_wider_of_keys_and_values(
+    keys: int, values: int, slopes: tuple[float, ...] | None, wide: int, is_encoder: bool
+) -> None:
+    facts = {"head_dim": keys, "value_dim": values, "window": 7, "softcap": 3.0, "slopes": slopes}
+    ((layer,), several) = attached(call(nn.Module(), 0, **facts), is_encoder=is_encoder)
+    assert (layer.head_dim, layer.sliding_window, layer.softcap, layer.scaling) == (wide, 7, 3.0, 0.5)
+    assert (layer.num_heads, layer.num_kv_heads, layer.cached, several) == (2, 1, not is_encoder, [])
+    assert layer.is_exact is (slopes is not None)
+
+
+def test_calls_that_store_have_layers_in_order_and_the_others_read_theirs() -> None:
+    first, second, third = (nn.Module() for _ in range(3))
+    calls = call(first, 0), call(second, 1), call(first, 2), call(third, 1), call(third, 0)
+    layers, several = attached(*calls)
+    assert [layer.layer_id for layer in layers] == [0, 1, 2]
+    own: list[Any] = [first.sglcore_attention, third.sglcore_attention]
+    assert several == own and type(second.sglcore_attention) is PagedAttention
+    found = [[each.layer for each in one._calls] for one in own]
+    assert found == [[layers[0], layers[2]], [layers[1], layers[0]]]
+
+
+class Layer:
+    """Stands for an attention layer of two heads and one key head: gives the values for both."""
+
+    num_heads, num_kv_heads, head_dim, cached = 2, 1, 8, True
+
+    def __init__(self, cells: object) -> None:
+        self.cells = lambda: cells
+        self.given: list[Any] = []
+
+    def __call__(self, q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
+        self.given = [q, k, v]
+        return torch.zeros_like(q) if v is None else v.repeat(1, 2)
+
+
+@pytest.mark.parametrize("stores", [True, False])
+@pytest.mark.parametrize("cells", [None, (1, 2, 3)])
+def test_keys_are_left_out_only_if_another_call_has_stored_them(stores: bool, cells: object) -> None:
+    """An encoder keeps none, so each call brings its own."""
+    layer, build = Layer(cells), cast("Any", None)
+    attend = PagedAttention(cast("Any", layer), None, stores, build, Places(torch.float32), None)
+    query, key, value = torch.randn(1, 2, 3, 8), torch.randn(1, 1, 3, 8), torch.randn(1, 1, 3, 5)
+    out = attend(query, key, value)
+    assert out.shape == (1, 3, 2, 5) and torch.equal(layer.given[0], query[0].transpose(0, 1).reshape(3, 16))
+    if not stores and cells is not None:
+        assert layer.given[1:] == [None, None]
+        return
+    assert torch.equal(layer.given[1], key[0, 0]) and torch.equal(layer.given[2][:, :5], value[0, 0])
+    assert not layer.given[2][:, 5:].any() and torch.equal(out[0, :, 1], value[0, 0])

@@ -18,7 +18,6 @@ from sglcore.models.implementation import TRANSFORMERS
 from sglcore.models.transformers_backend.attention_adapter import _rows
 from sglcore.models.transformers_backend.kernel_layers import PackedLinear
 from sglcore.models.transformers_backend.rope_tables import check_angles
-from sglcore.models.transformers_backend.rotary_adapter import Rotary, RotaryTrace
 from sglcore.models.transformers_backend.shape_walk import LENGTHS, lengths_of
 from sglcore.models.transformers_backend.transformers_config import transformers_config
 from sglcore.models.weights.model_loader import load_model
@@ -111,99 +110,6 @@ def test_angles_are_asked_for_in_every_order_and_in_parts(changed: Any) -> None:
     call = (torch.zeros(1, 5, 4), torch.arange(5)[None]), {}
     with pytest.raises(ConfigError, match="other angles if the other positions differ, up to 99"):
         check_angles(AnglesOfAStep(changed), call, 100)
-
-
-@pytest.mark.parametrize("count", [2, 3, 7, 100, 1000, 1 << 20])
-def test_angles_are_asked_for_at_the_middle_and_at_the_end_of_the_context(count: int) -> None:
-    call = (torch.zeros(1, 5, 4), torch.arange(5)[None]), {}
-    asked: set[float] = set()
-
-    def seen(places: Tensor) -> Tensor:
-        asked.update(places.flatten().tolist())
-        return places
-
-    check_angles(AnglesOfAStep(seen), call, count)
-    assert {0, count // 2, count - 1} <= asked and max(asked) == count - 1
-    for place in {count // 2, count - 1}:
-
-        def changed(places: Tensor, place: int = place) -> Tensor:
-            is_reversed = places[0, :1] > places[0, -1:]
-            return torch.where(is_reversed & (places == place), places + 1, places)
-
-        with pytest.raises(ConfigError, match=f"if the other positions differ, up to {count - 1}"):
-            check_angles(AnglesOfAStep(changed), call, count)
-
-
-class DoubledOtherwise(AnglesOfAStep):
-    """Angles with each number next to itself from position 40 on, and in halves before."""
-
-    def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Positions [1, T] to cosines and sines [1, T, 4]."""
-        is_late = position_ids[..., None] >= 40
-        cos, sin = (
-            torch.where(is_late, each.repeat_interleave(2, -1)[..., :4], each)
-            for each in super().forward(x, position_ids)
-        )
-        return cos, sin
-
-
-@pytest.mark.parametrize("has_order", [False, True])
-@pytest.mark.parametrize("count", [40, 41])
-def test_angles_that_rows_were_put_in_order_for_are_those_of_the_walk(count: int, has_order: bool) -> None:
-    call = (torch.zeros(1, 5, 4), torch.arange(5)[None]), {}
-    rotary = Rotary(DoubledOtherwise(lambda places: places), {"key": call}, 4)
-    rotary.has_order = has_order
-    build: Any = SimpleNamespace(max_positions=count, weights=torch.empty(0))
-    if has_order and count == 41:
-        with pytest.raises(ConfigError, match="DoubledOtherwise makes other angles than in the walk; use another mo"):
-            rotary.place(build)
-        return
-    rotary.place(build)
-    assert rotary.has_tables is (count == 40)
-
-
-class Makes(nn.Module):
-    """A module with a buffer that makes something of positions."""
-
-    def __init__(self, formula: Callable[..., Any], is_stored: bool = False, **more: nn.Module) -> None:
-        super().__init__()
-        self.formula = formula
-        self.register_buffer("frequencies", torch.ones(2), persistent=is_stored)
-        for name, each in more.items():
-            setattr(self, name, each)
-
-    def forward(self, x: Tensor, places: Tensor, *more: Any) -> Any:
-        """Positions [1, T]."""
-        return self.formula(places[..., None] * torch.ones(4))
-
-
-@pytest.mark.parametrize(
-    ("own", "more", "is_recorded"),
-    [
-        (Makes(lambda made: (made, made)), (), True),
-        (Makes(lambda made: (made, made)), ("main", 3), True),
-        (Makes(lambda made: (made, made)), (torch.ones(1, 5),), True),
-        (Makes(lambda made: (made, made)), (torch.ones(1, 5).long(),), False),
-        (Makes(lambda made: [made, made]), (), False),
-        (Makes(lambda made: (made, made, made)), (), False),
-        (Makes(lambda made: (made, 1.0)), (), False),
-        (Makes(lambda made: (made, made[0])), (), False),
-        (Makes(lambda made: (made[:, 1:], made[:, 1:])), (), False),
-        (Makes(lambda made: (made, made), is_stored=True), (), False),
-        (Makes(lambda made: (made, made), part=nn.Identity()), (), False),
-    ],
-)
-def test_cosines_and_sines_are_two_tensors_made_of_one_tensor_of_positions(
-    own: nn.Module, more: tuple[Any, ...], is_recorded: bool
-) -> None:
-    trace, given = RotaryTrace(), (torch.zeros(1, 5, 4), torch.arange(5)[None], *more)
-    with trace.watching([own]):
-        found = own(*given)
-    assert list(trace.made) == [own] * is_recorded and not own._forward_hooks
-    if is_recorded:
-        assert [id(each) for each in found] == [id(each) for each in trace.made[own]]
-        ((args, named),) = trace.calls[own].values()
-        assert all(each is other for each, other in zip(args, given, strict=True)) and named == {}
 
 
 # -- heads as rows
