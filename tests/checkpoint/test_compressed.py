@@ -158,6 +158,15 @@ def test_a_rate_of_its_own_word_counts_before_the_list(tmp_path: Path, word: str
     assert [each and each.ratio for each in found.compressions] == wanted
 
 
+@pytest.mark.parametrize("kind", [SPARSE, HEAVY])
+def test_a_kind_of_layers_without_a_rate_has_the_usual_one(tmp_path: Path, kind: str) -> None:
+    usual = {SPARSE: 4, HEAVY: 128}
+    for rates in ({kind: 6}, {}, None):
+        found = read(tmp_path, {**SAVED, "compress_rates": rates})
+        wanted = [{**usual, **(rates or {})}.get(each) for each in SAVED["layer_types"]]
+        assert [each and each.ratio for each in found.compressions] == wanted
+
+
 @pytest.mark.parametrize("rate", [True, 2.0, "4", -1])
 def test_a_rate_that_is_no_count_is_refused(tmp_path: Path, rate: Any) -> None:
     with pytest.raises(ConfigError, match=rf"compress_rates of {HEAVY} = {rate!r}; wanted a whole number above zero"):

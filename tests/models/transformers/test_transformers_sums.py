@@ -4,11 +4,13 @@ nothing else may have a part in them; and which layer made the heads that are tu
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from sglcore.models.transformers_backend.deferred_sums import Addend, Sum, added
 from sglcore.models.transformers_backend.kernel_layers import Norm, NormForm, PackedLinear
 from sglcore.models.transformers_backend.kernel_replacement import _join
 from sglcore.models.transformers_backend.layer_trace import Trace
@@ -211,3 +213,48 @@ def test_heads_are_a_layers_if_they_are_its_whole_result(
     with trace.watching([linear, norm]):
         heads = run(empty(*SHAPE), linear, norm)
     assert trace.giver_of(heads) is {"linear": linear, "norm": norm, None: None}[giver]
+
+
+class Doubles:
+    """Stands for the layer of a norm: notes the shapes of its rows, and doubles them."""
+
+    def __init__(self) -> None:
+        self.shapes: list[tuple[int, ...]] = []
+
+    def __call__(self, x: Tensor) -> Tensor:
+        self.shapes.append(tuple(x.shape))
+        return x * 2
+
+
+@pytest.mark.parametrize(
+    ("shape", "is_transposed", "rows"),
+    [
+        ((1, 3, 8), False, (3, 8)),
+        ((1, 1, 8), False, (1, 8)),
+        ((1, 3, 2, 8), False, (3, 2, 8)),
+        ((1, 2, 3, 8), True, (3, 2, 8)),
+        ((1, 1, 3, 8), True, (3, 1, 8)),
+        ((3, 8), False, (3, 8)),
+        ((1, 8), False, (1, 8)),
+        ((3, 2, 8), False, (3, 2, 8)),
+        ((3, 1, 8), False, (3, 1, 8)),
+    ],
+)
+def test_a_norm_takes_rows_of_tokens_however_they_come(
+    shape: tuple[int, ...], is_transposed: bool, rows: tuple[int, ...]
+) -> None:
+    norm, layer, x = Norm("norm", empty(8), NormForm(1e-5, None)), Doubles(), torch.randn(shape)
+    norm._norm, norm.is_transposed = cast("Any", layer), is_transposed
+    assert torch.equal(norm(x), x * 2) and layer.shapes == [rows]
+    norm.waits = True
+    assert norm(x) is x and layer.shapes == [rows]
+
+
+@pytest.mark.parametrize("is_addend", [False, True])
+def test_rows_that_a_norm_makes_may_be_an_addend_themselves(is_addend: bool) -> None:
+    """For example of a norm after a block, whose result is added before the next norm."""
+    norm, x = Norm("norm", empty(8), NormForm(1e-5, None)), torch.randn(SHAPE)
+    norm._norm, norm.is_addend = cast("Any", Doubles()), is_addend
+    found = norm(x)
+    assert (type(found) is Addend) is is_addend and (type(x + found) is Sum) is is_addend
+    torch.testing.assert_close(added(x + found), x * 3)
