@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from sglcore.device.errors import ConfigError
 from sglcore.models.transformers_backend import shape_walk
+from sglcore.models.transformers_backend.kernel_replacement import Replaced
 from sglcore.models.transformers_backend.rope_tables import check_angles
 from sglcore.models.transformers_backend.rotary_adapter import Angles, Rotary, RotaryTrace
 from sglcore.models.transformers_backend.shape_walk import DoesNotRun
@@ -110,6 +111,25 @@ def test_a_call_that_gets_no_table_is_computed_by_the_class_and_the_others_by_th
     assert all(type(each) is Angles for each in rotary(x, places[None], "main"))
     for found, wanted in zip(rotary(x, places[None], "local"), own(x, places[None], "local"), strict=True):
         assert torch.equal(found, wanted)
+
+
+class OfAStepByKind(AnglesOfAStep):
+    """Angles that depend on the positions of a step for one kind of layers alone."""
+
+    def forward(self, x: Tensor, position_ids: Tensor, kind: str) -> tuple[Tensor, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Positions [1, T] to cosines and sines [1, T, 4]."""
+        return super().forward(x, position_ids - (position_ids.min() if kind == "wrong" else 0))
+
+
+@pytest.mark.parametrize("kinds", [("wrong",), ("wrong", "right"), ("right", "wrong"), ("right", "other", "wrong")])
+def test_angles_of_every_kind_of_layers_are_checked(kinds: tuple[str, ...]) -> None:
+    own, trace, build = OfAStepByKind(lambda places: places), RotaryTrace(), SimpleNamespace(max_positions=100)
+    with trace.watching([own]):
+        for kind in kinds:
+            own(torch.zeros(1, 5, 4), torch.arange(5)[None], kind)
+    assert len(trace.calls[own]) == len(kinds)
+    with pytest.raises(ConfigError, match="OfAStepByKind gives a position other angles"):
+        Replaced(angles=trace.calls).place(cast("Any", build))
 
 
 class Makes(nn.Module):
