@@ -12,6 +12,7 @@ from typing import Any, cast
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from sglcore.models.transformers_backend import transformers_model
 from sglcore.models.transformers_backend.alibi_slopes import Places
@@ -93,6 +94,42 @@ def test_only_what_nobody_wrote_to_and_what_is_read_alike_is_the_same(
     model = empty("gemma4_text")
     change(model.model.layers[3].self_attn)
     assert [call.cells for call in walk(model)] == [0, 1, 0, cells]
+
+
+class Attends(nn.Module):
+    """Stands for a layer's attention; calls the attention function with each of `calls`."""
+
+    def __init__(self, config: Any, calls: Callable[[Tensor, Tensor, Tensor], list[dict[str, Any]]]) -> None:
+        super().__init__()
+        self._config, self._calls = config, calls
+
+    def forward(self, hidden_states: Tensor, attention_mask: Any, **_: Any) -> tuple[Tensor, None]:
+        """Hidden states [1, T, 64], by four heads."""
+        query = hidden_states.view(1, -1, 4, 16).transpose(1, 2)
+        for given in self._calls(query, query.clone(), query.clone()):
+            named = {"query": query, "attention_mask": attention_mask, **given}
+            ALL_ATTENTION_FUNCTIONS[self._config._attn_implementation](self, **named)
+        return hidden_states, None
+
+
+@pytest.mark.parametrize(
+    ("calls", "cells"),
+    [
+        (lambda q, k, v: [{"key": k, "value": v}, {"key": k, "value": v}], [0, 0]),
+        (lambda q, k, v: [{"key": k, "value": v}, {"key": k, "value": v, "query": q * 2}], [0, 0]),
+        (lambda q, k, v: [{"key": k, "value": v}, {"key": k, "value": k}], [0, 1]),
+        (lambda q, k, v: [{"key": k, "value": v}, {"key": v, "value": v}], [0, 1]),
+        (lambda q, k, v: [{"key": k, "value": v}, {"key": v, "value": k}], [0, 1]),
+        (lambda q, k, v: [{"key": k, "value": v}, {"key": k, "value": v.clone()}], [0, 1]),
+        (lambda q, k, v: [{"key": k, "value": v}, {"key": k, "value": v, "softcap": 3.0}], [0, 1]),
+        (lambda q, k, v: [{"key": k, "value": v}, {"key": k, "value": v, "query": q[:, :2]}], [0, 1]),
+        (lambda q, k, v: [{"key": x, "value": v} for x in (k, q, k, q)], [0, 1, 0, 1]),
+    ],
+)
+def test_calls_share_cells_if_keys_and_values_and_all_else_are_one(calls: Any, cells: list[int]) -> None:
+    model = empty("llama")
+    model.model.layers[0].self_attn = Attends(model.config, calls)
+    assert [each.cells for each in walk(model)][: len(cells)] == cells
 
 
 def call(module: nn.Module, cells: int, **facts: Any) -> AttentionCall:
