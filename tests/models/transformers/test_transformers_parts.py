@@ -205,6 +205,8 @@ def test_rows_for_kernels_are_contiguous_and_copied_only_where_they_are_not() ->
         ({"num_hidden_layers": 30, "layer_types": ["a"] * 30}, {"num_hidden_layers": 4, "layer_types": ["a"] * 4}),
         ({"num_hidden_layers": 3, "layer_types": ["a"] * 3}, {"num_hidden_layers": 3, "layer_types": ["a"] * 3}),
         ({"num_hidden_layers": 30, "other": ["a"] * 29}, {"other": ["a"] * 29}),
+        ({"num_hidden_layers": 30, "other": ["a"] * 31}, {"other": ["a"] * 31}),
+        ({"n_layer": 30, "num_hidden_layers": None, "kinds": ["a"] * 30}, {"n_layer": 4, "kinds": ["a"] * 4}),
         ({"by": {"3": "a", "4": "b", "all": "c"}}, {"by": {"3": "a", "all": "c"}}),
         ({"text": {"model_type": "x", "vocab_size": 999}}, {"text": {"model_type": "x", "vocab_size": 512}}),
     ],
