@@ -74,6 +74,19 @@ def test_rows_in_the_order_of_their_experts_some_of_which_have_none() -> None:
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
 
 
+def test_only_modules_that_read_counts_on_the_host_are_changed() -> None:
+    model = tiny_model("jetmoe", sizes_of("jetmoe"))
+    before = {module: type(module) for module in model.modules()}
+    take_routed(model)
+    changed = {kind.__name__ for module, kind in before.items() if type(module) is not kind}
+    assert changed == {"JetMoeTopKGating"}
+    assert {type(module).__name__ for module in model.modules() if "forward" in vars(module)} == {KINDS["jetmoe"]}
+    plain = tiny_model("llama", sizes_of("llama"))
+    kinds = [type(module) for module in plain.modules()]
+    take_routed(plain)
+    assert [type(module) for module in plain.modules()] == kinds
+
+
 def test_experts_whose_rows_are_lost_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def first(module: nn.Module, inputs: Tensor, expert_size: Tensor) -> Tensor:
         return linear(inputs, module.weight[0])  # pyright: ignore[reportIndexIssue, reportArgumentType]
