@@ -272,13 +272,14 @@ def named(
 PARTS = ["mlp.a.weight", "mlp.b.weight"]
 
 
+@pytest.mark.parametrize("parts", [PARTS, PARTS[::-1]], ids=["forwards", "backwards"])
 @pytest.mark.parametrize(("dim", "sizes"), [(1, (5, 3)), (2, (2, 4)), (0, (1, 2))])
 def test_concatenated_weights_are_read_into_their_parts_in_order(
-    dim: int, sizes: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+    dim: int, sizes: tuple[int, int], parts: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shapes = [tuple(size if axis == dim else whole for axis, whole in enumerate((3, 8, 6))) for size in sizes]
-    stored = {f"model.layers.0.{part}": shape for part, shape in zip(PARTS, shapes, strict=True)}
-    names, targets, weight = named(stored, [Concatenate(dim)], PARTS, monkeypatch)
+    stored = {f"model.layers.0.{part}": shape for part, shape in zip(parts, shapes, strict=True)}
+    names, targets, weight = named(stored, [Concatenate(dim)], parts, monkeypatch)
     assert names == {name: name for name in stored} and targets.keys() == stored.keys()
     given = [torch.rand(shape) for shape in shapes]
     for name, tensor in zip(stored, given, strict=True):
@@ -299,8 +300,9 @@ def test_concatenated_weights_of_other_sizes_are_told(
     assert words in str(error.value)
 
 
-def test_experts_one_by_one_are_read_into_the_halves_of_their_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    sources = ["mlp.*.a.weight", "mlp.*.b.weight"]
+@pytest.mark.parametrize("order", ["ab", "ba"])
+def test_experts_one_by_one_are_read_into_the_halves_of_their_rows(order: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    sources = [f"mlp.*.{part}.weight" for part in order]
     stored = {f"model.layers.0.mlp.{expert}.{part}.weight": (4, 6) for part in "ba" for expert in (2, 0, 1)}
     names, targets, weight = named(stored, [MergeModulelist(0), Concatenate(1)], sources, monkeypatch)
     assert names == {name: name for name in stored} and targets.keys() == stored.keys()
@@ -308,5 +310,5 @@ def test_experts_one_by_one_are_read_into_the_halves_of_their_rows(monkeypatch: 
     for name, tensor in given.items():
         targets[name].copy_(tensor)
     for expert in range(3):
-        halves_of_one = [given[f"model.layers.0.mlp.{expert}.{part}.weight"] for part in "ab"]
+        halves_of_one = [given[f"model.layers.0.mlp.{expert}.{part}.weight"] for part in order]
         assert torch.equal(weight[expert], torch.cat(halves_of_one))

@@ -112,6 +112,22 @@ def test_angles_are_asked_for_in_every_order_and_in_parts(changed: Any) -> None:
         check_angles(AnglesOfAStep(changed), call, 100)
 
 
+@pytest.mark.parametrize(("kind", "reads"), [("llama", False), ("glm4", False), ("llama", True), ("glm4", True)])
+def test_forwards_are_changed_only_where_a_kernel_turns_heads(kind: str, reads: bool) -> None:
+    """Angles that something else reads are the class's own, and so is all that uses them."""
+
+    def read(module: nn.Module, args: Any, named: dict[str, Any]) -> None:
+        named["position_embeddings"][0].sum()
+
+    def change(model: Any) -> None:
+        model.model.layers[0].register_forward_pre_hook(read, with_kwargs=True)
+
+    model, found = replaced(kind, change if reads else None)
+    changed = [module for module in model.modules() if "forward" in vars(module)]
+    assert changed == list(found.turns) and len(changed) == (0 if reads else len(model.model.layers))
+    assert len(found.rotaries) == (0 if reads else 1)
+
+
 # -- heads as rows
 # --------------------------------------------------------------------------------------------------
 
