@@ -70,12 +70,16 @@ def _one_by_one(messages: Sequence[dict[str, Any]], form: MessageForm) -> Iterat
             yield message
             continue
         results = [rest.popleft() for _ in takewhile(lambda each: each["role"] == "tool", tuple(rest))]
-        for call in calls:
+        ids = [call.get("id") for call in calls]
+        for place, call in enumerate(calls):
             yield {**message, "tool_calls": [call]}
             message = {"role": message["role"], "content": "" if form.empty else None}
-            yield from (each for each in results if each.get("tool_call_id") == call.get("id"))
-        ids = {call.get("id") for call in calls}
-        yield from (each for each in results if each.get("tool_call_id") not in ids)
+            own = [each for each in results if each.get("tool_call_id") == ids[place]]
+            if ids[place] in ids[place + 1 :]:
+                own = own[:1]  # calls with the same id, or none, have one result each
+            results = [each for each in results if all(each is not other for other in own)]
+            yield from own
+        yield from results
 
 
 def _number_calls(messages: list[dict[str, Any]]) -> None:

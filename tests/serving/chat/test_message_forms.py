@@ -167,6 +167,32 @@ def test_numbers_of_calls_go_on_through_the_conversation() -> None:
     assert results == ["functions.g:1", "functions.f:0", "z", "functions.f:2"]
 
 
+@pytest.mark.parametrize(
+    ("calls", "results", "wanted"),
+    [
+        (("a", "b"), ("b", "a"), ["f0", "r1", "f1", "r0"]),
+        (("a", "b"), ("a", "c", "b", "a"), ["f0", "r0", "r3", "f1", "r2", "r1"]),
+        (("a", "a"), ("a", "a"), ["f0", "r0", "f1", "r1"]),
+        (("a", "a"), ("a", "a", "a"), ["f0", "r0", "f1", "r1", "r2"]),
+        ((None, None), (None, None), ["f0", "r0", "f1", "r1"]),
+        ((None, "a", None), ("a", None, None), ["f0", "r1", "f1", "r0", "f2", "r2"]),
+        (("a", "b", "c"), ("c",), ["f0", "f1", "f2", "r0"]),
+        (("a", "b"), (), ["f0", "f1"]),
+        (("a",), ("b", "a"), ["f0", "r0", "r1"]),
+    ],
+)
+def test_each_result_is_told_once_and_after_a_call_of_its_own(
+    calls: tuple[str | None, ...], results: tuple[str | None, ...], wanted: list[str]
+) -> None:
+    made = [call(name=f"f{place}", call_id=name) for place, name in enumerate(calls)]
+    answers = [{"role": "tool", "tool_call_id": name, "content": f"r{place}"} for place, name in enumerate(results)]
+    found = read(told(*made), *answers, {"role": "user", "content": "u"}, single=True)
+    texts = [
+        each["tool_calls"][0]["function"]["name"] if each["role"] == "assistant" else each["content"] for each in found
+    ]
+    assert texts == [*wanted, "u"]
+
+
 def test_tools_get_a_description_where_the_template_needs_one() -> None:
     null = {"type": "function", "function": {"name": "h", "description": None}}
     tools = [{"type": "function", "function": {"name": "f", "description": "d"}}, {"name": "g", "strict": True}, null]
