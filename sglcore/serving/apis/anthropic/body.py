@@ -149,6 +149,7 @@ class CountRequest(Body):
     context_management: Ignored[dict[str, Any]] = None
     speed: Ignored[str] = None
     user_profile_id: Ignored[str] = None
+    workspace_id: Ignored[str] = None
     chat_template_kwargs: dict[str, Any] | None = None
 
 
@@ -163,7 +164,6 @@ class MessagesRequest(CountRequest, SamplingFields):
     thread: Any = None
     diagnostics: Ignored[Any] = None
     inference_geo: Ignored[str] = None
-    workspace_id: Ignored[str] = None
     stream: bool | None = None
 
 
