@@ -262,6 +262,18 @@ def test_vectors_of_ollama_have_length_one_and_long_texts_are_truncated_unless_t
         assert (answer["embeddings"], answer["prompt_eval_count"]) == ([], 0) and len(served.asked) == count
 
 
+def test_the_time_of_vectors_is_told_in_nanoseconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    served, now = Served(), [1000.0]
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+
+    async def pooled(texts: Any) -> list[Pooled]:
+        now[0] += 0.25
+        return await served.pooled(texts)
+
+    served.frontend.pooled = pooled
+    assert served.post("/api/embed", {"input": "x"})["total_duration"] == 250_000_000
+
+
 def test_the_older_endpoint_of_ollama_gives_the_vector_as_it_is() -> None:
     served = Served()
     served.vectors[served.ids("x")] = [3.0, 4.0, 0.0]

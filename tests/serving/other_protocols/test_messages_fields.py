@@ -122,6 +122,7 @@ def test_an_answer_at_the_end_alone_is_gone_on_with(last: Any, continues: bool) 
         ([("user", "q"), ("assistant", [MADE])], "messages[1]"),
         ([("user", "q"), ("user", "r"), ("assistant", "a"), ("assistant", [MADE])], "messages[3]"),
         ([("user", "q"), ("assistant", [RESULT])], "messages[1].content[0]"),
+        ([("user", "q"), ("assistant", [*text("a"), MADE, RESULT])], "messages[1].content[2]"),
         ([("user", [*text("a"), MADE])], "messages[0].content[1]"),
         ([("user", "q"), ("assistant", [MADE]), ("user", [{**RESULT, "content": [*text("a"), {"type": "image"}]}])],
          "messages[2].content[0].content[1]"),
@@ -236,6 +237,7 @@ def test_limits_and_stops_are_those_of_the_body() -> None:
         ({"container": "c"}, "container", "unsupported_parameter"),
         ({"thread": {}}, "thread", UNTHREADED),
         ({"tools": [TOOL, {"type": "bash"}]}, "tools[1]", "unsupported_value"),
+        ({"system": [*text("s"), {"type": "image"}]}, "system[1]", "unsupported_value"),
         ({"tool_choice": {"type": "tool"}}, "tool_choice.name", None),
     ],
 )

@@ -3,6 +3,7 @@ what is read once."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -12,8 +13,10 @@ import pytest
 
 from sglcore.config.server_config import ServerConfig
 from sglcore.serving.apis.ollama import route
-from sglcore.serving.apis.ollama.body import OllamaChatBody, OllamaGenerateBody
-from sglcore.serving.apis.ollama.request import chat_request, plain_prompt
+from sglcore.serving.apis.ollama.body import AnswerFields, OllamaChatBody, OllamaGenerateBody
+from sglcore.serving.apis.ollama.events import LinesWriter, Shape, as_message, as_text
+from sglcore.serving.apis.ollama.request import chat_request, params_of, plain_prompt
+from sglcore.serving.apis.token_text import TokenTexts
 from sglcore.serving.replicas.server_errors import InvalidRequest
 from tests.serving.scripted import Stage, call, content, reasoning, staged
 from tests.serving.stubs import DEMO, Application, make_frontend
@@ -162,3 +165,47 @@ def test_a_model_is_shown_by_the_newer_field_first_under_the_name_that_is_asked_
     found = described.send("POST", "/api/show", given)
     assert found.status_code == 200, found.text
     assert found.json()["modelfile"].splitlines()[0] == f"FROM {name}"
+
+
+@pytest.mark.parametrize(
+    ("shape", "empty"),
+    [(as_message, {"message": {"role": "assistant", "content": ""}}), (as_text, {"response": ""})],
+)
+def test_a_sign_of_life_is_a_part_that_says_nothing_and_ends_nothing(shape: Shape, empty: dict[str, Any]) -> None:
+    frontend = make_frontend()
+    writer = LinesWriter(frontend, TokenTexts(frontend.codec), AnswerFields.model_validate({}), shape)
+    sign = json.loads(writer.form.keep_alive)
+    assert writer.form.keep_alive.endswith(b"\n") and writer.form.media_type == "application/x-ndjson"
+    assert sign == {"model": "demo", "created_at": sign["created_at"], **empty, "done": False}
+
+
+@pytest.mark.parametrize(
+    ("options", "param"),
+    [
+        ({"stop": [""]}, "options.stop"),
+        ({"stop_regex": "("}, "options.stop_regex"),
+        ({"seed": 2**64}, "options.seed"),
+        ({"min_tokens": 5, "num_predict": 3}, "options.min_tokens"),
+    ],
+)
+def test_an_option_that_is_refused_has_its_place_in_the_body(options: Any, param: str) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        params_of(AnswerFields.model_validate({"options": options}), FRONTEND)
+    assert refused.value.param == param and str(refused.value).startswith(param)
+
+
+@pytest.mark.parametrize(
+    ("form", "kind"),
+    [(None, None), ("", None), ("json", "json_object"), ({}, "json_schema"), ({"a": 1}, "json_schema")],
+)
+def test_a_format_is_any_object_or_the_one_of_a_schema_though_it_may_be_empty(form: Any, kind: str | None) -> None:
+    grammar = params_of(AnswerFields.model_validate({"format": form}), FRONTEND).grammar
+    assert (None if grammar is None else (grammar.kind, grammar.text)) == (
+        None if kind is None else (kind, "" if kind == "json_object" else json.dumps(form))
+    )
+
+
+def test_a_description_tells_which_fields_of_its_request_have_no_effect(described: Application) -> None:
+    given = {"model": "a", "verbose": False, "system": "", "template": "t", "options": {}}
+    told = described.send("POST", "/api/show", given).headers["x-sglcore-warnings"]
+    assert told == "ignored: options, system, template, verbose"
