@@ -283,8 +283,9 @@ def test_the_older_endpoint_of_ollama_gives_the_vector_as_it_is() -> None:
     assert served.post("/api/embeddings", {"prompt": ""}) == {"embedding": []} and len(served.asked) == 2
     other = served.application.send("POST", "/api/embeddings", {"prompt": "x", "model": "third", "options": {}})
     assert other.status_code == 404
-    told = served.application.send("POST", "/api/embeddings", {"prompt": "x", "options": {}, "keep_alive": 1})
-    assert told.headers["x-sglcore-warnings"] == "ignored: keep_alive, options"
+    for path, body in (("/api/embeddings", {"prompt": "x"}), ("/api/embed", {"input": "x"})):
+        told = served.application.send("POST", path, {**body, "options": {}, "keep_alive": 1})
+        assert told.headers["x-sglcore-warnings"] == "ignored: keep_alive, options"
 
 
 @pytest.fixture

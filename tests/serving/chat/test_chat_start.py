@@ -11,11 +11,12 @@ import pytest
 
 from sglcore.config.engine_config import EngineConfig
 from sglcore.config.server_config import ServerConfig
-from sglcore.sampling.grammar_spec import Thinking
+from sglcore.sampling.grammar_spec import Grammar, Thinking
 from sglcore.sampling.params import SamplingParams
 from sglcore.serving.chat.chat_frontend import ChatFrontend
 from sglcore.serving.chat.format import ChatFormat
-from sglcore.serving.chat.run import ChatRequest, count_prompt, start_chat
+from sglcore.serving.chat.run import ChatRequest, collect_chat, count_prompt, start_chat
+from sglcore.serving.replicas.server_errors import InvalidRequest
 from tests.serving.chat.checkpoints import make_codec
 from tests.serving.scripted import PROMPT, Script, ScriptedFormat, ScriptedFrontend, content
 from tests.serving.staged_replicas import Stage
@@ -143,3 +144,82 @@ def test_a_frontend_has_the_parsers_that_its_server_is_told(tools: str, reasonin
 
     found = asyncio.run(play())
     assert [reason == "turned off" for reason in found] == [tools != "auto", reasoning != "auto"]
+
+
+SAID = '<think>Hm.</think>{"a": 1}<tool_call>\n{"name": "look", "arguments": {}}\n</tool_call>'
+
+
+@pytest.mark.parametrize(
+    ("name", "bound", "choice", "reads"),
+    [
+        ("hermes", False, None, "thoughts"),
+        ("hermes", True, None, ""),
+        ("hermes", True, "none", ""),
+        ("hermes", True, "auto", "thoughts and calls"),
+        ("hermes", True, "required", "thoughts and calls"),
+        ("hermes", False, "auto", "thoughts and calls"),
+        ("hermes", False, "none", "thoughts"),
+    ],
+)
+def test_an_answer_that_a_form_binds_at_once_is_read_as_it_is_unless_calls_are_offered(
+    formats: dict[str, ChatFormat], name: str, bound: bool, choice: str | None, reads: str
+) -> None:
+    frontend: Any = ScriptedFrontend(Script(says=[SAID]), ServerConfig(), formats[name])
+    params = SamplingParams(grammar=Grammar("json_object") if bound else None)
+    tools: dict[str, Any] = {} if choice is None else {"tools": TOOLS, "tool_choice": choice}
+
+    async def play() -> Any:
+        run = await start_chat(frontend, request(params=params, **tools))
+        async with run:
+            return (await collect_chat(run))[0]
+
+    found = asyncio.run(play())
+    assert [call.name for call in found.tool_calls] == (["look"] if "calls" in reads else [])
+    assert found.reasoning == ("Hm." if "thoughts" in reads else "")
+    assert ("<think>" in found.content) is ("thoughts" not in reads)
+    assert ("<tool_call>" in found.content) is ("calls" not in reads)
+
+
+@pytest.mark.parametrize(
+    ("bound", "choice", "form"),
+    [
+        (False, "auto", ""),
+        (False, "none", ""),
+        (True, "auto", "text.format"),
+        (True, "none", "text.format"),
+        (False, "required", "tools"),
+        (True, "required", "tools"),
+        (True, {"type": "function", "function": {"name": "look"}}, "tools"),
+    ],
+)
+def test_what_an_engine_refuses_of_a_grammar_is_blamed_on_the_field_that_it_comes_from(
+    formats: dict[str, ChatFormat], bound: bool, choice: Any, form: str
+) -> None:
+    frontend: Any = ScriptedFrontend(Script(says=["{}"]), ServerConfig(), formats["hermes"])
+    params = SamplingParams(grammar=Grammar("json_object") if bound else None)
+
+    async def play() -> str:
+        async with await start_chat(
+            frontend, request(params=params, tools=TOOLS, tool_choice=choice, form="text.format")
+        ) as run:
+            return run.form
+
+    assert asyncio.run(play()) == form
+
+
+@pytest.mark.parametrize(
+    ("parameters", "choice", "param"),
+    [
+        ({"type": "object"}, {"type": "function", "function": {"name": "other"}}, "tool_choice"),
+        ({"type": "array"}, "required", "tools"),
+        ({"type": "array"}, {"type": "function", "function": {"name": "look"}}, "tools"),
+    ],
+)
+def test_a_choice_of_no_tool_and_parameters_of_no_object_are_refused_by_their_own_fields(
+    formats: dict[str, ChatFormat], parameters: Any, choice: Any, param: str
+) -> None:
+    frontend: Any = ScriptedFrontend(Script(says=["{}"]), ServerConfig(), formats["hermes"])
+    tools = [{"type": "function", "function": {"name": "look", "parameters": parameters}}]
+    with pytest.raises(InvalidRequest) as refused:
+        asyncio.run(start_chat(frontend, request(tools=tools, tool_choice=choice)))
+    assert refused.value.param == param

@@ -84,7 +84,7 @@ def of_response(given: dict[str, Any]) -> Any:
     body = responses.ResponsesRequest.model_validate({"input": "a", **given})
     request = response_request(body, [], 20)
     shown = draft(body, request.params, "m", "f")
-    return request, unused_of_response(body), {**shown, "id": "", "created_at": 0}
+    return request, unused_of_response(body), [shown[name] for name in ("metadata", "store", "previous_response_id")]
 
 
 def of_ollama_chat(given: dict[str, Any]) -> Any:

@@ -209,3 +209,14 @@ def test_a_description_tells_which_fields_of_its_request_have_no_effect(describe
     given = {"model": "a", "verbose": False, "system": "", "template": "t", "options": {}}
     told = described.send("POST", "/api/show", given).headers["x-sglcore-warnings"]
     assert told == "ignored: options, system, template, verbose"
+
+
+def test_a_call_that_is_sent_back_has_no_unknown_fields(stage: Stage) -> None:
+    stage.speak(content("A"))
+    function = {"index": 0, "name": "f", "description": "d", "arguments": {}}
+    turns = [
+        USER,
+        {"role": "assistant", "tool_calls": [{"id": "c", "type": "function", "function": function}]},
+        answer("c", "f"),
+    ]
+    assert "x-sglcore-warnings" not in post(stage, "chat", {"messages": turns}).headers
