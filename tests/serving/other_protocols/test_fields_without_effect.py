@@ -29,7 +29,7 @@ from sglcore.serving.apis.responses.request import response_request
 from sglcore.serving.apis.responses.request import unused as unused_of_response
 from sglcore.serving.apis.shared_body import Body
 from sglcore.serving.replicas.server_errors import InvalidRequest
-from tests.serving.stubs import make_frontend
+from tests.serving.stubs import Application, make_frontend
 
 CONFIG = ServerConfig()
 USER: Any = {"role": "user", "content": "q"}
@@ -73,6 +73,11 @@ VALUES: list[Any] = [
 @cache
 def frontend() -> Any:
     return make_frontend()
+
+
+@cache
+def served() -> Application:
+    return Application(frontend())
 
 
 def of_messages(given: dict[str, Any]) -> Any:
@@ -176,3 +181,21 @@ def test_a_field_changes_the_request_or_is_refused_or_is_told_as_without_effect(
         if found != plain:
             return
     raise AssertionError(f"{field} took {taken} values, and none of them changed anything")
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "field", "value"),
+    [
+        ("/v1/messages/count_tokens", {"messages": [USER]}, "mcp_servers", [{"name": "x"}]),
+        ("/v1/messages", {"messages": [USER], "max_tokens": 5}, "mcp_servers", [{"name": "x"}]),
+        ("/v1/messages", {"messages": [USER], "max_tokens": 5}, "container", "c"),
+        ("/v1/responses/input_tokens", {"input": "a"}, "conversation", "conv_1"),
+        ("/v1/responses", {"input": "a"}, "conversation", "conv_1"),
+        ("/v1/responses", {"input": "a"}, "background", True),
+    ],
+)
+def test_what_this_server_does_not_have_is_refused_where_tokens_are_counted_too(
+    path: str, body: Any, field: str, value: Any
+) -> None:
+    refused = served().send("POST", path, {**body, field: value})
+    assert refused.status_code == 400 and refused.json()["error"]["message"].startswith(f"{field}: "), refused.text

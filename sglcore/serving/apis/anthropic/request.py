@@ -38,7 +38,6 @@ _OWN_NAMES = MappingProxyType({"stop": "stop_sequences"})
 def message_request(body: MessagesRequest) -> ChatRequest:
     """Return the chat request of a body for /v1/messages. Raises InvalidRequest or
     SamplingError."""
-    refuse_fields(body.model_dump(include=set(_ABSENT)), _ABSENT)
     if body.thread is not None:
         raise InvalidRequest(
             "thread: this server keeps no conversations of this protocol",
@@ -54,6 +53,7 @@ def message_request(body: MessagesRequest) -> ChatRequest:
 def chat_request(body: CountRequest, params: SamplingParams) -> ChatRequest:
     """Return the chat request of a conversation with these sampling parameters. A last message of
     the assistant is continued. Raises InvalidRequest."""
+    refuse_fields(body.model_dump(include=set(_ABSENT)), _ABSENT)
     messages = _system(body.system)
     for place, message in enumerate(body.messages):
         _add(messages, message, f"messages[{place}]")

@@ -43,7 +43,6 @@ LOGPROBS = "message.output_text.logprobs"
 def response_request(body: ResponsesRequest, earlier: Sequence[dict[str, Any]], max_logprobs: int) -> ChatRequest:
     """Return the chat request of a body. `earlier`: the messages of the conversation before it;
     `max_logprobs`: the server's limit. Raises InvalidRequest or SamplingError."""
-    refuse_fields(body.model_dump(include=set(_ABSENT)), _ABSENT)
     check_limit("top_logprobs", body.top_logprobs, max_logprobs)
     form = body.text.format if body.text is not None else None
     schema = form.schema_ if isinstance(form, SchemaFormat) else None
@@ -60,6 +59,7 @@ def response_request(body: ResponsesRequest, earlier: Sequence[dict[str, Any]], 
 def chat_request(body: Conversation, earlier: Sequence[dict[str, Any]], params: SamplingParams) -> ChatRequest:
     """Return the chat request of a conversation that begins with the messages `earlier`; the
     `instructions` of the body come before them. Raises InvalidRequest."""
+    refuse_fields(body.model_dump(include=set(_ABSENT)), _ABSENT)
     system = [{"role": "system", "content": body.instructions}] if body.instructions else []
     return ChatRequest(
         messages=[*system, *earlier, *_input(body, earlier)],
