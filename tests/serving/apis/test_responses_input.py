@@ -139,6 +139,21 @@ def test_what_can_not_be_read_is_refused_at_its_place(given: Any, param: str) ->
     assert refused.value.param == param
 
 
+@pytest.mark.parametrize("kind", ["input_text", "output_text", "text", "reasoning_text", "summary_text", "refusal"])
+def test_a_part_of_each_kind_of_text_is_read_wherever_parts_are(kind: str) -> None:
+    part = {"type": kind, "refusal" if kind == "refusal" else "text": "a"}
+    items = [
+        {"role": "user", "content": [part]},
+        {"type": "reasoning", "summary": [part]},
+        {"role": "assistant", "content": [part, part]},
+        CALL,
+        {**OUTPUT, "output": [part]},
+    ]
+    user, model, result = chat_request(asked(input=items), [], SamplingParams()).messages
+    assert user["content"] == result["content"] == [{"type": "text", "text": "a"}]
+    assert (model["reasoning_content"], model["content"]) == ("a", "aa")
+
+
 @pytest.mark.parametrize(
     ("form", "kind"),
     [

@@ -11,6 +11,7 @@ import pytest
 
 from sglcore.config.engine_config import EngineConfig
 from sglcore.config.server_config import ServerConfig
+from sglcore.engine.outputs import TextDelta
 from sglcore.sampling.grammar_spec import Grammar, Thinking
 from sglcore.sampling.params import SamplingParams
 from sglcore.serving.chat.chat_frontend import ChatFrontend
@@ -20,6 +21,7 @@ from sglcore.serving.replicas.server_errors import InvalidRequest
 from tests.serving.chat.checkpoints import make_codec
 from tests.serving.scripted import PROMPT, Script, ScriptedFormat, ScriptedFrontend, content
 from tests.serving.staged_replicas import Stage
+from tests.serving.stubs import gives, make_frontend
 
 USER = {"role": "user", "content": "Hi"}
 BEGUN = {"role": "assistant", "content": "The answer is "}
@@ -223,3 +225,23 @@ def test_a_choice_of_no_tool_and_parameters_of_no_object_are_refused_by_their_ow
     with pytest.raises(InvalidRequest) as refused:
         asyncio.run(start_chat(frontend, request(tools=tools, tool_choice=choice)))
     assert refused.value.param == param
+
+
+def test_each_sample_of_a_chat_is_read_by_itself(formats: dict[str, ChatFormat]) -> None:
+    said = [SAID.replace("look", name) for name in ("look", "see")]
+    pieces = [said[index][place : place + 7] for place in range(0, len(SAID), 7) for index in range(2)]
+    deltas = [TextDelta("r", place % 2, text, (5,)) for place, text in enumerate(pieces)]
+    ends = [TextDelta("r", index, "", (), "stop") for index in range(2)]
+    frontend: Any = make_frontend(gives(*deltas, *ends))
+    frontend.format = formats["hermes"]
+    tools = [{"type": "function", "function": {"name": name}} for name in ("look", "see")]
+
+    async def play() -> Any:
+        run = await start_chat(frontend, request(params=SamplingParams(n=2), tools=tools))
+        async with run:
+            return await collect_chat(run)
+
+    first, second = asyncio.run(play())
+    assert [[call.name for call in each.tool_calls] for each in (first, second)] == [["look"], ["see"]]
+    assert first.content == second.content == '{"a": 1}' and first.reasoning == second.reasoning == "Hm."
+    assert first.tool_calls[0].call_id != second.tool_calls[0].call_id

@@ -145,3 +145,25 @@ def test_marks_of_a_call_that_is_none_are_shown_and_other_special_tokens_are_not
     for text in ("see [ARGS] and [TOOL_CALLS]", "see [ARGS] and [TOOL_CALLS] no call"):
         deltas = found.stream(tools=tools, reasoning_open=False).whole(f"{text}[INST]</s>")
         assert text_of(deltas, "content") == text
+
+
+@pytest.mark.parametrize(
+    ("default", "for_tools", "parser"), [(PLAIN, HERMES, "hermes"), (HERMES, PLAIN, None), (HERMES, HERMES, "hermes")]
+)
+def test_calls_are_those_of_the_template_for_tools(
+    default: str, for_tools: str, parser: str | None, tmp_path: Path
+) -> None:
+    both = [{"name": "default", "template": default}, {"name": "tool_use", "template": for_tools}]
+    codec = make_codec(tmp_path, None, settings={"chat_template": both})
+    found = ChatFormat.detect(codec)
+    assert found.tool_parser == parser
+    if parser is None:
+        assert found.tool_reason == "this checkpoint's chat template has no place for tools"
+        with pytest.raises(ConfigError, match="hermes cannot be used: .* no place for tools"):
+            choose_tools(codec, "hermes", None, MessageForm())
+        return
+    assert choose_tools(codec, "hermes", None, MessageForm()).family is not None
+    tools = [{"type": "function", "function": {"name": "look", "parameters": {}}}]
+    made = {"role": "assistant", "tool_calls": [{"id": "a", "function": {"name": "look", "arguments": "{}"}}]}
+    text = found.render([{"role": "user", "content": "Hi"}, made], tools=tools, add_generation_prompt=False).text
+    assert "Tools: " in text and '<tool_call>\n{"name": "look"' in text
