@@ -46,3 +46,11 @@ def test_what_is_kept_comes_back_and_is_the_readers_own() -> None:
     found = store.get("a", "id")
     assert (found.response, found.items) == ({"id": "a", "n": [1]}, [{"item": "é"}])
     assert found.messages == [{"role": "user", "content": "q"}]
+
+
+@pytest.mark.parametrize(("size", "kept"), [(99, "b"), (100, "b"), (101, "a")])
+def test_a_response_of_just_the_limit_is_kept(size: int, kept: str) -> None:
+    store = ResponseStore(3, most_bytes=100)
+    store.put(stored("a", 40))
+    store.put(stored("b", size))
+    assert len(store) == 1 and store.get(kept, "id").response["id"] == kept

@@ -188,7 +188,8 @@ def test_a_response_that_fails_before_its_first_text_has_no_items(stage: Stage) 
     assert sent[-1]["response"]["output"] == [] and "planted" in sent[-1]["response"]["error"]["message"]
 
 
-def test_a_stream_that_its_client_leaves_stores_nothing_and_ends_at_once() -> None:
+@pytest.mark.parametrize("told", [1, 2])
+def test_a_stream_that_its_client_leaves_stores_nothing_and_ends_at_once(told: int) -> None:
     frontend: Any = ScriptedFrontend(Script(says=[content("A"), content("B")]), ServerConfig())
     store, body = ResponseStore(9), asked(stream=True)
 
@@ -197,7 +198,8 @@ def test_a_stream_that_its_client_leaves_stores_nothing_and_ends_at_once() -> No
         run = await start_chat(frontend, response_request(body, [], 0))
         async with run:
             events = writer.events(run)
-            await anext(events)
+            for _ in range(told):
+                await anext(events)
             await events.aclose()
 
     asyncio.run(play())

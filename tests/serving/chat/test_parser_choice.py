@@ -148,13 +148,14 @@ def test_marks_of_a_call_that_is_none_are_shown_and_other_special_tokens_are_not
 
 
 @pytest.mark.parametrize(
-    ("default", "for_tools", "parser"), [(PLAIN, HERMES, "hermes"), (HERMES, PLAIN, None), (HERMES, HERMES, "hermes")]
+    ("default", "for_tools", "parser"),
+    [(PLAIN, HERMES, "hermes"), (HERMES, PLAIN, None), (HERMES, HERMES, "hermes"), (None, HERMES, "hermes")],
 )
 def test_calls_are_those_of_the_template_for_tools(
-    default: str, for_tools: str, parser: str | None, tmp_path: Path
+    default: str | None, for_tools: str, parser: str | None, tmp_path: Path
 ) -> None:
     both = [{"name": "default", "template": default}, {"name": "tool_use", "template": for_tools}]
-    codec = make_codec(tmp_path, None, settings={"chat_template": both})
+    codec = make_codec(tmp_path, None, settings={"chat_template": both if default else both[1:]})
     found = ChatFormat.detect(codec)
     assert found.tool_parser == parser
     if parser is None:
