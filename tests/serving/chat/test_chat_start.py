@@ -12,6 +12,7 @@ import pytest
 from sglcore.config.engine_config import EngineConfig
 from sglcore.config.server_config import ServerConfig
 from sglcore.engine.outputs import TextDelta
+from sglcore.engine.tokenizers.chat_template import TextError
 from sglcore.sampling.grammar_spec import Grammar, Thinking
 from sglcore.sampling.params import SamplingParams
 from sglcore.serving.chat.chat_frontend import ChatFrontend
@@ -72,6 +73,15 @@ def test_a_message_that_goes_on_is_in_reasoning_if_it_opens_more_than_it_closes(
     assert found.reasoning_parser == "think" and found.form.parts is has_parts
     last = {"role": "assistant", "content": [{"type": "text", "text": word} for word in words]}
     assert found.render([USER, last], **GO_ON).reasoning_open is is_open
+
+
+def test_a_message_without_any_part_can_not_go_on_where_a_template_reads_parts(tmp_path: Path) -> None:
+    template = "{% for m in messages %}{% for p in m.content %}[{{ p.text }}]{% endfor %}{% endfor %}"
+    found = ChatFormat.detect(make_codec(tmp_path, template))
+    with pytest.raises(TextError, match="no content that could go on"):
+        found.render([USER, {"role": "assistant", "content": []}], **GO_ON)
+    for empty in ({"content": ""}, {"content": None}, {}):
+        assert found.render([USER, {"role": "assistant", **empty}], **GO_ON).text == "[Hi]["
 
 
 class Noted(ScriptedFrontend):

@@ -3,18 +3,25 @@ limit and refuses the first one outside."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from pydantic import ValidationError
 
+from sglcore.config.server_config import ServerConfig
+from sglcore.sampling.grammar_spec import MAX_GRAMMAR_TEXT
 from sglcore.serving.apis.anthropic import body as anthropic
+from sglcore.serving.apis.anthropic.request import message_request
 from sglcore.serving.apis.ollama import body as ollama
-from sglcore.serving.apis.others.llama_body import ApplyTemplateBody, InfillBody, LlamaCompletionBody
-from sglcore.serving.apis.others.sglang import GenerateBody, SglangSampling
+from sglcore.serving.apis.ollama.request import params_of
+from sglcore.serving.apis.others.llama_body import ApplyTemplateBody, InfillBody, LlamaCompletionBody, llama_params
+from sglcore.serving.apis.others.sglang import GenerateBody, SglangSampling, _params
 from sglcore.serving.apis.request_params import LONGEST_STOP, MOST_IDS, MOST_STOPS
 from sglcore.serving.apis.responses import body as responses
+from sglcore.serving.apis.responses.request import response_request
 from sglcore.serving.apis.shared_body import MOST_INT32, Body
+from sglcore.serving.replicas.server_errors import InvalidRequest
 
 USER: Any = {"role": "user", "content": "q"}
 RESULT: Any = {"type": "tool_result", "tool_use_id": "c"}
@@ -169,3 +176,49 @@ def test_a_message_of_ollama_says_something_unless_the_model_said_it(role: str, 
                 ollama.OllamaMessage.model_validate({"role": role, **empty})
         else:
             assert ollama.OllamaMessage.model_validate({"role": role, **empty}).content is None
+
+
+LONG: Any = {"description": "x" * MAX_GRAMMAR_TEXT}
+CONFIG = ServerConfig()
+FRONTEND: Any = SimpleNamespace(config=CONFIG, sampling={}, names=("a",))
+
+
+def of_messages(**given: Any) -> Any:
+    return message_request(anthropic.MessagesRequest.model_validate({"messages": [USER], "max_tokens": 5, **given}))
+
+
+def of_response(**given: Any) -> Any:
+    return response_request(responses.ResponsesRequest.model_validate({"input": "a", **given}), [], 5)
+
+
+def of_ollama(**given: Any) -> Any:
+    return params_of(ollama.AnswerFields.model_validate(given), FRONTEND)
+
+
+def of_llama(**given: Any) -> Any:
+    return llama_params(LlamaCompletionBody.model_validate({"prompt": "a", **given}), CONFIG)
+
+
+def of_sglang(**given: Any) -> Any:
+    return _params(GenerateBody.model_validate({"text": "a", "sampling_params": given}), FRONTEND)
+
+
+@pytest.mark.parametrize(
+    ("ask", "given", "param"),
+    [
+        (of_messages, {"output_config": {"format": {"type": "json_schema", "schema": LONG}}}, "output_config.format.schema"),
+        (of_messages, {"output_format": {"type": "json_schema", "schema": LONG}}, "output_config.format.schema"),
+        (of_response, {"text": {"format": {"type": "json_schema", "schema": LONG}}}, "text.format.schema"),
+        (of_ollama, {"format": LONG}, "format"),
+        (of_llama, {"json_schema": LONG}, "json_schema"),
+        (of_llama, {"grammar": "x" * (MAX_GRAMMAR_TEXT + 1)}, "grammar"),
+        (of_sglang, {"json_schema": LONG}, "sampling_params.json_schema"),
+        (of_sglang, {"regex": "x" * (MAX_GRAMMAR_TEXT + 1)}, "sampling_params.regex"),
+        (of_sglang, {"ebnf": "x" * (MAX_GRAMMAR_TEXT + 1)}, "sampling_params.ebnf"),
+        (of_sglang, {"structural_tag": LONG}, "sampling_params.structural_tag"),
+    ],
+)  # fmt: skip
+def test_a_grammar_that_is_too_long_is_refused_by_its_field(ask: Any, given: Any, param: str) -> None:
+    with pytest.raises(InvalidRequest, match=f"wanted at most {MAX_GRAMMAR_TEXT}") as refused:
+        ask(**given)
+    assert refused.value.param == param
