@@ -255,3 +255,16 @@ def test_each_sample_of_a_chat_is_read_by_itself(formats: dict[str, ChatFormat])
     assert [[call.name for call in each.tool_calls] for each in (first, second)] == [["look"], ["see"]]
     assert first.content == second.content == '{"a": 1}' and first.reasoning == second.reasoning == "Hm."
     assert first.tool_calls[0].call_id != second.tool_calls[0].call_id
+
+
+@pytest.mark.parametrize("name", ["hermes", "mistral named", "glm", "coder"])
+def test_a_choice_names_a_tool_in_full(formats: dict[str, ChatFormat], name: str) -> None:
+    tools = [{"type": "function", "function": {**TOOLS[0]["function"], "name": each}} for each in ("look_up", "look")]
+
+    def forced(choice: str, *places: int) -> Any:
+        return formats[name].tool_grammar([tools[place] for place in places], {"function": {"name": choice}})
+
+    assert forced("look", 0, 1) == forced("look", 1) != forced("look_up", 0, 1) == forced("look_up", 0)
+    for wrong in ("loo", "LOOK", ""):
+        with pytest.raises(TextError, match=f"names '{wrong}'; wanted one of look_up, look"):
+            forced(wrong, 0, 1)

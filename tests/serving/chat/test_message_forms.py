@@ -193,6 +193,16 @@ def test_each_result_is_told_once_and_after_a_call_of_its_own(
     assert texts == [*wanted, "u"]
 
 
+def test_calls_that_follow_results_at_once_are_told_one_by_one_too() -> None:
+    turns: list[dict[str, Any]] = []
+    for names in ("ab", "cd"):
+        turns.append(told(*(call(name=f"f{name}", call_id=name) for name in names), content="So."))
+        turns += [{"role": "tool", "tool_call_id": name, "content": f"r{name}"} for name in names]
+    found = read(*turns, told(content="Done."), single=True)
+    texts = [[each["function"]["name"] for each in turn.get("tool_calls", ())] or turn["content"] for turn in found]
+    assert texts == [["fa"], "ra", ["fb"], "rb", ["fc"], "rc", ["fd"], "rd", "Done."]
+
+
 def test_tools_get_a_description_where_the_template_needs_one() -> None:
     null = {"type": "function", "function": {"name": "h", "description": None}}
     tools = [{"type": "function", "function": {"name": "f", "description": "d"}}, {"name": "g", "strict": True}, null]
