@@ -10,11 +10,12 @@ import httpx
 import pytest
 
 from sglcore.engine.outputs import TextDelta
+from sglcore.schedule.request_errors import ContextError
 from sglcore.schedule.request_output import TokenLogprob
 from sglcore.serving.apis.logprob_records import LEAST
 from sglcore.serving.replicas.metrics.health import Health
-from tests.serving.stubs import Application, StubGeneration, make_frontend
-from tests.serving.whole_answers import ASKS, SCORES
+from tests.serving.stubs import Application, StubGeneration, make_frontend, raises
+from tests.serving.whole_answers import ASKS, SCORES, USER
 
 
 @pytest.mark.parametrize("path", ["/props", "/slots"])
@@ -87,3 +88,25 @@ def test_a_token_of_no_probability_has_the_least_number_in_every_protocol(protoc
     path, body = ASKS[protocol]
     answer = send(path, {**body, **SCORES[protocol], "stream": streams}, generate)
     assert answer.status_code == 200 and answer.text.count(str(LEAST)) >= 2, answer.text
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/v1/chat/completions", {"messages": [USER]}, "messages"),
+        ("/v1/completions", {"prompt": "a"}, "prompt"),
+        ("/v1/completions", {"prompt": ["a", "b"]}, "prompt[0]"),
+        ("/v1/responses", {"input": "a"}, "input"),
+        ("/completion", {"prompt": "a"}, "prompt"),
+        ("/completion", {"prompt": [[5], [6]]}, "prompt[0]"),
+        ("/generate", {"text": "a"}, "text"),
+        ("/generate", {"text": ["a", "b"]}, "text[0]"),
+        ("/generate", {"input_ids": [5]}, "input_ids"),
+        ("/generate", {"input_ids": [[5], [6]]}, "input_ids[0]"),
+    ],
+)
+def test_a_prompt_that_is_too_long_is_refused_by_the_field_that_it_came_in(path: str, body: Any, param: str) -> None:
+    answer = send(path, body, raises(ContextError("planted")))
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert (error["message"], error["param"], error["code"]) == ("planted", param, "context_length_exceeded")

@@ -98,8 +98,8 @@ def add_routes(router: APIRouter, frontend: ChatFrontend) -> None:
         check_limit("top_logprobs_num", body.top_logprobs_num, frontend.config.max_logprobs)
         params, form = _params(body, frontend)
         check_limit("sampling_params.n", params.n, frontend.config.max_n)
-        name = body.rid or secrets.token_hex(16)
-        runs = await start_runs(frontend, prompts, params, name=name, form=form)
+        name, field = body.rid or secrets.token_hex(16), "input_ids" if body.text is None else "text"
+        runs = await start_runs(frontend, prompts, params, name=name, field=field, form=form)
         return await writer.respond(runs, body.stream, body.warnings())
 
 
