@@ -220,3 +220,15 @@ def test_a_call_that_is_sent_back_has_no_unknown_fields(stage: Stage) -> None:
         answer("c", "f"),
     ]
     assert "x-sglcore-warnings" not in post(stage, "chat", {"messages": turns}).headers
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [("chat", {"messages": [USER]}), ("generate", {"prompt": "a"}), ("generate", {"prompt": "a", "raw": True})],
+)
+@pytest.mark.parametrize(("given", "streams"), [({}, True), ({"stream": None}, True), ({"stream": False}, False)])
+def test_an_answer_streams_unless_that_is_off(stage: Stage, path: str, body: Any, given: Any, streams: bool) -> None:
+    stage.speak("A" if body.get("raw") else content("A"))
+    found = httpx.post(f"{stage.url}/api/{path}", json={**body, **given}, trust_env=False, timeout=60)
+    assert found.headers["content-type"] == ("application/x-ndjson" if streams else "application/json")
+    assert [json.loads(line)["done"] for line in found.text.splitlines()] == ([False, True] if streams else [True])
