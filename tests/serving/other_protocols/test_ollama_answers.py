@@ -4,6 +4,7 @@ type."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 
 from sglcore.config.server_config import ServerConfig
+from sglcore.engine.model_card import read_card
 from sglcore.engine.outputs import TextDelta
 from sglcore.serving.apis.answer import Answer
 from sglcore.serving.apis.anthropic.body import UNTHREADED, MessagesError
@@ -123,3 +125,9 @@ def test_an_answer_of_a_model_that_embeds_has_the_described_fields(
 @pytest.mark.parametrize("code", [None, "other", UNTHREADED])
 def test_an_error_of_messages_has_the_described_fields(code: str | None) -> None:
     is_described(MessagesError, error_body(Failure(400, "no", "any", "a", code)))
+
+
+def test_a_loaded_model_stays_loaded_and_has_the_digest_of_its_files(served: Application) -> None:
+    (listed, _), (loaded, _) = (served.send("GET", f"/api/{path}").json()["models"] for path in ("tags", "ps"))
+    assert listed["digest"] == loaded["digest"] == read_card(DEMO).digest and len(listed["digest"]) == 64
+    assert datetime.fromisoformat(loaded["expires_at"]).year > datetime.now(UTC).year + 100

@@ -16,7 +16,7 @@ from sglcore.serving.chat.parsers.delta import Delta
 from tests.serving.scripted import Stage, staged
 from tests.serving.whole_answers import ASKS, SCORES, TOOLS, answer
 
-SEEDS = range(12)
+SEEDS = range(8)
 Block = tuple[str, str, str]
 """Kind ("reasoning", "text" or a call's name), id of the call, and text or arguments."""
 
