@@ -17,6 +17,7 @@ import urllib.request
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from http.client import HTTPException
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
@@ -127,7 +128,7 @@ class Traces:
         try:
             with urllib.request.urlopen(request, timeout=SEND_SECONDS):
                 self._is_told = False
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, HTTPException) as error:  # an answer of HTTP/2 is no OSError
             self.lost += len(spans)
             if not self._is_told:
                 self._is_told = True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -152,6 +153,44 @@ def test_a_span_begins_with_its_request_and_tells_the_first_of_all_first_tokens(
     }
 
 
+def test_a_prompt_that_has_not_ended_has_a_place_among_the_reasons() -> None:
+    metrics = Metrics("demo", "0", lambda: [])
+    clocks = [metrics.clock() for _ in range(3)]
+    clocks[1].on_end("stop")
+    span = _span(Answered("POST", "/a", "/a", "", 200, 0.5, clocks), None, "demo", 2_000_000_000)
+    known = {each["key"]: each["value"] for each in span["attributes"]}
+    reasons = [{"stringValue": reason} for reason in ("", "stop", "")]
+    assert known["gen_ai.response.finish_reasons"] == {"arrayValue": {"values": reasons}}
+    assert known["http.request.header.x-request-id"] == {"stringValue": ""} and span["events"] == []
+
+
+def test_the_end_of_the_server_may_come_among_spans_that_are_collected(
+    collector: Collector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sglcore.serving.http.tracing.COLLECT_SECONDS", 60.0)
+    traces = Traces(collector.url, "demo")
+    for _ in range(3):
+        ask(traces)
+    traces.close()
+    assert collector.sizes == [3] and not traces._thread.is_alive()
+
+
+def test_a_full_queue_holds_up_the_end_of_the_server_for_a_moment_alone(
+    collector: Collector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (("MOST_AT_ONCE", 1), ("MOST_WAITING", 1), ("LAST_SECONDS", 0.05)):
+        monkeypatch.setattr(f"sglcore.serving.http.tracing.{name}", value)
+    collector.release.clear()
+    traces = Traces(collector.url, "demo")
+    ask(traces)
+    collector.arrived.wait()
+    ask(traces)
+    ending = threading.Thread(target=traces.close, daemon=True)
+    ending.start()
+    ending.join(60)
+    assert not ending.is_alive() and traces.lost == 0
+
+
 def test_a_request_without_a_prompt_has_no_words_of_models_and_no_first_token() -> None:
     span = _span(Answered("GET", "/v1/models", "/v1/models", "mine", 200, 0.5, ()), None, "demo", 2_000_000_000)
     assert span["events"] == [] and not [each for each in span["attributes"] if each["key"].startswith("gen_ai")]
@@ -179,6 +218,32 @@ def test_a_collector_that_fails_is_told_of_once_until_it_has_taken_a_message(
     assert traces.lost == 4 and caplog.text.count("sending traces to the collector") == 2
 
 
+@pytest.mark.parametrize("answer", [b"\0\0\x12\4\0\0\0\0\0", b"HTTP/1.1 many OK\r\n\r\n", b""])
+def test_a_collector_that_does_not_answer_by_http_1_costs_its_spans_and_is_asked_again(
+    answer: bytes, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Such as one that was given the port of gRPC."""
+    monkeypatch.setattr("sglcore.serving.http.tracing.MOST_AT_ONCE", 1)
+    heard: list[bytes] = []
+
+    def serve(listener: socket.socket) -> None:
+        for _ in range(2):
+            link, _ = listener.accept()
+            with link:
+                heard.append(link.recv(1 << 16))
+                link.sendall(answer)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        collector = threading.Thread(target=serve, args=(listener,), daemon=True)
+        collector.start()
+        traces = Traces(f"http://127.0.0.1:{listener.getsockname()[1]}", "demo")
+        ask(traces)
+        ask(traces)
+        traces.close()
+        collector.join()
+    assert len(heard) == traces.lost == 2 and caplog.text.count("sending traces to the collector") == 1
+
+
 def test_spans_that_find_no_place_in_the_queue_are_lost_and_counted(
     collector: Collector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -196,7 +261,9 @@ def test_spans_that_find_no_place_in_the_queue_are_lost_and_counted(
     assert len(collector.spans) == 3 and traces.lost == 3
 
 
-@pytest.mark.parametrize("url", ["127.0.0.1:4318", "grpc://host:4317", ""])
+@pytest.mark.parametrize(
+    "url", ["127.0.0.1:4318", "grpc://host:4317", "", "http://", "https:///v1/traces", "http:host"]
+)
 def test_an_endpoint_that_is_no_url_of_http_is_refused(url: str) -> None:
     with pytest.raises(ConfigError, match="otlp_traces_endpoint"):
         Traces(url, "demo")
