@@ -67,7 +67,15 @@ class Parser:
         return self._last
 
 
-def run_of(pieces: list[Any], says: list[list[Delta]], last: list[Delta], *, samples: int = 1, **given: Any) -> ChatRun:
+def run_of(
+    pieces: list[Any],
+    says: list[list[Delta]],
+    last: list[Delta],
+    *,
+    samples: int = 1,
+    check: Any = None,
+    **given: Any,
+) -> ChatRun:
     generation: Any = StubGeneration([piece for piece in pieces if isinstance(piece, TextDelta)])
     if len(generation._deltas) < len(pieces):
 
@@ -76,9 +84,21 @@ def run_of(pieces: list[Any], says: list[list[Delta]], last: list[Delta], *, sam
                 yield piece
 
         generation = type("Reporting", (StubGeneration,), {"__aiter__": items})(generation._deltas)
-    runs = Runs([cast(Any, generation)], AsyncExitStack())
+    runs = Runs([cast(Any, generation)], AsyncExitStack(), "", check)
     request = ChatRequest(messages=[], params=SamplingParams(), **given)
     return ChatRun(runs, request, [Parser(says, last) for _ in range(samples)])
+
+
+class Looks:
+    """A check that keeps what it is shown."""
+
+    names = ()
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[str, str]] = []
+
+    async def look(self, sample: Any, field: str, text: str) -> None:
+        self.seen.append((field, text))
 
 
 async def events_of(run: ChatRun) -> list[ChatEvent]:
@@ -169,6 +189,42 @@ def test_whole_messages_have_all_that_each_sample_brought(has_scores: bool) -> N
     assert [call.call_id for call in first.tool_calls] == [call.call_id for call in second.tool_calls] == ["a"]
 
 
+OTHER = [arguments("[]"), CALL, arguments("[1", 1), content("so")]
+
+
+@pytest.mark.parametrize(
+    ("says", "parallel", "wanted"),
+    [
+        ([content("a"), Delta("reasoning", "hm"), content("b")], True, [("text", "abd")]),
+        ([Delta("reasoning", "hm")], True, [("text", "d")]),
+        ([START, *OTHER], True, [("tools[0]", "[]"), ("tools[1]", "[1")]),
+        ([START, *OTHER], False, [("tools[0]", "[]")]),
+        ([Delta("tool_start", name="h"), *OTHER], False, [("tools[None]", "[]")]),
+    ],
+)
+def test_the_arguments_of_the_calls_that_a_client_gets_are_checked_and_else_the_content(
+    says: list[Delta], parallel: bool, wanted: list[tuple[str, str]]
+) -> None:
+    checked = Looks()
+    given: dict[str, Any] = {"tools": TOOLS, "parallel_tool_calls": parallel, "form": "text", "check": checked}
+    pieces = [TextDelta("r", 0, "0", (1,)), TextDelta("r", 0, "", (), "stop")]
+    run = run_of(pieces, [says], [content("d")], **given)
+
+    async def play() -> None:
+        async for event in run:
+            assert bool(checked.seen) is (event.finish_reason is not None), "the end comes after its check"
+
+    asyncio.run(play())
+    assert checked.seen == wanted
+
+
+def test_each_sample_is_checked_for_itself() -> None:
+    pieces = [TextDelta("r", 1, "1", (1,), "stop"), TextDelta("r", 0, "0", (2,), "stop")]
+    says, checked = [[content("zero")], [content("one")]], Looks()
+    asyncio.run(events_of(run_of(pieces, says, [], samples=2, form="text", check=checked)))
+    assert checked.seen == [("text", "one"), ("text", "zero")]
+
+
 def asked(*messages: Any, **given: Any) -> ChatRequest:
     return ChatRequest(messages=messages or (USER,), **{"params": SamplingParams(), **given})
 
@@ -231,6 +287,7 @@ def test_reasoning_comes_before_what_is_bound_or_has_a_budget(formats: dict[str,
     assert found(NEXT, thinking_token_budget=9) == Thinking(*own, 9, may_stop=True)
     assert found(OPEN, params=bound, thinking_token_budget=9) == Thinking(*end, budget=9)
     assert found(NEXT, params=bound, thinking_token_budget=9, tools=TOOLS) == Thinking(*own, 9)
+    assert found(OPEN, params=bound, tools=TOOLS) == Thinking(*end)
     assert found(NEXT, params=bound, continue_final_message=True) is None
     assert found(OPEN, params=bound, continue_final_message=True) == Thinking(*end)
     assert found(Rendered("x<think>\n\n</think>\n\n"), params=bound) is None

@@ -12,12 +12,13 @@ from sglcore.engine.tokenizers.text_codec import TextCodec
 from sglcore.serving.chat.conversation import MessageForm
 from sglcore.serving.chat.format import ChatFormat
 from sglcore.serving.chat.parser_choice import choose_reasoning, choose_tools, content_form, special_texts
-from sglcore.serving.chat.parsers.delta import text_of
+from sglcore.serving.chat.parsers.delta import calls_of, text_of
 from sglcore.serving.chat.parsers.families import REASONING, TOOLS
-from tests.serving.chat.checkpoints import HERMES, PLAIN, codec_of, make_codec
+from tests.serving.chat.checkpoints import HERMES, PLAIN, THINKING, codec_of, make_codec
 
 THOUGHTS = ("<think>", "</think>")
 ANSWERS = ("<response>", "</response>")
+CALL = ("<tool_call>", "</tool_call>")
 
 
 @pytest.mark.parametrize("family", TOOLS, ids=lambda family: family.name)
@@ -168,3 +169,41 @@ def test_calls_are_those_of_the_template_for_tools(
     made = {"role": "assistant", "tool_calls": [{"id": "a", "function": {"name": "look", "arguments": "{}"}}]}
     text = found.render([{"role": "user", "content": "Hi"}, made], tools=tools, add_generation_prompt=False).text
     assert "Tools: " in text and '<tool_call>\n{"name": "look"' in text
+
+
+def two_templates(folder: Path, default: str, with_tools: str) -> TextCodec:
+    """A codec of a checkpoint with a template of its own for requests with tools."""
+    both = [{"name": "default", "template": default}, {"name": "tool_use", "template": with_tools}]
+    return make_codec(folder, None, settings={"chat_template": both})
+
+
+def test_calls_are_those_of_the_template_for_tools_and_reasoning_is_that_of_the_other(tmp_path: Path) -> None:
+    marks = "{% if never %}<think></think>{% endif %}"
+    plain_calls = HERMES.replace("<think>\n\n</think>\n\n", "")
+    found = ChatFormat.detect(two_templates(tmp_path / "calls", PLAIN, plain_calls + marks))
+    assert (found.tool_parser, found.reasoning_parser) == ("hermes", None)
+    found = ChatFormat.detect(two_templates(tmp_path / "thoughts", PLAIN + marks, plain_calls))
+    assert (found.tool_parser, found.reasoning_parser) == ("hermes", "think")
+    said = {"role": "assistant", "tool_calls": [{"id": "a", "function": {"name": "f", "arguments": "{}"}}]}
+    assert found.render([{"role": "user", "content": "Hi"}, said]).text, "the template for tools writes calls"
+
+
+@pytest.mark.parametrize("special", [(), THOUGHTS, CALL, (*THOUGHTS, *CALL)], ids=len)
+def test_special_tokens_are_decoded_if_one_of_them_is_a_mark(special: tuple[str, ...], tmp_path: Path) -> None:
+    """Whether it is a mark of calls or of reasoning; all others are then hidden."""
+    added = tuple(mark for mark in (*THOUGHTS, *CALL) if mark not in special)
+    found = ChatFormat.detect(make_codec(tmp_path, THINKING, (*special, "<|im_end|>"), added))
+    assert (found.tool_parser, found.reasoning_parser) == ("hermes", "think")
+    assert found.skip_special_tokens is not bool(special)
+    text = "<think>hm</think>So</s><|im_end|>" + '<tool_call>{"name": "f", "arguments": {}}</tool_call><|im_end|>.'
+    deltas = found.stream(tools=[{"name": "f"}], reasoning_open=False).whole(text)
+    shown = "So</s>." if special else "So</s><|im_end|><|im_end|>."
+    assert (text_of(deltas, "reasoning"), text_of(deltas, "content")) == ("hm", shown)
+    assert [call.name for call in calls_of(deltas)] == ["f"]
+
+
+def test_special_tokens_of_reasoning_alone_are_decoded(tmp_path: Path) -> None:
+    found = ChatFormat.detect(make_codec(tmp_path, PLAIN, (*THOUGHTS, "<|im_end|>")))
+    assert (found.tool_parser, found.reasoning_parser, found.skip_special_tokens) == (None, "think", False)
+    deltas = found.stream(tools=None, reasoning_open=True).whole("hm</think>So<|im_end|><s>.")
+    assert (text_of(deltas, "reasoning"), text_of(deltas, "content")) == ("hm", "So.")

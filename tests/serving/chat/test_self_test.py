@@ -105,6 +105,15 @@ def sees_where_the_text_was_split(s: Scanner, tools: Tools) -> Scan[None]:
         yield
 
 
+def speaks_between_calls(s: Scanner, tools: Tools) -> Scan[None]:
+    number = 0
+    while (yield from s.pass_until((CALL,), "content")):
+        if number:
+            s.say("content", "and")
+        yield from s.attempt(call(s))
+        number += 1
+
+
 def reads_nothing(s: Scanner, tools: Tools) -> Scan[None]:
     yield from s.pass_until((), "content")
 
@@ -119,6 +128,7 @@ def reads_nothing(s: Scanner, tools: Tools) -> Scan[None]:
         (shows_half_a_marker, "'<'"),
         (shows_half_the_end_marker, "call>"),
         (sees_where_the_text_was_split, "differently"),
+        (speaks_between_calls, "leaves 'and' in the content"),
         (reads_nothing, "calls of \\[\\]"),
     ],
 )
@@ -129,10 +139,71 @@ def test_a_broken_parser_fails(mutant: Callable[[Scanner, Tools], Scan[None]], s
         check_tools(Candidate(codec, replace(HERMES_FAMILY, calls=mutant), None, True), MessageForm())
 
 
-def test_a_marker_left_after_the_only_call_of_a_turn_fails(tmp_path: Path) -> None:
-    refuses = "{%- if m.tool_calls and m.tool_calls | length > 1 %}{{ raise_exception('one') }}{% endif %}"
-    template = HERMES.replace("{%- for c in", f"{refuses}{{%- for c in")
+ONE_CALL = HERMES.replace(
+    "{%- for c in",
+    "{%- if m.tool_calls and m.tool_calls | length > 1 %}{{ raise_exception('one') }}{% endif %}{%- for c in",
+)
+CUT_AT = 40
+"""Number of characters after which a text is cut, in the middle of a call."""
+
+
+def stumbles(steps: Scan[None], s: Scanner) -> Scan[None]:
+    """Parse, with a defect if the first part of the text has CUT_AT characters."""
+    first = 0
+    for number, _ in enumerate(steps):
+        if number == 1 and first == CUT_AT:
+            s.say("content", "?")
+        first = first or len(s._text)
+        yield
+
+
+@pytest.mark.parametrize(("template", "has_two"), [(HERMES, True), (ONE_CALL, False)])
+def test_a_text_is_cut_at_every_place_whether_the_template_writes_one_call_or_two(
+    template: str, has_two: bool, tmp_path: Path
+) -> None:
     codec = make_codec(tmp_path, template)
+    assert (check_tools(Candidate(codec, HERMES_FAMILY, None, True), MessageForm()).two is not None) is has_two
+    broken = replace(HERMES_FAMILY, calls=lambda s, tools: stumbles(HERMES_CALLS(s, tools), s))
+    with pytest.raises(Failed, match=f"differently split after {CUT_AT} characters"):
+        check_tools(Candidate(codec, broken, None, True), MessageForm())
+
+
+def test_reasoning_is_cut_at_every_place(tmp_path: Path) -> None:
+    def broken(s: Scanner, tools: Tools, *, reads_calls: bool, is_open: bool) -> Scan[None]:
+        yield from stumbles(harmony(s, tools, reads_calls=reads_calls, is_open=is_open), s)
+
+    family = next(family for family in REASONING if family.name == "harmony")
+    with pytest.raises(Failed, match=f"split after {CUT_AT} characters"):
+        check_reasoning(codec_of("harmony", tmp_path), replace(family, answer=broken), skip_special_tokens=False)
+
+
+@pytest.mark.parametrize("name", ["mistral list", "mistral named", "harmony"])
+def test_calls_with_marks_that_decoding_leaves_out_fail(name: str, tmp_path: Path) -> None:
+    codec = codec_of(name, tmp_path)
+    found = ChatFormat.detect(codec)
+    assert found._tools is not None
+    check_tools(Candidate(codec, found._tools, found._reasoning, False), MessageForm())
+    with pytest.raises(Failed):
+        check_tools(Candidate(codec, found._tools, found._reasoning, True), MessageForm())
+
+
+def test_the_reason_of_a_failure_is_that_of_the_first_form(tmp_path: Path) -> None:
+    refuses = "{%- for c in m.tool_calls %}{% if c.function.arguments is string %}{{ raise_exception('text') }}"
+    template = wrong_template().replace("{%- for c in", f"{refuses}{{% endif %}}{{% endfor %}}{{%- for c in", 1)
+    found = ChatFormat.detect(make_codec(tmp_path, template))
+    assert found.tool_reason.startswith("hermes failed its test: it reads arguments")
+
+
+@pytest.mark.parametrize("written", ["{{ m.content }}", "{{ m.content or '' }}", "{{ m.content if m.content }}"])
+def test_a_template_that_writes_none_as_a_word_gets_an_empty_text(written: str, tmp_path: Path) -> None:
+    found = ChatFormat.detect(make_codec(tmp_path, HERMES.replace("{{ m.content or '' }}", written)))
+    assert (found.tool_parser, found.form.empty) == ("hermes", written == "{{ m.content }}")
+    said = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]}
+    assert "None" not in found.render([{"role": "user", "content": "Hi"}, said]).text
+
+
+def test_a_marker_left_after_the_only_call_of_a_turn_fails(tmp_path: Path) -> None:
+    codec = make_codec(tmp_path, ONE_CALL)
     assert check_tools(Candidate(codec, HERMES_FAMILY, None, True), MessageForm()).two is None
     for mutant in (leaves_the_end_marker, shows_half_the_end_marker):
         with pytest.raises(Failed, match="call>"):
