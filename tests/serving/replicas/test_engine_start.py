@@ -4,7 +4,10 @@ that it is ready."""
 from __future__ import annotations
 
 import asyncio
+import errno
+import io
 import os
+import signal
 import sys
 from dataclasses import asdict, replace
 from types import SimpleNamespace
@@ -15,13 +18,15 @@ import pytest
 
 from sglcore.config.engine_config import EngineConfig, plain_config
 from sglcore.device.choice import ChosenDevice
+from sglcore.device.errors import ConfigError, WorkerLost, no_space
 from sglcore.device.ledger import DecisionLedger, Row
 from sglcore.device.worker import Limits
 from sglcore.engine.disaggregation.disaggregation_start import PageOptions
 from sglcore.serving.replicas import engine_process
 from sglcore.serving.replicas.engine_launch import LocalLauncher, LocalProcess
 from sglcore.serving.replicas.engine_process import fingerprint, model_info, start_service
-from sglcore.serving.replicas.ipc import Address, EngineSpec, Phase, Ready
+from sglcore.serving.replicas.ipc import Address, EngineSpec, Failed, Phase, Ready
+from sglcore.serving.replicas.warm_up import WarmUpError
 
 LIMITS = Limits(1024, 8, 16, 64, 1024, 2000)
 DEVICE = ChosenDevice("acme", "sglcore-acme", "1.5", 1, "", 2)
@@ -249,3 +254,79 @@ def test_a_child_that_has_ended_is_not_killed_and_one_that_just_did_is_no_error(
 
     LocalProcess(SimpleNamespace(pid=1, returncode=code, kill=kill)).kill()  # pyright: ignore[reportArgumentType]
     assert len(kills) == killed
+
+
+class Process:
+    """An engine process whose parts are played: `told` has what was done, in order."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, ends: Any) -> None:
+        self.told: list[Any] = []
+        self.ignored: list[int] = []
+        self.lost: Any = None
+        self._ends = ends
+        line = io.BytesIO(msgspec.json.encode(EngineSpec(Address("tcp://h:1"), {}, 3)) + b"\nmore")
+        monkeypatch.setattr(engine_process, "open", lambda *given, **named: line, raising=False)
+        monkeypatch.setattr(engine_process.os, "_exit", self._exit)
+        monkeypatch.setattr(engine_process.signal, "signal", lambda name, done: self.ignored.append(name))
+        monkeypatch.setattr(engine_process.logging, "basicConfig", lambda **named: None)
+        for name, play in (
+            ("end_with_parent", lambda code: self.told.append(("parent", code))),
+            ("Heartbeat", self._heartbeat),
+            ("EngineChannel", self._channel),
+            ("start_service", self._start),
+        ):
+            monkeypatch.setattr(engine_process, name, play)
+
+    def _exit(self, code: int) -> None:
+        raise SystemExit(code)
+
+    def _heartbeat(self, address: Address) -> Any:
+        self.heartbeat = SimpleNamespace(count="count", close=lambda: self.told.append("stop beats"))
+        return self.heartbeat
+
+    def _channel(self, address: Address, on_lost: Any) -> Any:
+        self.lost = on_lost
+        return SimpleNamespace(send=self.told.append, close=lambda: self.told.append("close"))
+
+    def _start(self, spec: EngineSpec, channel: Any, on_round: Any) -> Any:
+        assert (spec.replica, on_round) == (3, "count")
+        if isinstance(self._ends, Exception):
+            raise self._ends
+        return SimpleNamespace(run=lambda: self._ends)
+
+
+FULL = OSError(errno.ENOSPC, "No space left on device", "/disk/file")
+
+
+@pytest.mark.parametrize(
+    ("ends", "said", "code"),
+    [
+        (0, None, 0),
+        (1, None, 1),
+        (ConfigError("no checkpoint"), "no checkpoint", 2),
+        (WarmUpError("no token"), "no token", 1),
+        (ValueError("odd"), "ValueError: odd", 1),
+        (FULL, no_space(FULL), 1),
+    ],
+    ids=lambda each: type(each).__name__,
+)
+def test_an_engine_process_says_why_it_ends_and_closes_what_it_opened(
+    ends: Any, said: str | None, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    process = Process(monkeypatch, ends)
+    assert engine_process.main() == code
+    failed = [] if said is None else [Failed(said, code)]
+    assert process.told == [("parent", engine_process.PARENT_GONE), *failed, "close", "stop beats"]
+    assert set(process.ignored) == {signal.SIGINT, signal.SIGTERM}, "the frontend ends it"
+
+
+def test_an_engine_that_lost_its_worker_or_its_frontend_ends_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    process = Process(monkeypatch, WorkerLost("rank 1 ended"))
+    with pytest.raises(SystemExit) as ended:
+        engine_process.main()
+    (_, failed, closed) = process.told
+    assert failed == Failed("rank 1 ended", WorkerLost.exit_code) and closed == "close", "what was said has been sent"
+    assert ended.value.code == WorkerLost.exit_code
+    with pytest.raises(SystemExit) as lost:
+        process.lost()
+    assert lost.value.code == engine_process.LINK_BROKE

@@ -4,20 +4,19 @@ it."""
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from sglcore.serving.replicas import replica as replica_module
 from sglcore.serving.replicas.heartbeat import QUIET_TICKS, Pulse
-from sglcore.serving.replicas.ipc import Able, Embed, Embedded, Failed, Refused
+from sglcore.serving.replicas.ipc import Able, Embed, Embedded, EngineStats, Failed, GenerateRequest, Pause, Refused
 from sglcore.serving.replicas.replica import _cause
-from sglcore.serving.replicas.server_errors import (
-    InvalidRequest,
-    NotReady,
-    Unanswered,
-    failure,
-)
-from tests.serving.replicas.test_heartbeat import beating, silence
+from sglcore.serving.replicas.restart import SHORT_LIFE, RestartPolicy
+from sglcore.serving.replicas.server_errors import InvalidRequest, NotReady, ShuttingDown, Unanswered, failure
+from tests.serving import idle_clock
+from tests.serving.replicas.test_heartbeat import beating, looks, silence
 from tests.serving.staged_replicas import PATIENCE, Stage, staged, until
 
 
@@ -214,3 +213,120 @@ def test_checks_without_a_sign_of_life_are_silence_and_those_with_one_a_standsti
     assert pulse.is_still and not pulse.is_silent
     pulse.begin_rounds()
     assert (pulse.standstill, pulse.is_still) == (0, False)
+
+
+def test_what_a_silent_replica_has_is_known_counted_and_given_up_with_the_rest() -> None:
+    async def play() -> None:
+        async with beating(2) as (stage, (quiet, other)):
+            supervisor = stage.supervisor
+            kept = stage.submit("kept")
+            replica = supervisor.replicas[quiet.spec.replica]
+            assert kept.request_id in replica.generations
+            quiet.say(EngineStats(running=1, generation_tokens=5))
+            await until(lambda: supervisor.stats().running == 1)
+            embedding = asyncio.ensure_future(replica.embed("e", [5, 6]))
+            await looks(stage, QUIET_TICKS, other)
+            assert replica.state == "silent" and replica.load == 2
+            assert supervisor.has("kept") and supervisor.generations == [kept]
+            assert (supervisor.stats().running, supervisor.stats().generation_tokens) == (1, 5)
+            supervisor.give_up(ShuttingDown("played"))
+            for waiting in (kept.wait(), embedding):
+                with pytest.raises(ShuttingDown, match="played"):
+                    await asyncio.wait_for(waiting, PATIENCE)
+
+    asyncio.run(play())
+
+
+def test_a_replica_that_was_silent_is_told_of_a_pause_though_it_lacks_something() -> None:
+    async def play() -> None:
+        async with beating(1) as (stage, (engine,)):
+            silence(stage, QUIET_TICKS)
+            stage.supervisor.is_paused = True
+            engine.say(Able("no prompt engine"))
+            order = await asyncio.wait_for(engine.requests.get(), PATIENCE)
+            assert isinstance(order, Pause) and order.is_paused
+            await states(stage, "unable")
+            engine.say(Able(""))
+            await states(stage, "ready")
+            stage.submit("next")
+            request = await asyncio.wait_for(engine.requests.get(), PATIENCE)
+            assert isinstance(request, GenerateRequest), "it has missed nothing since"
+
+    asyncio.run(play())
+
+
+@pytest.mark.parametrize("state", ["starting", "silent"])
+def test_an_engine_that_starts_or_hangs_is_given_no_time_to_end(state: str) -> None:
+    async def play() -> None:
+        async with staged(shutdown_timeout=60.0) as stage:
+            engine = await stage.launched()
+            engine.is_deaf = True
+            if state == "silent":
+                engine.become_ready()
+                engine.beat(1)
+                await until(lambda: bool(stage.supervisor.ready) and stage.supervisor.replicas[0]._pulse._rounds == 1)
+                silence(stage, QUIET_TICKS)
+            assert stage.supervisor.replicas[0].state == state
+            begin = asyncio.get_running_loop().time()
+            await stage.supervisor.stop()
+            assert engine.has_ended and asyncio.get_running_loop().time() - begin < 30.0
+            assert engine.requests.empty()
+
+    idle_clock.run(play(), 600.0)
+
+
+def test_without_segments_an_engine_gets_none() -> None:
+    async def play() -> None:
+        async with staged() as stage:
+            engine = await stage.ready_engine(generates=False)
+            for segments, size in ((None, 0), ([0, 0], 8)):
+                wanted = asyncio.ensure_future(stage.supervisor.embed("e", [5, 6], segments))
+                request = await asyncio.wait_for(engine.requests.get(), PATIENCE)
+                assert isinstance(request, Embed) and (len(request.prompt), len(request.segments)) == (8, size)
+                engine.say(Embedded("e", b"vector"))
+                assert await wanted == b"vector"
+
+    asyncio.run(play())
+
+
+def test_a_replica_is_started_again_when_its_wait_is_over() -> None:
+    async def play() -> None:
+        async with staged(restart=True) as stage:
+            stage.supervisor._restarts[0] = RestartPolicy(longest_wait=0.2)
+            loop, waits = asyncio.get_running_loop(), list[float]()
+            for _ in range(2):
+                engine = await stage.ready_engine()
+                begin = loop.time()
+                engine.die()
+                await until(lambda: not stage._launched.empty())
+                waits.append(loop.time() - begin)
+            assert waits[0] < 0.2 <= waits[1], "the first short life is forgiven"
+
+    idle_clock.run(play(), 600.0)
+
+
+@pytest.mark.parametrize(("lived", "waits"), [(SHORT_LIFE - 1, 1.0), (SHORT_LIFE + 1, 0.0)])
+def test_a_life_is_the_time_since_an_engine_was_ready(
+    lived: float, waits: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [1000.0]
+    monkeypatch.setattr(replica_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+
+    async def play() -> None:
+        async with staged(restart=True) as stage:
+            policy = stage.supervisor._restarts[0] = RestartPolicy()
+            policy.end(1.0, 1)
+            engine = await stage.launched()
+            now[0] += 2 * SHORT_LIFE
+            engine.become_ready()
+            await until(lambda: bool(stage.supervisor.ready))
+            (replica,) = stage.supervisor.ready
+            now[0] += lived
+            engine.say(EngineStats(running=1))
+            await until(lambda: replica.stats.running == 1)
+            assert (replica.lived, replica.report_age) == (lived, 0.0)
+            engine.die()
+            await until(lambda: stage.supervisor.deaths == 1)
+            assert policy.wait == waits and policy.may_go_on
+
+    asyncio.run(play())

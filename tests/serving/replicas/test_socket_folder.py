@@ -1,21 +1,32 @@
 """The folder of a server's sockets: its path is short enough, and it is removed even if the server
-was killed."""
+was killed. The channels in it drop no message, and leave no socket open."""
 
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import zmq.asyncio
 
+from sglcore.device.errors import ConfigError
 from sglcore.serving.replicas import socket_folder
-from sglcore.serving.replicas.channel import FrontendChannel
+from sglcore.serving.replicas.channel import (
+    HEARTBEAT_MS,
+    OF_BEATS,
+    SILENCE_MS,
+    EngineChannel,
+    FrontendChannel,
+    open_channel,
+)
+from sglcore.serving.replicas.ipc import Abort, Address, Failed, Flush
 from sglcore.serving.replicas.socket_folder import PREFIX, SocketFolder, sweep
 
 LONELY = """
@@ -117,3 +128,106 @@ def test_the_folder_of_another_user_is_left_alone(tmp_path: Path, monkeypatch: p
     monkeypatch.undo()
     sweep(tmp_path)
     assert not left.exists()
+
+
+def test_a_folder_without_locks_is_used_and_left_to_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As some network file systems are."""
+    closed: list[int] = []
+    close = os.close
+
+    def refuse(descriptor: int, kind: int) -> None:
+        raise OSError(errno.ENOLCK, "no locks")
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(socket_folder.fcntl, "flock", refuse)
+    monkeypatch.setattr(socket_folder.os, "close", lambda descriptor: closed.append(descriptor) or close(descriptor))
+    with SocketFolder() as name:
+        assert closed and not (Path(name) / "lock").exists()
+        sweep(tmp_path)
+        assert Path(name).is_dir()
+    assert not Path(name).exists()
+
+
+def test_a_sweep_keeps_no_file_open_and_makes_none(tmp_path: Path) -> None:
+    for name in ("left", "bare"):
+        (tmp_path / f"{PREFIX}{name}").mkdir()
+    (tmp_path / f"{PREFIX}left" / "lock").touch()
+    (tmp_path / f"{PREFIX}bare" / "data").touch()
+    living = SocketFolder.__new__(SocketFolder)
+    living.name = str(tmp_path / f"{PREFIX}living")
+    Path(living.name).mkdir()
+    lock = socket_folder._locked(Path(living.name))
+    assert lock is not None and not os.get_inheritable(lock)
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        sweep(tmp_path)
+    assert len(os.listdir("/proc/self/fd")) == before
+    os.close(lock)
+    assert sorted(each.name for each in tmp_path.iterdir()) == [f"{PREFIX}bare", f"{PREFIX}living"]
+    assert [each.name for each in (tmp_path / f"{PREFIX}bare").iterdir()] == ["data"]
+
+
+def test_a_channel_whose_second_socket_can_not_be_opened_leaves_none_open(brief: Path) -> None:
+    async def play() -> None:
+        context = zmq.asyncio.Context()
+        longest = zmq.IPC_PATH_MAX_LEN - len(f"{brief}/")
+        for length in (longest, longest + 1):
+            with pytest.raises(ConfigError, match="its path is too long; set TMPDIR"):
+                FrontendChannel(context, f"ipc://{brief}/{'x' * length}")
+        FrontendChannel(context, f"ipc://{brief}/{'x' * (longest - len(OF_BEATS))}").close()
+        sockets = list(context._sockets)
+        assert all(each.closed for each in sockets)
+        context.destroy(linger=0)
+
+    asyncio.run(play())
+
+
+@pytest.mark.parametrize("is_remote", [False, True])
+def test_a_channel_drops_no_message_and_watches_a_network_alone(is_remote: bool, brief: Path) -> None:
+    async def play() -> None:
+        context = zmq.asyncio.Context()
+        frontend, address = open_channel(context, "tcp://127.0.0.1:0" if is_remote else f"ipc://{brief}/0-0")
+        engine = EngineChannel(address, lambda: None)
+        assert (engine._watcher is not None) is is_remote
+        beats = (engine._socket.heartbeat_ivl, engine._socket.heartbeat_timeout)
+        assert beats == ((HEARTBEAT_MS, SILENCE_MS) if is_remote else (0, -1))
+        for socket in (engine._socket, frontend._socket, frontend._beats):
+            assert (socket.sndhwm, socket.rcvhwm) == (0, 0)
+        for socket in (frontend._socket, frontend._beats):
+            assert bool(socket.curve_server) is is_remote
+        assert address.endpoint != address.beats
+        engine.send(Failed("last words", 1))
+        engine.close()
+        assert await asyncio.wait_for(frontend.receive(), 60) == Failed("last words", 1), "what was sent before the end"
+        frontend.close()
+        context.destroy(linger=0)
+
+    asyncio.run(play())
+
+
+def test_an_engine_that_watches_a_descriptor_wakes_for_it_and_for_requests(brief: Path) -> None:
+    async def play() -> None:
+        context = zmq.asyncio.Context()
+        frontend = FrontendChannel(context, f"ipc://{brief}/0-0")
+        engine = EngineChannel(Address(frontend.endpoint))
+        reading, writing = os.pipe()
+        engine.watch(reading)
+        assert engine.receive(0) == []
+        os.write(writing, b"x")
+        loop = asyncio.get_running_loop()
+        begin = loop.time()
+        assert await asyncio.to_thread(engine.receive, 60_000) == [] and loop.time() - begin < 30
+        os.read(reading, 1)
+        for request in (Abort("a"), Flush("f")):
+            frontend.send(request)
+        found: list[Any] = []
+        while len(found) < 2:
+            found += await asyncio.to_thread(engine.receive, 60_000)
+        assert found == [Abort("a"), Flush("f")] and loop.time() - begin < 30
+        engine.close()
+        frontend.close()
+        for descriptor in (reading, writing):
+            os.close(descriptor)
+        context.destroy(linger=0)
+
+    asyncio.run(play())

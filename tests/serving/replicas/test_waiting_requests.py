@@ -24,6 +24,7 @@ from sglcore.serving.replicas.server_errors import (
     Overloaded,
     Unanswered,
 )
+from tests.serving.chat.test_chat_run import Looks
 from tests.serving.replicas.test_frontend import PARAMS, PLACES, begin, staged_frontend
 from tests.serving.staged_replicas import PATIENCE, PlayedEngine, Stage, staged, until
 
@@ -274,3 +275,74 @@ def test_a_sample_that_failed_has_the_status_of_whose_fault_it_was(reason: str, 
     (output,) = outputs((reason,))
     found = failure_of(output.outputs[0])
     assert (None if found is None else found.status) == status
+
+
+class Spoken(Played):
+    """A generation of two samples that have ended."""
+
+    def __init__(self, place: int) -> None:
+        super().__init__(*(TextDelta("r", index, f"{place}{index}", (), "stop") for index in (1, 0)))
+        self.output.outputs = [Completion(index, 7, f"{place}{index}") for index in range(2)]
+        self.over.set()
+
+    async def wait(self) -> RequestOutput:
+        return self.output
+
+
+@pytest.mark.parametrize("prompts", [1, 3])
+def test_each_sample_of_each_prompt_is_checked_before_its_end_is_told(prompts: int) -> None:
+    async def play() -> None:
+        looks = Looks()
+        runs = Runs(cast(Any, [Spoken(place) for place in range(prompts)]), AsyncExitStack(), "form", cast(Any, looks))
+        found = 0
+        async for _, item in runs.read():
+            assert isinstance(item, TextDelta) and looks.seen[found] == ("form", item.text)
+            found += 1
+        assert found == len(looks.seen) == 2 * prompts
+        looks.seen.clear()
+        assert await runs.wait() == runs.outputs
+        assert looks.seen == [("form", f"{place}{index}") for place in range(prompts) for index in range(2)]
+
+    asyncio.run(play())
+
+
+def test_a_slow_reader_of_several_prompts_holds_up_their_reading(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sglcore.serving.replicas.runs.AT_ONCE", 4)
+    taken: list[int] = []
+
+    class Counted(Played):
+        async def __aiter__(self) -> Any:
+            for number in range(50):
+                taken.append(number)
+                yield TextDelta("r", 0, str(number), ())
+
+    async def play() -> None:
+        items = Runs(cast(Any, [Counted(), Counted()]), AsyncExitStack()).read()
+        await anext(items)
+        for _ in range(50):
+            await asyncio.sleep(0)
+        assert 4 <= len(taken) <= 8
+        assert len([each async for each in items]) == 99
+
+    asyncio.run(asyncio.wait_for(play(), PATIENCE))
+
+
+@pytest.mark.parametrize("form", ["", "response_format"])
+@pytest.mark.parametrize("prompts", [1, 2])
+def test_a_form_that_an_engine_refuses_is_at_fault_and_without_one_no_field_is(form: str, prompts: int) -> None:
+    class Refusing(Played):
+        async def __aiter__(self) -> Any:
+            raise InvalidRequest("it can not be compiled")
+            yield
+
+        async def wait(self) -> Any:
+            raise InvalidRequest("it can not be compiled")
+
+    async def play() -> None:
+        runs = Runs(cast(Any, [Refusing() for _ in range(prompts)]), AsyncExitStack(), form)
+        for reading in (anext(runs.read()), runs.wait()):
+            with pytest.raises(InvalidRequest, match="can not be compiled") as refused:
+                await reading
+            assert refused.value.param == (form or None)
+
+    asyncio.run(play())
