@@ -183,3 +183,50 @@ def test_an_error_that_nobody_caught_is_in_the_log_under_the_id_that_the_client_
     logs.close()
     name = answer.error["message"].rpartition(" ")[2]
     assert name in path.read_text() and "ValueError: planted" in path.read_text()
+
+
+def test_standard_error_stays_open_and_a_file_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = (tmp_path / "error").open("w")
+    monkeypatch.setattr(sys, "stderr", stream)
+    for path in (None, str(tmp_path / "log")):
+        logs = Logs(ServerConfig(log_file=path))
+        logging.getLogger("sglcore").warning("said")
+        written_to = logs._stream
+        assert written_to is not None
+        logs.close()
+        assert written_to.closed is (path is not None) and logs.lost == 0
+    stream.close()
+
+
+def test_a_line_is_in_the_file_before_the_log_is_closed(tmp_path: Path) -> None:
+    logs = Logs(ServerConfig(log_file=str(tmp_path / "log")))
+    logging.getLogger("sglcore").warning("said")
+    while not logs._queue.empty() or not (tmp_path / "log").read_text():
+        time.sleep(0.001)
+    assert (tmp_path / "log").read_text().endswith("warning sglcore said\n")
+    logs.close()
+
+
+def test_closing_leaves_the_handlers_of_others() -> None:
+    logs, other = Logs(ServerConfig()), logging.NullHandler()
+    logging.getLogger("sglcore").addHandler(other)
+    logs.close()
+    logs.close()
+    assert logging.getLogger("sglcore").handlers == [other]
+
+
+def test_whatever_a_line_holds_it_is_one_record_and_what_can_not_be_written_is_counted(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    logs = Logs(ServerConfig(log_file=str(path)))
+    for mark in ("\n", "\r", "\r\n", "\v", "\x1c", "\x85", "\u2028"):
+        logging.getLogger("sglcore").warning("one%stwo", mark)
+    logging.getLogger("sglcore").warning("%d", "no number")
+    try:
+        raise ValueError("planted")
+    except ValueError:
+        logging.getLogger("sglcore").warning("it went on", exc_info=True)
+    logs.close()
+    lines = path.read_text().splitlines()
+    records = [line for line in lines if not line.startswith("    ")]
+    assert len(records) == 8 and all(" warning sglcore " in line for line in records)
+    assert lines.count("    two") == 7 and lines[-1] == "    ValueError: planted" and logs.lost == 1

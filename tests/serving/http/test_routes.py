@@ -16,6 +16,7 @@ from starlette.types import Message
 
 from sglcore.config.server_config import ServerConfig
 from sglcore.serving.apis.answer import EVENTS, Stream, as_json, event
+from sglcore.serving.apis.openai.body import CompletionBody
 from sglcore.serving.http import sse
 from sglcore.serving.http.connection import ANSWERING
 from sglcore.serving.http.routes import MOST_DEPTH, Routes
@@ -217,3 +218,64 @@ def test_a_body_may_have_as_many_levels_as_the_limit_says(levels: int, status: i
     deep = '{"a":' * levels + "1" + "}" * levels
     answer = TestClient(served(routes)).post("/", content=deep, headers={"content-type": "application/json"})
     assert answer.status_code == status, answer.text
+
+
+def test_a_stream_whose_client_leaves_ends_its_events_first_and_sends_nothing_more() -> None:
+    told: list[str] = []
+
+    @asynccontextmanager
+    async def held() -> AsyncGenerator[None, None]:
+        try:
+            yield
+        finally:
+            told.append("left")
+
+    async def events() -> AsyncGenerator[bytes, None]:
+        try:
+            yield event(1)
+            await asyncio.Event().wait()
+        finally:
+            told.append("ended")
+
+    async def receive() -> Message:
+        raise AssertionError("a stream does not read")
+
+    async def send(message: Message) -> None:
+        told.append(message["type"])
+
+    async def play() -> None:
+        stream = sse.EventStream(Stream(events(), held(), lambda error: event(str(error))), 0.01)
+        sending = asyncio.ensure_future(stream({"type": "http"}, receive, send))
+        while "http.response.body" not in told:
+            await asyncio.sleep(0)
+        sending.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await sending
+        assert told[-2:] == ["ended", "left"]
+        await asyncio.sleep(0.05)
+        assert told[-2:] == ["ended", "left"], "no sign that it lives"
+
+    idle_clock.run(play(), 20.0)
+
+
+def test_fields_are_told_of_only_where_there_are_some_that_are_not_known() -> None:
+    told: list[list[str]] = []
+    routes = Routes(on_unknown=lambda request, names: told.append(list(names)))
+
+    @routes.post("/")
+    async def read(body: CompletionBody) -> Response | Stream:
+        async def events() -> AsyncGenerator[bytes, None]:
+            yield event(body.prompt)
+
+        return Stream(events(), nullcontext(), lambda error: b"") if body.stream else as_json({})
+
+    @routes.get("/")
+    async def plain() -> Response:
+        return as_json({})
+
+    client = TestClient(served(routes))
+    for more, warned in (({}, None), ({"colour": 1}, "colour"), ({"colour": 1, "stream": True}, "colour")):
+        answer = client.post("/", json={"prompt": "a", **more})
+        assert answer.status_code == 200
+        assert answer.headers.get("x-sglcore-warnings") == (warned and f"unknown: {warned}")
+    assert client.get("/").json() == {} and told == [["colour"], ["colour"]]
