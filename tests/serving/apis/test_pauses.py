@@ -9,10 +9,12 @@ import pytest
 
 from sglcore.serving.replicas.heartbeat import QUIET_TICKS
 from sglcore.serving.replicas.ipc import Able, Done, Embed, Embedded, Failed, Pause
+from sglcore.serving.replicas.replica import ORDER_SECONDS
 from sglcore.serving.replicas.server_errors import NotAnswering, NotReady
+from tests.serving import idle_clock
 from tests.serving.replicas.test_frontend import begin, staged_frontend
 from tests.serving.replicas.test_heartbeat import beating, silence
-from tests.serving.staged_replicas import PATIENCE, PlayedEngine, until
+from tests.serving.staged_replicas import PATIENCE, PlayedEngine, staged, until
 
 
 async def followed(engine: PlayedEngine) -> bool:
@@ -146,3 +148,15 @@ def test_what_waits_for_a_silent_replica_alone_is_given_to_it_when_it_is_heard()
             assert stage.supervisor.health.ready and waiting.request_id not in stage.supervisor._orphans
 
     asyncio.run(play())
+
+
+def test_a_stop_waits_for_no_engine_that_starts_during_a_pause_and_does_not_follow_it() -> None:
+    async def play() -> None:
+        async with staged() as stage:
+            stage.supervisor.is_paused = True
+            await stage.ready_engine()
+            begin = asyncio.get_running_loop().time()
+            await stage.supervisor.stop()
+            assert asyncio.get_running_loop().time() - begin < ORDER_SECONDS / 2
+
+    idle_clock.run(play(), PATIENCE)

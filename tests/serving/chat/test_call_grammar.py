@@ -182,12 +182,13 @@ def test_blanks_between_the_arguments_are_bounded(cases: dict[str, Case], name: 
     assert not case.accepts(grammar, call.replace(', "count"', ',\n\n"count"'))
 
 
-@pytest.mark.parametrize("name", ["hermes", "coder"])
+@pytest.mark.parametrize("name", ["hermes", "coder", "lfm2", "gemma"])
 @pytest.mark.parametrize(
     ("parameters", "found"),
     [
         ({"type": "object", "properties": {"a": {"type": "integer", "x-guidance": {"lenient": True}}}}, "x-guidance"),
         ({"type": "object", "properties": {"a": {"type": "integer", "$anchor": "here"}}}, r"\$anchor"),
+        ({"type": "object", "$defs": {"B": {"type": "integer", "$anchor": "here"}}}, r"\$anchor"),
         ({"type": "object", "properties": {"a": {"type": "number", "exclusiveMinimum": 0, "maximum": 0.5}}}, "number"),
         ({"type": "string"}, 'type: "string"'),
         ({"type": None}, "type: null"),

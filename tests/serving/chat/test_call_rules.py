@@ -173,3 +173,18 @@ def test_the_id_of_a_call_has_nine_letters_and_digits(cases: dict[str, Case], na
     for call_id, is_good in (("aZ9aZ9aZ9", True), ("012345678", True), ("abcdefgh", False), ("abcdefg-0", False)):
         if "abcdefg00" in text:
             assert cases[name].accepts(grammar, text.replace("abcdefg00", call_id)) is is_good, call_id
+
+
+@pytest.mark.parametrize("name", IN_TAGS)
+def test_a_reference_to_a_deep_place_binds_a_value_in_tags(cases: dict[str, Case], name: str) -> None:
+    group = {"type": "object", "properties": {"size": {"type": "integer"}}}
+    schema = {
+        "type": "object",
+        "properties": {"place": {"type": "string"}, "size": {"$ref": "#/$defs/Group/properties/size"}},
+        "required": ["place", "size"],
+        "$defs": {"Group": group},
+    }
+    given = {"type": "function", "function": {"name": "look", "description": "", "parameters": schema}}
+    grammar = cases[name].format.tool_grammar([given], "required")
+    for size, is_good in ((3, True), ("x", False), ({}, False)):
+        assert cases[name].accepts(grammar, cases[name].answer(("look", {"place": "a", "size": size}))) is is_good

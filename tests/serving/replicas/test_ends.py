@@ -12,12 +12,13 @@ import pytest
 
 from sglcore.serving.replicas.channel import FrontendChannel, open_channel
 from sglcore.serving.replicas.engine_frontend import Frontend
-from sglcore.serving.replicas.ipc import Address, Failed
+from sglcore.serving.replicas.ipc import Address, EngineStats, Failed
 from sglcore.serving.replicas.replica import Replica
 from sglcore.serving.replicas.restart import MOST_FAILED_STARTS
 from sglcore.serving.replicas.server_errors import EngineDied, ShuttingDown, failure
 from sglcore.serving.replicas.supervisor import Supervisor
 from tests.serving.replicas.test_frontend import PARAMS, begin, staged_frontend
+from tests.serving.replicas.test_heartbeat import SILENCE, beat, beating, looks
 from tests.serving.staged_replicas import PATIENCE, PlayedEngine, Stage, staged, until
 
 End = Callable[[Frontend, Stage, PlayedEngine], Awaitable[object]]
@@ -149,5 +150,27 @@ def test_a_channel_whose_engine_can_not_be_launched_is_closed(monkeypatch: pytes
             engine.die()
             await until(stage.supervisor.stopped.is_set)
             assert [each._socket.closed for each in opened[1:]] == [True] * MOST_FAILED_STARTS
+
+    asyncio.run(play())
+
+
+def test_an_engine_that_was_killed_gets_nothing_whatever_it_still_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def play() -> None:
+        async with beating(2) as (stage, (stuck, other)):
+            replica, kills = stage.supervisor.replicas[stuck.spec.replica], list[int]()
+            monkeypatch.setattr(stuck, "kill", lambda code=-9: kills.append(code))
+            await looks(stage, SILENCE + 1, other)
+            assert kills == [-9]
+            stuck.say(EngineStats(running=1))
+            await until(lambda: replica.stats.running == 1)
+            await beat(stage, stuck, 9)
+            await looks(stage, 1, other, first=900)
+            assert replica.state == "silent" and kills == [-9]
+            for number in range(3):
+                stage.submit(f"r{number}", number)
+                assert (await other.next_request()).request_id == f"r{number}"
+            monkeypatch.undo()
+            stuck.kill()
+            await until(lambda: stage.supervisor.deaths == 1)
 
     asyncio.run(play())
