@@ -67,14 +67,14 @@ def test_who_is_refused_is_told_when_all_that_wait_will_have_ended() -> None:
         async with staged_frontend(max_queued_requests=2, restart=True) as (frontend, stage):
             frontend.metrics.retry_after = lambda waiting: waiting
             engine = await stage.ready_engine()
-            begun = await begin(frontend, PLACES)
+            begun = await begin(frontend, PLACES + 1)
             with pytest.raises(Overloaded, match="3 samples would have to wait") as refused:
-                await begin(frontend, 3)
+                await begin(frontend, 2)
             assert refused.value.retry_after == 3
             engine.die()
             await until(lambda: frontend.health.phase == "restarting")
             with pytest.raises(Overloaded, match=f"at most {PLACES} can run") as refused:
-                await begin(frontend, 3)
+                await begin(frontend, 2)
             assert refused.value.retry_after == 3, "one replica is to come"
             begun.abort()
 

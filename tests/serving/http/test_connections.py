@@ -4,6 +4,8 @@ own, and a time limit ends with what it limits."""
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import socket
 from typing import Any
 
@@ -213,6 +215,54 @@ def test_a_server_whose_engine_has_ended_waits_for_answers_for_a_moment_alone(
     run(work())
 
 
+@pytest.mark.parametrize(("seconds", "is_clean"), [(2 * SHORT, True), (None, False)])
+def test_a_drain_without_requests_is_waited_for_as_long_as_it_may_take_and_then_ended(
+    seconds: float | None, is_clean: bool
+) -> None:
+    told: list[str] = []
+
+    async def drains() -> None:
+        try:
+            await (asyncio.Event().wait() if seconds is None else asyncio.sleep(seconds))
+            told.append("drained")
+        except asyncio.CancelledError:
+            told.append("cancelled")
+            raise
+
+    async def work() -> None:
+        async with served(on_drain=drains, drain_timeout=SHORT if seconds is None else PATIENCE) as server:
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert await server.task is is_clean and told == ["drained" if is_clean else "cancelled"]
+
+    run(work())
+
+
+def test_what_is_no_request_after_an_answer_has_begun_is_not_answered_within_it() -> None:
+    begun, ended = asyncio.Event(), asyncio.Event()
+
+    async def streams(scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"one", "more_body": True})
+        begun.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+
+    async def work() -> None:
+        async with served(streams) as server:
+            reader, writer = await server.connect()
+            writer.write(GET)
+            await begun.wait()
+            writer.write(b"nonsense\r\n\r\n")
+            answer = await reader.read()
+            assert answer.count(b"HTTP/1.1 ") == 1 and b"one" in answer
+            await ended.wait()
+            writer.close()
+
+    run(work())
+
+
 def test_a_server_that_ends_keeps_no_connection_of_who_takes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     lost = asyncio.Event()
 
@@ -258,5 +308,7 @@ def test_a_host_of_both_families_is_bound_in_both_at_one_port(monkeypatch: pytes
     bound = http.bind(ServerConfig(port=0))
     assert [each.family for each in bound] == [socket.AF_INET, socket.AF_INET6]
     assert len({each.getsockname()[1] for each in bound}) == 1
+    for each in bound:
+        each.listen()
     for each in bound:
         each.close()

@@ -220,7 +220,9 @@ def test_a_body_may_have_as_many_levels_as_the_limit_says(levels: int, status: i
     assert answer.status_code == status, answer.text
 
 
-def test_a_stream_whose_client_leaves_ends_its_events_first_and_sends_nothing_more() -> None:
+@pytest.mark.parametrize("is_read", [True, False])
+def test_a_stream_whose_client_leaves_ends_its_events_first_and_sends_nothing_more(is_read: bool) -> None:
+    """Whether it has taken all that was sent or not."""
     told: list[str] = []
 
     @asynccontextmanager
@@ -242,6 +244,8 @@ def test_a_stream_whose_client_leaves_ends_its_events_first_and_sends_nothing_mo
 
     async def send(message: Message) -> None:
         told.append(message["type"])
+        if message["type"] == "http.response.body" and not is_read:
+            await asyncio.Event().wait()
 
     async def play() -> None:
         stream = sse.EventStream(Stream(events(), held(), lambda error: event(str(error))), 0.01)

@@ -7,6 +7,7 @@ import json
 import socket
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from types import SimpleNamespace
 from typing import Any
@@ -226,21 +227,23 @@ def test_a_collector_that_does_not_answer_by_http_1_costs_its_spans_and_is_asked
     monkeypatch.setattr("sglcore.serving.http.tracing.MOST_AT_ONCE", 1)
     heard: list[bytes] = []
 
-    def serve(listener: socket.socket) -> None:
-        for _ in range(2):
-            link, _ = listener.accept()
-            with link:
-                heard.append(link.recv(1 << 16))
-                link.sendall(answer)
+    def serve() -> None:
+        with suppress(OSError):
+            while True:
+                link, _ = listener.accept()
+                with link:
+                    heard.append(link.recv(1 << 16))
+                    link.sendall(answer)
 
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        collector = threading.Thread(target=serve, args=(listener,), daemon=True)
+        collector = threading.Thread(target=serve, daemon=True)
         collector.start()
         traces = Traces(f"http://127.0.0.1:{listener.getsockname()[1]}", "demo")
         ask(traces)
         ask(traces)
         traces.close()
-        collector.join()
+        listener.shutdown(socket.SHUT_RDWR)
+        collector.join(60)
     assert len(heard) == traces.lost == 2 and caplog.text.count("sending traces to the collector") == 1
 
 
