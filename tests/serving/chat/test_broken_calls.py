@@ -48,6 +48,11 @@ CASES: dict[str, list[tuple[str, Found, str]]] = {
         ('<tool_call>{"name": "f", "arguments": {}</tool_call>so', [("f", "{}", "id")], "</tool_call>so"),
         ('<tool_call>[{"name": "f", "arguments": {}}</tool_call>so', [("f", "{}", "id")], "</tool_call>so"),
         ('<tool_call>[{"name": "f"}, 5]</tool_call>', [("f", "{}", "id")], ", 5]</tool_call>"),
+        (
+            '<tool_call>[{"name": "f", "arguments": {"a", {"name": "g", "arguments": {}}]</tool_call>',
+            [("f", '{"a"', "id")],
+            ', {"name": "g", "arguments": {}}]</tool_call>',
+        ),
         ('<tool_call>{"type": "function", "name": "f"}</tool_call>', [("f", "{}", "id")], ""),
         ('<tool_call>{"name": "f", "parameters": {"a": 1}}</tool_call>', [("f", '{"a": 1}', "id")], ""),
         ('<tool_call>{"name": "f", "arguments": {"a": 1}', [("f", '{"a": 1}', "id")], ""),
@@ -57,6 +62,11 @@ CASES: dict[str, list[tuple[str, Found, str]]] = {
         ('{"parameters": {}, "name": "f"}', [("f", "{}", "id")], ""),
         ('{"name": "f", "parameters": {}, "x": 5}; {"name": "g", "parameters": {}}', [("f", "{}", "id")], "REST"),
         ('{"name": "f", "parameters": {"a": tru}}', [("f", '{"a": tru', "id")], "}}"),
+        (
+            '{"name": "f", "parameters": {"a" {"name": "g", "parameters": {}}',
+            [("f", '{"a" ', "id")],
+            '{"name": "g", "parameters": {}}',
+        ),
         ('{"name": "f", "parameters": {}} ;; {"name": "g", "parameters": {}}', [("f", "{}", "id")], "REST"),
     ],
     "deepseek": [
@@ -94,6 +104,11 @@ CASES: dict[str, list[tuple[str, Found, str]]] = {
             "<function=f>so<parameter=a>1</parameter></function>",
             [],
             "<function=f>so<parameter=a>1</parameter></function>",
+        ),
+        (
+            "<tool_call><function=f><parameter=a>1</parameter></tool_call>so",
+            [("f", '{"a": 1}', "id")],
+            "</tool_call>so",
         ),
         ("<tool_call><function=f>\n</function>so</tool_call>", [("f", "{}", "id")], "so</tool_call>"),
         (
@@ -135,6 +150,8 @@ CASES: dict[str, list[tuple[str, Found, str]]] = {
         ("<|tool_call_start|>[f(a={'k': 1, \"l\": [2]})]", [("f", '{"a": {"k": 1, "l": [2]}}', "id")], ""),
         ("<|tool_call_start|>[f('a'=1)]", [("f", '{"a": 1}', "id")], ""),
         ("<|tool_call_start|>[f('a b' = 1)]", [("f", '{"a b": 1}', "id")], ""),
+        ("<|tool_call_start|>[f(a=, g())]so", [("f", '{"a": ', "id")], ", g())]so"),
+        ("<|tool_call_start|>[f(a=]<|tool_call_end|>so", [("f", '{"a": ', "id")], "]<|tool_call_end|>so"),
         ("<|tool_call_start|>[f(a=1), 5]so", [("f", '{"a": 1}', "id")], ", 5]so"),
         ("<|tool_call_start|>[ f (a = 1) , g() ]so", [("f", '{"a": 1}', "id"), ("g", "{}", "id")], "so"),
         ("<|tool_call_start|>[f(a=NaN)]", [("f", '{"a": "NaN"}', "id")], ""),
