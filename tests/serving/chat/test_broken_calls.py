@@ -174,3 +174,10 @@ def test_what_is_no_part_of_a_call_is_content(family: str, text: str, found: Fou
     calls, rest = read(family, text)
     assert calls == found
     assert rest == content or (content == "REST" and rest and text.endswith(rest))
+
+
+def test_of_two_tools_of_one_name_the_first_says_what_its_values_are() -> None:
+    text = "<function=f><parameter=a>1</parameter></function>"
+    kinds = [{"name": "f", "parameters": {"properties": {"a": {"type": kind}}}} for kind in ("string", "integer")]
+    for tools, value in ((kinds, '"1"'), (kinds[::-1], "1"), ([{"name": "f"}, *kinds], "1")):
+        assert read("qwen3_coder", text, tools) == ([("f", f'{{"a": {value}}}', "id")], "")
