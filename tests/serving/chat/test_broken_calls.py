@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.serving.chat.test_call_values import read
+from tests.serving.chat.test_call_values import FAMILY, read
 
 BEGIN, END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 ONE, ONE_END, SEP = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>"
@@ -181,3 +181,12 @@ def test_of_two_tools_of_one_name_the_first_says_what_its_values_are() -> None:
     kinds = [{"name": "f", "parameters": {"properties": {"a": {"type": kind}}}} for kind in ("string", "integer")]
     for tools, value in ((kinds, '"1"'), (kinds[::-1], "1"), ([{"name": "f"}, *kinds], "1")):
         assert read("qwen3_coder", text, tools) == ([("f", f'{{"a": {value}}}', "id")], "")
+
+
+def test_calls_are_written_in_the_words_and_quotes_of_their_model() -> None:
+    arguments = {"a": 'x "é"\n', "b": True, "c": None, "d": [1.5, False]}
+    calls = [{"function": {"name": name, "arguments": given}} for name, given in (("f", arguments), ("g", {}))]
+    write = FAMILY["lfm2"].write
+    assert write is not None
+    written = '[f(a="x \\"é\\"\\n", b=True, c=None, d=[1.5, False]), g()]'
+    assert write(calls) == f"<|tool_call_start|>{written}<|tool_call_end|>"
