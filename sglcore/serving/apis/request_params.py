@@ -21,7 +21,18 @@ from sglcore.sampling.params import (
     SamplingParams,
 )
 from sglcore.serving.apis.checks import check_limit
-from sglcore.serving.apis.shared_body import MOST_INT32, Body, Count, Ignored, Int, Items, Positive, Seed, TopK, entries
+from sglcore.serving.apis.shared_body import (
+    Body,
+    Count,
+    CountOrAll,
+    Ignored,
+    Items,
+    Positive,
+    Priority,
+    Seed,
+    TopK,
+    entries,
+)
 from sglcore.serving.replicas.server_errors import InvalidRequest, blame
 
 MOST_STOPS, LONGEST_STOP = 64, 1024
@@ -42,7 +53,6 @@ Stops = Annotated[Items[Stop], Field(max_length=MOST_STOPS)]
 Pattern = Annotated[str, Field(min_length=1, max_length=MAX_PATTERN_TEXT)]
 Patterns = Annotated[Items[Pattern], Field(max_length=MAX_STOP_PATTERNS)]
 Breaker = Annotated[str, Field(min_length=1, max_length=MAX_BREAKER_TEXT)]
-LastN = Annotated[Int, Field(ge=-1, le=MOST_INT32)]
 Bias = Annotated[dict[str, float], Field(max_length=MOST_IDS), entries(MOST_IDS)]
 
 
@@ -59,7 +69,7 @@ class SamplingFields(Body):
     dry_multiplier: float | None = Field(None, ge=0, le=1000)
     dry_base: float | None = Field(None, ge=1, le=1000)
     dry_allowed_length: Positive | None = None
-    dry_penalty_last_n: LastN | None = None
+    dry_penalty_last_n: CountOrAll | None = None
     dry_sequence_breakers: Annotated[Items[Breaker], Field(max_length=MAX_BREAKERS)] | None = None
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
@@ -140,7 +150,7 @@ class GenerationFields(SamplingFields):
     logit_bias: Bias | None = None
     stop: Stop | Stops | None = None
     stop_token_ids: Annotated[Items[Count], Field(max_length=MOST_IDS)] | None = None
-    priority: Annotated[Int, Field(ge=-MOST_INT32, le=MOST_INT32)] | None = None
+    priority: Priority | None = None
     bad_words: Annotated[Items[BadWord], Field(max_length=MOST_STOPS)] | None = None
     allowed_token_ids: Annotated[Items[Count], Field(min_length=1, max_length=MOST_IDS)] | None = None
     skip_special_tokens: bool | None = None

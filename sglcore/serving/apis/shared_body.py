@@ -46,6 +46,12 @@ Positive = Annotated[int, Field(ge=1, le=MOST_INT32), BeforeValidator(_whole)]
 """An integer from 1 to MOST_INT32."""
 TopK = Annotated[int, Field(ge=-1, le=MOST_INT32), BeforeValidator(_whole)]
 """An integer from -1 to MOST_INT32; 0 and -1 keep all tokens."""
+CountOrAll = Annotated[int, Field(ge=-1, le=MOST_INT32), BeforeValidator(_whole)]
+"""An integer from -1 to MOST_INT32; -1 stands for all, or for the maximum."""
+TokenLimit = Annotated[int, Field(ge=-2, le=MOST_INT32), BeforeValidator(_whole)]
+"""An integer from -2 to MOST_INT32; one below 0 stands for no limit."""
+Priority = Annotated[int, Field(ge=-MOST_INT32, le=MOST_INT32), BeforeValidator(_whole)]
+"""An integer from -MOST_INT32 to MOST_INT32."""
 Seed = Annotated[int, Field(ge=-1, json_schema_extra={"maximum": MOST_SEED}), BeforeValidator(_whole)]
 """A seed for `SamplingParams`, or -1 for any. That class checks the upper bound, which no 64-bit
 float can represent."""

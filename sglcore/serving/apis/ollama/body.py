@@ -10,8 +10,8 @@ from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from sglcore.serving.apis.openai.body import Function
-from sglcore.serving.apis.request_params import LastN, SamplingFields, Stop, Stops
-from sglcore.serving.apis.shared_body import Body, Count, Ignored, Int, Items, Positive
+from sglcore.serving.apis.request_params import SamplingFields, Stop, Stops
+from sglcore.serving.apis.shared_body import Body, Count, CountOrAll, Ignored, Int, Items, Positive, TokenLimit
 
 Word = Annotated[str, Field(min_length=1, max_length=256)]
 
@@ -24,9 +24,9 @@ class OllamaOptions(SamplingFields):
     penalty. Options for loading a model have no effect: the model is already loaded.
     """
 
-    num_predict: Annotated[Int, Field(ge=-2)] | None = None
+    num_predict: TokenLimit | None = None
     repeat_penalty: float | None = Field(None, gt=0)
-    repeat_last_n: LastN | None = None
+    repeat_last_n: CountOrAll | None = None
     stop: Stop | Stops | None = None
     num_ctx: Ignored[Int] = None
     num_keep: Ignored[Int] = None

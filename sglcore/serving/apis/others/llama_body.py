@@ -14,7 +14,7 @@ from sglcore.sampling.params import SamplingParams
 from sglcore.serving.apis.checks import check_limit, own_names
 from sglcore.serving.apis.openai.body import Message, Prompts, TemplateFields
 from sglcore.serving.apis.request_params import MOST_IDS, Bias, SamplingFields, Stop, Stops, bias_of, sampling_params
-from sglcore.serving.apis.shared_body import Body, Count, Ignored, Int, Items
+from sglcore.serving.apis.shared_body import Body, Count, CountOrAll, Ignored, Int, Items
 from sglcore.serving.replicas.server_errors import InvalidRequest, blame
 
 NEVER = -1e30
@@ -34,7 +34,7 @@ class LlamaFields(SamplingFields):
     """
 
     model: str | None = None
-    n_predict: Annotated[Int, Field(ge=-1)] | None = None
+    n_predict: CountOrAll | None = None
     repeat_penalty: float | None = Field(None, gt=0)
     logit_bias: Bias | Annotated[Items[Pair], Field(max_length=MOST_IDS)] | None = None
     stop: Stop | Stops | None = None

@@ -8,11 +8,10 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field
 
 from sglcore.serving.apis.openai.body import Prompts
-from sglcore.serving.apis.shared_body import Body, Ignored, Items, Positive
+from sglcore.serving.apis.shared_body import Body, CountOrAll, Ignored, Items, Positive
 
 Texts = Annotated[Items[str], Field(min_length=1)]
-OneOrMore = Annotated[list[str], BeforeValidator(lambda found: [found] if isinstance(found, str) else found), Texts]
-Truncated = Annotated[int, Field(ge=-1)]
+OneOrMore = Annotated[Texts, BeforeValidator(lambda found: [found] if isinstance(found, str) else found)]
 
 
 class PoolingFields(Body):
@@ -21,7 +20,7 @@ class PoolingFields(Body):
     same as -1. Without both, texts that are too long are refused."""
 
     model: str | None = None
-    truncate_prompt_tokens: Truncated | None = None
+    truncate_prompt_tokens: CountOrAll | None = None
     truncate: bool | None = None
     user: Ignored[str] = None
 
