@@ -57,6 +57,30 @@ def test_without_marks_for_spaces_a_piece_is_what_the_tokenizer_decodes() -> Non
     assert [texts_of(nothing).text(place) for place in range(3)] == words
 
 
+DECODERS: dict[str, Any] = {
+    "marks": decoders.Replace("\u2581", " "),
+    "bytes": decoders.ByteFallback(),
+    "other marks": decoders.Replace("_", " "),
+    "fuse": decoders.Fuse(),
+    "words": decoders.WordPiece(),
+}
+
+
+@pytest.mark.parametrize(
+    "names",
+    [("marks",), ("bytes",), ("marks", "fuse"), ("bytes", "fuse"), ("other marks", "fuse"), ("fuse",), ("words",)],
+)
+@pytest.mark.parametrize("is_chain", [False, True])
+def test_a_piece_is_read_as_its_decoder_reads_it(names: tuple[str, ...], is_chain: bool) -> None:
+    if not is_chain and len(names) > 1:
+        return
+    chain = [DECODERS[name] for name in names]
+    tokenizer = made(["a", "\u2581b", "<0x41>", "_c"], decoders.Sequence(chain) if is_chain else chain[0])
+    texts = texts_of(tokenizer)
+    for token_id in range(4):
+        assert texts.text(token_id) == tokenizer.decode([token_id], skip_special_tokens=False), token_id
+
+
 def test_letters_of_a_byte_level_vocabulary_are_bytes_and_other_pieces_are_text() -> None:
     space, euro = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False), "€"
     ((letters, _),) = space.pre_tokenize_str(f" {euro}\n")

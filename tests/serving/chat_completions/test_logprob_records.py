@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import math
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 from tokenizers import pre_tokenizers
 
@@ -82,9 +86,41 @@ def test_a_special_token_counts_where_it_is_shown(shows: bool, offsets: list[int
     assert record([5, 1], [LIKELY, LIKELY], 0)["text_offset"] == offsets
 
 
-def test_no_probability_is_a_number_that_json_holds() -> None:
-    (entry,) = chat_logprobs(Texts(), [UNLIKELY], 3)["content"]  # pyright: ignore[reportArgumentType]
-    assert entry["top_logprobs"][2]["logprob"] == -9999.0
+@pytest.mark.parametrize(
+    ("logprob", "told"),
+    [(-math.inf, -9999.0), (-1e30, -9999.0), (-10000.0, -9999.0), (-9999.0, -9999.0), (-9998.5, -9998.5), (0.0, 0.0)],
+)
+def test_every_probability_is_a_number_that_json_holds(logprob: float, told: float) -> None:
+    texts: Any = Texts()
+    for item in (TokenLogprob(1, logprob, 9, ((2, logprob),)), TokenLogprob(2, logprob, 1, ((2, logprob),))):
+        (chat,) = chat_logprobs(texts, [item], 1)["content"]
+        completion = CompletionLogprobs(texts).record([item.token_id], [item], 1)
+        (scores,) = prompt_scores(texts, [item], 1)
+        assert (chat["logprob"], chat["top_logprobs"][0]["logprob"]) == (told, told)
+        assert completion["token_logprobs"] == [told]
+        assert set(completion["top_logprobs"][0].values()) == {told}
+        assert {each["logprob"] for each in scores.values()} == {told}
+
+
+@pytest.mark.parametrize("wanted", [0, 1, 2, 3, 5])
+def test_a_record_has_the_most_likely_tokens_and_the_chosen_one_whichever_it_is(wanted: int) -> None:
+    texts: Any = Texts()
+    for item in (LIKELY, UNLIKELY):
+        likely = [token for token, _ in item.top[:wanted]]
+        both = {*likely, item.token_id}
+        (chat,) = chat_logprobs(texts, [item], wanted)["content"]
+        (completion,) = CompletionLogprobs(texts).record([item.token_id], [item], wanted)["top_logprobs"]
+        (scores,) = prompt_scores(texts, [item], wanted)
+        assert [each["token"] for each in chat["top_logprobs"]] == [texts.text(token) for token in likely]
+        assert completion.keys() == {texts.text(token) for token in both}
+        assert scores.keys() == {str(token) for token in both} and next(iter(scores)) == str(item.token_id)
+
+
+def test_a_character_of_several_tokens_counts_at_the_first_of_them() -> None:
+    held = [b"a", b"\xf0\x9f", b"\x99", b"\x82", b"\xe2\x80", b"\xa8b", "é日".encode(), b""]
+    texts: Any = SimpleNamespace(text=str, data=held.__getitem__, is_special=lambda token_id: False)
+    found = CompletionLogprobs(texts, offset=3).record(range(len(held)), [None] * len(held), 0)
+    assert found["text_offset"] == [3, 4, 5, 5, 5, 6, 7, 9]
 
 
 def test_letters_of_byte_level_vocabularies_are_those_of_the_tokenizers_library() -> None:

@@ -115,6 +115,15 @@ def test_of_an_answer_that_keeps_to_its_schema_nothing_more_is_said(stage: Stage
     assert ask(stage, path, body, streams=streams) == (f"{field}#/uniqueItems", [])
 
 
+@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize("name", ["chat", "completions"])
+def test_fields_without_effect_stand_before_what_is_not_enforced(stage: Stage, name: str, streams: bool) -> None:
+    path, body, field = ENDPOINTS[name]
+    stage.speak('["a", ', '"b"]')
+    told = f"store, user, {field}#/uniqueItems"
+    assert ask(stage, path, {**body, "user": "u", "store": True}, streams=streams) == (told, [])
+
+
 @pytest.mark.parametrize("ending", [{"reason": "length"}, {"stop_cause": "]"}])
 @pytest.mark.parametrize("path", [CHAT, TEXTS])
 def test_an_answer_that_was_cut_is_not_looked_at(stage: Stage, path: str, ending: dict[str, Any]) -> None:

@@ -154,6 +154,8 @@ def test_values_that_change_nothing_are_let_through(served: dict[bool, Applicati
         ("return_hidden_states", False, True),
         ("multi_modal_data", {}, {"image": "a"}),
         ("audio", None, {"voice": "a"}),
+        ("audio_data", [], ["a"]),
+        ("video_data", [], ["a"]),
         ("images", [], ["a"]),
         ("web_search_options", {}, {"a": 1}),
         ("sampling_params", {}, {"top_k": 1}),
@@ -204,6 +206,15 @@ def test_so_many_unknown_fields_are_named_and_no_more() -> None:
     body = {**BODIES["/v1/completions"], **{f"field_{place}": 1 for place in range(5000)}}
     answer = call(speaks(), "POST", "/v1/completions", body)
     assert answer.status_code == 200 and len(answer.headers["x-sglcore-warnings"]) < 1100
+
+
+@pytest.mark.parametrize("count", [31, 32, 33, 40])
+def test_the_first_32_unknown_fields_are_recorded_by_60_characters_of_their_names(count: int) -> None:
+    fields, body = UnknownFields(), {f"{place:02}" + "x" * 58 * (1 + place % 2): 1 for place in range(count)}
+    for model in (dict, list):
+        fields.take(model, body, frozenset())
+    assert fields.places(body)[:count] == [name[:60] for name in list(body)[:32]]
+    assert len(fields.places(body)) == min(32, 2 * count) and len(list(body)[1]) == 118
 
 
 GENERATING = (CompletionBody, ChatBody, MessagesRequest, ResponsesRequest, LlamaCompletionBody, SglangSampling)
