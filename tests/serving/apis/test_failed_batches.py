@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sqlite3
 from pathlib import Path
 from typing import Any
 
@@ -50,4 +51,36 @@ def test_a_batch_that_has_ended_otherwise_does_not_fail_afterwards(
     store.fail(old, errors={"data": []})
     assert store.get("batches", old["id"], "batch_id")["status"] == state and store.settle()
     monkeypatch.undo()
+    store.close()
+
+
+def test_a_batch_fails_though_its_folder_can_not_even_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = BatchStore(tmp_path)
+    batch = store.get("batches", begun(store), "batch_id")
+
+    def lost(*given: Any, **named: Any) -> None:
+        raise sqlite3.OperationalError("disk I/O error")
+
+    with monkeypatch.context() as patch:
+        unwritable(store, patch)
+        patch.setattr(store, "get", lost)
+        store.fail(batch, errors={"data": []})
+    shown = store.get("batches", batch["id"], "batch_id")
+    assert (shown["status"], shown["errors"]) == ("failed", {"data": []})
+    assert store.page("batches", 9, None)["data"] == [shown] and not store.active()
+    assert store.settle() and store.get("batches", batch["id"], "batch_id") == shown
+    store.close()
+
+
+def test_results_of_a_batch_that_failed_are_gone_as_soon_as_its_failure_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = BatchStore(tmp_path)
+    lost, other = begun(store), begun(store)
+    for name in (lost, other):
+        store.add_result(name, 1, b"{}", is_answer=True)
+    with monkeypatch.context() as patch:
+        unwritable(store, patch)
+        store.fail(store.get("batches", lost, "batch_id"), errors={"data": []})
+    assert store.settle() and (store.lines_done(lost), store.lines_done(other)) == (set(), {1})
     store.close()

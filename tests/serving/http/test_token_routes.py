@@ -6,10 +6,15 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import pytest
 
+from sglcore.config.server_config import ServerConfig
+from sglcore.engine.tokenizers.text_codec import TextError
 from sglcore.serving.apis.server import token_routes
 from sglcore.serving.replicas.metrics.health import Health
+from sglcore.serving.replicas.server_errors import InvalidRequest
+from tests.serving.scripted import staged
 from tests.serving.stubs import Application, make_frontend
 
 TEXT = "Once upon a time"
@@ -162,3 +167,50 @@ def test_each_special_token_is_told_under_its_own_name(special: dict[str, str]) 
     found = Application(other).send("GET", "/tokenizer_info").json()
     assert {name: text for name, text in found.items() if name.endswith("_token") and text is not None} == special
     assert found["chat_template"] == "{{ a }}"
+
+
+@pytest.mark.parametrize("given", [{"prompt": TEXT}, {"content": TEXT}, {"messages": [USER]}])
+def test_an_input_that_can_not_be_read_is_refused_by_its_field(given: Any) -> None:
+    other: Any = make_frontend()
+
+    async def tokenize(text: str, *, special: bool) -> list[int]:
+        raise TextError("planted")
+
+    other.tokenize = tokenize
+    error = Application(other).send("POST", "/tokenize", given).json()["error"]
+    assert error["param"] == next(iter(given)) and "planted" in error["message"]
+
+
+def test_messages_are_rendered_with_all_that_a_chat_gives_its_template() -> None:
+    given = {
+        "messages": [USER, {"role": "assistant", "content": "A"}],
+        "tools": [{"type": "function", "function": {"name": "f", "parameters": {}}}],
+        "chat_template_kwargs": {"a": 1},
+        "add_generation_prompt": False,
+        "continue_final_message": True,
+    }
+    with staged(ServerConfig()) as stage:
+        script = stage.speak()
+        for path in ("/tokenize", "/v1/chat/completions"):
+            assert httpx.post(stage.url + path, json=given, trust_env=False).status_code == 200
+    tokenized, chatted = script.rendered
+    assert tokenized == chatted and [each["function"]["name"] for each in tokenized["tools"]] == ["f"]
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body"),
+    [
+        ("POST", "/tokenize", {"prompt": "a"}),
+        ("POST", "/detokenize", {"tokens": [5]}),
+        ("GET", "/tokenizer_info", None),
+    ],
+)
+def test_without_a_tokenizer_there_are_no_tokens_to_tell(method: str, path: str, body: Any) -> None:
+    other: Any = make_frontend()
+
+    def need_text(what: str) -> None:
+        raise InvalidRequest(f"{what} needs a tokenizer")
+
+    other.codec.need_text = need_text
+    answer = Application(other).send(method, path, body)
+    assert answer.status_code == 400 and f"{path} needs a tokenizer" in answer.json()["error"]["message"]

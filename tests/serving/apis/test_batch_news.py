@@ -1,0 +1,135 @@
+"""What wakes the runner of batches: no news is lost, and none makes it look again and again."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sglcore.serving.apis.batches import runner as running
+from sglcore.serving.apis.batches.batch_store import BatchStore
+from sglcore.serving.apis.batches.runner import BatchRunner
+from tests.serving.apis.test_batches import PATIENCE, begun
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[BatchStore]:
+    found = BatchStore(tmp_path)
+    yield found
+    found.close()
+
+
+async def call_well(path: str, body: bytes, request_id: str) -> tuple[int, bytes]:
+    return 200, b"{}"
+
+
+async def while_runs(runner: BatchRunner, work: Callable[[], Awaitable[None]]) -> None:
+    """Do this while the runner runs its batches."""
+    task = asyncio.create_task(runner.run())
+    async with asyncio.timeout(PATIENCE):
+        await work()
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+async def over(store: BatchStore, name: str) -> None:
+    """Wait for the end of a batch."""
+    while store.get("batches", name, "batch_id")["status"] != "completed":
+        await asyncio.sleep(0.002)
+
+
+def test_a_batch_that_is_added_while_the_batches_are_listed_is_run(
+    store: BatchStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, added = store.active, list[str]()
+    runner = BatchRunner(store, call_well, 1)
+
+    def active() -> list[dict[str, Any]]:
+        found = real()
+        if not added:
+            added.append(begun(store))
+            runner.tell()
+        return found
+
+    async def end() -> None:
+        while not added:
+            await asyncio.sleep(0.002)
+        await over(store, added[0])
+
+    monkeypatch.setattr(store, "active", active)
+    asyncio.run(while_runs(runner, end))
+
+
+def test_a_batch_that_is_added_to_a_runner_at_rest_is_run(store: BatchStore) -> None:
+    runner = BatchRunner(store, call_well, 1)
+
+    async def add() -> None:
+        for _ in range(3):
+            name = begun(store)
+            runner.tell()
+            await over(store, name)
+            await asyncio.sleep(0.01)
+
+    asyncio.run(while_runs(runner, add))
+
+
+def test_a_batch_that_runs_is_looked_at_once_for_each_news_and_leaves_no_task(
+    store: BatchStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, real, looks, asked, go_on = begun(store), store.get, 0, 0, asyncio.Event()
+
+    def get(*given: Any) -> dict[str, Any]:
+        nonlocal looks
+        looks += 1
+        return real(*given)
+
+    async def call(path: str, body: bytes, request_id: str) -> tuple[int, bytes]:
+        nonlocal asked
+        asked += 1
+        await go_on.wait()
+        return 200, b"{}"
+
+    async def turns() -> None:
+        for _ in range(30):
+            await asyncio.to_thread(store.active)
+
+    runner = BatchRunner(store, call, 2)
+
+    async def tell() -> None:
+        while asked < 2:
+            await asyncio.sleep(0.002)
+        await turns()
+        tasks = len(asyncio.all_tasks())
+        for _ in range(8):
+            before = looks
+            runner.tell()
+            while looks == before:
+                await asyncio.sleep(0)
+        await turns()
+        assert looks == before + 1 and len(asyncio.all_tasks()) <= tasks
+        go_on.set()
+        await over(store, name)
+
+    monkeypatch.setattr(store, "get", get)
+    monkeypatch.setattr(running, "POLL_SECONDS", PATIENCE)
+    asyncio.run(while_runs(runner, tell))
+
+
+def test_a_batch_that_runs_is_looked_at_without_news_too(store: BatchStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = begun(store)
+
+    async def call(path: str, body: bytes, request_id: str) -> tuple[int, bytes]:
+        store.move(name, "cancelling")
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async def end() -> None:
+        while store.active():
+            await asyncio.sleep(0.002)
+
+    monkeypatch.setattr(running, "POLL_SECONDS", 0.001)
+    asyncio.run(while_runs(BatchRunner(store, call, 2), end))
+    assert store.get("batches", name, "batch_id")["status"] == "cancelled"
