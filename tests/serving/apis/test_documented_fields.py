@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import fields
 from functools import cache
 from typing import Any
 
@@ -11,6 +12,8 @@ from jsonschema import Draft202012Validator
 from openai.types.chat.completion_create_params import CompletionCreateParamsBase
 from pydantic import BaseModel, ValidationError
 
+from sglcore.config.server_config import ServerConfig
+from sglcore.sampling.grammar_spec import Grammar, TokenRules
 from sglcore.sampling.params import SamplingError, SamplingParams
 from sglcore.serving.apis.anthropic.body import MessagesRequest
 from sglcore.serving.apis.batches.route import BatchBody
@@ -19,7 +22,7 @@ from sglcore.serving.apis.openai.body import ChatBody, CompletionBody, Message
 from sglcore.serving.apis.others.llama_body import LlamaCompletionBody
 from sglcore.serving.apis.others.sglang import SglangSampling
 from sglcore.serving.apis.pooling.body import ClassifyBody, EmbeddingBody, RerankBody
-from sglcore.serving.apis.request_params import SamplingFields
+from sglcore.serving.apis.request_params import SamplingFields, generation_params
 from sglcore.serving.apis.responses.body import ResponsesRequest
 from sglcore.serving.apis.server.token_routes import DetokenizeBody, TokenizeBody
 
@@ -142,6 +145,40 @@ def test_texts_of_sampling_have_the_limits_of_their_parameter(name: str, value: 
             SamplingParams(**SamplingFields.model_validate({name: value}).given(name))
     else:
         assert SamplingFields.model_validate({name: value}).given(name) == {name: value}
+
+
+TOGETHER: dict[str, Any] = {
+    **{"temperature": 0.5, "top_p": 0.5, "top_k": 5, "min_p": 0.25, "seed": 0, "n": 2, "min_tokens": 1},
+    **{"xtc_probability": 0.5, "xtc_threshold": 0.25, "presence_penalty": -1, "frequency_penalty": 1},
+    **{"dry_multiplier": 0.5, "dry_base": 2, "dry_allowed_length": 3, "dry_penalty_last_n": 9},
+    **{"dry_sequence_breakers": ["b"], "repetition_penalty": 1.5, "ignore_eos": True, "stop_regex": ["a+"]},
+    **{"stop": ["x", "y"], "stop_token_ids": [9, 7, 9], "priority": -2, "include_stop_str_in_output": True},
+    **{"logit_bias": {"7": -1, "5": 2}, "skip_special_tokens": False, "prompt_logprobs": 3},
+    **{"bad_words": ["w", "v"], "allowed_token_ids": [7, 5]},
+}
+"""A value of each field that becomes a sampling parameter."""
+
+
+def params_of(given: dict[str, Any]) -> SamplingParams:
+    body = CompletionBody.model_validate({"prompt": "a", **given})
+    return generation_params(body, ServerConfig(), max_tokens=9, logprobs=2)[0]
+
+
+@pytest.mark.parametrize("name", TOGETHER)
+def test_a_field_has_its_effect_whatever_else_a_request_sets(name: str) -> None:
+    others = {other: value for other, value in TOGETHER.items() if other != name}
+    every, alone, without, plain = map(params_of, (TOGETHER, {name: TOGETHER[name]}, others, {}))
+    for field in (each.name for each in fields(SamplingParams) if each.name != "token_rules"):
+        values = [getattr(each, field) for each in (every, alone, without, plain)]
+        assert values[0] == (values[2] if values[1] == values[3] else values[1]), field
+
+
+def test_lists_and_biases_are_kept_in_their_order_and_with_a_form() -> None:
+    given = {name: value for name, value in TOGETHER.items() if name not in ("min_tokens", "ignore_eos")}
+    for params in (params_of(TOGETHER), params_of({**given, "regex": "a*"})):
+        assert (params.stop, params.stop_token_ids, params.logprobs) == (("x", "y"), (9, 7, 9), 2)
+        assert dict(params.logit_bias) == {7: -1.0, 5: 2.0} and params.token_rules == TokenRules((7, 5), ("w", "v"))
+    assert params.grammar == Grammar("regex", "a*")
 
 
 TOLD: dict[str, Any] = {

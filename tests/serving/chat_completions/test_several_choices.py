@@ -192,6 +192,40 @@ def test_each_sample_of_a_chat_begins_with_its_role_once_and_ends_once(served: S
         assert (parts[-1]["seed_used"], choice["seed_used"], choice["index"]) == (index, index, index)
 
 
+@pytest.mark.parametrize("top", [0, 2])
+@pytest.mark.parametrize("wanted", [0, 1, 2])
+def test_a_prompt_has_as_many_alternatives_as_its_own_field_wants(served: Served, wanted: int, top: int) -> None:
+    chat = served.ask(CHAT, prompt_logprobs=wanted, logprobs=True, top_logprobs=top)
+    first, *_ = served.ask(COMPLETIONS, prompt_logprobs=wanted, logprobs=top)["choices"]
+    for found in (chat["prompt_logprobs"], first["prompt_logprobs"]):
+        assert found[0] is None and list(found[1]) == ["50", "3"][: max(wanted, 1)]
+    tokens = chat["choices"][0]["logprobs"]["content"]
+    assert [len(each["top_logprobs"]) for each in tokens] == [top, top]
+    assert [len(each) for each in first["logprobs"]["top_logprobs"]] == [max(top, 1)] * 2
+    for path in PATHS:
+        plain = served.ask(path)
+        assert "prompt_logprobs" not in {**plain, **plain["choices"][0]}
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("fault", [None, ValueError("planted")])
+def test_what_runs_for_an_answer_is_left_when_it_has_ended_or_failed(
+    served: Served, monkeypatch: pytest.MonkeyPatch, path: str, stream: bool, fault: Exception | None
+) -> None:
+    made: list[StubGeneration] = []
+
+    async def generate(*given: Any, **named: Any) -> StubGeneration:
+        made.append(StubGeneration([TextDelta("r", 0, "A", (5,), None if fault else "stop")], fault))
+        return made[-1]
+
+    monkeypatch.setattr(served.frontend, "generate", generate)
+    body = {**PATHS[path], "stream": stream, **({"prompt": ["a", "b"]} if path == COMPLETIONS else {})}
+    status = served.send("POST", path, body).status_code
+    assert status == (200 if stream or fault is None else 500)
+    assert [each.aborted for each in made] == [True] * (2 if path == COMPLETIONS else 1)
+
+
 @pytest.mark.parametrize("path", PATHS)
 def test_progress_is_a_chunk_of_its_own_before_the_text(served: Served, path: str) -> None:
     served.steps = [PromptProgress("r", 9, 4, 5), PromptProgress("r", 9, 4, 9)]
