@@ -19,6 +19,7 @@ from sglcore.serving.apis.anthropic.body import MessagesRequest
 from sglcore.serving.apis.batches.route import BatchBody
 from sglcore.serving.apis.ollama.body import OllamaOptions
 from sglcore.serving.apis.openai.body import ChatBody, CompletionBody, Message
+from sglcore.serving.apis.openai.request import chat_request
 from sglcore.serving.apis.others.llama_body import LlamaCompletionBody
 from sglcore.serving.apis.others.sglang import SglangSampling
 from sglcore.serving.apis.pooling.body import ClassifyBody, EmbeddingBody, RerankBody
@@ -216,6 +217,14 @@ def test_fields_without_effect_are_told_in_the_order_of_the_alphabet() -> None:
     assert found == tuple(sorted([*TOLD, "return_progress", "tools.function.strict"]))
     found = ChatBody.model_validate({"messages": [USER], **every, **options}).warnings()
     assert found == tuple(sorted([*TOLD, "stream_options.include_obfuscation"]))
+
+
+@pytest.mark.parametrize("effort", ["", "low", "own"])
+def test_an_effort_is_a_variable_of_the_template_whatever_its_words(effort: str) -> None:
+    body = ChatBody.model_validate({"messages": [USER], "reasoning_effort": effort, "chat_template_kwargs": {"a": 1}})
+    found = chat_request(body, ServerConfig(), "chatcmpl-1").chat_template_kwargs
+    assert found == {"a": 1, "reasoning_effort": effort}
+    assert body.chat_template_kwargs == {"a": 1}, "the body is as it was"
 
 
 CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}

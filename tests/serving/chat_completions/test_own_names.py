@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from sglcore.sampling.params import SamplingError, SamplingParams
-from sglcore.serving.apis.checks import check_generates, own_names
-from sglcore.serving.replicas.server_errors import InvalidRequest
+from sglcore.serving.apis.checks import check_generates, check_model, check_ready, fingerprint, own_names, refuse_kind
+from sglcore.serving.replicas.server_errors import InvalidRequest, NotReady
 
 NAMES = {"max_tokens": "num_predict", "min_tokens": "fewest", "messages": "input", "stop": "stop_sequences"}
 
@@ -79,3 +79,36 @@ def test_a_model_that_generates_nothing_says_what_it_answers_with_and_where(labe
     check_generates(frontend)
     frontend.info = None
     check_generates(frontend)
+
+
+@pytest.mark.parametrize("length", [5, 60, 61, 500])
+def test_a_type_that_is_not_taken_is_refused_by_its_place_and_its_first_60_letters(length: int) -> None:
+    with pytest.raises(InvalidRequest, match=r"found a tool of type .*; wanted function") as refused:
+        refuse_kind("a tool", "x" * length, "function", "tools[3]")
+    error = refused.value
+    assert (error.param, error.code, error.status) == ("tools[3]", "unsupported_value", 400)
+    assert str(error).startswith("tools[3]: ") and str(error).count("x") == min(length, 60)
+
+
+def test_a_model_is_any_of_its_names_and_without_one_the_first() -> None:
+    frontend: Any = SimpleNamespace(names=("first", "second"))
+    assert [check_model(frontend, name) for name in (None, "", "first", "second")] == ["first"] * 3 + ["second"]
+    for name, shown in (("First", "'First'"), ("x" * 121, repr("x" * 120)), (" ", "' '")):
+        with pytest.raises(InvalidRequest, match="wanted one of first, second") as refused:
+            check_model(frontend, name)
+        error = refused.value
+        assert (error.param, error.code, error.status) == ("model", "model_not_found", 404) and shown in str(error)
+
+
+def test_requests_are_taken_by_what_the_health_says_and_a_model_that_has_not_started_has_no_fingerprint() -> None:
+    health = SimpleNamespace(takes_requests=False, ready=True, refusal=lambda: NotReady("weights"))
+    frontend: Any = SimpleNamespace(health=health, info=None)
+    for check in (check_ready, check_generates):
+        with pytest.raises(NotReady):
+            check(frontend)
+    health.takes_requests, health.ready = True, False
+    check_ready(frontend)
+    check_generates(frontend)
+    assert fingerprint(frontend) == ""
+    frontend.info = SimpleNamespace(fingerprint="fp_1")
+    assert fingerprint(frontend) == "fp_1"
