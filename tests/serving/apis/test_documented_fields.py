@@ -19,7 +19,7 @@ from sglcore.serving.apis.anthropic.body import MessagesRequest
 from sglcore.serving.apis.batches.route import BatchBody
 from sglcore.serving.apis.ollama.body import OllamaOptions
 from sglcore.serving.apis.openai.body import ChatBody, CompletionBody, Message
-from sglcore.serving.apis.openai.request import chat_request
+from sglcore.serving.apis.openai.request import chat_request, template_request
 from sglcore.serving.apis.others.llama_body import LlamaCompletionBody
 from sglcore.serving.apis.others.sglang import SglangSampling
 from sglcore.serving.apis.pooling.body import ClassifyBody, EmbeddingBody, RerankBody
@@ -225,6 +225,16 @@ def test_an_effort_is_a_variable_of_the_template_whatever_its_words(effort: str)
     found = chat_request(body, ServerConfig(), "chatcmpl-1").chat_template_kwargs
     assert found == {"a": 1, "reasoning_effort": effort}
     assert body.chat_template_kwargs == {"a": 1}, "the body is as it was"
+
+
+@pytest.mark.parametrize("continues", [None, False, True])
+@pytest.mark.parametrize("adds", [None, False, True])
+def test_a_prompt_begins_an_answer_unless_it_continues_one_and_both_may_be_said(continues: Any, adds: Any) -> None:
+    fields = {"continue_final_message": continues, "add_generation_prompt": adds}
+    body = ChatBody.model_validate({"messages": [USER], **fields})
+    for made in (chat_request(body, ServerConfig(), "chatcmpl-1"), template_request(body, body.messages)):
+        assert made.continue_final_message is (continues is True)
+        assert made.add_generation_prompt is (continues is not True if adds is None else adds)
 
 
 CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}

@@ -3,13 +3,17 @@ they are cut, in which order they are paired, and which field an error is about.
 
 from __future__ import annotations
 
+import time
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from openai.types import CreateEmbeddingResponse
 
+from sglcore.serving.apis.answer import Answer
 from sglcore.serving.apis.pooling import request
+from sglcore.serving.apis.pooling.answers import ClassifyAnswer, EmbeddingAnswer, RerankAnswer, ScoreAnswer
 from sglcore.serving.replicas.server_errors import InvalidRequest
 from tests.serving.apis.test_pooling_requests import LONGEST, Served
 
@@ -149,3 +153,28 @@ def test_an_answer_has_an_id_of_its_kind(path: str, prefix: str) -> None:
     served = serving(labels)
     first, second = (served.post(path, body) for _ in range(2))
     assert first["id"].startswith(f"{prefix}-") and first["id"] != second["id"]
+
+
+DOCUMENTED: dict[str, type[Answer]] = {
+    "/v1/embeddings": EmbeddingAnswer,
+    "/v1/score": ScoreAnswer,
+    "/v1/rerank": RerankAnswer,
+    "/v2/rerank": RerankAnswer,
+    "/v1/classify": ClassifyAnswer,
+}
+
+
+@pytest.mark.parametrize("path", ASKED)
+def test_every_field_of_an_answer_is_in_the_document_with_its_type(path: str) -> None:
+    labels, body, _ = ASKED[path]
+    served = serving(labels)
+    found = served.post(path, body)
+    assert DOCUMENTED[path].model_validate(found, strict=True).model_dump(exclude_unset=True) == found
+    if "created" in found:
+        assert 0 <= time.time() - found["created"] < 60
+    if path == "/v1/classify":
+        row = found["data"][0]
+        assert row["num_classes"] == len(row["probs"]) == 3 and row["label"] == "sad"
+        assert served.post(path, {"input": [[5], [6], [7], [8]]})["data"][3]["num_classes"] == 3
+    if path == "/v1/embeddings":
+        CreateEmbeddingResponse.model_validate(found, strict=True)

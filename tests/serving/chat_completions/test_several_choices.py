@@ -11,9 +11,11 @@ import pytest
 
 from sglcore.engine.outputs import PromptProgress, TextDelta
 from sglcore.schedule.request_output import TokenLogprob
-from sglcore.serving.apis.answer import CUT, WARNINGS
+from sglcore.serving.apis.answer import CUT, WARNINGS, Answer
+from sglcore.serving.apis.openai.answers import ChatAnswer, ChatChunk, CompletionAnswer, CompletionChunk
 from tests.serving.chat_completions.test_chunk_usage import PATHS, once
 from tests.serving.stubs import Application, StubGeneration, make_frontend
+from tests.serving.whole_answers import FOLDER
 
 COMPLETIONS, CHAT = PATHS
 ARRIVAL, RUN = "fp_0123456789ab", "fp_run"
@@ -224,6 +226,30 @@ def test_what_runs_for_an_answer_is_left_when_it_has_ended_or_failed(
     status = served.send("POST", path, body).status_code
     assert status == (200 if stream or fault is None else 500)
     assert [each.aborted for each in made] == [True] * (2 if path == COMPLETIONS else 1)
+
+
+DOCUMENTED: dict[str, tuple[type[Answer], type[Answer]]] = {
+    COMPLETIONS: (CompletionAnswer, CompletionChunk),
+    CHAT: (ChatAnswer, ChatChunk),
+}
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_every_field_of_an_answer_is_in_the_document_with_its_type(served: Served, path: str) -> None:
+    served.limit, served.steps = 7, [PromptProgress("r", 9, 4, 5)]
+    scores = {"logprobs": 1} if path == COMPLETIONS else {"logprobs": True, "top_logprobs": 1}
+    body = {"n": 2, "return_token_ids": True, **scores}
+    whole, part = DOCUMENTED[path]
+    found = [(whole, served.ask(path, **body, prompt_logprobs=1))]
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    found += [(part, each) for each in served.chunks(path, **body, return_progress=True, stream_options=options)]
+    stored = (FOLDER / f"{'completions' if path == COMPLETIONS else 'chat'}.json").read_text(encoding="utf-8")
+    for case in json.loads(stored.replace('"<int of time>"', "5")).values():
+        found += [(whole, case["whole"]["answer"])] if case["whole"]["status"] == 200 else []
+        parts = [event for (event,) in case["stream"]["answer"] if event != "[DONE]" and "id" in event]
+        found += [(part, event) for event in parts]
+    for model, value in found:
+        assert model.model_validate(value, strict=True).model_dump(exclude_unset=True) == value
 
 
 @pytest.mark.parametrize("path", PATHS)

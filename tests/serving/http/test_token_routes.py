@@ -11,7 +11,10 @@ import pytest
 
 from sglcore.config.server_config import ServerConfig
 from sglcore.engine.tokenizers.text_codec import TextError
+from sglcore.serving.apis.answer import Answer
 from sglcore.serving.apis.server import token_routes
+from sglcore.serving.apis.server.probes import PhaseAnswer
+from sglcore.serving.apis.server.token_routes import DetokenizeAnswer, TokenizeAnswer, TokenizerInfo
 from sglcore.serving.replicas.metrics.health import Health
 from sglcore.serving.replicas.server_errors import InvalidRequest
 from tests.serving.scripted import staged
@@ -214,3 +217,21 @@ def test_without_a_tokenizer_there_are_no_tokens_to_tell(method: str, path: str,
     other.codec.need_text = need_text
     answer = Application(other).send(method, path, body)
     assert answer.status_code == 400 and f"{path} needs a tokenizer" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body", "model"),
+    [
+        ("POST", "/tokenize", {"prompt": TEXT, "return_token_strs": True}, TokenizeAnswer),
+        ("POST", "/tokenize", {"prompt": TEXT, "with_pieces": True}, TokenizeAnswer),
+        ("POST", "/detokenize", {"tokens": [5]}, DetokenizeAnswer),
+        ("GET", "/tokenizer_info", None, TokenizerInfo),
+        ("GET", "/readyz", None, PhaseAnswer),
+    ],
+)
+def test_every_field_of_an_answer_is_in_the_document_with_its_type(
+    served: Application, method: str, path: str, body: Any, model: type[Answer]
+) -> None:
+    found = served.send(method, path, body).json()
+    assert model.model_validate(found, strict=True).model_dump(exclude_unset=True) == found
+    assert found.keys() <= model.model_fields.keys() | {"reason"}
