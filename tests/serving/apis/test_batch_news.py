@@ -133,3 +133,47 @@ def test_a_batch_that_runs_is_looked_at_without_news_too(store: BatchStore, monk
     monkeypatch.setattr(running, "POLL_SECONDS", 0.001)
     asyncio.run(while_runs(BatchRunner(store, call, 2), end))
     assert store.get("batches", name, "batch_id")["status"] == "cancelled"
+
+
+def test_a_batch_that_is_added_while_another_runs_is_run_after_it(store: BatchStore) -> None:
+    names, asked = [begun(store)], list[int]()
+
+    async def call(path: str, body: bytes, request_id: str) -> tuple[int, bytes]:
+        asked.append(len(names))
+        if len(asked) in (1, 12):
+            names.append(begun(store))
+            runner.tell()
+            await asyncio.to_thread(store.active)
+        return 200, b"{}"
+
+    runner = BatchRunner(store, call, 1)
+
+    async def end() -> None:
+        while len(names) < 3:
+            await asyncio.sleep(0.002)
+        for name in names:
+            await over(store, name)
+
+    asyncio.run(while_runs(runner, end))
+    assert len(asked) == 27
+
+
+@pytest.mark.parametrize("done", [(2, 5), (9,), (1, 2, 3), tuple(range(1, 10))])
+def test_a_batch_goes_on_with_the_lines_that_have_no_result_wherever_they_stand(
+    store: BatchStore, done: tuple[int, ...]
+) -> None:
+    name, asked = begun(store), list[bytes]()
+    store.move(name, "in_progress", request_counts={"total": 9, "completed": 0, "failed": 0})
+    for line in done:
+        store.add_result(name, line, b"kept", is_answer=True)
+
+    async def call(path: str, body: bytes, request_id: str) -> tuple[int, bytes]:
+        asked.append(body)
+        return 200, b"{}"
+
+    asyncio.run(while_runs(BatchRunner(store, call, 1), lambda: over(store, name)))
+    assert asked == [b'{"n":%d}' % (line - 1) for line in range(1, 10) if line not in done]
+    batch = store.get("batches", name, "batch_id")
+    lines = store.content(batch["output_file_id"]).read_bytes().splitlines()
+    assert [place for place, line in enumerate(lines, 1) if line == b"kept"] == list(done)
+    assert batch["request_counts"] == {"total": 9, "completed": 9, "failed": 0}

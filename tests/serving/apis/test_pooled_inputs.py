@@ -62,6 +62,13 @@ def test_a_long_text_is_cut_at_every_endpoint_where_that_is_asked_for(path: str,
     assert answer["usage"]["total_tokens"] == sum(map(len, served.asked[0]))
 
 
+@pytest.mark.parametrize("most", [0, 1, 2])
+def test_ids_are_cut_to_so_many_and_none_of_them_is_a_number_too(most: int) -> None:
+    served = serving(0)
+    served.post("/v1/embeddings", {"input": [[5, 6, 7], [8]], "truncate_prompt_tokens": most})
+    assert served.asked == [[(5, 6, 7)[:most], (8,)[:most]]]
+
+
 @pytest.mark.parametrize("path", ASKED)
 def test_a_text_that_the_model_does_not_take_is_refused_by_its_field(path: str) -> None:
     labels, body, param = ASKED[path]

@@ -34,6 +34,7 @@ class Served(Application):
         self.deltas: list[TextDelta] = []
         self.cause: Any = None
         self.proposed = self.accepted = 0
+        self.ids = [5, 6]
         self.scores: list[TokenLogprob] | None = None
         super().__init__(self.frontend)
 
@@ -42,7 +43,7 @@ class Served(Application):
         made = StubGeneration(list(self.deltas))
         made.output.prompt = prompt if isinstance(prompt, str) else None
         for sample in made.output.outputs:
-            sample.stop_cause, sample.token_ids = self.cause, [5, 6]
+            sample.stop_cause, sample.token_ids = self.cause, self.ids
             sample.seed, sample.logprobs = 7 + sample.index, self.scores
             sample.proposed_tokens, sample.accepted_tokens = self.proposed, self.accepted
         return made
@@ -66,6 +67,7 @@ def served(alone: Served) -> Served:
     """The application with a model that says A and then B."""
     alone.deltas = [TextDelta("r", 0, "A", (5,)), TextDelta("r", 0, "B", (6,), "stop")]
     alone.cause, alone.proposed, alone.accepted, alone.scores = None, 0, 0, None
+    alone.ids = [5, 6]
     return alone
 
 
@@ -227,6 +229,62 @@ def test_an_echo_is_the_prompt_as_it_was_given_or_as_its_tokens_read(
     given = prompt if isinstance(prompt, str) else "by ids"
     assert "".join(part["text"] for part in parts) == f"{given}AB"
     assert decoded == ([] if isinstance(prompt, str) else [shows is not False])
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("failed", [0, 1, 2])
+def test_whichever_sample_fails_says_so_and_no_other(served: Served, path: str, stream: bool, failed: int) -> None:
+    served.deltas = [TextDelta("r", index, "A", (5,)) for index in range(3)]
+    served.deltas += [
+        TextDelta(
+            "r", index, "", (), "error" if index == failed else "stop", error="planted" if index == failed else ""
+        )
+        for index in range(3)
+    ]
+    if stream:
+        ends = [each["choices"][0] for each in served.chunks(path, n=3) if each["choices"][0]["finish_reason"]]
+    else:
+        ends = served.send("POST", path, {**PATHS[path], "n": 3}).json()["choices"]
+    assert [end["index"] for end in ends if "error" in end] == [failed] and len(ends) == 3
+    (error,) = [end["error"] for end in ends if "error" in end]
+    assert error.keys() == {"message", "type", "param", "code"} and "planted" in error["message"]
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("wants", [False, True])
+def test_scores_of_no_token_are_empty_lists_for_those_who_ask_for_them(served: Served, path: str, wants: bool) -> None:
+    is_chat = "chat" in path
+    served.deltas = [TextDelta("r", 0, "", (), "stop", () if wants else None)]
+    served.scores, served.ids = [] if wants else None, []
+    names = ("content", "refusal") if is_chat else ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+    empty = {name: None if name == "refusal" else [] for name in names}
+    bodies: list[dict[str, Any]] = [{"logprobs": (True if is_chat else 0) if wants else None}]
+    if not (is_chat or wants):
+        bodies.append({"max_tokens": 0, "echo": True, "prompt": ""})
+    for body in bodies:
+        ends = [each["choices"][0] for each in served.chunks(path, **body) if each["choices"][0]["finish_reason"]]
+        whole = served.send("POST", path, {**PATHS[path], **body}).json()["choices"]
+        assert [choice["logprobs"] for choice in (*ends, *whole)] == [empty if wants else None] * 2
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("shows", "counts"), [(None, False), (True, False), (False, True)])
+def test_offsets_count_special_tokens_where_the_text_shows_them(
+    served: Served, shows: bool | None, counts: bool, stream: bool
+) -> None:
+    tokenizer = served.frontend.codec.tokenizer
+    special = next(token_id for token_id, token in tokenizer.get_added_tokens_decoder().items() if token.special)
+    length = len(tokenizer.id_to_token(special))
+    scores = tuple(TokenLogprob(token, -0.5, 1, ()) for token in (special, special))
+    served.scores, served.deltas = [*scores], [TextDelta("r", 0, "", (special, special), "stop", scores)]
+    body = {"logprobs": 0, "skip_special_tokens": shows}
+    if stream:
+        (chunk,) = served.chunks("/v1/completions", **body)
+    else:
+        served.ids = [special, special]
+        chunk = served.send("POST", "/v1/completions", {"prompt": "a", **body}).json()
+    assert chunk["choices"][0]["logprobs"]["text_offset"] == [0, length * counts]
 
 
 class Parser:

@@ -242,7 +242,9 @@ def test_every_field_of_an_answer_is_in_the_document_with_its_type(served: Serve
     whole, part = DOCUMENTED[path]
     found = [(whole, served.ask(path, **body, prompt_logprobs=1))]
     options = {"include_usage": True, "continuous_usage_stats": True}
-    found += [(part, each) for each in served.chunks(path, **body, return_progress=True, stream_options=options)]
+    chunks = served.chunks(path, **body, return_progress=True, stream_options=options)
+    assert all(each["usage"]["prompt_tokens"] == 2 for each in chunks) and "prompt_progress" in chunks[0]
+    found += [(part, each) for each in chunks]
     stored = (FOLDER / f"{'completions' if path == COMPLETIONS else 'chat'}.json").read_text(encoding="utf-8")
     for case in json.loads(stored.replace('"<int of time>"', "5")).values():
         found += [(whole, case["whole"]["answer"])] if case["whole"]["status"] == 200 else []

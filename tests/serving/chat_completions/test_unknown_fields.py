@@ -208,6 +208,26 @@ def test_so_many_unknown_fields_are_named_and_no_more() -> None:
     assert answer.status_code == 200 and len(answer.headers["x-sglcore-warnings"]) < 1100
 
 
+OFF: dict[str, Any] = {
+    **dict.fromkeys(("n", "best_of", "num_beams", "beam_width", "length_penalty", "typical_p", "typical", "tfs_z"), 1),
+    **dict.fromkeys(("temperature", "top_p", "repetition_penalty", "repeat_penalty"), 1.0),
+    **dict.fromkeys(("top_k", "top_n_sigma", "repeat_last_n", "penalty_last_n", "adaptive_target"), -1),
+    **{"skip_special_tokens": True, "add_generation_prompt": True, "tool_choice": "auto"},
+}
+"""The value at which a field does nothing, if that is not null, false, 0 or empty."""
+
+
+@pytest.mark.parametrize("name", OFF)
+def test_a_field_that_an_endpoint_lacks_may_have_the_value_at_which_it_does_nothing(name: str) -> None:
+    for value in (OFF[name], None, False, 0, "", [], {}):
+        refuse_foreign({name: value}, frozenset(), generates=True)
+    for value in (2, 0.5, "required"):
+        with pytest.raises(InvalidRequest) as refused:
+            refuse_foreign({name: value}, frozenset(), generates=True)
+        assert refused.value.param == name
+    assert NEUTRAL.keys() == OFF.keys()
+
+
 @pytest.mark.parametrize("count", [31, 32, 33, 40])
 def test_the_first_32_unknown_fields_are_recorded_by_60_characters_of_their_names(count: int) -> None:
     fields, body = UnknownFields(), {f"{place:02}" + "x" * 58 * (1 + place % 2): 1 for place in range(count)}
