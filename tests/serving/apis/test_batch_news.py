@@ -118,10 +118,20 @@ def test_a_batch_that_runs_is_looked_at_once_for_each_news_and_leaves_no_task(
     asyncio.run(while_runs(runner, tell))
 
 
-def test_a_batch_that_runs_is_looked_at_without_news_too(store: BatchStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    name = begun(store)
+def test_a_batch_that_runs_is_looked_at_without_news_too_and_leaves_no_task(
+    store: BatchStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, real, looks, tasks = begun(store), store.get, 0, list[int]()
+
+    def get(*given: Any) -> dict[str, Any]:
+        nonlocal looks
+        looks += 1
+        return real(*given)
 
     async def call(path: str, body: bytes, request_id: str) -> tuple[int, bytes]:
+        while looks < 30:
+            await asyncio.sleep(0.001)
+        tasks.append(len(asyncio.all_tasks()))
         store.move(name, "cancelling")
         await asyncio.Event().wait()
         raise AssertionError
@@ -130,9 +140,10 @@ def test_a_batch_that_runs_is_looked_at_without_news_too(store: BatchStore, monk
         while store.active():
             await asyncio.sleep(0.002)
 
+    monkeypatch.setattr(store, "get", get)
     monkeypatch.setattr(running, "POLL_SECONDS", 0.001)
     asyncio.run(while_runs(BatchRunner(store, call, 2), end))
-    assert store.get("batches", name, "batch_id")["status"] == "cancelled"
+    assert store.get("batches", name, "batch_id")["status"] == "cancelled" and max(tasks) < 15
 
 
 def test_a_batch_that_is_added_while_another_runs_is_run_after_it(store: BatchStore) -> None:
