@@ -282,6 +282,15 @@ def test_two_fields_that_constrain_an_answer_are_refused_by_the_name_of_one(firs
         }
 
 
+@pytest.mark.parametrize("field", ["structured_outputs.grammar", "guided_grammar", "grammar"])
+@pytest.mark.parametrize(
+    ("text", "kind"), [('# a\na ::= "x"\nroot ::= a', "ebnf"), ('root::="x"', "ebnf"), ('start: "::"', "lark")]
+)
+def test_a_grammar_is_ebnf_if_it_defines_by_two_colons_and_a_sign_anywhere(field: str, text: str, kind: str) -> None:
+    grammar = params_of(**WORDS[field](text))[0].grammar
+    assert grammar is not None and (grammar.kind, grammar.text) == (kind, text)
+
+
 @pytest.mark.parametrize("field", ["ebnf", "regex", "guided_regex", "guided_grammar"])
 def test_a_word_that_switches_checks_off_in_one_language_is_a_word_in_another(field: str) -> None:
     text = "x-guidance" if "regex" in field else 'root ::= "x-guidance"'
