@@ -13,6 +13,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -177,19 +178,21 @@ class RemoteHost:
         self._channel.hang_up()
 
     def _run(self) -> None:
+        with suppress(Gone, TimeoutError, OSError, ValueError):  # closed here, or there
+            self._listen()
+        self._lose()
+
+    def _listen(self) -> None:
+        """Send heartbeats and take what the node says, until it has been silent for too long."""
         heard, spoke = time.monotonic(), 0.0
         self._channel.wait_at_most(HELLO_SECONDS)
         while time.monotonic() - heard < self._silence:
             if time.monotonic() - spoke >= self._beat:
                 spoke = time.monotonic()
                 self._say(Kind.BEAT)
-            try:
-                if is_readable(self._channel, min(self._beat, LOOK_EVERY)):
-                    self._take(self._channel.receive())
-                    heard = time.monotonic()
-            except (Gone, TimeoutError, OSError, ValueError):  # closed here, or there
-                break
-        self._lose()
+            if is_readable(self._channel, min(self._beat, LOOK_EVERY)):
+                self._take(self._channel.receive())
+                heard = time.monotonic()
 
     def _take(self, frame: Frame) -> None:
         if frame.kind not in (Kind.STARTED, Kind.ENDED):

@@ -72,6 +72,15 @@ def watched(words: list[Word], monkeypatch: pytest.MonkeyPatch, beat: float = 3.
     return remote, channel
 
 
+def test_a_host_whose_channel_closed_before_it_was_watched_has_lost_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    def closed(self: Scripted, seconds: float) -> None:
+        raise OSError(9, "Bad file descriptor")
+
+    monkeypatch.setattr(Scripted, "wait_at_most", closed)
+    remote, _ = watched([], monkeypatch)
+    assert [rank.code for rank in remote.ranks.values()] == [HOST_GONE, HOST_GONE]
+
+
 def test_each_word_of_a_host_begins_its_time_of_silence_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     words: list[Word] = [None, None, Kind.BEAT, None, (Kind.STARTED, [2, 72]), None, None, None]
     remote, channel = watched([*words, None], monkeypatch)
