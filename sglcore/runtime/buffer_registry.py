@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
@@ -303,6 +304,22 @@ class BufferRegistry:
                 values[name] = buffer.head(bs, num_tokens)
         values.update(self._heads_of(bs, num_tokens, not is_decode))
         return values
+
+    def stage_wide(self, batch: ScheduleBatch, width: int) -> tuple[ForwardBatch, bool]:
+        """Stage the values of a decode batch for `width` rows of each request.
+
+        Returns the batch of these rows, in buffers that have room for them, and whether a value was
+        staged, which takes a `commit`. Each row has its request's values; those that are placed on
+        the device (`Wide.PLACED`) are left to the caller.
+        """
+        reader, size = host_reader(self.batch_type, True, True), batch.batch_size * width
+        values = reader.read(batch)
+        given = [spec.name for spec in reader.staged if spec.name in values]
+        for name in given:
+            self.stage(name, np.repeat(values[name], width, axis=-1))
+            values[name] = self._buffers[name].head(size, size)
+        values |= {"batch_size": size, "num_tokens": size, **self._heads_of(size, size, False)}
+        return make_batch(self.batch_type, values), bool(given)
 
     def _compile_staging(self, is_decode: bool) -> Staging:
         reader = host_reader(self.batch_type, is_decode)

@@ -170,9 +170,13 @@ class ModelRunner:
             registry.ensure(size or batch.batch_size, size or batch.num_tokens)
         if arrays:
             arrays.pack(registry.block, self.staging_ring)
-        if width and arrays:
-            registry.commit()
-        staged = _wide(batch, registry, width) if width else ForwardBatch.init_new(batch, registry)
+        if width:
+            staged, has_values = registry.stage_wide(batch, width)
+            staged.width, staged.seq_lens_cpu = width, most_lens(batch, width)
+            if arrays or has_values:
+                registry.commit()
+        else:
+            staged = ForwardBatch.init_new(batch, registry)
         if arrays:
             arrays.arrive(registry.block)
             for table in self._tables:
@@ -251,12 +255,3 @@ class ModelRunner:
             self.graphs.close()
         if self.extensions.ranks is not None:
             self.extensions.ranks.close()
-
-
-def _wide(batch: ScheduleBatch, registry: BufferRegistry, width: int) -> ForwardBatch:
-    """Return the view of a decode batch with `width` rows per request; the buffers have room."""
-    size = batch.batch_size * width
-    rows = registry.view(size, size, extend=False)
-    rows.forward_mode, rows.width, rows.seq_lens_cpu = batch.forward_mode, width, most_lens(batch, width)
-    rows.step_plan = batch.step_plan
-    return rows

@@ -81,6 +81,18 @@ class Split(Enum):
     REFUSE = "refuse"
 
 
+class Wide(Enum):
+    """How a decode step with several rows of each request (a verification of draft tokens) gets the
+    field, for which the host has one entry for each request.
+
+    REPEAT: each row has the entry of its request. PLACED: whoever makes the rows writes it, such as
+    their tokens and lengths.
+    """
+
+    REPEAT = "repeat"
+    PLACED = "placed"
+
+
 class Fill(Enum):
     """What padding rows of a padded view hold; `Padding` defines the members."""
 
@@ -151,6 +163,8 @@ class FieldSpec:
     """Tensor dimension of the axis."""
     lead: tuple[int, ...]
     """Sizes of the dimensions before the axis."""
+    wide: Wide = Wide.REPEAT
+    """How a decode with several rows per request gets the field."""
 
     @property
     def is_buffered(self) -> bool:
@@ -185,13 +199,15 @@ def batch_field(
     dtype: str | None = None,
     padding: Padding | None = None,
     lead: tuple[int, ...] = (),
+    wide: Wide = Wide.REPEAT,
     default: Any = None,
 ) -> Any:
     """Declare a field of a batch record. It has at least one source: `read` (from the host batch),
     `mirror` (the host copy of the field with that name), `record` (the type of a nested record), or
     `owner` (a label: who provides the value on steps for which the host has none, see `when`).
 
-    `split` is SLICE by default; without an axis it must be given. Raises TypeError without a
+    `wide` says how a decode with several rows of each request gets the field. `split` is SLICE by
+    default; without an axis it must be given. Raises TypeError without a
     source, for a `dtype` without `padding`, and for a `read` field whose dtype is not in `STAGED`.
     """
     if read is None and not (mirror or owner or record):
@@ -208,7 +224,19 @@ def batch_field(
     if read is not None and dtype is not None and dtype not in STAGED:
         raise TypeError(f"the host stages {' and '.join(STAGED)}, not {dtype}")
     spec = FieldSpec(
-        "", axis, split, dtype, padding or keep(), when, read, mirror, owner, record, dim=len(lead), lead=lead
+        "",
+        axis,
+        split,
+        dtype,
+        padding or keep(),
+        when,
+        read,
+        mirror,
+        owner,
+        record,
+        dim=len(lead),
+        lead=lead,
+        wide=wide,
     )
     return dataclasses.field(default=default, metadata={"spec": spec})
 

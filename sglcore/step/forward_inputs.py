@@ -15,11 +15,12 @@ from numpy.typing import NDArray
 
 from sglcore.device.batch import CaptureHiddenMode, ForwardMode, ScheduleBatch
 from sglcore.device.plan import StepPlan
-from sglcore.step.batch_field import Axis, Once, Split, When, batch_field, batch_record, fill_once, sentinel, zero
+from sglcore.step.batch_field import Axis, Once, Split, When, Wide, batch_field, batch_record, fill_once, sentinel, zero
 
 Array = TypeVar("Array")
 Ints = NDArray[np.int32]
 REQUESTS, TOKENS, NONE = Axis.REQUESTS, Axis.TOKENS, Axis.NONE
+PLACED = Wide.PLACED
 EXTEND, WINDOWS, IF_GIVEN = When.EXTEND, When.WINDOWS, When.IF_GIVEN
 _ONE = np.array(1, np.int32)
 """An array, to avoid a scalar conversion in each step."""
@@ -84,17 +85,19 @@ class ForwardInputs(Generic[Array]):
 
     forward_mode: ForwardMode = batch_field(axis=NONE, split=Split.COPY, read="forward_mode", default=ForwardMode.IDLE)
     """Forward mode."""
-    batch_size: int = batch_field(axis=NONE, split=Split.CLIP, read="batch_size", default=0)
+    batch_size: int = batch_field(axis=NONE, split=Split.CLIP, read="batch_size", wide=PLACED, default=0)
     """Number of requests, B."""
-    num_tokens: int = batch_field(axis=NONE, split=Split.CLIP, read="num_tokens", default=0)
+    num_tokens: int = batch_field(axis=NONE, split=Split.CLIP, read="num_tokens", wide=PLACED, default=0)
     """Number of tokens, T."""
     width: int | None = batch_field(axis=NONE, split=Split.COPY, owner="speculative")
     """Rows per request in a decode: consecutive tokens; trailing tokens that are not verified have
     slot 0. Host lengths are then upper bounds. None: one row per request, with exact lengths."""
 
-    req_pool_indices: Array = batch_field(axis=REQUESTS, dtype="int32", padding=zero(), read="slots")
+    req_pool_indices: Array = batch_field(axis=REQUESTS, dtype="int32", padding=zero(), read="slots", wide=PLACED)
     """int32[B]: request slots, the indices into the page table."""
-    seq_lens: Array = batch_field(axis=REQUESTS, split=Split.CLIP, dtype="int32", padding=sentinel(1), read=_seq_lens)
+    seq_lens: Array = batch_field(
+        axis=REQUESTS, split=Split.CLIP, dtype="int32", padding=sentinel(1), read=_seq_lens, wide=PLACED
+    )
     """int32[B]: number of tokens of each request after this forward."""
     visible: Array | None = batch_field(
         axis=REQUESTS, dtype="int32", padding=sentinel(-1), owner="speculative", when=IF_GIVEN
@@ -141,18 +144,24 @@ class ForwardInputs(Generic[Array]):
     )
     """int32[T]: token ids. A negative id stands for a token that only the device knows; in a decode
     step all are negative."""
-    positions: Array = batch_field(axis=TOKENS, dtype="int32", padding=zero(), read=_positions)
+    positions: Array = batch_field(axis=TOKENS, dtype="int32", padding=zero(), read=_positions, wide=PLACED)
     """int32[T]: each token's position in its text."""
     out_cache_loc: Array | None = batch_field(axis=TOKENS, dtype="int64", padding=zero(), owner="pool")
     """int64[T]: the KV slot to which each token is written. None: the forward writes none."""
     window_seq_lens: Array | None = batch_field(
-        axis=REQUESTS, split=Split.CLIP, dtype="int32", padding=sentinel(1), read=_window_seq_lens, when=WINDOWS
+        axis=REQUESTS,
+        split=Split.CLIP,
+        dtype="int32",
+        padding=sentinel(1),
+        read=_window_seq_lens,
+        when=WINDOWS,
+        wide=PLACED,
     )
     """int32[B]: `seq_lens` as sliding-window layers see it, counted from
     `ScheduleBatch.window_starts`. None: the worker has no sliding-window pages. The same holds for
     `window_positions` and `window_cache_loc`."""
     window_positions: Array | None = batch_field(
-        axis=TOKENS, dtype="int32", padding=zero(), read=_window_positions, when=WINDOWS
+        axis=TOKENS, dtype="int32", padding=zero(), read=_window_positions, when=WINDOWS, wide=PLACED
     )
     """int32[T]: `positions`, counted from the same starts."""
     window_cache_loc: Array | None = batch_field(

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sglcore.device.batch import ScheduleBatch
-from sglcore.step.batch_field import Axis, FieldSpec, Once, Read, When, leaves, specs
+from sglcore.step.batch_field import Axis, FieldSpec, Once, Read, When, Wide, leaves, specs
 
 T = TypeVar("T")
 Values = dict[str, Any]
@@ -20,13 +20,17 @@ Values = dict[str, Any]
 
 class HostReader:
     """Reads the values of a batch type's declared fields from a host batch, by name (`read`). A
-    reader is for decode steps, without the EXTEND fields, or for all other steps. The values of the
-    fields in `staged` become tensors; all other values stay on the host.
+    reader is for decode steps, without the EXTEND fields, or for all other steps; one for wide
+    decode steps, with several rows of each request, also leaves out the fields that are placed and
+    the mirrors. The values of the fields in `staged` become tensors; all other values stay on the
+    host.
     """
 
-    def __init__(self, batch_type: type, is_decode: bool) -> None:
+    def __init__(self, batch_type: type, is_decode: bool, is_wide: bool = False) -> None:
         every = {spec.name: spec for spec in leaves(batch_type) if spec.is_read}
         present = [spec for spec in every.values() if not (is_decode and spec.when is When.EXTEND)]
+        if is_wide:
+            present = [spec for spec in present if spec.wide is Wide.REPEAT and not spec.mirror]
         reads = {spec.name: every[spec.mirror].read if spec.mirror else spec.read for spec in present}
         given = {spec.name for spec in present if spec.when is When.IF_GIVEN}
         mirrors = {
@@ -66,9 +70,9 @@ def _compiled(
 
 
 @cache
-def host_reader(batch_type: type, is_decode: bool) -> HostReader:
+def host_reader(batch_type: type, is_decode: bool, is_wide: bool = False) -> HostReader:
     """Return the reader for this type and kind of step. Each is compiled once."""
-    return HostReader(batch_type, is_decode)
+    return HostReader(batch_type, is_decode, is_wide)
 
 
 def make_batch(batch_type: type[T], fields: dict[str, Any]) -> T:
