@@ -7,7 +7,6 @@ by the log-sum-exp that each call returns.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -53,7 +52,7 @@ def _chooses_legacy(major: int) -> bool | None:
     None: the library has one set, as DeepSeek's own build. Raises `Unavailable` for a build with
     two that lacks the older ones, which all other rows need.
     """
-    if "use_legacy" not in inspect.signature(flash_mla.flash_mla_sparse_fwd).parameters:
+    if "has_legacy" not in vars(flash_mla):
         return None
     if not flash_mla.has_legacy():
         raise Unavailable("it was built without its kernels for rows of 576: pip install --no-deps sgl-flash-mla")

@@ -1,27 +1,4 @@
-"""The engine laws of half precision on this device, and when speculative steps overlap."""
+"""The engine laws of half precision on this package's device."""
 
-from __future__ import annotations
-
-import pytest
-
-from sglcore_cuda import package
+from sglcore_cuda import package  # noqa: F401
 from tests.laws.device_engines import *  # noqa: F403
-from tests.laws.device_engines import Oracle
-from tests.laws.vendor_libraries import spoken
-
-
-@pytest.mark.parametrize(
-    ("named", "effective", "reason"),
-    [
-        ("triton", "on", "steps are planned while the device runs"),
-        ("flash_attention", "on", "steps are planned while the device runs"),
-        ("flashinfer", "off", "FlashInferAttention needs exact lengths on the host"),
-    ],
-)
-def test_speculative_steps_overlap_where_attention_needs_no_lengths_on_the_host(
-    model: Oracle, named: str, effective: str, reason: str
-) -> None:
-    for speculative, wanted, why in (("ngram", effective, reason), ("off", "on", "")):
-        _, told = spoken(model[1], package.name, attention_backend=named, speculative=speculative)
-        (row,) = (line for line in told.splitlines() if line.startswith("overlap: "))
-        assert row.startswith(f"overlap: {wanted}: ") and why in row

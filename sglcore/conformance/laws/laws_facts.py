@@ -175,6 +175,8 @@ def _where(holds: Callable[[Facts], bool]) -> Callable[[Target], tuple[str, ...]
 def _need_lengths(target: Target) -> tuple[str, ...]:
     """Return "" if the device needs lengths on the host, then the names of the attention backends
     that do."""
+    if "torch_runtime" not in target.capabilities():
+        return ()
     own = ("",) if target.facts().needs_host_lengths else ()
     return (*own, *(name for name, kind in target.usable_attention().items() if kind.facts.needs_host_lengths))
 
