@@ -9,7 +9,7 @@ error.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import fields
+from dataclasses import Field, fields
 from functools import cache
 from operator import attrgetter
 from types import MappingProxyType
@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from sglcore.device.batch import CaptureHiddenMode, ForwardMode, OneShot, ScheduleBatch
+from sglcore.device.batch import ForwardMode, OneShot, ScheduleBatch
 from sglcore.device.plan import StepPlan
 from sglcore.device.swap_counts import SwapCounts
 from sglcore.device.worker import BatchResult, TokenLogprobs
@@ -34,14 +34,6 @@ ALIGN = 8
 _CODES: Mapping[np.dtype, int] = MappingProxyType({dtype: code for code, dtype in enumerate(DTYPES)})
 _TAGS: Mapping[type, int] = MappingProxyType({record: tag for tag, record in enumerate(RECORDS)})
 _PLAIN = frozenset({int, str, bool, float, type(None)})
-_ONE_SHOT: Mapping[str, Callable[[], Any]] = MappingProxyType(
-    {
-        "capture_hidden_mode": lambda: OneShot(CaptureHiddenMode.NONE),
-        "seq_lens_cpu_cache": lambda: OneShot(None),
-        "return_hidden_states_before_norm": lambda: OneShot(False),
-    }
-)
-"""Fields for one direct forward. None of them may be set: the receiver has no use for them."""
 
 
 def encode(record: Any) -> bytes:
@@ -135,13 +127,17 @@ def _makers(kind: type) -> tuple[int, tuple[tuple[int, Callable[[Any], Any]], ..
     """Return the number of fields, and for fields that msgpack does not return in their own type:
     index and conversion."""
     named = fields(kind)
-    found = [(place, _maker(item.name, str(item.type))) for place, item in enumerate(named)]
+    found = [(place, _maker(item)) for place, item in enumerate(named)]
     return len(named), tuple((place, make) for place, make in found if make is not None)
 
 
-def _maker(name: str, declared: str) -> Callable[[Any], Any] | None:
+def _maker(item: Field[Any]) -> Callable[[Any], Any] | None:
+    """Return the conversion of one field. A one-shot value arrives unset, as the declaration makes
+    it: it is for one direct forward, and the receiver has no use for it."""
+    declared = str(item.type)
     if declared == "ForwardMode":
         return ForwardMode
     if declared.startswith("OneShot"):
-        return lambda _: _ONE_SHOT[name]()
+        make: Any = item.default_factory
+        return lambda _: make()
     return None
