@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -93,3 +94,24 @@ def test_the_command_names_a_result_that_it_cannot_read(
     assert main(["conform", "--table", str(tmp_path)]) == 2
     found = capsys.readouterr().err
     assert said in found and str(tmp_path) in found and "Traceback" not in found
+
+
+OLDEST = datetime.timedelta(days=30)
+"""How much older than the kit's last change of laws a result may be."""
+
+
+def git(*words: str) -> str:
+    """Return what git says of this checkout; skips the test where there is no history."""
+    found = subprocess.run(("git", *words), cwd=ROOT, capture_output=True, text=True)
+    if found.returncode:
+        pytest.skip("needs a git checkout")
+    return found.stdout.strip()
+
+
+@pytest.mark.parametrize("path", sorted(RESULTS.glob("*.json")), ids=lambda path: path.stem)
+def test_a_result_is_not_much_older_than_the_laws_that_it_speaks_of(path: Path) -> None:
+    if git("rev-parse", "--is-shallow-repository") == "true":
+        pytest.skip("needs the history of the checkout")
+    laws = datetime.date.fromisoformat(git("log", "-1", "--format=%cs", "--", "sglcore/conformance/laws"))
+    measured = datetime.date.fromisoformat(read_result(path)["date"])
+    assert laws - measured <= OLDEST, f"run it again: sglcore conform {path.stem.partition('-')[0]} --result {path}"
