@@ -96,7 +96,7 @@ def test_each_sample_of_a_prompt_that_is_read_or_waits_for_the_end_of_a_pause_is
                 first = asyncio.ensure_future(frontend.generate(prompt, replace(PARAMS, n=PLACES + 2)))
                 await asyncio.sleep(0)
                 with pytest.raises(Overloaded):
-                    await frontend.generate(prompt, PARAMS)
+                    await asyncio.wait_for(frontend.generate(prompt, PARAMS), 60)
                 frontend._may_start.set()
                 (await first).abort()
                 assert frontend._open == 0
@@ -112,7 +112,7 @@ def test_texts_to_embed_wait_like_samples_for_the_end_of_a_pause_and_make_room_w
             asking = asyncio.ensure_future(frontend.pooled([([5, 6], None)] * PLACES))
             await asyncio.sleep(0)
             with pytest.raises(Overloaded):
-                await frontend.pooled([([5, 6], None)])
+                await asyncio.wait_for(frontend.pooled([([5, 6], None)]), 60)
             frontend._may_start.set()
             orders = [await asyncio.wait_for(engine.requests.get(), 60) for _ in range(PLACES)]
             assert frontend._open == PLACES

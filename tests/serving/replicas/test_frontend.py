@@ -233,7 +233,7 @@ def test_every_replica_has_places_and_those_that_wait_for_the_end_of_a_pause_wan
             waiting = [asyncio.ensure_future(begin(frontend)) for _ in range(2 * PLACES)]
             await asyncio.sleep(0)
             with pytest.raises(Overloaded):
-                await begin(frontend)
+                await asyncio.wait_for(begin(frontend), 60)
             draining = asyncio.ensure_future(frontend.drain())
             for generation in await asyncio.wait_for(asyncio.gather(*waiting), 60):
                 generation.abort()
