@@ -74,7 +74,7 @@ def test_a_broken_package_is_shown_with_the_way_to_start_without_it_and_the_rest
     site.add("one", tag="[api-9]")
     ran = site.run("-m", "sglcore.cli", "devices")
     assert "written for API 9" in ran.stdout and "--device cpu starts without it" in ran.stdout
-    assert "chosen: cpu" in ran.stdout
+    assert ran.stdout.startswith("chosen: cpu")
     rows = as_json(site)["rows"]
     assert [row["topic"] for row in rows][:2] == ["device", "device one"] and rows[1]["downgrade"]
 
@@ -109,7 +109,7 @@ def test_the_table_names_the_choice_the_failing_fact_and_its_remedy(site: Site) 
     ran = site.run("-m", "sglcore.cli", "devices")
     assert ran.returncode == 0
     assert "planted runtime; mend the runtime" in ran.stdout
-    assert "no device is chosen: device 'one' is present but not usable" in ran.stdout
+    assert ran.stdout.startswith("no device is chosen: device 'one' is present but not usable")
 
 
 def test_the_table_prints_the_traceback_of_a_package_on_standard_error(site: Site) -> None:

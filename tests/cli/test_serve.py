@@ -101,6 +101,18 @@ def test_flags_of_other_engines_say_ours(words: tuple[str, ...], wanted: tuple[s
     assert found.exit_code == 0 and seen == [wanted], found.output
 
 
+@pytest.mark.parametrize("flag", ["--replicas", "--data-parallel-size", "--dp-size", "-dp"])
+def test_other_engines_data_parallel_size_is_the_number_of_replicas(flag: str) -> None:
+    app, seen = typer.Typer(), list[Any]()
+
+    def serve(settings: Any = None) -> None:
+        seen.append(split_settings(settings, ServerConfig))
+
+    app.command()(with_settings(serve, EngineConfig, ServerConfig))
+    found = CliRunner().invoke(app, (flag, "3"))
+    assert found.exit_code == 0 and seen == [{"replicas": 3}], found.output
+
+
 @pytest.mark.parametrize("flag", REFUSED)
 def test_a_flag_that_equals_none_of_ours_names_what_to_do(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(("serve", flag, "1")) == main(("serve", f"{flag}=1")) == 2

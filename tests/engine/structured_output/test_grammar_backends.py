@@ -127,6 +127,14 @@ def test_names_of_properties_and_literals_are_no_keywords(backend: GrammarBacken
     assert takes(backend, Grammar("json_schema", json.dumps(schema)), value, tokenizer)
 
 
+def test_a_thousand_properties_may_be_left_out(tokenizer: Tokenizer) -> None:
+    backend = opened("llguidance", tokenizer).backend
+    schema = {"type": "object", "properties": {f"p{n}": {"type": "integer"} for n in range(1000)}}
+    grammar = Grammar("json_schema", json.dumps({**schema, "additionalProperties": False}))
+    for value, is_taken in (({}, True), ({"p0": 1, "p999": 2}, True), ({"p1000": 1}, False), ({"p5": "a"}, False)):
+        assert takes(backend, grammar, json.dumps(value, separators=(",", ":")), tokenizer) is is_taken, value
+
+
 BAD = (
     Grammar("regex", "("),
     Grammar("regex", "(?=a)b"),
