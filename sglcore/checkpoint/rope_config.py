@@ -59,7 +59,8 @@ def mrope_axes(config: ModelConfig) -> np.ndarray | None:
 
 
 def rotary_dim(config: ModelConfig) -> int:
-    """Return the number of rotated elements of a head."""
+    """Return the number of rotated elements of a head: the share `partial` of `head_dim`, or the
+    whole head for a proportional embedding, whose remaining frequencies are zero."""
     return config.head_dim if config.rope.kind == PROPORTIONAL else int(config.head_dim * config.rope.partial)
 
 

@@ -142,7 +142,9 @@ class ServerConfig:
         least=1,
     )
     replica_env: tuple[str, ...] = setting(
-        (), "Environment variable of each replica, NAME=VALUE, where {index} is its number from 0; may be repeated."
+        (),
+        "Environment variable of each replica, NAME=VALUE, where {index} is its number from 0; may be repeated."
+        " If one contains {index}, it is taken to select each replica's devices, and none are assigned.",
     )
     role: str = setting(
         "both",

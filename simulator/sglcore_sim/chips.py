@@ -94,7 +94,7 @@ def hip(chip: str, device: int, pci_class: int, target: str, properties: dict[st
 
 def musa(chip: str, device: int, properties: dict[str, Any]) -> Kind:
     """Make the kind of a Moore Threads GPU with the vendor's driver, and a torch_musa of torch's
-    version; parameters as for `cuda`."""
+    version. `properties`: as `mthreads` returns them; other parameters as for `cuda`."""
     files = {
         "dev/mtgpu.{i}": "",
         "sys/module/mtgpu/version": "3.3.1\n",

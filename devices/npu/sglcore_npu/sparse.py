@@ -49,9 +49,11 @@ def sparse_mqa(
 
 
 def _attend(q: Tensor, rows: Tensor, chosen: Tensor, scale: float) -> Tensor:
-    """Attend with one call in which each token is a request and its selected entries are the text.
+    """Return [T, H, LATENT] of q [T, H, LATENT + ROTATED]: attend with one call in which each token
+    is a request and its selected entries are the text.
 
-    A token without selected entries reads entry 0, and its result is set to 0.
+    `chosen` int32 [T, W] indexes `rows`, padded with -1 at the end only. A token without selected
+    entries reads entry 0, and its result is set to 0.
     """
     tokens, width = chosen.shape
     counts = (chosen >= 0).sum(1, dtype=torch.int32)

@@ -45,7 +45,8 @@ def options_of(server: ServerConfig, replica: int = 0) -> PageOptions:
     """Return the options of replica number `replica` (from 0) of a server.
 
     The replicas of a prompt server listen on consecutive ports, from the port of `pages_address`
-    on; with port 0, each takes a free one.
+    on; with port 0, each takes a free one. Nothing is checked here: `settled` refuses addresses and
+    combinations that cannot be used.
     """
     peers = tuple(each.strip() for given in server.peers for each in given.split(",") if each.strip())
     host, _, port = (server.pages_address or "").rpartition(":")

@@ -118,7 +118,8 @@ class _Reader:
 
 @cache
 def _reader(kind: type) -> Callable[[Any], tuple[Any, ...]]:
-    """Return a function that reads all declared fields, in order."""
+    """Return a function that reads all declared fields, in order, as a tuple. `kind` has two fields
+    or more."""
     return attrgetter(*(item.name for item in fields(kind)))
 
 

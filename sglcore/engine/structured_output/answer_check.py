@@ -35,8 +35,9 @@ class Question(msgspec.Struct, frozen=True):
 
 
 class AnswerChecks(ConfinedChecks):
-    """The checks of answers: `submit` takes a Question, and `said` of its Verdict has the names in
-    `left_out` that the answer violates."""
+    """The checks of answers: `submit` takes a Question, and its Verdict arrives by the callback
+    `told`. `said` of a Verdict has the names in `left_out` that the answer violates; empty means
+    none only if `error`, `ended` and `busy` are not set."""
 
     def __init__(self, limits: CheckLimits = LIMITS) -> None:
         self.limits = limits

@@ -2,8 +2,8 @@
 tiktoken.model and similar files.
 
 transformers makes the tokenizer, and the result is compared with tiktoken before it is used; both
-are imported only here and only when needed. A file of ranks does not have the pattern that splits
-texts: the checkpoint has it in Python code (`tokenizer_code.py`).
+are imported only here and only when needed. A tekken.json has the pattern that splits texts; of the
+other files, which have only ranks, the checkpoint has it in Python code (`tokenizer_code.py`).
 """
 
 from __future__ import annotations

@@ -287,7 +287,8 @@ def _shapes(folder: Path) -> Shapes:
 
 
 def _tokens(folder: Path) -> tuple[Any, Any] | None:
-    """Return the vocabulary and the added tokens of a tokenizer; None without `tokenizer.json`."""
+    """Return the vocabulary of a folder's `tokenizer.json` as its JSON value (None if it has none),
+    and its added tokens as sorted pairs of id and text; None without the file."""
     file = folder / "tokenizer.json"
     if not file.is_file():
         return None

@@ -53,7 +53,11 @@ class GgufSource:
         return None if self.tensor.type in PLAIN else self.tensor.type
 
     def copy(self, target: Tensor, report: CountBytes) -> None:
-        """Fill `target`, a tensor of this shape, some rows at a time; see `Source.copy`."""
+        """Fill `target`, a tensor of this shape; see `Source.copy`.
+
+        A plain tensor is read some rows at a time; a quantised one, or one with `paired_heads`, is
+        read whole and reported once.
+        """
         if self.form is not None:
             fill(self.stored(report), target)
             return

@@ -42,7 +42,9 @@ class Handle:
 @dataclass(slots=True)
 class Waiting:
     """A replay that waits for external events: its graph, its stream, and the count of operations
-    when it was queued."""
+    when it was queued. If the count is another when the events are recorded, other work was queued
+    in between, which would wait for ever on hardware (`stuck_graph`); the driver's own work is
+    added to it."""
 
     graph: Any
     stream: torch.Stream

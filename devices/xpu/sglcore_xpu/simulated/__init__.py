@@ -17,9 +17,12 @@ DISPLAY, OTHER_DISPLAY = 0x030000, 0x038000
 
 
 def chip(name: str, arch: str, device: int, pci_class: int, mib: int, figures: dict[str, Any]) -> Kind:
-    """Make the kind of a GPU with the driver `xe`, Level Zero, and a torch build for it. `device`:
-    PCI device id; `pci_class`: PCI class of 24 bits; `mib`: memory in MiB; `figures`: as `figures`
-    returns them."""
+    """Make the kind of a GPU with the driver `xe`, Level Zero, and a torch build for it.
+
+    `name`: its name for `--sim`; `arch`: the compilers' name, such as bmg-g21; `device`: PCI device
+    id; `pci_class`: PCI class of 24 bits; `mib`: memory in MiB; `figures`: as `figures` returns
+    them, with the product's name.
+    """
     node = f"DRIVER=xe\nPCI_CLASS={pci_class:X}\nPCI_ID=8086:{device:04X}\nPCI_SLOT_NAME=0000:{{bus}}:00.0\n"
     files = {
         "dev/dri/renderD{render}": "",

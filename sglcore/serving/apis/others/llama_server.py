@@ -234,8 +234,9 @@ class _Writer(Writer[Runs]):
 
 
 def _stop(sample: Completion) -> dict[str, Any]:
-    """Return the fields that say how a text ended: by a stop string ("word"), by the model's end
-    token or a stop token id ("eos"), or by the token limit."""
+    """Return the fields that say how a text ended. `stop_type`: "word" for a stop string, which is
+    then the `stopping_word` (otherwise empty), "eos" for the model's end token or a stop token id,
+    "limit" for the token limit, "none" for any other ending."""
     word = sample.stop_cause if isinstance(sample.stop_cause, str) else ""
     kind = "word" if word else {"stop": "eos", "length": "limit"}.get(sample.finish_reason or "", "none")
     return {"stop_type": kind, "stopping_word": word}
