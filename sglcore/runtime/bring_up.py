@@ -16,7 +16,7 @@ import torch
 from sglcore.checkpoint.rope_config import mrope_axes
 from sglcore.config.engine_config import EngineConfig
 from sglcore.device.bring_up import Again, BringUp
-from sglcore.device.errors import SglcoreError, one_line
+from sglcore.device.errors import one_line
 from sglcore.device.facts import Facts
 from sglcore.device.ledger import DecisionLedger, Row
 from sglcore.device.package import DevicePackage, Ref, resolve
@@ -207,7 +207,8 @@ def attention(
         def tried(backend: type[AttentionBackend], captured: bool) -> str:
             return failure_of(partial(built, backend), found, model.dtype, getattr(torch, facts.index_dtype), captured)
 
-        return built(choose_attention(config, package, facts, str(model.dtype), shape, cells, whom, ledger, tried))
+        given = config, package, facts, str(model.dtype), shape, cells, whom, ledger, tried
+        return built(choose_attention(*given, verifies=speculation is not None))
 
     if windows is None or pools.token_to_kv.layout == ROWS:
         return make(layers, pools.req_to_token, pools.token_to_kv, "the model")
@@ -237,8 +238,8 @@ def runner(
     halves: Halves | None = None,
 ) -> ModelRunner:
     """Return the runner with its registries; if `make_backend` returns a graph mechanism, capture
-    the graphs and wait for them. With `config.graph` "auto", a capture that fails is a row of the
-    ledger, and steps run eagerly.
+    the graphs and wait for them. With `config.graph` "auto", a library that lacks what the capture
+    calls is a row of the ledger, and steps run eagerly.
     """
     backend = make_backend(config, package, facts, streams, attention, ledger, groups)
     cells = kernels.cache_locations if model.config.is_encoder else _cache_locations(kernels, pools, facts, ledger)
@@ -287,16 +288,16 @@ def _captured(
     progress: Progress,
     shape: StepShape,
 ) -> GraphRunner | None:
-    """Return the captured graphs; None, with a row, if the capture fails and `config.graph` is
-    "auto". Raises if it fails otherwise, or if memory is too small."""
+    """Return the captured graphs; None, with a row, if a library lacks what a capture calls and
+    `config.graph` is "auto". Everything else that a capture raises ends the start: a driver's error
+    leaves its stream undefined, and other ranks would wait."""
     try:
         told = partial(progress, "capturing graphs")
         return capture(config, facts, backend, made, ledger, told, shape.widths, shape.takes_prompts)
-    except (SglcoreError, torch.OutOfMemoryError):
-        raise
-    except Exception as error:
-        if config.graph != "auto":
+    except (AttributeError, ImportError, NotImplementedError) as error:
+        if config.graph != "auto" or made.extensions.ranks is not None:
             raise
+        backend.close()
         why = f"a step could not be captured: {one_line(error)}; every step runs eagerly"
         ledger.record(Row("graph", config.graph, "off", why, "--graph off, or another library", downgrade=True))
         return None

@@ -314,10 +314,11 @@ class BufferRegistry:
         """
         reader, size = host_reader(self.batch_type, True, True), batch.batch_size * width
         values = reader.read(batch)
-        given = [spec.name for spec in reader.staged if spec.name in values]
-        for name in given:
-            self.stage(name, np.repeat(values[name], width, axis=-1))
-            values[name] = self._buffers[name].head(size, size)
+        given = [spec for spec in reader.staged if spec.name in values]
+        for spec in given:
+            value = values[spec.name]
+            self.stage(spec.name, value if spec.axis is Axis.NONE else np.repeat(value, width, axis=-1))
+            values[spec.name] = self._buffers[spec.name].head(size, size)
         values |= {"batch_size": size, "num_tokens": size, **self._heads_of(size, size, False)}
         return make_batch(self.batch_type, values), bool(given)
 

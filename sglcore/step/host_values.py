@@ -29,8 +29,13 @@ class HostReader:
     def __init__(self, batch_type: type, is_decode: bool, is_wide: bool = False) -> None:
         every = {spec.name: spec for spec in leaves(batch_type) if spec.is_read}
         present = [spec for spec in every.values() if not (is_decode and spec.when is When.EXTEND)]
-        if is_wide:
-            present = [spec for spec in present if spec.wide is Wide.REPEAT and not spec.mirror]
+        repeated = [spec for spec in present if spec.wide is Wide.REPEAT and not spec.mirror]
+        self._dropped: tuple[str, ...] = ()
+        if is_wide and any(callable(spec.read) for spec in repeated):
+            # Their functions may read values of fields that are placed.
+            self._dropped = tuple(spec.name for spec in present if spec not in repeated)
+        elif is_wide:
+            present = repeated
         reads = {spec.name: every[spec.mirror].read if spec.mirror else spec.read for spec in present}
         given = {spec.name for spec in present if spec.when is When.IF_GIVEN}
         mirrors = {
@@ -38,12 +43,15 @@ class HostReader:
         }
         reads = {name: read for name, read in reads.items() if name not in mirrors}
         self.batch_type = batch_type
-        self.staged = tuple(spec for spec in present if spec.is_staged)
+        self.staged = tuple(spec for spec in (repeated if is_wide else present) if spec.is_staged)
         self._read = _compiled(reads, given, mirrors)
 
     def read(self, batch: ScheduleBatch) -> Values:
         """Return the values by field name, without those that are absent. Takes one-shot values."""
-        return self._read(batch)
+        values = self._read(batch)
+        for name in self._dropped:
+            values.pop(name, None)
+        return values
 
 
 def _compiled(

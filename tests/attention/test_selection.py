@@ -177,6 +177,18 @@ def test_a_reference_to_nothing_is_the_packages_error_not_a_refusal(ref: str) ->
         choose({"fast": ref, **refs("Wide")})
 
 
+class Exact(Wide):
+    facts = replace(Wide.facts, takes_bounds=False)
+
+
+def test_what_takes_exact_lengths_alone_is_refused_where_draft_tokens_are_verified() -> None:
+    assert choose(refs("Exact", "Wide"))[0] is Exact
+    backend, rows = choose(refs("Exact", "Wide"), needs=replace(NEEDS, verifies=True))
+    assert backend is Wide and "Exact refused: upper bounds of lengths on the host" in rows[0].reason
+    with pytest.raises(ConfigError, match="Exact refused: upper bounds of lengths on the host"):
+        choose(refs("Exact", "Wide"), "Exact", replace(NEEDS, verifies=True))
+
+
 @pytest.mark.parametrize(
     ("facts", "reason"),
     [

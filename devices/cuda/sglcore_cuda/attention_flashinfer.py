@@ -4,6 +4,9 @@ mode wrappers for capture.
 A wrapper is planned for one geometry (kv_heads, head_dim, window, softcap). Its plan needs lengths
 on the host and copies them through its own pinned memory. The device may still read that memory
 while the next step is planned, so plans alternate between two wrappers.
+
+Pages are listed by the lengths on the device and planned by those on the host, so both must be
+equal for every row: it does not serve speculation.
 """
 
 from __future__ import annotations
@@ -84,6 +87,7 @@ class FlashInferAttention(AttentionBackend[FlashInferPlan]):
         takes_stored=True,
         library="flashinfer",
         needs_host_lengths=True,
+        takes_bounds=False,
     )
 
     def __init__(self, *given: Any, **named: Any) -> None:

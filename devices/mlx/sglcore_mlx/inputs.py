@@ -54,19 +54,15 @@ class WideInputs:
     page_table: Ints
 
 
-PLACED = frozenset({"req_pool_indices", "seq_lens", "positions"})
-"""Fields that the device computes if requests have several tokens."""
-
-
 def wide_inputs(
     batch_type: type[ForwardBatch], batch: ScheduleBatch, table: PageTable, rows: int, pages: int, width: int
 ) -> WideInputs:
     """Make the inputs of requests with `width` tokens each, padded to `rows` requests and `pages`
     columns of the page table."""
     assert batch.cell_limits is not None
-    reader = host_reader(batch_type, is_decode=True)
+    reader = host_reader(batch_type, is_decode=True, is_wide=True)
     values = reader.read(batch)
-    read = [spec for spec in reader.staged if spec.name in values and spec.name not in PLACED]
+    read = [spec for spec in reader.staged if spec.name in values]
     alone = {spec.name: padded(spec, values[spec.name], rows) for spec in read}
     single = {spec.name for spec in read if spec.axis is Axis.NONE}
     fields = {name: each if name in single else np.repeat(each, width, axis=-1) for name, each in alone.items()}

@@ -149,8 +149,11 @@ def _offered(operator: str, given: Limited) -> Limited:
 
 
 def _try(function: Callable[..., Any], *call: Any) -> Any:
-    """Call a function with zeros of the dtypes and sizes of `call`, at most `MOST_ROWS` rows."""
-    return function(*(_zeros(arg) if isinstance(arg, Tensor) else arg for arg in call))
+    """Call a function with zeros of the dtypes and sizes of `call`, at most `MOST_ROWS` rows; wait
+    for the device, which tells only then that an operator failed."""
+    found = function(*(_zeros(arg) if isinstance(arg, Tensor) else arg for arg in call))
+    torch.accelerator.synchronize()
+    return found
 
 
 def _zeros(arg: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -61,6 +62,12 @@ def test_sparse_attention_goes_to_the_reference_where_the_operator_fails(monkeyp
     assert "its first call failed: RuntimeError: no kernel image" in row.reason
 
 
+def test_steps_that_verify_wait_for_each_other_and_the_ledger_says_why(model: Path) -> None:
+    _, told = spoken(model, package.name, kernels="auto", speculative="ngram", draft_tokens=2)
+    (row,) = (line for line in told.splitlines() if line.startswith("overlap: "))
+    assert row.startswith("overlap: off: the target's FusedAttention needs exact lengths on the host")
+
+
 def test_attention_that_fails_is_refused(monkeypatch: pytest.MonkeyPatch, model: Path) -> None:
     fails(monkeypatch, OPERATOR)
     tokens, told = spoken(model, package.name, kernels="auto")
@@ -68,14 +75,27 @@ def test_attention_that_fails_is_refused(monkeypatch: pytest.MonkeyPatch, model:
     assert attention_of(told) != "fused" and "fused refused: its first call failed: " in told
 
 
-def test_steps_run_eagerly_where_a_capture_fails(monkeypatch: pytest.MonkeyPatch, model: Path) -> None:
-    fails(monkeypatch, f"_{OPERATOR}_get_max_workspace")
+WORKSPACE = f"_{OPERATOR}_get_max_workspace"
+"""An operator that only a capture calls."""
+
+
+class Missing:
+    """Stands in for an operator that this torch_npu lacks."""
+
+    def __call__(self, *given: Any, **named: Any) -> Any:
+        raise AttributeError(f"'_OpNamespace' 'npu' object has no attribute '{WORKSPACE}'")
+
+
+def test_steps_run_eagerly_where_a_capture_lacks_an_operator(monkeypatch: pytest.MonkeyPatch, model: Path) -> None:
+    monkeypatch.setattr(torch.ops.npu, WORKSPACE, Missing())
     tokens, told = spoken(model, package.name, kernels="auto")
     assert len(tokens) == 4 and attention_of(told) == "fused"
-    assert "graph: off: a step could not be captured: RuntimeError: no kernel image" in told
-
-
-def test_graphs_that_were_asked_for_by_name_and_fail_are_an_error(monkeypatch: pytest.MonkeyPatch, model: Path) -> None:
-    fails(monkeypatch, f"_{OPERATOR}_get_max_workspace")
-    with pytest.raises(RuntimeError, match="no kernel image"):
+    assert "graph: off: a step could not be captured: AttributeError: '_OpNamespace' 'npu' object has no" in told
+    with pytest.raises(AttributeError, match="object has no attribute"):
         spoken(model, package.name, kernels="auto", graph="full")
+
+
+def test_a_capture_that_fails_in_the_driver_ends_the_start(monkeypatch: pytest.MonkeyPatch, model: Path) -> None:
+    fails(monkeypatch, WORKSPACE)
+    with pytest.raises(RuntimeError, match="no kernel image"):
+        spoken(model, package.name, kernels="auto")

@@ -178,9 +178,11 @@ class RemoteHost:
         self._channel.hang_up()
 
     def _run(self) -> None:
-        with suppress(Gone, TimeoutError, OSError, ValueError):  # closed here, or there
-            self._listen()
-        self._lose()
+        try:
+            with suppress(Gone, TimeoutError, OSError, ValueError):  # closed here, or there
+                self._listen()
+        finally:
+            self._lose()
 
     def _listen(self) -> None:
         """Send heartbeats and take what the node says, until it has been silent for too long."""

@@ -46,12 +46,21 @@ class AttentionNeeds:
     """
 
     head_dims: tuple[int, ...]
+    """Elements of a head, of all layers, ascending."""
     page_size: int
+    """Tokens in a page."""
     dtype: str
+    """The element type in which the model computes, such as "bfloat16"."""
     features: frozenset[str]
+    """Features beyond causal attention over pages."""
     index_dtype: str = "int64"
+    """The type of KV slot indices."""
     padding_len: int = 1
+    """The sequence length of padding rows."""
     layout: str = CELL_MAJOR
+    """The layout of the pool."""
+    verifies: bool = False
+    """Draft tokens are verified, or made: some rows have upper bounds of their lengths."""
 
 
 def shape_of(layers: Sequence[Attention], is_encoder: bool) -> AttentionShape:
@@ -83,6 +92,8 @@ def refusal(facts: AttentionFacts, needs: AttentionNeeds) -> str:
         return f"padding rows of length {needs.padding_len}; it wants {facts.padding_len}"
     if not facts.takes_layout(needs.layout):
         return f"keys and values laid out {needs.layout}; it takes {', '.join(facts.layouts or ())}"
+    if needs.verifies and not facts.takes_bounds:
+        return "upper bounds of lengths on the host, which speculation gives; it takes exact ones for all rows"
     if FROZEN in needs.features and not facts.takes_stored:
         return "queries alone; it takes them with keys and values"
     missing = sorted(needs.features - facts.features - {FROZEN})
@@ -143,9 +154,10 @@ def choose_attention(
     whom: str,
     ledger: DecisionLedger,
     tried: Tried | None = None,
+    verifies: bool = False,
 ) -> type[AttentionBackend]:
-    """Return the first backend that serves a shape over these KV slots. `tried(backend, captured)`
-    returns how a backend that calls a library fails.
+    """Return the first backend that serves a shape over these KV slots. `tried` tries one that
+    calls a library; `verifies`: it serves steps with draft tokens.
 
     If stream graphs are configured for a model that decodes, it must also support capture; with
     `config.graph` "auto", one without capture is taken if no other serves. Raises as
@@ -160,6 +172,7 @@ def choose_attention(
         facts.index_dtype,
         int(spec_of(ForwardBatch, "seq_lens").padding.value),
         cells.layout,
+        verifies,
     )
     # Candidates after the package's own; they do not replace a candidate of the same name.
     offered = {**package.attention, **(OF_ROWS if cells.layout == ROWS else {}), **package.attention}

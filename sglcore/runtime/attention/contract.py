@@ -61,6 +61,10 @@ class AttentionFacts:
     """Whether decode results depend on `seq_lens_cpu`, which must then be exact: with speculation
     each step waits for the tokens accepted by the one before. If False, `plan` takes upper bounds
     there, and `refresh` also a batch without `*_cpu` mirrors."""
+    takes_bounds: bool = True
+    """Whether rows with exact lengths on the host get right results although those of other rows
+    are upper bounds. Steps that verify draft tokens have such rows: those that are not verified,
+    and all of a draft. Without it the backend is refused for speculation."""
 
     def takes_layout(self, layout: str) -> bool:
         """Return whether the backend reads a pool of this layout."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from sglcore.device.batch import ForwardMode
-from sglcore.device.errors import one_line
+from sglcore.device.errors import SglcoreError, one_line
 from sglcore.runtime.attention.contract import AttentionBackend, Bucket
 from sglcore.runtime.attention.layer import Attention
 from sglcore.runtime.forward_batch import ForwardBatch
@@ -31,7 +31,8 @@ def failure_of(
     the padding page, in each kind of layer of a model in `dtype`; empty if it does not fail.
 
     `index_dtype`: the type of KV slot indices. `is_captured`: also make and refresh a plan for
-    capture. Waits for the device.
+    capture. Waits for the device. Raises SglcoreError and torch.OutOfMemoryError, which are
+    no failure of the library.
     """
     try:
         with torch.inference_mode():
@@ -41,6 +42,8 @@ def failure_of(
             if is_captured:
                 (decode, _) = _batches(backend, index_dtype)
                 backend.refresh(backend.capture_plan(Bucket(1, 1)), decode)
+    except (SglcoreError, torch.OutOfMemoryError):
+        raise
     except Exception as error:
         return f"its first call failed: {one_line(error)}"
     return ""

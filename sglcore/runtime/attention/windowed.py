@@ -155,8 +155,8 @@ def window_view(batch: ForwardBatch) -> ForwardBatch:
 def _common(facts: list[AttentionFacts], layout: str) -> AttentionFacts:
     """Return facts for pools of one layout, with the features that all backends have.
 
-    `takes_stored` if all have it, and `needs_host_lengths` if one does. Other fields do not
-    restrict: each backend was selected for its own layers.
+    `takes_stored` and `takes_bounds` if all have it, `needs_host_lengths` if one does. Other fields
+    do not restrict: each backend was selected for its own layers.
     """
     features = frozenset.intersection(*(each.features for each in facts))
     return AttentionFacts(
@@ -164,4 +164,5 @@ def _common(facts: list[AttentionFacts], layout: str) -> AttentionFacts:
         takes_stored=all(each.takes_stored for each in facts),
         layouts=(layout,),
         needs_host_lengths=any(each.needs_host_lengths for each in facts),
+        takes_bounds=all(each.takes_bounds for each in facts),
     )

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from types import BuiltinFunctionType, FunctionType, MappingProxyType, MethodType
 from typing import Any, Self, TypeAlias
 
-from torch import Tensor
+from torch import OutOfMemoryError, Tensor
 
 from sglcore.device.errors import ConfigError, SglcoreError, one_line
 from sglcore.runtime.kernels import reference_kernels, reference_recurrent
@@ -76,6 +76,8 @@ class Trial:
             for each in found if isinstance(found, tuple) else (found,):
                 if isinstance(each, Tensor):
                     each.cpu()
+        except (SglcoreError, OutOfMemoryError):
+            raise
         except Exception as error:
             return f"its first call failed: {one_line(error)}"
         return ""

@@ -62,11 +62,11 @@ def _against_overlap(speculation: Speculation, target: ModelRunner, draft: Model
     """Return why a step must wait for the tokens accepted by the one before, or an empty text."""
     if not DRAFT_KINDS[speculation.kind].has_model and lookup_steps(speculation.kind).from_host:
         return f"{speculation.kind} proposes tokens on the host, which must know the text"
-    for runner in (target, draft):
+    for whose, runner in (("the target's", target), ("the draft's", draft)):
         if runner is None or not runner.options.needs_host_lengths:
             continue
         names = [type(part).__name__ for part in runner.attn_backend.parts if part.facts.needs_host_lengths]
-        what = " and ".join(names) or "the device"
+        what = f"{whose} {' and '.join(names)}" if names else "the device"
         return f"{what} needs exact lengths on the host, which the tokens accepted by the step before decide"
     return ""
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from sglcore.config.engine_config import EngineConfig
-from sglcore.device.errors import ConfigError
+from sglcore.device.errors import ConfigError, SglcoreError
 from sglcore.device.facts import Facts
 from sglcore.device.ledger import DecisionLedger, Row
 from sglcore.device.package import DevicePackage, resolve
@@ -95,8 +95,10 @@ def reason_against_trees(package: DevicePackage, config: EngineConfig) -> str:
         try:
             if TREE_MASK in resolve(ref, package.name).facts.features:
                 return ""
-        except ImportError:
-            continue
+        except SglcoreError:
+            raise
+        except Exception:
+            continue  # Its library is missing or fails; the selection of attention says so.
     names = ", ".join(offered) or asked
     return f"{names}: no attention backend of {package.name} masks single KV slots of a row ({TREE_MASK})"
 

@@ -3,12 +3,14 @@ that cannot be filled is refused."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from sglcore.device.batch import ForwardMode, ScheduleBatch
@@ -272,3 +274,43 @@ def test_a_value_of_the_host_alone_is_carried_as_it_is() -> None:
     site, marks = make_site(batch_type=Told), ints([9])
     batch: Any = site.runner.init_batch(widened(Desk().extend({1: [3]}), marks=marks))
     assert batch.marks is marks
+
+
+@dataclass(slots=True)
+class CountedSchedule(WiderSchedule):
+    """The host's batch with a number of the whole step."""
+
+    counts: NDArray[np.int32] | None = None
+
+
+def _half(batch: ScheduleBatch, values: Mapping[str, Any]) -> NDArray[np.int32]:
+    return values["seq_lens"] // 2
+
+
+@batch_record(CountedSchedule)
+class CountedBatch(WiderBatch):
+    """The device's batch, with a field that has no axis and one that is made of another."""
+
+    counts: Tensor = batch_field(axis=Axis.NONE, split=Split.COPY, dtype="int32", padding=zero(), read="counts")
+    halves: Tensor = batch_field(axis=Axis.REQUESTS, dtype="int32", padding=zero(), read=_half)
+
+
+@facts_of_both
+def test_rows_to_verify_have_the_values_of_their_request(facts: Any) -> None:
+    site, desk = make_site(TinyModel(), facts=facts, batch_type=CountedBatch), Desk()
+    counts = np.array([5], np.int32)
+
+    def counted(batch: ScheduleBatch) -> CountedSchedule:
+        made = widened(batch)
+        return CountedSchedule(**{item.name: getattr(made, item.name) for item in fields(made)}, counts=counts)
+
+    site.runner.init_batch(counted(desk.extend({1: [3, 4, 5], 2: [6]})))
+    batch = counted(desk.decode(2, 1))
+    batch.cell_limits = np.array([9, 9], np.int32)
+    wide: Any = site.runner.init_batch(batch, None, 3)
+    assert (wide.batch_size, wide.num_tokens, wide.width) == (6, 6, 3)
+    assert wide.marks.tolist() == np.repeat(batch.marks, 3).tolist()
+    assert wide.weights.tolist() == np.repeat(batch.weights, 3).tolist()
+    assert wide.halves.tolist() == np.repeat(batch.seq_lens // 2, 3).tolist()
+    assert wide.counts.tolist() == [5] and wide.forward_mode is ForwardMode.DECODE
+    assert wide.seq_lens_cpu.tolist() == [*range(2, 5), *range(4, 7)]
