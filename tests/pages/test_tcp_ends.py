@@ -37,6 +37,11 @@ def threads() -> set[threading.Thread]:
     return {each for each in threading.enumerate() if each.name.startswith("pages")}
 
 
+def of_connections() -> list[threading.Thread]:
+    """Return the threads of connections, whose names have the peer's address."""
+    return [each for each in threads() if ":" in each.name]
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="open files are counted as Linux lists them")
 def test_a_transfer_that_is_closed_leaves_no_thread_and_no_open_file() -> None:
     files, before = open_files(), threads()
@@ -49,7 +54,8 @@ def test_a_transfer_that_is_closed_leaves_no_thread_and_no_open_file() -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="open files are counted as Linux lists them")
 def test_a_connection_that_is_lost_is_closed_here_too(stack: ExitStack) -> None:
     ends = Ends(stack)
-    known = [each for each in threads() if ":" in each.name]
+    until(lambda: len(of_connections()) == 4)
+    known = of_connections()
     files = open_files()
     ends.source._connections[ends.at_source].break_off("it is enough")
     assert heard(ends.target)[0].lost and heard(ends.source)[0].lost.endswith("it is enough")

@@ -305,7 +305,7 @@ def test_rows_to_verify_have_the_values_of_their_request(facts: Any) -> None:
         return CountedSchedule(**{item.name: getattr(made, item.name) for item in fields(made)}, counts=counts)
 
     site.runner.init_batch(counted(desk.extend({1: [3, 4, 5], 2: [6]})))
-    batch = counted(desk.decode(2, 1))
+    batch: Any = counted(desk.decode(2, 1))
     batch.cell_limits = np.array([9, 9], np.int32)
     wide: Any = site.runner.init_batch(batch, None, 3)
     assert (wide.batch_size, wide.num_tokens, wide.width) == (6, 6, 3)
