@@ -3,6 +3,7 @@ again when the pins or Python change."""
 
 from __future__ import annotations
 
+import fcntl
 import shutil
 import subprocess
 import sys
@@ -20,15 +21,18 @@ STAMP = "made-of"
 
 
 def interpreter(folder: Path = FOLDER) -> Path:
-    """Return the environment's Python; makes the environment if needed, then waits for downloads.
-    Raises ReleaseError."""
+    """Return the environment's Python; makes the environment if needed, then waits for downloads,
+    and for another process that makes it. Raises ReleaseError."""
     python, stamp = folder / "bin" / "python", folder / STAMP
     wanted = f"{sys.version}\n{PINS.read_text(encoding='utf-8')}"
-    if not stamp.is_file() or stamp.read_text(encoding="utf-8") != wanted:
-        shutil.rmtree(folder, ignore_errors=True)
-        run((sys.executable, "-m", "venv", str(folder)))
-        run((str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "-r", str(PINS)))
-        stamp.write_text(wanted, encoding="utf-8")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with folder.with_name(f"{folder.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not stamp.is_file() or stamp.read_text(encoding="utf-8") != wanted:
+            shutil.rmtree(folder, ignore_errors=True)
+            run((sys.executable, "-m", "venv", str(folder)))
+            run((str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "-r", str(PINS)))
+            stamp.write_text(wanted, encoding="utf-8")
     return python
 
 
