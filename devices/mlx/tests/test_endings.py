@@ -59,7 +59,7 @@ else:
 
 def test_a_load_that_is_interrupted_ends_at_the_next_weight() -> None:
     text = """
-import os, signal
+import os, signal, time
 from sglcore_mlx.layers import weights
 from sglcore import LLM
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -69,6 +69,8 @@ def interrupted(*arrays):
     begun.append(None)
     if len(begun) == 3:
         os.kill(os.getpid(), signal.SIGINT)
+    if len(begun) > 3:
+        time.sleep(0.5)  # the main thread of a busy machine hears of the signal meanwhile
     return slow(*arrays)
 weights.mx.eval = interrupted
 try:
@@ -78,5 +80,4 @@ except KeyboardInterrupt:
 """
     ran = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=120, check=False)
     assert "interrupted in weight" in ran.stdout, ran.stderr
-    # Of about forty; on a busy machine the main thread hears of the signal some weights later.
-    assert int(ran.stdout.split()[-1]) <= 25
+    assert int(ran.stdout.split()[-1]) <= 4  # of about forty
